@@ -1,0 +1,189 @@
+"""The configuration: flags override the environment (``BATON_…``), which overrides a TOML file."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+Role = Literal["prefill", "decode"]
+MIB = 1 << 20
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class PoolConfig(_Section):
+    """Some workers that are alike."""
+
+    name: str
+    """Unique name of the pool; its workers are called ``<name>-<number>``."""
+    role: Role
+    """The role that its workers start in."""
+    count: int = Field(default=1, ge=1, le=1024)
+    """How many workers."""
+    threads: int = Field(default=0, ge=0, le=1024)
+    """Compute threads of a worker on the CPU; 0 divides the machine's cores among the workers."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; ``auto`` takes a GPU where there is one."""
+    kv_pool_mib: int = Field(default=1024, ge=1)
+    """Memory for a worker's KV blocks on the CPU, in MiB."""
+    gpu_memory_fraction: float = Field(default=0.9, gt=0, le=1)
+    """Share of the GPU's free memory that a worker takes for KV blocks."""
+    max_sequences: int = Field(default=64, ge=1, le=4096)
+    """Most sequences in one step."""
+    chunk_tokens: int = Field(default=0, ge=0)
+    """Most prompt tokens in one step; 0 takes 512 on the CPU and 8192 on a GPU."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Ray resources that a worker asks for, beside one ``baton_worker``."""
+
+
+class ContextClass(_Section):
+    """A context-length class: a name for requests of about one size."""
+
+    name: str
+    """Its name in metrics and logs."""
+    max_tokens: int | None = None
+    """Prompts up to this many tokens belong to it; None, for the last class alone, is unbounded."""
+
+
+def _default_classes() -> tuple[ContextClass, ...]:
+    return (
+        ContextClass(name="short", max_tokens=512),
+        ContextClass(name="medium", max_tokens=4096),
+        ContextClass(name="long"),
+    )
+
+
+def _default_pools() -> tuple[PoolConfig, ...]:
+    return (
+        PoolConfig(name="prefill", role="prefill"),
+        PoolConfig(name="decode", role="decode"),
+    )
+
+
+class Config(BaseSettings):
+    """Everything that an operator can set."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="BATON_",
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+    )
+
+    model: str = "smollm2-135m-instruct"
+    """A name that ``baton model list`` shows, a Hugging Face folder, or a .gguf file."""
+    served_model_name: str = ""
+    """The model's id in the API; empty takes the name, or the folder's name of a path."""
+    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
+    """Type of weights and KV cache."""
+    http: str = "127.0.0.1:8000"
+    """host:port of the HTTP front."""
+    grpc: str = "127.0.0.1:8001"
+    """host:port of the gRPC front."""
+    redis_url: str = ""
+    """A Redis or Valkey server, ``redis://host:port/db``; empty starts an embedded Valkey."""
+    local_prefill: Literal["never"] = "never"
+    """Whether decode workers compute prompts themselves; ``never`` hands every request off."""
+    pools: tuple[PoolConfig, ...] = Field(default_factory=_default_pools)
+    """The pools of workers."""
+    classes: tuple[ContextClass, ...] = Field(default_factory=_default_classes)
+    """The context-length classes, in rising order."""
+    block_size: int = Field(default=16, ge=1, le=1024)
+    """Tokens in a KV block, and in a block of the prefix index."""
+    lease_s: float = Field(default=3.0, gt=0)
+    """A handoff's ticket ends after this many seconds without a heartbeat."""
+    heartbeat_s: float = Field(default=1.0, gt=0)
+    """A worker renews its registry entry and its leases this often, in seconds."""
+    registry_ttl_s: float = Field(default=4.0, gt=0)
+    """A worker that is silent for this many seconds is gone."""
+    request_deadline_s: float = Field(default=300.0, gt=0)
+    """A request that has not ended after this many seconds gets an error."""
+    max_waiting_requests: int = Field(default=256, ge=1)
+    """Requests that may wait for a prefill worker, over the whole router; more are shed with 429."""
+    max_body_bytes: int = Field(default=8 * MIB, ge=1024)
+    """Largest HTTP body that is read, in bytes."""
+    slo_ttft_s: float = Field(default=2.0, gt=0)
+    """The time to the first token that counts as good, in seconds."""
+    slo_tpot_s: float = Field(default=0.1, gt=0)
+    """The time per output token that counts as good, in seconds."""
+    cluster_id: str = ""
+    """Name of the cluster: prefix of its Redis keys; empty draws one."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severity that is logged."""
+
+    @field_validator("http", "grpc")
+    @classmethod
+    def _host_port(cls, value: str) -> str:
+        split_host_port(value)
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        roles = {pool.role for pool in self.pools}
+        if roles != {"prefill", "decode"}:
+            raise ValueError("pools: at least one prefill and one decode pool are needed")
+        names = [pool.name for pool in self.pools]
+        if len(set(names)) != len(names):
+            raise ValueError(f"pools: names must differ, got {names}")
+        bounds = [math.inf if c.max_tokens is None else c.max_tokens for c in self.classes]
+        if not bounds or bounds != sorted(set(bounds)) or bounds[-1] != math.inf:
+            raise ValueError("classes: max_tokens must rise, and the last class has none")
+        if self.heartbeat_s * 2 > min(self.registry_ttl_s, self.lease_s):
+            raise ValueError("heartbeat_s must be at most half of registry_ttl_s and of lease_s")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        toml = TomlConfigSettingsSource(settings_cls, _toml_file)
+        return init_settings, env_settings, toml
+
+    def class_of(self, prompt_tokens: int) -> str:
+        """The context-length class of a prompt."""
+        return next(
+            c.name for c in self.classes if c.max_tokens is None or prompt_tokens <= c.max_tokens
+        )
+
+
+_toml_file: Path | None = None
+
+
+def load_config(file: Path | None = None, **flags: Any) -> Config:
+    """Read the configuration; ``flags`` that are None count as not given.
+
+    Raises ``pydantic.ValidationError`` with every field at fault, and ``FileNotFoundError``.
+    """
+    global _toml_file
+    if file is not None and not file.is_file():
+        raise FileNotFoundError(f"no configuration file at {file}")
+    _toml_file = file
+    try:
+        return Config(**{name: value for name, value in flags.items() if value is not None})
+    finally:
+        _toml_file = None
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """``host:port`` → its parts; an IPv6 host stands in brackets. Raises ValueError."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{address!r} is not host:port")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,151 @@
+"""One small tree of errors.
+
+Rooms raise these; only the fronts turn them into HTTP answers (``router.http_errors``) and gRPC
+statuses (``baton.grpc_server``). Each class says once what it means in both worlds.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import grpc
+
+
+class BatonError(Exception):
+    """The root. ``message`` is safe to show to a client: it holds no secret and no prompt."""
+
+    http_status: ClassVar[int] = 500
+    grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    error_type: ClassVar[str] = "server_error"
+    code: ClassVar[str | None] = "internal_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        """``param`` names the request's field at fault; ``retry_after`` is in seconds."""
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+
+class ConfigError(BatonError):
+    """The operator's configuration, files or machine do not fit; the message says what to do."""
+
+    code = "config_error"
+
+
+class InvalidRequest(BatonError):
+    """What the client sent cannot be served as it is."""
+
+    http_status = 400
+    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
+    error_type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt, or the prompt and max_tokens, do not fit the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class UnsupportedParameter(InvalidRequest):
+    """A known field that this server does not serve was set."""
+
+    code = "unsupported_parameter"
+
+
+class ModelNotFound(BatonError):
+    """No such model is served."""
+
+    http_status = 404
+    grpc_status = grpc.StatusCode.NOT_FOUND
+    error_type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class RequestTooLarge(BatonError):
+    """The body is over the size limit."""
+
+    http_status = 413
+    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
+    error_type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class Overloaded(BatonError):
+    """Queues are full; the request was not started and may be tried again."""
+
+    http_status = 429
+    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    error_type = "rate_limit_error"
+    code = "overloaded"
+
+
+class Unavailable(BatonError):
+    """Nothing can serve the request at present."""
+
+    http_status = 503
+    grpc_status = grpc.StatusCode.UNAVAILABLE
+    error_type = "server_error"
+    code = "unavailable"
+
+
+class WorkerFailed(Unavailable):
+    """A worker died or failed while it held the request."""
+
+    code = "worker_failed"
+
+
+class DeadlineExceeded(BatonError):
+    """The request's time was up before it ended."""
+
+    http_status = 504
+    grpc_status = grpc.StatusCode.DEADLINE_EXCEEDED
+    error_type = "server_error"
+    code = "deadline_exceeded"
+
+
+class HandoffError(Unavailable):
+    """Moving a sequence between workers failed."""
+
+    grpc_status = grpc.StatusCode.ABORTED
+    code = "handoff_failed"
+
+
+class ChecksumMismatch(HandoffError):
+    """Bytes that arrived are not the bytes that were sent."""
+
+    grpc_status = grpc.StatusCode.DATA_LOSS
+    code = "handoff_checksum_mismatch"
+
+
+class TicketEnded(HandoffError):
+    """The ticket is unknown here, was released, or belongs to another writer."""
+
+    code = "handoff_ticket_ended"
+
+
+class FingerprintMismatch(HandoffError):
+    """The two workers do not serve the same weights."""
+
+    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    code = "handoff_fingerprint_mismatch"
+
+
+class GeometryMismatch(HandoffError):
+    """The two workers' KV caches cannot be converted into one another."""
+
+    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    code = "handoff_geometry_mismatch"
+
+
+class NoRoom(Overloaded):
+    """A decode worker has too few free blocks; ``retry_after`` estimates the wait."""
+
+    code = "no_decode_room"

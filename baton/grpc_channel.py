@@ -1,0 +1,39 @@
+"""Factories for gRPC channels and servers, so that limits and keepalive are alike everywhere."""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+
+MESSAGE_LIMIT = 64 << 20
+"""Bytes of one message, both ways; gRPC's own default of 4 MiB is too small for long prompts."""
+
+_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MESSAGE_LIMIT),
+    ("grpc.max_send_message_length", MESSAGE_LIMIT),
+]
+_CLIENT_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+]
+_SERVER_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.so_reuseport", 0),
+]
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to ``host:port``; it connects on first use."""
+    return grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS)
+
+
+def make_server() -> grpc.aio.Server:
+    """A server without services and ports."""
+    return grpc.aio.server(options=_SERVER_OPTIONS)

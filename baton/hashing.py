@@ -1,0 +1,39 @@
+"""Block hashes: the names under which KV blocks are found again.
+
+A full block's hash is a keyed BLAKE2b-128 (RFC 7693) over its parent's hash and its token ids. The
+key binds the model's fingerprint and the tenant's salt, so equal prompts of two tenants, or of two
+models, share nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+HASH_BYTES = 16
+
+
+def hash_key(fingerprint: str, salt: bytes = b"") -> bytes:
+    """The 32-byte key for one model and one salt."""
+    return hashlib.blake2b(salt, digest_size=32, key=fingerprint.encode()[:64]).digest()
+
+
+def block_hashes(
+    token_ids: Sequence[int], block_size: int, key: bytes, known: Sequence[bytes] = ()
+) -> list[bytes]:
+    """The chained hashes of all full blocks of ``token_ids``.
+
+    ``known`` holds the hashes of leading blocks that are computed already; they are not computed
+    again. Token ids must lie in 0 … 2³²-1.
+    """
+    hashes = list(known)
+    packed = array("I", token_ids[len(hashes) * block_size :]).tobytes()
+    width = block_size * 4
+    parent = hashes[-1] if hashes else bytes(HASH_BYTES)
+    for offset in range(0, len(packed) - width + 1, width):
+        digest = hashlib.blake2b(parent, digest_size=HASH_BYTES, key=key)
+        digest.update(packed[offset : offset + width])
+        parent = digest.digest()
+        hashes.append(parent)
+    return hashes

@@ -1,0 +1,100 @@
+"""The registry of workers in Redis: one hash per incarnation, with a TTL renewed by heartbeats.
+
+Workers write it, routers and the command line read it. Redis is authoritative.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+import redis.asyncio
+
+from baton.request import Geometry, LoadSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """What the cluster knows of one life of a worker process."""
+
+    incarnation: str
+    slot: str
+    """Stable name of the worker's place in its pool, ``prefill-0``; labels its metrics."""
+    role: str
+    address: str
+    """host:port of its gRPC server."""
+    metrics_address: str
+    """host:port of its /metrics page."""
+    model: str
+    fingerprint: str
+    geometry: Geometry
+    context_length: int
+    """Most tokens of a sequence, by the model's context and the KV pool's size."""
+    total_blocks: int
+    max_sequences: int
+    state: str = "ready"
+    load: LoadSnapshot = LoadSnapshot()
+
+
+class Registry:
+    """Reads and writes the records of one cluster. Raises ``redis.RedisError``."""
+
+    def __init__(self, client: redis.asyncio.Redis, cluster_id: str) -> None:
+        self._redis = client
+        self._prefix = f"baton:{{{cluster_id}}}"
+
+    def _key(self, incarnation: str) -> str:
+        return f"{self._prefix}:worker:{incarnation}"
+
+    @property
+    def _members(self) -> str:
+        return f"{self._prefix}:workers"
+
+    async def put(self, record: WorkerRecord, ttl_s: float) -> None:
+        """Write or renew a record; it vanishes ``ttl_s`` seconds after the last call."""
+        fields = asdict(record)
+        load = fields.pop("load")
+        key = self._key(record.incarnation)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hset(key, mapping={"record": json.dumps(fields), "load": json.dumps(load)})
+            pipe.pexpire(key, int(ttl_s * 1000))
+            pipe.sadd(self._members, record.incarnation)
+            await pipe.execute()
+
+    async def remove(self, incarnation: str) -> None:
+        """A worker that leaves in order says so."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.delete(self._key(incarnation))
+            pipe.srem(self._members, incarnation)
+            await pipe.execute()
+
+    async def all(self) -> dict[str, WorkerRecord]:
+        """The live records by incarnation."""
+        answer = await cast(Any, self._redis.smembers(self._members))
+        incarnations = sorted(member.decode() for member in answer)
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for incarnation in incarnations:
+                pipe.hmget(self._key(incarnation), ["record", "load"])
+            rows = await pipe.execute()
+        records = {}
+        for incarnation, (record, load) in zip(incarnations, rows, strict=True):
+            if record is not None:
+                records[incarnation] = _parse(record, load)
+        return records
+
+    async def dead(self) -> set[str]:
+        """Incarnations that are listed but whose record has expired."""
+        answer = await cast(Any, self._redis.smembers(self._members))
+        return {member.decode() for member in answer} - set(await self.all())
+
+    async def forget(self, incarnation: str) -> None:
+        """Strike a dead incarnation off the list, once its index entries are collected."""
+        await cast(Any, self._redis.srem(self._members, incarnation))
+
+
+def _parse(record: bytes, load: bytes | None) -> WorkerRecord:
+    fields = json.loads(record)
+    fields["geometry"] = Geometry(**fields["geometry"])
+    parsed = WorkerRecord(**fields)
+    return replace(parsed, load=LoadSnapshot(**json.loads(load))) if load else parsed

@@ -1,0 +1,78 @@
+"""What travels between rooms about a request: plain frozen data."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from baton.sampling_params import SamplingParams
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended well; the values are OpenAI's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """On whose behalf a request runs. ``key_id`` is a public name of the API key, never the key."""
+
+    tenant: str = "default"
+    key_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """All that a worker needs to run a sequence, at its start or after a move."""
+
+    request_id: str
+    attempt: int
+    router_id: str
+    token_ids: tuple[int, ...]
+    """The prompt, then the tokens that the router has already accepted."""
+    prompt_length: int
+    sampling: SamplingParams
+    cache_salt: bytes = b""
+    context_class: str = ""
+    principal: Principal = Principal()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """Tokens of one sequence, in order; ``index`` is the output index of the first of them."""
+
+    request_id: str
+    attempt: int
+    index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSnapshot:
+    """What a worker is doing at one moment; counts of sequences, tokens and blocks."""
+
+    incarnation: str = ""
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    used_blocks: int = 0
+    quarantined_blocks: int = 0
+    engine_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The shape of a worker's KV cache."""
+
+    block_size: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    kv_dtype: str
+    tensor_parallel: int = 1

@@ -1,0 +1,43 @@
+"""How tokens are drawn from the logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The parameters of one sequence; the ranges are checked at the router's edge."""
+
+    temperature: float = 1.0
+    """Logits are divided by this; 0 takes the most likely token."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this."""
+    top_k: int = 0
+    """Keep this many of the most likely tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the most likely one."""
+    seed: int = 0
+    """64 bits; same seed, same tokens."""
+    stop: tuple[str, ...] = ()
+    """Text that ends the answer; looked for by the router."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the answer."""
+    max_tokens: int = 16
+    """Most tokens to generate."""
+    min_tokens: int = 0
+    """No end-of-sequence or stop token before this many tokens."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence token."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token already generated."""
+    frequency_penalty: float = 0.0
+    """Subtracted for each time that a token was already generated."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output."""
+    logit_bias: tuple[tuple[int, float], ...] = field(default=())
+    """(token id, what is added to its logit)."""
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
