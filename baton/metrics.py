@@ -1,0 +1,109 @@
+"""Every metric that Baton exports, declared once. Seconds and bytes; prefix ``baton_``.
+
+Labels are bounded: classes, roles and slots come from the configuration, codes from
+``baton.errors``; nothing that a client sends becomes a label.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
+_HANDOFF = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+class RouterMetrics:
+    """The series of a router process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"baton_{name}", text, ["class"], buckets=buckets, registry=registry)
+
+        def counter(name: str, text: str, labels: list[str]) -> Counter:
+            return Counter(f"baton_{name}", text, labels, registry=registry)
+
+        self.time_to_first_token = histogram(
+            "time_to_first_token_seconds", "From receipt to the first token.", _LATENCY
+        )
+        self.time_per_output_token = histogram(
+            "time_per_output_token_seconds",
+            "(end to end - TTFT) / (output tokens - 1), per request.",
+            _PER_TOKEN,
+        )
+        self.inter_token_latency = histogram(
+            "inter_token_latency_seconds", "Each gap between tokens.", _PER_TOKEN
+        )
+        self.request_latency = histogram(
+            "request_latency_seconds", "From receipt to the end of the request.", _LATENCY
+        )
+        self.requests = counter(
+            "requests", "Requests that ended.", ["class", "outcome", "code"]
+        )
+        self.goodput_requests = counter(
+            "goodput_requests", "Requests that ended well within every SLO.", ["class"]
+        )
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens received.", ["class"])
+        self.cached_prompt_tokens = counter(
+            "cached_prompt_tokens", "Prompt tokens whose KV was found at prefill.", ["class"]
+        )
+        self.generated_tokens = counter(
+            "generated_tokens", "Tokens sent to clients; none beyond a stop.", ["class"]
+        )
+        self.route_decisions = counter(
+            "route_decisions", "Where prompts were computed, and why.", ["decision", "reason"]
+        )
+        self.active_requests = Gauge(
+            "baton_active_requests", "Requests that have not ended.", registry=registry
+        )
+        self.routable_workers = Gauge(
+            "baton_routable_workers", "Workers that this router can use.", ["role"],
+            registry=registry,
+        )
+
+
+class WorkerMetrics:
+    """The series of a worker process; ``worker`` is its slot's stable name."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        labels = ["worker", "role"]
+        self.sequences = Gauge(
+            "baton_sequences", "Sequences by state.", [*labels, "state"], registry=registry
+        )
+        self.kv_blocks = Gauge(
+            "baton_kv_blocks", "KV blocks by state.", [*labels, "state"], registry=registry
+        )
+        self.batch_fill_ratio = Gauge(
+            "baton_batch_fill_ratio", "Sequences in the last step over the most allowed.", labels,
+            registry=registry,
+        )
+        self.computed_prompt_tokens = Counter(
+            "baton_computed_prompt_tokens", "Prompt tokens whose KV was computed here.", labels,
+            registry=registry,
+        )
+        self.preemptions = Counter(
+            "baton_preemptions", "Sequences that lost their blocks and wait again.", labels,
+            registry=registry,
+        )
+        self.queue_seconds = Histogram(
+            "baton_queue_seconds", "From arrival at the worker to the first step.", ["role"],
+            buckets=_LATENCY, registry=registry,
+        )
+        self.step_seconds = Histogram(
+            "baton_step_seconds", "Duration of an engine step.", labels,
+            buckets=_PER_TOKEN, registry=registry,
+        )
+        self.handoffs = Counter(
+            "baton_handoffs", "Handoffs that ended, counted by the receiver.",
+            ["transport", "outcome"], registry=registry,
+        )
+        self.handoff_seconds = Histogram(
+            "baton_handoff_seconds", "From reserve to commit.", ["transport"],
+            buckets=_HANDOFF, registry=registry,
+        )
+        self.handoff_bytes = Counter(
+            "baton_handoff_bytes", "Bytes of KV received.", ["transport"], registry=registry
+        )
