@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,7 +112,7 @@ class Config(BaseSettings):
     request_deadline_s: float = Field(default=300.0, gt=0)
     """A request that has not ended after this many seconds gets an error."""
     max_waiting_requests: int = Field(default=256, ge=1)
-    """Requests that may wait for a prefill worker, over the whole router; more are shed with 429."""
+    """Requests that may wait for a prefill worker, in one router; more are shed with 429."""
     max_body_bytes: int = Field(default=8 * MIB, ge=1024)
     """Largest HTTP body that is read, in bytes."""
     slo_ttft_s: float = Field(default=2.0, gt=0)
@@ -153,7 +154,7 @@ class Config(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        toml = TomlConfigSettingsSource(settings_cls, _toml_file)
+        toml = TomlConfigSettingsSource(settings_cls, _toml_file.get())
         return init_settings, env_settings, toml
 
     def class_of(self, prompt_tokens: int) -> str:
@@ -163,7 +164,7 @@ class Config(BaseSettings):
         )
 
 
-_toml_file: Path | None = None
+_toml_file: ContextVar[Path | None] = ContextVar("toml_file", default=None)
 
 
 def load_config(file: Path | None = None, **flags: Any) -> Config:
@@ -171,14 +172,13 @@ def load_config(file: Path | None = None, **flags: Any) -> Config:
 
     Raises ``pydantic.ValidationError`` with every field at fault, and ``FileNotFoundError``.
     """
-    global _toml_file
     if file is not None and not file.is_file():
         raise FileNotFoundError(f"no configuration file at {file}")
-    _toml_file = file
+    token = _toml_file.set(file)
     try:
         return Config(**{name: value for name, value in flags.items() if value is not None})
     finally:
-        _toml_file = None
+        _toml_file.reset(token)
 
 
 def split_host_port(address: str) -> tuple[str, int]:

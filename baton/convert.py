@@ -54,7 +54,8 @@ def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParameters
 
 def sampling_from_proto(message: sampling_pb2.SamplingParameters) -> SamplingParams:
     """Absent fields take the dataclass's defaults."""
-    given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
+    present = {field.name for field, _ in message.ListFields()}
+    given = {name: getattr(message, name) for name in _SCALARS if name in present}
     return SamplingParams(
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
@@ -73,9 +74,8 @@ def sequence_to_proto(spec: SequenceSpec) -> worker_pb2.SequenceSpec:
         sampling=sampling_to_proto(spec.sampling),
         cache_salt=spec.cache_salt,
         context_class=spec.context_class,
-        principal=worker_pb2.Principal(
-            tenant=spec.principal.tenant, key_id=spec.principal.key_id
-        ),
+        principal=worker_pb2.Principal(tenant=spec.principal.tenant, key_id=spec.principal.key_id),
+        deadline_ms=max(0, int(spec.deadline_s * 1000)),
     )
 
 
@@ -90,6 +90,7 @@ def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         cache_salt=message.cache_salt,
         context_class=message.context_class,
         principal=Principal(message.principal.tenant, message.principal.key_id),
+        deadline_s=message.deadline_ms / 1000,
     )
 
 

@@ -39,9 +39,7 @@ class RouterMetrics:
         self.request_latency = histogram(
             "request_latency_seconds", "From receipt to the end of the request.", _LATENCY
         )
-        self.requests = counter(
-            "requests", "Requests that ended.", ["class", "outcome", "code"]
-        )
+        self.requests = counter("requests", "Requests that ended.", ["class", "outcome", "code"])
         self.goodput_requests = counter(
             "goodput_requests", "Requests that ended well within every SLO.", ["class"]
         )
@@ -59,7 +57,9 @@ class RouterMetrics:
             "baton_active_requests", "Requests that have not ended.", registry=registry
         )
         self.routable_workers = Gauge(
-            "baton_routable_workers", "Workers that this router can use.", ["role"],
+            "baton_routable_workers",
+            "Workers that this router can use.",
+            ["role"],
             registry=registry,
         )
 
@@ -77,32 +77,49 @@ class WorkerMetrics:
             "baton_kv_blocks", "KV blocks by state.", [*labels, "state"], registry=registry
         )
         self.batch_fill_ratio = Gauge(
-            "baton_batch_fill_ratio", "Sequences in the last step over the most allowed.", labels,
+            "baton_batch_fill_ratio",
+            "Sequences in the last step over the most allowed.",
+            labels,
             registry=registry,
         )
         self.computed_prompt_tokens = Counter(
-            "baton_computed_prompt_tokens", "Prompt tokens whose KV was computed here.", labels,
+            "baton_computed_prompt_tokens",
+            "Prompt tokens whose KV was computed here.",
+            labels,
             registry=registry,
         )
         self.preemptions = Counter(
-            "baton_preemptions", "Sequences that lost their blocks and wait again.", labels,
+            "baton_preemptions",
+            "Sequences that lost their blocks and wait again.",
+            labels,
             registry=registry,
         )
         self.queue_seconds = Histogram(
-            "baton_queue_seconds", "From arrival at the worker to the first step.", ["role"],
-            buckets=_LATENCY, registry=registry,
+            "baton_queue_seconds",
+            "From arrival at the worker to the first step.",
+            ["role"],
+            buckets=_LATENCY,
+            registry=registry,
         )
         self.step_seconds = Histogram(
-            "baton_step_seconds", "Duration of an engine step.", labels,
-            buckets=_PER_TOKEN, registry=registry,
+            "baton_step_seconds",
+            "Duration of an engine step.",
+            labels,
+            buckets=_PER_TOKEN,
+            registry=registry,
         )
         self.handoffs = Counter(
-            "baton_handoffs", "Handoffs that ended, counted by the receiver.",
-            ["transport", "outcome"], registry=registry,
+            "baton_handoffs",
+            "Handoffs that ended, counted by the receiver.",
+            ["transport", "outcome"],
+            registry=registry,
         )
         self.handoff_seconds = Histogram(
-            "baton_handoff_seconds", "From reserve to commit.", ["transport"],
-            buckets=_HANDOFF, registry=registry,
+            "baton_handoff_seconds",
+            "From reserve to commit.",
+            ["transport"],
+            buckets=_HANDOFF,
+            registry=registry,
         )
         self.handoff_bytes = Counter(
             "baton_handoff_bytes", "Bytes of KV received.", ["transport"], registry=registry

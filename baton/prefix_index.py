@@ -1,8 +1,8 @@
 """The prefix index in Redis: block hash → the incarnations that hold it.
 
-A worker applies batches of stored and removed hashes. A batch counts only if it follows the last one
-(its sequence number) in the same index (its generation); otherwise the worker sends all that it holds.
-A lookup answers, in one round trip, how many leading blocks each worker holds.
+A worker applies batches of stored and removed hashes. A batch counts only if it follows the last
+one (its sequence number) in the same index (its generation); otherwise the worker sends all that it
+holds. A lookup answers, in one round trip, how many leading blocks each worker holds.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class PrefixIndex:
         removed: Sequence[bytes],
     ) -> bool:
         """Apply a batch. False: the index has lost track of this worker; send a snapshot."""
-        head = [self._blocks, incarnation, generation, sequence, len(stored)]
+        head: list[Any] = [self._blocks, incarnation, generation, sequence, len(stored)]
         answer = await cast(
             Any, self._apply(keys=self._keys(incarnation), args=[*head, *stored, *removed])
         )
@@ -136,7 +136,7 @@ class PrefixIndex:
     async def collect(self, incarnation: str) -> None:
         """Drop all entries of an incarnation, a bounded batch at a time."""
         keys = self._keys(incarnation)
-        args = [self._blocks, incarnation, COLLECT_BATCH]
+        args: list[Any] = [self._blocks, incarnation, COLLECT_BATCH]
         while await cast(Any, self._collect(keys=keys[2:], args=args)) == COLLECT_BATCH:
             pass
         await self._redis.delete(keys[1], keys[2])

@@ -6,7 +6,7 @@ Workers write it, routers and the command line read it. Redis is authoritative.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import redis.asyncio
@@ -34,7 +34,7 @@ class WorkerRecord:
     total_blocks: int
     max_sequences: int
     state: str = "ready"
-    load: LoadSnapshot = LoadSnapshot()
+    load: LoadSnapshot = field(default_factory=LoadSnapshot)
 
 
 class Registry:

@@ -37,6 +37,8 @@ class SequenceSpec:
     cache_salt: bytes = b""
     context_class: str = ""
     principal: Principal = Principal()
+    deadline_s: float = 300.0
+    """Seconds left to the request when this was made."""
 
 
 @dataclass(frozen=True, slots=True)

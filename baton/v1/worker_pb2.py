@@ -26,7 +26,7 @@ from baton.v1 import inference_pb2 as baton_dot_v1_dot_inference__pb2
 from baton.v1 import sampling_pb2 as baton_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\x1a\x17\x62\x61ton/v1/sampling.proto\"+\n\tPrincipal\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06key_id\x18\x02 \x01(\t\"\xf3\x01\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x15\n\rprompt_length\x18\x05 \x01(\r\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.baton.v1.SamplingParameters\x12\x12\n\ncache_salt\x18\x07 \x01(\x0c\x12\x15\n\rcontext_class\x18\x08 \x01(\t\x12&\n\tprincipal\x18\t \x01(\x0b\x32\x13.baton.v1.Principal\"\xd0\x01\n\x0cLoadSnapshot\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x15\n\rcached_blocks\x18\x06 \x01(\r\x12\x13\n\x0bused_blocks\x18\x07 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x08 \x01(\r\x12\x14\n\x0c\x65ngine_steps\x18\t \x01(\x04\"\x92\x01\n\x0bTokenOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\r\n\x05\x65rror\x18\x06 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\x1a\x17\x62\x61ton/v1/sampling.proto\"+\n\tPrincipal\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06key_id\x18\x02 \x01(\t\"\x88\x02\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x15\n\rprompt_length\x18\x05 \x01(\r\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.baton.v1.SamplingParameters\x12\x12\n\ncache_salt\x18\x07 \x01(\x0c\x12\x15\n\rcontext_class\x18\x08 \x01(\t\x12&\n\tprincipal\x18\t \x01(\x0b\x32\x13.baton.v1.Principal\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\n \x01(\r\"\xd0\x01\n\x0cLoadSnapshot\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x15\n\rcached_blocks\x18\x06 \x01(\r\x12\x13\n\x0bused_blocks\x18\x07 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x08 \x01(\r\x12\x14\n\x0c\x65ngine_steps\x18\t \x01(\x04\"\x92\x01\n\x0bTokenOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\r\n\x05\x65rror\x18\x06 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,9 +36,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PRINCIPAL']._serialized_start=86
   _globals['_PRINCIPAL']._serialized_end=129
   _globals['_SEQUENCESPEC']._serialized_start=132
-  _globals['_SEQUENCESPEC']._serialized_end=375
-  _globals['_LOADSNAPSHOT']._serialized_start=378
-  _globals['_LOADSNAPSHOT']._serialized_end=586
-  _globals['_TOKENOUTPUT']._serialized_start=589
-  _globals['_TOKENOUTPUT']._serialized_end=735
+  _globals['_SEQUENCESPEC']._serialized_end=396
+  _globals['_LOADSNAPSHOT']._serialized_start=399
+  _globals['_LOADSNAPSHOT']._serialized_end=607
+  _globals['_TOKENOUTPUT']._serialized_start=610
+  _globals['_TOKENOUTPUT']._serialized_end=756
 # @@protoc_insertion_point(module_scope)

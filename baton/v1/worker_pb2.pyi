@@ -60,6 +60,7 @@ class SequenceSpec(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     CONTEXT_CLASS_FIELD_NUMBER: _builtins.int
     PRINCIPAL_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """Which try at placing the request this is, from 0."""
@@ -71,6 +72,8 @@ class SequenceSpec(_message.Message):
     """Mixed into every block hash: another salt, another cache."""
     context_class: _builtins.str
     """The context-length class."""
+    deadline_ms: _builtins.int
+    """Time left to the request when this was sent. Never a clock time: clocks differ."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, then the tokens that the router has already accepted."""
@@ -93,10 +96,11 @@ class SequenceSpec(_message.Message):
         cache_salt: _builtins.bytes = ...,
         context_class: _builtins.str = ...,
         principal: Global___Principal | None = ...,
+        deadline_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "context_class", b"context_class", "principal", b"principal", "prompt_length", b"prompt_length", "request_id", b"request_id", "router_id", b"router_id", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "context_class", b"context_class", "deadline_ms", b"deadline_ms", "principal", b"principal", "prompt_length", b"prompt_length", "request_id", b"request_id", "router_id", b"router_id", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

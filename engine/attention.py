@@ -1,0 +1,142 @@
+"""Attention over the paged KV cache, in plain torch: right on every device.
+
+``attend`` is what the model calls; ``attend_dense`` is the definition that tests compare it with.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+
+from engine.kv_cache import KvCache
+from engine.plan import PlanRow
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkMeta:
+    """One sequence's several query tokens: rows ``first … first + count - 1`` of the batch."""
+
+    first: int
+    count: int
+    start: int
+    table: torch.Tensor
+    """int64 [1, blocks]"""
+    mask: torch.Tensor | None
+    """bool [count, blocks * block_size], or None where the chunk begins at token 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMeta:
+    """How the rows of a batch attend: the same for every layer of a step."""
+
+    chunks: tuple[ChunkMeta, ...]
+    decode_rows: torch.Tensor
+    """int64 [sequences]: rows of sequences with one query token."""
+    decode_tables: torch.Tensor
+    """int64 [sequences, blocks], padded with block 0."""
+    decode_mask: torch.Tensor
+    """bool [sequences, 1, 1, blocks * block_size]"""
+
+
+def attention_meta(
+    rows: tuple[PlanRow, ...], block_size: int, device: torch.device
+) -> AttentionMeta:
+    """The meta data of a plan's rows, whose query tokens follow one another in the batch."""
+    chunks: list[ChunkMeta] = []
+    singles: list[tuple[int, PlanRow]] = []
+    first = 0
+    for row in rows:
+        if row.count == 1:
+            singles.append((first, row))
+        else:
+            chunks.append(_chunk_meta(first, row, block_size, device))
+        first += row.count
+    used = [-(-(row.start + 1) // block_size) for _, row in singles]
+    width = max(used, default=0)
+    tables = [
+        (*row.block_table[:count], *[0] * (width - count))
+        for (_, row), count in zip(singles, used, strict=True)
+    ]
+    lengths = torch.tensor([row.start + 1 for _, row in singles], device=device)
+    mask = torch.arange(width * block_size, device=device) < lengths[:, None]
+    return AttentionMeta(
+        tuple(chunks),
+        torch.tensor([index for index, _ in singles], dtype=torch.int64, device=device),
+        torch.tensor(tables, dtype=torch.int64, device=device).view(len(singles), width),
+        mask[:, None, None],
+    )
+
+
+def _chunk_meta(first: int, row: PlanRow, block_size: int, device: torch.device) -> ChunkMeta:
+    end = row.start + row.count
+    blocks = row.block_table[: -(-end // block_size)]
+    table = torch.tensor([blocks], dtype=torch.int64, device=device)
+    mask = None
+    if row.start > 0:
+        keys = torch.arange(len(blocks) * block_size, device=device)
+        mask = keys <= torch.arange(row.start, end, device=device)[:, None]
+    return ChunkMeta(first, row.count, row.start, table, mask)
+
+
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cache: KvCache,
+    layer: int,
+    meta: AttentionMeta,
+) -> torch.Tensor:
+    """Causal attention of every row to its own sequence's tokens.
+
+    ``queries`` [tokens, heads, head_dim]; ``keys`` and ``values`` [tokens, kv_heads, head_dim] are
+    in the cache already and are used as they are where a chunk begins its sequence. Returns
+    [tokens, heads * head_dim].
+    """
+    tokens, heads, dim = queries.shape
+    output = torch.empty_like(queries)
+    for chunk in meta.chunks:
+        rows = slice(chunk.first, chunk.first + chunk.count)
+        query = queries[rows].transpose(0, 1)[None]
+        if chunk.mask is None:
+            key = keys[rows].transpose(0, 1)[None]
+            value = values[rows].transpose(0, 1)[None]
+        else:
+            key, value = cache.gather(layer, chunk.table)
+        found = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=chunk.mask,
+            is_causal=chunk.mask is None,
+            enable_gqa=heads != keys.shape[1],
+        )
+        output[rows] = found[0].transpose(0, 1)
+    if len(meta.decode_rows):
+        key, value = cache.gather(layer, meta.decode_tables)
+        # The query heads of a group take the place of query tokens: one pass over the keys each.
+        group = heads // key.shape[1]
+        query = queries[meta.decode_rows].view(-1, key.shape[1], group, dim)
+        mask = meta.decode_mask.expand(-1, 1, group, -1)
+        found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        output[meta.decode_rows] = found.reshape(-1, heads, dim)
+    return output.view(tokens, heads * dim)
+
+
+def attend_dense(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int
+) -> torch.Tensor:
+    """The definition: queries [count, heads, dim] at positions ``start …`` over keys and values
+
+    [start + count, kv_heads, dim], in fp32. Returns [count, heads * dim].
+    """
+    count, heads, dim = queries.shape
+    group = heads // keys.shape[1]
+    key = keys.float().repeat_interleave(group, dim=1)
+    value = values.float().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", queries.float(), key) / math.sqrt(dim)
+    future = torch.arange(key.shape[0]) > torch.arange(start, start + count)[:, None]
+    weights = scores.masked_fill(future.to(scores.device), -math.inf).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, value).reshape(count, heads * dim)

@@ -1,0 +1,178 @@
+"""Which KV blocks are in use, by how many, and which may be found again by their hash.
+
+A block is in one of these states:
+
+    free         holds nothing that can be found
+    used         pinned by at least one sequence or ticket
+    cached       pinned by none, its contents can be found by hash; evicted oldest first
+    quarantined  released, but a writer elsewhere may still write to it
+
+    free ─allocate→ used ─release→ free, or cached where it has a hash
+    cached ─pin→ used;  cached ─allocate (eviction)→ used
+    used ─quarantine→ quarantined ─end_quarantine→ free
+
+Plain Python, owned by the control loop.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class OutOfBlocks(Exception):
+    """Fewer blocks are free or evictable than were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """How many blocks are in each state."""
+
+    free: int
+    used: int
+    cached: int
+    quarantined: int
+
+
+class BlockPool:
+    """The blocks 0 … ``total - 1`` of one cache group."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._references = [0] * total
+        self._free: deque[int] = deque(range(total))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._quarantined: set[int] = set()
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._changed: dict[bytes, bool] = {}
+
+    @property
+    def available(self) -> int:
+        """Blocks that ``allocate`` can give."""
+        return len(self._free) + len(self._cached)
+
+    def counts(self) -> BlockCounts:
+        rest = len(self._free) + len(self._cached) + len(self._quarantined)
+        return BlockCounts(
+            free=len(self._free),
+            used=self.total - rest,
+            cached=len(self._cached),
+            quarantined=len(self._quarantined),
+        )
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest run of leading hashes that are held. Pins nothing."""
+        blocks = []
+        for digest in hashes:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def evictable(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks`` count as available now and will not once they are pinned."""
+        return sum(1 for block in blocks if self._references[block] == 0)
+
+    def pin(self, blocks: Iterable[int]) -> None:
+        """One more user of each block, which must be used or cached."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._cached[block]
+            self._references[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """``count`` blocks with one user each; evicts the blocks longest unused.
+
+        Raises OutOfBlocks, and then changes nothing.
+        """
+        if count > self.available:
+            raise OutOfBlocks(f"{count} blocks wanted, {self.available} available")
+        blocks = []
+        for _ in range(count):
+            block = self._free.popleft() if self._free else self._evict()
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        self._forget(block)
+        return block
+
+    def _forget(self, block: int) -> None:
+        digest = self._hash_of.pop(block)
+        del self._block_of[digest]
+        self._changed[digest] = False
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One user less of each block. The last of a sequence's blocks will be evicted first."""
+        for block in reversed(blocks):
+            if self._references[block] <= 0:
+                raise ValueError(f"block {block} is released more often than pinned")
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if block in self._hash_of:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def register(self, block: int, digest: bytes) -> int:
+        """Make a used block's contents findable. Returns the block that holds them from now on:
+
+        another one, if equal contents were held already; the caller may exchange its own for it.
+        """
+        if self._references[block] <= 0:
+            raise ValueError(f"block {block} is not in use")
+        holder = self._block_of.get(digest)
+        if holder is not None:
+            return holder
+        if block in self._hash_of:
+            raise ValueError(f"block {block} has another hash already")
+        self._block_of[digest] = block
+        self._hash_of[block] = digest
+        self._changed[digest] = True
+        return block
+
+    def quarantine(self, blocks: Iterable[int]) -> None:
+        """Take blocks with one user and no hash out of circulation."""
+        for block in blocks:
+            if self._references[block] != 1 or block in self._hash_of:
+                raise ValueError(f"block {block} cannot be quarantined: it is shared or findable")
+            self._references[block] = 0
+            self._quarantined.add(block)
+
+    def end_quarantine(self, blocks: Iterable[int]) -> None:
+        """No writer is left: the blocks are free."""
+        for block in blocks:
+            self._quarantined.remove(block)
+            self._free.append(block)
+
+    def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Hashes stored and removed since the last call, for the prefix index."""
+        changed, self._changed = self._changed, {}
+        stored = [digest for digest, held in changed.items() if held]
+        return stored, [digest for digest, held in changed.items() if not held]
+
+    def held_hashes(self) -> list[bytes]:
+        """Every hash that can be found here."""
+        return list(self._block_of)
+
+    def drop_cache(self) -> None:
+        """Forget every block that nobody uses."""
+        while self._cached:
+            self._free.append(self._evict())
+
+    def check(self) -> None:
+        """Assert that each block is in exactly one state; cheap enough for idle moments."""
+        free, cached = set(self._free), set(self._cached)
+        used = {block for block, count in enumerate(self._references) if count > 0}
+        states = [free, cached, used, self._quarantined]
+        assert sum(map(len, states)) == self.total == len(set().union(*states)), "a block is lost"
+        assert len(free) == len(self._free), "a block is free twice"
+        assert all(count >= 0 for count in self._references), "a block has a negative count"
+        assert cached <= self._hash_of.keys(), "a cached block has no hash"
+        assert not (free | self._quarantined) & self._hash_of.keys(), "a free block has a hash"
+        assert {d: b for b, d in self._hash_of.items()} == self._block_of, "hashes disagree"

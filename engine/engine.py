@@ -1,0 +1,122 @@
+"""Puts an engine together: model, KV cache, block pool and scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from baton.errors import ConfigError
+from baton.sampling_params import SamplingParams
+from engine.block_pool import BlockPool
+from engine.kv_cache import KvCache, block_bytes
+from engine.model import LlamaModel
+from engine.model_config import ModelConfig, load_model_config
+from engine.plan import NewSequence, PlanRow, StepPlan
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler, SchedulerLimits
+from engine.weights import fingerprint, load_weights
+
+_CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What an engine is built from."""
+
+    model_path: Path
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    """``cpu``, ``cuda``, or ``auto``: a GPU where there is one."""
+    threads: int = 0
+    """Compute threads on the CPU; 0 leaves torch's own choice."""
+    block_size: int = 16
+    kv_pool_bytes: int = 1 << 30
+    """Memory for blocks on the CPU."""
+    gpu_memory_fraction: float = 0.9
+    """Share of the GPU's free memory for blocks."""
+    chunk_tokens: int = 0
+    """Most tokens of a step; 0 takes 512 on the CPU and 8192 on a GPU."""
+    max_sequences: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The parts of an engine. The control loop owns pool and scheduler, its thread the runner."""
+
+    config: ModelConfig
+    runner: ModelRunner
+    pool: BlockPool
+    scheduler: Scheduler
+    fingerprint: str
+
+    @property
+    def cache(self) -> KvCache:
+        return self.runner.cache
+
+    @property
+    def context_length(self) -> int:
+        return self.scheduler.limits.context_length
+
+
+def build_engine(settings: EngineSettings) -> Engine:
+    """Load the model and take the memory. Raises ConfigError with what to change."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    device = _device(settings.device)
+    dtype = _dtype(settings.dtype)
+    config = load_model_config(settings.model_path)
+    model = LlamaModel(config, load_weights(settings.model_path, device, dtype), device)
+    size = block_bytes(config, settings.block_size, dtype)
+    blocks = _pool_bytes(settings, device) // size
+    if blocks < 2:
+        raise ConfigError(f"the KV pool holds {blocks} blocks of {size} bytes; raise kv_pool_mib")
+    cache = KvCache(config, blocks, settings.block_size, dtype, device)
+    pool = BlockPool(blocks)
+    limits = SchedulerLimits(
+        block_size=settings.block_size,
+        chunk_tokens=settings.chunk_tokens or _CHUNK_TOKENS[device.type],
+        max_sequences=settings.max_sequences,
+        context_length=min(config.context_length, blocks * settings.block_size),
+    )
+    return Engine(
+        config,
+        ModelRunner(model, cache, device),
+        pool,
+        Scheduler(pool, limits),
+        fingerprint(settings.model_path, settings.dtype),
+    )
+
+
+def warm_up(engine: Engine) -> None:
+    """Run a prefill and a decode step, so that the first request does not pay for first uses."""
+    size = engine.cache.block_size
+    count = min(engine.context_length - 1, engine.scheduler.limits.chunk_tokens, 64)
+    table = tuple(range(-(-(count + 1) // size)))
+    new = NewSequence(0, (0,) * count, count, SamplingParams(temperature=0.0), ())
+    engine.runner.run(StepPlan(0, (new,), (), (PlanRow(0, 0, count, table, True),)))
+    engine.runner.run(StepPlan(0, (), (), (PlanRow(0, count, 1, table, True),)))
+    engine.runner.forget(0)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda was asked for, but torch finds no GPU")
+    return torch.device(name)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype {name} is unknown; known: bfloat16, float32, float16")
+    return dtype
+
+
+def _pool_bytes(settings: EngineSettings, device: torch.device) -> int:
+    if device.type == "cpu":
+        return settings.kv_pool_bytes
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * settings.gpu_memory_fraction)

@@ -1,0 +1,126 @@
+"""The decoder: Llama's architecture (Touvron et al., 2023) over the paged KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+
+from baton.errors import ConfigError
+from engine.attention import AttentionMeta, attend
+from engine.kv_cache import KvCache
+from engine.model_config import ModelConfig
+from engine.rope import apply_rope, rope_table
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """``x @ weight.T + bias``; weight [out, in]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of one layer."""
+
+    input_norm: torch.Tensor
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+    post_norm: torch.Tensor
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tokens of one step, all sequences after one another. All tensors int64 [tokens]."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    blocks: torch.Tensor
+    slots: torch.Tensor
+    meta: AttentionMeta
+
+
+class LlamaModel:
+    """Computes hidden states and logits; holds no state but its weights."""
+
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, torch.Tensor], device: torch.device
+    ) -> None:
+        """``weights`` has Hugging Face's names. Raises ConfigError where one is missing."""
+        self.config = config
+        self._weights = weights
+        self.embedding = self._take("model.embed_tokens.weight")
+        self.layers = [self._layer(f"model.layers.{n}") for n in range(config.layers)]
+        self.norm = self._take("model.norm.weight")
+        tied = config.tied_embeddings or "lm_head.weight" not in weights
+        self.head = self.embedding if tied else self._take("lm_head.weight")
+        self.rope = rope_table(config, device)
+
+    def _take(self, name: str) -> torch.Tensor:
+        try:
+            return self._weights[name]
+        except KeyError:
+            raise ConfigError(f"the model's weights have no tensor {name}") from None
+
+    def _linear(self, name: str) -> Linear:
+        return Linear(self._take(f"{name}.weight"), self._weights.get(f"{name}.bias"))
+
+    def _layer(self, prefix: str) -> Layer:
+        return Layer(
+            input_norm=self._take(f"{prefix}.input_layernorm.weight"),
+            query=self._linear(f"{prefix}.self_attn.q_proj"),
+            key=self._linear(f"{prefix}.self_attn.k_proj"),
+            value=self._linear(f"{prefix}.self_attn.v_proj"),
+            output=self._linear(f"{prefix}.self_attn.o_proj"),
+            post_norm=self._take(f"{prefix}.post_attention_layernorm.weight"),
+            gate=self._linear(f"{prefix}.mlp.gate_proj"),
+            up=self._linear(f"{prefix}.mlp.up_proj"),
+            down=self._linear(f"{prefix}.mlp.down_proj"),
+        )
+
+    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+
+    def hidden_states(self, batch: Batch, cache: KvCache) -> torch.Tensor:
+        """Compute a step's tokens and store their KV. Returns [tokens, hidden_size]."""
+        x = F.embedding(batch.token_ids, self.embedding)
+        rotation = self.rope[batch.positions]
+        for index, layer in enumerate(self.layers):
+            attended = self._attention(
+                self._rms_norm(x, layer.input_norm), layer, index, batch, cache, rotation
+            )
+            x = x + attended
+            h = self._rms_norm(x, layer.post_norm)
+            x = x + layer.down(F.silu(layer.gate(h)) * layer.up(h))
+        return x
+
+    def _attention(
+        self,
+        h: torch.Tensor,
+        layer: Layer,
+        index: int,
+        batch: Batch,
+        cache: KvCache,
+        rotation: torch.Tensor,
+    ) -> torch.Tensor:
+        tokens, dim = h.shape[0], self.config.head_dim
+        query = apply_rope(layer.query(h).view(tokens, -1, dim), rotation)
+        key = apply_rope(layer.key(h).view(tokens, -1, dim), rotation)
+        value = layer.value(h).view(tokens, -1, dim)
+        cache.write(index, key, value, batch.blocks, batch.slots)
+        return layer.output(attend(query, key, value, cache, index, batch.meta))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 [rows, vocab_size] of hidden states [rows, hidden_size]."""
+        return F.linear(self._rms_norm(hidden, self.norm), self.head).float()

@@ -1,0 +1,56 @@
+"""Counter-based noise: a hash in place of a generator's state.
+
+The noise of (seed, choice, position, token id) depends on nothing else, so a seeded stream stays
+the same wherever, in whatever batch, and however often it is computed. 32-bit integer operations
+with Chris Wellons' ``lowbias32`` (nullprogram.com, 2018) as the mixer.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MASK = 0xFFFFFFFF
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
+_GOLDEN = 0x9E3779B9
+
+
+def lowbias32(x: int) -> int:
+    """A bijection of 32-bit integers that mixes well."""
+    x ^= x >> 16
+    x = (x * _FIRST) & _MASK
+    x ^= x >> 15
+    x = (x * _SECOND) & _MASK
+    return x ^ (x >> 16)
+
+
+def noise_keys(seed: int, choice: int, position: int) -> tuple[int, int]:
+    """Two 32-bit keys for one draw; ``seed`` has 64 bits."""
+    low, high = seed & _MASK, (seed >> 32) & _MASK
+    first = lowbias32(low ^ lowbias32((position + _GOLDEN) & _MASK))
+    second = lowbias32(high ^ lowbias32((choice * _GOLDEN + position) & _MASK))
+    return lowbias32(first ^ second), lowbias32((second + _GOLDEN) & _MASK)
+
+
+def noise_bits(keys: tuple[int, int], token_id: int) -> int:
+    """The 32 bits of one token: the reference for ``noise_bits_tensor``."""
+    return lowbias32((lowbias32(token_id ^ keys[0]) + keys[1]) & _MASK)
+
+
+def _lowbias32_tensor(x: torch.Tensor) -> torch.Tensor:
+    x = x ^ (x >> 16)
+    x = (x * _FIRST) & _MASK
+    x = x ^ (x >> 15)
+    x = (x * _SECOND) & _MASK
+    return x ^ (x >> 16)
+
+
+def noise_bits_tensor(keys: tuple[int, int], token_ids: torch.Tensor) -> torch.Tensor:
+    """32 bits, as int64, for each of ``token_ids`` (int64)."""
+    mixed = _lowbias32_tensor(token_ids ^ keys[0])
+    return _lowbias32_tensor((mixed + keys[1]) & _MASK)
+
+
+def gumbel(keys: tuple[int, int], token_ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise, float64, for each of ``token_ids`` (int64)."""
+    uniform = (noise_bits_tensor(keys, token_ids).double() + 0.5) / 2.0**32
+    return -torch.log(-torch.log(uniform))

@@ -1,0 +1,54 @@
+"""What the control loop asks of the engine, and what it gets back: flat, serialisable data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence that the engine has not seen, or has dropped since."""
+
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    prompt_length: int
+    sampling: SamplingParams
+    stop_ids: tuple[int, ...]
+    """Tokens that end the sequence; forbidden before ``min_tokens``."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """A sequence's part of a step: compute the KV of tokens ``start … start + count - 1``."""
+
+    sequence_id: int
+    start: int
+    count: int
+    block_table: tuple[int, ...]
+    sample: bool
+    """Whether the last of these tokens is the last known one, so that the next is drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One engine step. The engine appends what it samples to its own copy of the tokens."""
+
+    step: int
+    new: tuple[NewSequence, ...]
+    dropped: tuple[int, ...]
+    rows: tuple[PlanRow, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step sampled: one entry for each row of the plan, in its order."""
+
+    step: int
+    token_ids: tuple[tuple[int, ...], ...]
+    seconds: float

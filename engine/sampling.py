@@ -1,0 +1,96 @@
+"""Drawing the next token: a pure function of the logits row, the parameters and the token ids.
+
+Order: repetition, presence and frequency penalties, logit bias, min_tokens, then temperature,
+top_k, top_p, min_p, and the Gumbel-max draw (Maddison et al., 2014) with hashed noise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from baton.sampling_params import SamplingParams
+from engine.noise import gumbel, noise_keys
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """What one draw depends on beside its logits. ``token_ids`` is prompt and output."""
+
+    sampling: SamplingParams
+    token_ids: list[int]
+    prompt_length: int
+    stop_ids: tuple[int, ...]
+
+    @property
+    def plain(self) -> bool:
+        """Whether the logits are used as they are."""
+        s = self.sampling
+        penalised = s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0
+        return not (penalised or s.logit_bias or self._too_short)
+
+    @property
+    def _too_short(self) -> bool:
+        return len(self.token_ids) - self.prompt_length < self.sampling.min_tokens
+
+
+def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
+    """One token for each row of ``logits``, fp32 [rows, vocab_size]."""
+    if all(row.plain and row.sampling.greedy for row in rows):
+        return [int(token) for token in logits.argmax(dim=-1).tolist()]
+    return [sample_one(logits[index], row) for index, row in enumerate(rows)]
+
+
+def sample_one(logits: torch.Tensor, row: SampleRow) -> int:
+    """One token from one row of logits, fp32 [vocab_size], which is left as it is."""
+    if not row.plain:
+        logits = _adjust(logits.clone(), row)
+    if row.sampling.greedy:
+        return int(logits.argmax())
+    scores, token_ids = _keep(logits / row.sampling.temperature, row.sampling)
+    keys = noise_keys(row.sampling.seed, 0, len(row.token_ids))
+    return int(token_ids[(scores.double() + gumbel(keys, token_ids)).argmax()])
+
+
+def _adjust(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
+    sampling = row.sampling
+    outputs = row.token_ids[row.prompt_length :]
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(row.token_ids)), device=logits.device)
+        found = logits[seen]
+        penalty = sampling.repetition_penalty
+        logits[seen] = torch.where(found > 0, found / penalty, found * penalty)
+    if outputs and (sampling.presence_penalty or sampling.frequency_penalty):
+        counted = Counter(outputs)
+        ids = torch.tensor(list(counted), device=logits.device)
+        counts = torch.tensor(list(counted.values()), device=logits.device)
+        logits[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+    if sampling.logit_bias:
+        ids = torch.tensor([token for token, _ in sampling.logit_bias], device=logits.device)
+        bias = torch.tensor([value for _, value in sampling.logit_bias], device=logits.device)
+        logits[ids] += bias
+    if len(outputs) < sampling.min_tokens and row.stop_ids:
+        logits[list(row.stop_ids)] = -torch.inf
+    return logits
+
+
+def _keep(scores: torch.Tensor, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scores that may be drawn, and their token ids."""
+    size = scores.shape[0]
+    if 0 < sampling.top_k < size:
+        scores, token_ids = scores.topk(sampling.top_k)
+    elif sampling.top_p < 1.0:
+        scores, token_ids = scores.sort(descending=True, stable=True)
+    else:
+        token_ids = torch.arange(size, device=scores.device)
+    if sampling.top_p < 1.0:
+        probabilities = scores.softmax(dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        kept = max(1, int((before < sampling.top_p).sum()))
+        scores, token_ids = scores[:kept], token_ids[:kept]
+    if sampling.min_p > 0.0:
+        near = scores >= scores.max() + torch.log(torch.tensor(sampling.min_p))
+        scores, token_ids = scores[near], token_ids[near]
+    return scores, token_ids

@@ -1,0 +1,321 @@
+"""The step scheduler: which sequences compute which tokens in the next step.
+
+One scheduler serves both roles. A prefill worker's sequences are ``prefill_only``; a decode
+worker's arrive with their KV computed; either may be computed in chunks, and a step may mix both.
+
+A sequence's life here:
+
+    waiting ─admitted→ running ─finished, aborted→ gone
+    running ─preempted (blocks ran out)→ waiting, first in line, all KV to be computed again
+    running ─prefill_only, first token sampled→ held (its blocks are being sent) ─release→ gone
+
+Blocks of a sequence that ends are released when no plan in flight names it any more: until then the
+engine may still write to them. Plain Python, owned by the control loop; up to two plans in flight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from baton.request import FinishReason
+from engine.block_pool import BlockPool, OutOfBlocks
+from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """``chunk_tokens`` and ``max_sequences`` bound one step; ``context_length`` one sequence."""
+
+    block_size: int
+    chunk_tokens: int
+    max_sequences: int
+    context_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceUpdate:
+    """What a step brought a sequence: new tokens, computed prompt tokens, perhaps its end."""
+
+    sequence: Sequence
+    token_ids: tuple[int, ...]
+    computed_prompt_tokens: int
+
+
+class Scheduler:
+    """Plans steps over a block pool; see the module's text for the states."""
+
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.held: set[Sequence] = set()
+        self.preemptions = 0
+        self._leaving: set[Sequence] = set()
+        self._dropped: list[int] = []
+        self._step = 0
+        self._plans: dict[int, list[Sequence]] = {}
+
+    # What callers ask
+
+    @property
+    def plans_in_flight(self) -> int:
+        return len(self._plans)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens whose KV is still to be computed before their sequence can decode."""
+        rest = (s.target - s.scheduled for s in (*self.waiting, *self.running))
+        return sum(count for count in rest if count > 1)
+
+    @property
+    def has_preempted(self) -> bool:
+        return any(sequence.preempted for sequence in self.waiting)
+
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.running or self.held or self._plans or self._leaving)
+
+    # Joining and leaving
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence whose KV is to be computed."""
+        self.waiting.append(sequence)
+
+    def add_computed(self, sequence: Sequence, blocks: list[int], computed: int) -> None:
+        """Queue a sequence whose first ``computed`` tokens are in ``blocks``, which it now owns."""
+        sequence.block_table = blocks
+        sequence.computed = sequence.scheduled = computed
+        self._register(sequence)
+        self._deduplicate(sequence)
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """End a sequence in whatever state it is; idempotent."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.held:
+            self.held.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        else:
+            return
+        self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        sequence.release_wanted = True
+        self._leaving.add(sequence)
+        self._release_if_idle(sequence)
+
+    def _release_if_idle(self, sequence: Sequence) -> None:
+        if not sequence.release_wanted or sequence.in_flight:
+            return
+        self.pool.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.computed = sequence.scheduled = sequence.registered = 0
+        sequence.release_wanted = False
+        if sequence.known_to_engine:
+            self._dropped.append(sequence.sequence_id)
+            sequence.known_to_engine = False
+        self._leaving.discard(sequence)
+
+    # Planning
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute now."""
+        budget = self.limits.chunk_tokens
+        preemptions = self.preemptions
+        rows: list[tuple[Sequence, PlanRow]] = []
+        decoding = [s for s in self.running if s.target - s.scheduled == 1]
+        computing = [s for s in self.running if s.target - s.scheduled > 1]
+        for sequence in (*decoding, *computing):
+            if budget == 0:
+                break
+            if sequence.preempted or not self._can_run(sequence):
+                continue
+            if not self._grow(sequence):
+                continue
+            budget -= self._add_row(rows, sequence, budget)
+        if self.preemptions == preemptions:
+            self._admit(rows, budget)
+        rows = [(s, row) for s, row in rows if not s.preempted]
+        return self._make_plan(rows) if rows else None
+
+    def _can_run(self, sequence: Sequence) -> bool:
+        samples_left = sequence.spec.sampling.max_tokens - sequence.output_length - sequence.pending
+        if sequence.prefill_only and sequence.pending:
+            return False
+        fits = sequence.target < self.limits.context_length
+        return sequence.scheduled < sequence.target and samples_left > 0 and fits
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.limits.block_size)
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Blocks for all tokens up to the target; preempts the latest arrivals if it must."""
+        missing = self._blocks_for(sequence.target) - len(sequence.block_table)
+        while missing > self.pool.available:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence or victim.release_wanted:
+                return False
+        if missing > 0:
+            sequence.block_table.extend(self.pool.allocate(missing))
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        self.running.remove(sequence)
+        sequence.preempted = True
+        sequence.release_wanted = True
+        self.waiting.appendleft(sequence)
+        self._release_if_idle(sequence)
+
+    def _admit(self, rows: list[tuple[Sequence, PlanRow]], budget: int) -> None:
+        while self.waiting and budget and len(self.running) < self.limits.max_sequences:
+            sequence = self.waiting[0]
+            if sequence.in_flight or not self._take_blocks(sequence):
+                break
+            self.waiting.popleft()
+            sequence.preempted = False
+            self.running.append(sequence)
+            if self._can_run(sequence):
+                budget -= self._add_row(rows, sequence, budget)
+
+    def _take_blocks(self, sequence: Sequence) -> bool:
+        """Cached blocks of the longest known prefix, and new ones for the rest.
+
+        The last token is computed in any case, since its logits are needed, and it is never
+        written into a shared block: at most the blocks before it are taken from the cache.
+        """
+        if not sequence.block_table:
+            size = self.limits.block_size
+            most = (len(sequence.token_ids) - 1) // size
+            hits = self.pool.match(sequence.full_hashes(size)[:most])
+            missing = self._blocks_for(sequence.target) - len(hits)
+            # Room for one more block each keeps the running ones from preempting at once.
+            headroom = len(self.running)
+            if missing + headroom > self.pool.available - self.pool.evictable(hits):
+                return False
+            self.pool.pin(hits)
+            sequence.block_table = hits + self.pool.allocate(missing)
+            sequence.registered = len(hits)
+            sequence.computed = sequence.scheduled = len(hits) * size
+            sequence.cached_tokens = sequence.computed
+            return True
+        missing = self._blocks_for(sequence.target) - len(sequence.block_table)
+        try:
+            sequence.block_table.extend(self.pool.allocate(max(missing, 0)))
+        except OutOfBlocks:
+            return False
+        return True
+
+    def _add_row(
+        self, rows: list[tuple[Sequence, PlanRow]], sequence: Sequence, budget: int
+    ) -> int:
+        start = sequence.scheduled
+        count = min(sequence.target - start, budget)
+        sample = start + count == sequence.target
+        table = tuple(sequence.block_table)
+        rows.append((sequence, PlanRow(sequence.sequence_id, start, count, table, sample)))
+        return count
+
+    def _make_plan(self, rows: list[tuple[Sequence, PlanRow]]) -> StepPlan:
+        new = []
+        for sequence, row in rows:
+            if not sequence.known_to_engine:
+                sequence.known_to_engine = True
+                new.append(
+                    NewSequence(
+                        sequence.sequence_id,
+                        tuple(sequence.token_ids),
+                        sequence.prompt_length,
+                        sequence.spec.sampling,
+                        sequence.stop_ids,
+                    )
+                )
+            sequence.scheduled += row.count
+            sequence.pending += row.sample
+            sequence.in_flight += 1
+        self._step += 1
+        dropped, self._dropped = tuple(self._dropped), []
+        self._plans[self._step] = [sequence for sequence, _ in rows]
+        return StepPlan(self._step, tuple(new), dropped, tuple(row for _, row in rows))
+
+    # Results
+
+    def complete(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
+        """Take in a step's result. Sequences that have left meanwhile are not reported."""
+        updates = []
+        sequences = self._plans.pop(plan.step)
+        for sequence, row, tokens in zip(sequences, plan.rows, result.token_ids, strict=True):
+            sequence.in_flight -= 1
+            sequence.pending -= row.sample
+            left = sequence in self._leaving
+            if not left:
+                updates.append(self._apply(sequence, row, tokens))
+            self._release_if_idle(sequence)
+        return updates
+
+    def fail(self, plan: StepPlan) -> list[Sequence]:
+        """A step broke: its sequences end. Returns those that had not left already."""
+        lost = []
+        for sequence in self._plans.pop(plan.step):
+            sequence.in_flight -= 1
+            if sequence not in self._leaving:
+                self.remove(sequence)
+                lost.append(sequence)
+            self._release_if_idle(sequence)
+        return lost
+
+    def _apply(self, sequence: Sequence, row: PlanRow, tokens: Iterable[int]) -> SequenceUpdate:
+        if not sequence.preempted:
+            sequence.computed = row.start + row.count
+        accepted = []
+        for token in tokens:
+            sequence.token_ids.append(token)
+            accepted.append(token)
+            sequence.finish_reason = self._finish_reason(sequence, token)
+            if sequence.finish_reason:
+                break
+        if not sequence.preempted:
+            self._register(sequence)
+        if sequence.finish_reason:
+            self.remove(sequence)
+        elif sequence.prefill_only and accepted:
+            self.running.remove(sequence)
+            self.held.add(sequence)
+        prompt_tokens = max(0, min(row.start + row.count, sequence.prompt_length) - row.start)
+        return SequenceUpdate(sequence, tuple(accepted), prompt_tokens)
+
+    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        sampling = sequence.spec.sampling
+        if token in sequence.stop_ids and sequence.output_length > sampling.min_tokens:
+            return FinishReason.STOP
+        if sequence.output_length >= sampling.max_tokens:
+            return FinishReason.LENGTH
+        if len(sequence.token_ids) >= self.limits.context_length:
+            return FinishReason.LENGTH
+        return None
+
+    def _deduplicate(self, sequence: Sequence) -> None:
+        """Exchange blocks whose contents were held already. Only for sequences not in flight."""
+        for index in range(sequence.registered):
+            own = sequence.block_table[index]
+            holder = self.pool.register(own, sequence.hashes[index])
+            if holder != own:
+                self.pool.pin([holder])
+                sequence.block_table[index] = holder
+                self.pool.release([own])
+
+    def _register(self, sequence: Sequence) -> None:
+        """Make the blocks that have become full findable. Equal contents stay with their holder."""
+        full = sequence.computed // self.limits.block_size
+        if full <= sequence.registered:
+            return
+        hashes = sequence.full_hashes(self.limits.block_size)
+        for index in range(sequence.registered, full):
+            self.pool.register(sequence.block_table[index], hashes[index])
+        sequence.registered = full
