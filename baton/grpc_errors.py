@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -16,6 +18,10 @@ CODE_KEY = "baton-code"
 RETRY_KEY = "baton-retry-after-ms"
 
 log = logging.getLogger(__name__)
+
+ServicerT = TypeVar("ServicerT")
+RequestT = TypeVar("RequestT")
+R = TypeVar("R")
 
 
 def _subclasses(root: type[errors.BatonError]) -> list[type[errors.BatonError]]:
@@ -46,6 +52,22 @@ async def grpc_boundary(
     except Exception as error:
         log.exception("unexpected error in a gRPC call")
         await _abort(context, errors.BatonError(f"internal error: {type(error).__name__}"))
+
+
+def guarded(
+    method: Callable[[ServicerT, RequestT, grpc.aio.ServicerContext[object, object]], Awaitable[R]],
+) -> Callable[[ServicerT, RequestT, grpc.aio.ServicerContext[object, object]], Awaitable[R]]:
+    """Decorates a servicer's unary method with ``grpc_boundary``."""
+
+    @functools.wraps(method)
+    async def inside(
+        self: ServicerT, request: RequestT, context: grpc.aio.ServicerContext[object, object]
+    ) -> R:
+        async with grpc_boundary(context):
+            return await method(self, request, context)
+        raise AssertionError("the boundary has ended the call")
+
+    return inside
 
 
 async def _abort(

@@ -1,0 +1,209 @@
+"""The prefill role: computes prompts, samples the first token, hands the sequence off."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import grpc.aio
+
+from baton import convert
+from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, WorkerFailed
+from baton.grpc_channel import open_channel
+from baton.request import FinishReason, SequenceSpec, TokenOutput
+from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from engine.scheduler import SequenceUpdate
+from engine.sequence import Sequence
+from prefill_worker.handoff import Handoff, renew_leases
+from prefill_worker.service import PrefillServicer
+from worker.role import WorkerContext
+
+log = logging.getLogger(__name__)
+
+Event = SequenceUpdate | BatonError
+
+
+class PrefillRole:
+    """Implements ``worker.role.Role``. Owned by the control loop."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._listeners: dict[int, asyncio.Queue[Event]] = {}
+        self._handoffs: set[Handoff] = set()
+        self._places = asyncio.Semaphore(context.settings.pool.max_sequences)
+
+    def mount(self, server: grpc.aio.Server) -> None:
+        """Add PrefillService."""
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(self), server)
+
+    async def prefill(
+        self, spec: SequenceSpec, address: str, incarnation: str
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        """Compute, answer with the first token, hand off, answer again. Raises BatonError.
+
+        Closing the iterator aborts the request here and at the decode worker.
+        """
+        deadline = time.monotonic() + spec.deadline_s
+        self._check(spec)
+        try:
+            await asyncio.wait_for(self._places.acquire(), spec.deadline_s)
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline passed before its prefill") from None
+        try:
+            handoff = None
+            if spec.sampling.max_tokens - (len(spec.token_ids) - spec.prompt_length) > 1:
+                handoff = self._make_handoff(spec, address, incarnation, deadline)
+            async for response in self._run(spec, handoff, deadline):
+                yield response
+        finally:
+            self._places.release()
+
+    def _check(self, spec: SequenceSpec) -> None:
+        context = self.context.engine.context_length
+        if not 0 < spec.prompt_length <= len(spec.token_ids) < context:
+            raise InvalidRequest(
+                f"{len(spec.token_ids)} tokens do not fit this worker's context of {context}"
+            )
+
+    def _make_handoff(
+        self, spec: SequenceSpec, address: str, incarnation: str, deadline: float
+    ) -> Handoff:
+        if address not in self._channels:
+            self._channels[address] = open_channel(address)
+        return Handoff(
+            self.context,
+            self._channels[address],
+            spec,
+            address=address,
+            incarnation=incarnation,
+            deadline=deadline,
+        )
+
+    async def _run(
+        self, spec: SequenceSpec, handoff: Handoff | None, deadline: float
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        sequence = self.context.make_sequence(spec, prefill_only=True)
+        try:
+            if handoff is not None:
+                # Never computed without blocks that wait for it.
+                await handoff.reserve()
+                self._handoffs.add(handoff)
+            first = await self._compute(sequence, handoff, deadline)
+            yield self._first_token(sequence, first, ends=handoff is None)
+            if handoff is not None and sequence.finish_reason is None:
+                pushed = await handoff.commit(first)
+                yield prefill_pb2.PrefillResponse(
+                    handoff=prefill_pb2.HandoffCommitted(
+                        bytes=pushed, pinned_blocks=handoff.pinned_blocks
+                    ),
+                    load=convert.load_to_proto(self.context.control.load()),
+                )
+        finally:
+            self._listeners.pop(sequence.sequence_id, None)
+            if handoff is not None:
+                # First stop reading the blocks, then give them back.
+                await asyncio.shield(self._close(handoff, sequence))
+            else:
+                self.context.control.remove(sequence)
+
+    async def _close(self, handoff: Handoff, sequence: Sequence) -> None:
+        try:
+            await handoff.close()
+        finally:
+            self._handoffs.discard(handoff)
+            self.context.control.remove(sequence)
+
+    async def _compute(self, sequence: Sequence, handoff: Handoff | None, deadline: float) -> int:
+        """Run the prompt's chunks, pushing blocks as they fill. Returns the first token."""
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        self._listeners[sequence.sequence_id] = events
+        self.context.control.add(sequence)
+        size = self.context.engine.cache.block_size
+        while True:
+            event = await self._next_event(events, handoff, deadline)
+            if isinstance(event, BatonError):
+                raise event
+            known = len(sequence.spec.token_ids)
+            blocks = -(-known // size) if event.token_ids else sequence.computed // size
+            if handoff is not None:
+                handoff.computed(sequence.block_table, blocks)
+            if event.token_ids:
+                return event.token_ids[0]
+
+    async def _next_event(
+        self, events: asyncio.Queue[Event], handoff: Handoff | None, deadline: float
+    ) -> Event:
+        get = asyncio.ensure_future(events.get())
+        waits: set[asyncio.Future[Any]] = {get}
+        if handoff is not None and handoff.sending is not None:
+            waits.add(handoff.sending)
+        left = max(0.0, deadline - time.monotonic())
+        try:
+            await asyncio.wait(waits, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if get.done():
+                return get.result()
+        finally:
+            get.cancel()
+        if handoff is not None:
+            handoff.check()
+        raise DeadlineExceeded("the request's deadline passed during its prefill")
+
+    def _first_token(
+        self, sequence: Sequence, token: int, *, ends: bool
+    ) -> prefill_pb2.PrefillResponse:
+        spec = sequence.spec
+        finish = sequence.finish_reason or (FinishReason.LENGTH if ends else None)
+        index = len(spec.token_ids) - spec.prompt_length
+        output = TokenOutput(spec.request_id, spec.attempt, index, (token,), finish)
+        return prefill_pb2.PrefillResponse(
+            first_token=convert.output_to_proto(output),
+            load=convert.load_to_proto(self.context.control.load()),
+            cached_prompt_tokens=min(sequence.cached_tokens, spec.prompt_length),
+        )
+
+    def on_step(self, updates: list[SequenceUpdate]) -> None:
+        """Tell each sequence's call what has been computed."""
+        for update in updates:
+            listener = self._listeners.get(update.sequence.sequence_id)
+            if listener is not None:
+                listener.put_nowait(update)
+
+    def on_lost(self, sequences: list[Sequence], error: Exception) -> None:
+        """The engine failed: the calls end with an error."""
+        for sequence in sequences:
+            listener = self._listeners.get(sequence.sequence_id)
+            if listener is not None:
+                reason = f"the prefill worker's engine failed: {type(error).__name__}"
+                listener.put_nowait(WorkerFailed(reason))
+
+    async def heartbeat(self) -> None:
+        """Renew the leases of all tickets, one call for each decode worker."""
+        by_address: dict[str, list[Handoff]] = defaultdict(list)
+        for handoff in self._handoffs:
+            by_address[handoff.address].append(handoff)
+        timeout = self.context.settings.config.heartbeat_s
+        calls = [
+            renew_leases(self._channels[address], self.context.incarnation, handoffs, timeout)
+            for address, handoffs in by_address.items()
+        ]
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, BatonError):
+                log.warning("leases were not renewed: %s", result.message)
+            elif isinstance(result, BaseException):
+                raise result
+        control = self.context.control
+        if control.scheduler.is_idle():
+            counts = control.pool.counts()
+            assert counts.used == counts.quarantined == 0, f"blocks leaked: {counts}"
+
+    async def close(self) -> None:
+        """Close the channels to decode workers; calls under way end with an error."""
+        for listener in self._listeners.values():
+            listener.put_nowait(WorkerFailed("the prefill worker is stopping"))
+        for channel in self._channels.values():
+            await channel.close()

@@ -1,0 +1,131 @@
+"""The control loop: alone owns the scheduler and the block pool.
+
+It is no thread of its own but the worker's event loop: every method here runs on it, none waits.
+Whenever something changes, ``pump`` plans steps for the engine thread; results come back here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Protocol
+
+from baton.request import LoadSnapshot
+from engine.engine import Engine
+from engine.plan import StepPlan, StepResult
+from engine.scheduler import SequenceUpdate
+from engine.sequence import Sequence
+from worker.engine_thread import EngineThread
+from worker.gauges import WorkerGauges
+
+
+class SequenceListener(Protocol):
+    """The role that runs on this worker."""
+
+    def on_step(self, updates: list[SequenceUpdate]) -> None:
+        """A step has ended; called once a step, with all that it brought."""
+
+    def on_lost(self, sequences: list[Sequence], error: Exception) -> None:
+        """The engine failed while it computed these sequences; they have ended."""
+
+
+class ControlLoop:
+    """See the module's text."""
+
+    def __init__(self, engine: Engine, gauges: WorkerGauges, incarnation: str) -> None:
+        self.engine = engine
+        self.scheduler = engine.scheduler
+        self.pool = engine.pool
+        self.incarnation = incarnation
+        self.steps = 0
+        self._gauges = gauges
+        self._loop = asyncio.get_running_loop()
+        self._thread = EngineThread(engine.runner, self._hand_over)
+        # On a GPU the next step is planned while one runs; on a CPU the two share the cores, and
+        # a second plan would only make a new sequence wait longer.
+        self._depth = 2 if engine.runner.device.type == "cuda" else 1
+        self._listener: SequenceListener | None = None
+        self._next_id = 0
+
+    def start(self, listener: SequenceListener) -> None:
+        """Begin to run steps; ``listener`` hears of them."""
+        self._listener = listener
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """End the engine thread. Blocks up to ``timeout_s``: call it when nothing else runs."""
+        self._thread.stop(timeout_s)
+
+    def next_sequence_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence whose KV is to be computed."""
+        self.scheduler.add(sequence)
+        self.pump()
+
+    def add_computed(self, sequence: Sequence, blocks: list[int], computed: int) -> None:
+        """Queue a sequence whose first ``computed`` tokens are in ``blocks``."""
+        self.scheduler.add_computed(sequence, blocks, computed)
+        self.pump()
+
+    def remove(self, sequence: Sequence) -> None:
+        """End a sequence; idempotent."""
+        self.scheduler.remove(sequence)
+        self.pump()
+
+    def pump(self) -> None:
+        """Give the engine thread what there is to do."""
+        while self.scheduler.plans_in_flight < self._depth:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            self._note_plan(plan)
+            self._thread.submit(plan)
+        self._gauges.refresh(self.scheduler, self.pool)
+
+    def _note_plan(self, plan: StepPlan) -> None:
+        now = time.monotonic()
+        self._gauges.batch_fill(len(plan.rows) / self.scheduler.limits.max_sequences)
+        new = {sequence.sequence_id for sequence in plan.new}
+        for sequence in self.scheduler.running:
+            if sequence.queued_at and sequence.sequence_id in new:
+                self._gauges.queued(now - sequence.queued_at)
+                sequence.queued_at = 0.0
+
+    def _hand_over(self, plan: StepPlan, result: StepResult | Exception) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._on_result, plan, result)
+        except RuntimeError:
+            # The loop was closed while the last step ran: nobody is left to be told.
+            return
+
+    def _on_result(self, plan: StepPlan, result: StepResult | Exception) -> None:
+        assert self._listener is not None, "a step ran before start()"
+        self.steps += 1
+        if isinstance(result, Exception):
+            self._listener.on_lost(self.scheduler.fail(plan), result)
+        else:
+            updates = self.scheduler.complete(plan, result)
+            computed = sum(update.computed_prompt_tokens for update in updates)
+            self._gauges.step(result.seconds, computed)
+            # Planned first: the engine computes while the tokens are handed out.
+            self.pump()
+            self._listener.on_step(updates)
+        self.pump()
+
+    def load(self) -> LoadSnapshot:
+        """What this worker is doing right now."""
+        counts = self.pool.counts()
+        return LoadSnapshot(
+            incarnation=self.incarnation,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            waiting_tokens=self.scheduler.waiting_tokens,
+            free_blocks=counts.free,
+            cached_blocks=counts.cached,
+            used_blocks=counts.used,
+            quarantined_blocks=counts.quarantined,
+            engine_steps=self.steps,
+        )

@@ -1,0 +1,48 @@
+"""Keeps a worker's metrics up to date. Label sets are resolved once."""
+
+from __future__ import annotations
+
+from baton.metrics import WorkerMetrics
+from engine.block_pool import BlockPool
+from engine.scheduler import Scheduler
+
+_BLOCK_STATES = ("free", "used", "cached", "quarantined")
+
+
+class WorkerGauges:
+    """Written by the control loop; prometheus-client's own locks guard the readers."""
+
+    def __init__(self, metrics: WorkerMetrics, worker: str, role: str) -> None:
+        labels = {"worker": worker, "role": role}
+        self._running = metrics.sequences.labels(**labels, state="running")
+        self._waiting = metrics.sequences.labels(**labels, state="waiting")
+        self._blocks = [metrics.kv_blocks.labels(**labels, state=state) for state in _BLOCK_STATES]
+        self._fill = metrics.batch_fill_ratio.labels(**labels)
+        self._computed = metrics.computed_prompt_tokens.labels(**labels)
+        self._preemptions = metrics.preemptions.labels(**labels)
+        self._queue = metrics.queue_seconds.labels(role=role)
+        self._step = metrics.step_seconds.labels(**labels)
+        self._preempted = 0
+
+    def refresh(self, scheduler: Scheduler, pool: BlockPool) -> None:
+        """Take over the counts of sequences and blocks."""
+        self._running.set(len(scheduler.running) + len(scheduler.held))
+        self._waiting.set(len(scheduler.waiting))
+        counts = pool.counts()
+        for state, gauge in zip(_BLOCK_STATES, self._blocks, strict=True):
+            gauge.set(getattr(counts, state))
+        self._preemptions.inc(scheduler.preemptions - self._preempted)
+        self._preempted = scheduler.preemptions
+
+    def batch_fill(self, ratio: float) -> None:
+        """The share of the most allowed sequences that a step has."""
+        self._fill.set(ratio)
+
+    def queued(self, seconds: float) -> None:
+        """A sequence has waited this long for its first step."""
+        self._queue.observe(seconds)
+
+    def step(self, seconds: float, computed_prompt_tokens: int) -> None:
+        """A step has ended."""
+        self._step.observe(seconds)
+        self._computed.inc(computed_prompt_tokens)

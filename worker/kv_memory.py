@@ -1,0 +1,33 @@
+"""The engine's KV blocks as transports see them."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.kv_cache import KvCache
+
+
+class KvMemory:
+    """``kvtransfer.memory.BlockMemory`` over a cache. Called from transfer threads.
+
+    Safe beside a running step, because a block that is read is complete, and one that is written is
+    in no plan before its copy has ended.
+    """
+
+    def __init__(self, cache: KvCache) -> None:
+        self._cache = cache
+
+    @property
+    def block_bytes(self) -> int:
+        return self._cache.block_bytes
+
+    def read(self, block: int, offset: int, length: int) -> bytes:
+        """A copy of part of a block, from the device if need be."""
+        return self._cache.block(block)[offset : offset + length].cpu().numpy().tobytes()
+
+    def write(self, block: int, offset: int, data: bytes) -> None:
+        """Overwrite part of a block; on a GPU it has arrived when this returns."""
+        source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._cache.block(block)[offset : offset + len(data)].copy_(source)
+        if self._cache.data.is_cuda:
+            torch.cuda.synchronize(self._cache.data.device)

@@ -1,0 +1,193 @@
+"""One worker process, whichever role it plays.
+
+    starting ─start()→ ready ─stop()→ stopping → gone
+    ready ─a background task breaks→ failed (run() raises)
+
+Everything but the engine's steps and the copying of blocks runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import redis
+from prometheus_client import CollectorRegistry, start_http_server
+
+from baton.grpc_channel import make_server
+from baton.metrics import WorkerMetrics
+from baton.prefix_index import PrefixIndex
+from baton.redis_client import redis_client
+from baton.registry import Registry, WorkerRecord
+from engine.engine import Engine, EngineSettings, build_engine, warm_up
+from worker.control_loop import ControlLoop
+from worker.gauges import WorkerGauges
+from worker.index_publisher import IndexPublisher
+from worker.kv_memory import KvMemory
+from worker.role import RoleFactory, WorkerContext
+from worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+PUBLISH_EVERY_S = 0.05
+"""How often changes of the cache are sent to the prefix index."""
+STOP_DEADLINE_S = 10.0
+"""The longest that stopping waits for anything."""
+_TRANSFER_THREADS = 2
+
+
+class WorkerProcess:
+    """Builds the engine, serves gRPC and metrics, and keeps the registry entry alive."""
+
+    def __init__(self, settings: WorkerSettings, roles: Mapping[str, RoleFactory]) -> None:
+        """``roles`` maps a pool's role to what is mounted for it."""
+        self.settings = settings
+        self.record: WorkerRecord | None = None
+        self.context: WorkerContext | None = None
+        self._make_role = roles[settings.pool.role]
+        self._redis = redis_client(settings.redis_url)
+        self._registry = Registry(self._redis, settings.cluster_id)
+        self._server = make_server()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopped = asyncio.Event()
+        self._transfers = ThreadPoolExecutor(_TRANSFER_THREADS, thread_name_prefix="transfer")
+
+    async def start(self) -> WorkerRecord:
+        """Load the model, serve, register. Raises BatonError or ``redis.RedisError``."""
+        engine = await asyncio.to_thread(self._build)
+        incarnation = f"{self.settings.slot}:{secrets.token_hex(6)}"
+        metrics = WorkerMetrics(CollectorRegistry())
+        gauges = WorkerGauges(metrics, self.settings.slot, self.settings.pool.role)
+        control = ControlLoop(engine, gauges, incarnation)
+        self.context = WorkerContext(
+            settings=self.settings,
+            engine=engine,
+            control=control,
+            memory=KvMemory(engine.cache),
+            metrics=metrics,
+            incarnation=incarnation,
+            transfers=self._transfers,
+        )
+        role = self._make_role(self.context)
+        role.mount(self._server)
+        port = self._server.add_insecure_port(f"{self.settings.host}:0")
+        await self._server.start()
+        # serves /metrics from a thread of its own; ended in stop()
+        self._metrics_server, self._metrics_thread = start_http_server(
+            0, self.settings.host, registry=metrics.registry
+        )
+        control.start(role)
+        self._role = role
+        self.record = self._make_record(engine, incarnation, port)
+        publisher = IndexPublisher(
+            PrefixIndex(self._redis, self.settings.cluster_id), engine.pool, incarnation
+        )
+        await self._registry.put(self.record, self.settings.config.registry_ttl_s)
+        self._tasks = [
+            asyncio.create_task(self._heartbeat(), name="heartbeat"),
+            asyncio.create_task(self._publish(publisher), name="publish"),
+        ]
+        log.info("%s serves on %s", incarnation, self.record.address)
+        return self.record
+
+    def _build(self) -> Engine:
+        pool, config = self.settings.pool, self.settings.config
+        engine = build_engine(
+            EngineSettings(
+                model_path=Path(self.settings.model_path),
+                dtype=config.dtype,
+                device=pool.device,
+                threads=self.settings.threads,
+                block_size=config.block_size,
+                kv_pool_bytes=pool.kv_pool_mib << 20,
+                gpu_memory_fraction=pool.gpu_memory_fraction,
+                chunk_tokens=pool.chunk_tokens,
+                max_sequences=pool.max_sequences,
+            )
+        )
+        warm_up(engine)
+        return engine
+
+    def _make_record(self, engine: Engine, incarnation: str, port: int) -> WorkerRecord:
+        return WorkerRecord(
+            incarnation=incarnation,
+            slot=self.settings.slot,
+            role=self.settings.pool.role,
+            address=f"{self.settings.host}:{port}",
+            metrics_address=f"{self.settings.host}:{self._metrics_server.server_port}",
+            model=self.settings.model_name,
+            fingerprint=engine.fingerprint,
+            geometry=engine.cache.geometry(),
+            context_length=engine.context_length,
+            total_blocks=engine.pool.total,
+            max_sequences=self.settings.pool.max_sequences,
+        )
+
+    async def run(self) -> None:
+        """Return once stopped; raise what broke a background task."""
+        stopped = asyncio.create_task(self._stopped.wait())
+        try:
+            done, _ = await asyncio.wait(
+                [stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                if task is not stopped:
+                    task.result()
+        finally:
+            stopped.cancel()
+
+    async def stop(self) -> None:
+        """Leave the registry, end what is under way, stop serving; idempotent."""
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.record is not None:
+            with contextlib.suppress(redis.RedisError):
+                await self._registry.remove(self.record.incarnation)
+            await self._role.close()
+            await self._server.stop(grace=1.0)
+            assert self.context is not None, "there is a record, so there is a context"
+            await asyncio.to_thread(self.context.control.stop, STOP_DEADLINE_S)
+            await asyncio.to_thread(self._metrics_server.shutdown)
+            self._metrics_server.server_close()
+            self._metrics_thread.join(STOP_DEADLINE_S)
+        await self._redis.aclose()
+        self._transfers.shutdown(wait=True, cancel_futures=True)
+
+    async def _heartbeat(self) -> None:
+        assert self.record is not None, "not started"
+        assert self.context is not None, "not started"
+        config = self.settings.config
+        while True:
+            began = time.monotonic()
+            await self._role.heartbeat()
+            record = replace(self.record, load=self.context.control.load())
+            try:
+                await self._registry.put(record, config.registry_ttl_s)
+            except redis.RedisError as error:
+                log.warning("the registry cannot be reached: %s", error)
+            if self.context.control.scheduler.is_idle():
+                self.context.engine.pool.check()
+            await asyncio.sleep(max(0.0, began + config.heartbeat_s - time.monotonic()))
+
+    async def _publish(self, publisher: IndexPublisher) -> None:
+        verify_every = max(1, int(self.settings.config.heartbeat_s / PUBLISH_EVERY_S))
+        count = 0
+        while True:
+            count += 1
+            try:
+                await publisher.publish(verify=count % verify_every == 0)
+            except redis.RedisError as error:
+                log.warning("the prefix index cannot be reached: %s", error)
+                await asyncio.sleep(self.settings.config.heartbeat_s)
+            await asyncio.sleep(PUBLISH_EVERY_S)

@@ -1,0 +1,60 @@
+"""A role is mounted on a worker: it brings gRPC services and listens to the engine's steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc.aio
+
+from baton.metrics import WorkerMetrics
+from baton.request import SequenceSpec
+from engine.engine import Engine
+from engine.local import make_sequence
+from engine.sequence import Sequence
+from worker.control_loop import ControlLoop, SequenceListener
+from worker.kv_memory import KvMemory
+from worker.settings import WorkerSettings
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What a role gets of its worker."""
+
+    settings: WorkerSettings
+    engine: Engine
+    control: ControlLoop
+    memory: KvMemory
+    metrics: WorkerMetrics
+    incarnation: str
+    transfers: Executor
+    """Threads that copy blocks and compute checksums."""
+
+    def make_sequence(self, spec: SequenceSpec, *, prefill_only: bool = False) -> Sequence:
+        """A sequence for this worker's engine."""
+        return make_sequence(
+            self.engine,
+            self.control.next_sequence_id(),
+            spec,
+            prefill_only=prefill_only,
+            queued_at=time.monotonic(),
+        )
+
+
+class Role(SequenceListener, Protocol):
+    """Prefill or decode."""
+
+    def mount(self, server: grpc.aio.Server) -> None:
+        """Add the role's services before the server starts."""
+
+    async def heartbeat(self) -> None:
+        """Called every ``heartbeat_s``: renew, expire, sweep."""
+
+    async def close(self) -> None:
+        """Stop taking work and end what is under way."""
+
+
+RoleFactory = Callable[[WorkerContext], Role]

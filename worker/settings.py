@@ -1,0 +1,24 @@
+"""What a worker process is told at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.config import Config, PoolConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """One worker of a pool. ``slot`` is its stable name, ``prefill-0``."""
+
+    config: Config
+    pool: PoolConfig
+    slot: str
+    model_path: str
+    model_name: str
+    redis_url: str
+    cluster_id: str
+    threads: int
+    """Compute threads on the CPU."""
+    host: str = "127.0.0.1"
+    """Where its servers listen."""
