@@ -248,10 +248,13 @@ def _from_hub(model: KnownModel, progress: Progress) -> Path:
             lambda folder: _within(_HUB_S, lambda: fill(folder)),
             progress,
         )
+    except ConfigError:
+        raise
     except TimeoutError as error:
         raise ConfigError("no answer in time") from error
-    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-        raise ConfigError(_first_line(str(error)) or type(error).__name__) from error
+    except Exception as error:  # what a captive portal answers breaks the library anywhere
+        line = str(error).partition("\n")[0]
+        raise ConfigError(line or type(error).__name__) from error
 
 
 def _from_package(model: KnownModel, progress: Progress) -> Path:
@@ -507,7 +510,3 @@ def _within(seconds: float, work: Callable[[], Outcome]) -> Outcome:
 
     threading.Thread(target=run, daemon=True).start()
     return outcome.result(timeout=seconds)
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0]
