@@ -1,0 +1,190 @@
+"""The one Ray actor class: it houses a worker process, whichever role that plays.
+
+States: starting → serving → (stopping → gone | failed → gone, and Ray starts the next life).
+A first life that fails to start stays, so that ``ready`` can say why.
+
+Ray places it and heals it, and carries neither a token nor a tensor. What needs torch is imported
+here alone, on the worker's own thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import faulthandler
+import logging
+import os
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from baton.config import Config, PoolConfig
+
+if TYPE_CHECKING:
+    from worker.process import WorkerProcess
+
+START_S = 600.0
+"""A model that takes longer to load, in seconds, has failed."""
+_STOP_S = 10.0
+_LAUNCHER_POLL_S = 2.0
+
+log = logging.getLogger(__name__)
+
+
+class ActorSettings(BaseModel):
+    """What the launcher tells an actor; it travels as JSON and holds the store's password."""
+
+    model_config = ConfigDict(frozen=True)
+
+    config: dict[str, Any]
+    pool: str
+    slot: str
+    model_path: str
+    model_name: str
+    redis_url: str
+    cluster_id: str
+    threads: int
+    log_file: str
+    launcher: int
+    """Process id of the launcher."""
+    launcher_started: float
+    """When the launcher started, in Unix seconds."""
+
+
+class WorkerActor:
+    """Lives in a Ray worker process, and ends that process when its worker has failed."""
+
+    def __init__(self, settings_json: str) -> None:
+        self._settings = ActorSettings.model_validate_json(settings_json)
+        _log_to(self._settings.log_file, str(self._settings.config["log_level"]))
+        # Ray says 1 for an actor without CPUs of its own; OpenMP reads it when torch is loaded.
+        os.environ["OMP_NUM_THREADS"] = str(self._settings.threads)
+        self._first_life = not _reconstructed()
+        self._started: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+        self._stopping = False
+        self._left = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._process: WorkerProcess | None = None
+        threading.Thread(target=self._live, name="worker", daemon=True).start()
+
+    def ready(self) -> dict[str, Any]:
+        """The worker's registry record and ``pid``, once it serves.
+
+        Raises what kept it from starting, or TimeoutError.
+        """
+        return self._started.result(timeout=START_S)
+
+    def ping(self) -> str:
+        """The slot's name: the process lives and Ray reaches it."""
+        return self._settings.slot
+
+    def stop(self) -> None:
+        """Let the worker leave in order; returns when it has, within 10 seconds."""
+        self._stopping = True
+        if self._loop is not None and self._process is not None:
+            leaving = asyncio.run_coroutine_threadsafe(self._leave(self._process), self._loop)
+            leaving.result(timeout=_STOP_S)
+
+    async def _leave(self, process: WorkerProcess) -> None:
+        try:
+            await process.stop()
+        finally:
+            self._left.set()
+
+    def _live(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            if self._stopping:
+                return
+            log.exception("worker %s has failed", self._settings.slot)
+            if not self._started.done():
+                self._started.set_exception(error)
+                if self._first_life:
+                    return
+            _end_process()
+        if not self._stopping:
+            log.error("worker %s ended unasked", self._settings.slot)
+            _end_process()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._process = _build(self._settings)
+        record = await self._process.start()
+        self._started.set_result({**asdict(record), "pid": os.getpid()})
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(self._watch_launcher())
+            await self._process.run()
+            watch.cancel()
+        if self._stopping:
+            # The loop must not end under it; stop() itself holds the deadline.
+            await self._left.wait()
+
+    async def _watch_launcher(self) -> None:
+        """The guardian ends orphans; this is for the case that it was killed as well."""
+        # Not our child, so only asking again tells.
+        while _is_alive(  # noqa: ASYNC110
+            self._settings.launcher, self._settings.launcher_started
+        ):
+            await asyncio.sleep(_LAUNCHER_POLL_S)
+        log.error("the launcher is gone: worker %s ends", self._settings.slot)
+        _end_process()
+
+
+def _build(settings: ActorSettings) -> WorkerProcess:
+    from decode_worker.role import DecodeRole  # noqa: PLC0415
+    from prefill_worker.role import PrefillRole  # noqa: PLC0415
+    from worker.process import WorkerProcess  # noqa: PLC0415
+    from worker.settings import WorkerSettings  # noqa: PLC0415
+
+    config = Config(**settings.config)
+    worker = WorkerSettings(
+        config=config,
+        pool=_pool(config, settings.pool),
+        slot=settings.slot,
+        model_path=settings.model_path,
+        model_name=settings.model_name,
+        redis_url=settings.redis_url,
+        cluster_id=settings.cluster_id,
+        threads=settings.threads,
+    )
+    return WorkerProcess(worker, {"prefill": PrefillRole, "decode": DecodeRole})
+
+
+def _pool(config: Config, name: str) -> PoolConfig:
+    return next(pool for pool in config.pools if pool.name == name)
+
+
+def _reconstructed() -> bool:
+    import ray  # noqa: PLC0415
+
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
+def _log_to(file: str, level: str) -> None:
+    # Kept open for the life of the process: a crash inside native code is written here too.
+    stream = Path(file).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
+    faulthandler.enable(stream)
+    logging.basicConfig(
+        stream=stream,
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
+
+
+def _is_alive(pid: int, started: float) -> bool:
+    try:
+        return psutil.Process(pid).create_time() == started
+    except psutil.Error:
+        return False
+
+
+def _end_process() -> None:
+    # Not sys.exit: Ray would catch it, and threads inside torch would keep the process.
+    logging.shutdown()
+    os._exit(1)

@@ -1,0 +1,280 @@
+"""The command line, `baton`. Heavy imports wait for the command that needs them."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+    from baton.config import Config, Role
+    from deploy.cluster_state import ClusterState
+
+app = typer.Typer(
+    name="baton",
+    help="Serves large language models with prefill and decode apart.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+model_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+
+_DEFAULT_HTTP = "127.0.0.1:8000"
+_DEFAULT_GRPC = "127.0.0.1:8001"
+_MOST_WORKERS = 1024
+
+
+def main() -> None:
+    """The entry point of the `baton` command."""
+    app()
+
+
+@app.command()
+def up(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A name that `baton model list` shows, a Hugging Face folder, or a .gguf file. "
+            "Default: smollm2-135m-instruct."
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(help="The model's id in the API. Default: its name, or the folder's."),
+    ] = None,
+    prefill: Annotated[
+        int | None,
+        typer.Option(min=1, max=_MOST_WORKERS, help="How many prefill workers. Default: 1."),
+    ] = None,
+    decode: Annotated[
+        int | None,
+        typer.Option(min=1, max=_MOST_WORKERS, help="How many decode workers. Default: 1."),
+    ] = None,
+    http: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help=f"The HTTP front; port 0 takes a free one. Default: {_DEFAULT_HTTP}.",
+        ),
+    ] = None,
+    grpc: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help=f"The gRPC front; port 0 takes a free one. Default: {_DEFAULT_GRPC}.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="bfloat16, float32 or float16. Default: bfloat16."),
+    ] = None,
+    redis_url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="A Redis or Valkey server, redis://HOST:PORT/DB. Default: an embedded Valkey.",
+        ),
+    ] = None,
+    local_prefill: Annotated[
+        str | None,
+        typer.Option(
+            help="Whether decode workers compute prompts themselves: never. Default: never."
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A TOML file. Default: none."),
+    ] = None,
+) -> None:
+    """Bring a cluster up on this machine and serve until Ctrl-C.
+
+    Flags override the environment (BATON_...), which overrides the configuration file.
+    """
+    settings = _load(
+        config,
+        model=model,
+        served_model_name=served_model_name,
+        http=http,
+        grpc=grpc,
+        dtype=dtype,
+        redis_url=redis_url,
+        local_prefill=local_prefill,
+    )
+    settings = _with_count(settings, "prefill", prefill)
+    settings = _with_count(settings, "decode", decode)
+    from deploy.launcher import run_cluster  # noqa: PLC0415
+    from deploy.progress import Progress  # noqa: PLC0415
+
+    raise typer.Exit(run_cluster(settings, Progress(Console())))
+
+
+@app.command()
+def chat(
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to ask; without it, a conversation begins.")
+    ] = None,
+    grpc: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The router's gRPC front. Default: that of the cluster on this machine.",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of an answer. Default: 512.", show_default=False)
+    ] = 512,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0 takes the most likely token. Default: 1.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Same seed, same answer. Default: drawn.")
+    ] = None,
+) -> None:
+    """Stream answers in the terminal. Ctrl-C ends an answer; Ctrl-D ends the conversation."""
+    from baton.client import Client  # noqa: PLC0415
+    from baton.errors import BatonError  # noqa: PLC0415
+    from baton.v1.sampling_pb2 import SamplingParameters  # noqa: PLC0415
+    from deploy.chat import INTERRUPTED, Chat, converse  # noqa: PLC0415
+
+    cluster = _local_cluster()
+    address = grpc or (cluster.grpc if cluster is not None else _DEFAULT_GRPC)
+    sampling = SamplingParameters(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    with Client(address) as client:
+        session = Chat(client, sampling, lambda text: typer.echo(text, nl=False))
+        try:
+            client.list_models()
+            if prompt is None:
+                converse(session, _complain)
+            elif not session.ask(prompt):
+                raise typer.Exit(INTERRUPTED)
+        except BatonError as error:
+            _fail(error.message)
+
+
+@app.command()
+def status(
+    http: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The router's HTTP front. Default: that of the cluster on this machine.",
+        ),
+    ] = None,
+) -> None:
+    """Show the router's health and what each worker does; exit code 1 when it is not healthy."""
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy.status import read_status, table  # noqa: PLC0415
+
+    cluster = _local_cluster(http)
+    address = http or (cluster.http if cluster is not None else _DEFAULT_HTTP)
+    try:
+        found = read_status(address, cluster)
+    except BatonError as error:
+        _fail(error.message)
+    console = Console()
+    console.print(f"router {found.http}: {found.health}", markup=False, highlight=False)
+    console.print(table(found))
+    raise typer.Exit(0 if found.healthy else 1)
+
+
+@model_app.command("pull")
+def model_pull(
+    name: Annotated[str, typer.Argument(help="A name that `baton model list` shows.")] = (
+        "smollm2-135m-instruct"
+    ),
+) -> None:
+    """Get a model, so that later starts need no network."""
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy import model_store  # noqa: PLC0415
+
+    try:
+        path = model_store.pull(name, lambda text: typer.echo(text, err=True))
+    except BatonError as error:
+        _fail(error.message)
+    typer.echo(path)
+
+
+@model_app.command("list")
+def model_list() -> None:
+    """List the models that can be pulled and those that are here."""
+    from rich.table import Table  # noqa: PLC0415
+
+    from deploy import model_store  # noqa: PLC0415
+
+    drawn = Table("name", "here", "MiB", "source", "path", box=None, pad_edge=False)
+    drawn.columns[-1].overflow = "fold"
+    for entry in model_store.list_models():
+        here, size = ("yes", f"{entry.size / (1 << 20):.0f}") if entry.cached else ("no", "")
+        drawn.add_row(entry.name, here, size, entry.source, str(entry.path or ""))
+    Console().print(drawn)
+
+
+@app.command()
+def version() -> None:
+    """Show Baton's version."""
+    typer.echo(installed_version("baton"))
+
+
+def _load(file: Path | None, **flags: Any) -> Config:
+    from pydantic import ValidationError  # noqa: PLC0415
+    from pydantic_settings import SettingsError  # noqa: PLC0415
+
+    from baton.config import load_config  # noqa: PLC0415
+
+    try:
+        return load_config(file, **flags)
+    except ValidationError as error:
+        _fail(*_faults(error))
+    except tomllib.TOMLDecodeError as error:
+        _fail(f"{file}: {error}")
+    except (OSError, SettingsError) as error:
+        _fail(str(error))
+
+
+def _faults(error: ValidationError) -> list[str]:
+    """One line a field."""
+    lines = []
+    for fault in error.errors():
+        field = ".".join(map(str, fault["loc"])) or "configuration"
+        message = fault["msg"].removeprefix("Value error, ")
+        given = fault["input"]
+        shown = f" (got {given!r})" if isinstance(given, str | int | float) else ""
+        lines.append(f"{field}: {message}{shown}")
+    return lines
+
+
+def _with_count(config: Config, role: Role, count: int | None) -> Config:
+    if count is None:
+        return config
+    pools = [pool for pool in config.pools if pool.role == role]
+    if len(pools) != 1:
+        names = ", ".join(pool.name for pool in pools)
+        _fail(f"--{role} needs a single {role} pool; there are {names}: set their counts instead")
+    counted = pools[0].model_copy(update={"count": count})
+    changed = tuple(counted if pool is pools[0] else pool for pool in config.pools)
+    return config.model_copy(update={"pools": changed})
+
+
+def _local_cluster(http: str | None = None) -> ClusterState | None:
+    """The newest cluster that runs here, or the one at ``http``."""
+    from deploy.cluster_state import running_clusters  # noqa: PLC0415
+
+    clusters = running_clusters()
+    return next((state for state in clusters if http in (None, state.http)), None)
+
+
+def _complain(*lines: str) -> None:
+    for line in lines:
+        typer.secho(f"error: {line}", fg=typer.colors.RED, err=True)
+
+
+def _fail(*lines: str) -> NoReturn:
+    _complain(*lines)
+    raise typer.Exit(1)

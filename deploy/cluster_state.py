@@ -1,0 +1,65 @@
+"""What a running cluster tells other commands on its machine: a file in its run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from deploy.run_directory import PREFIX, parent_directory
+
+FILE_NAME = "cluster.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """Where a cluster's parts are. Holds the store's password: keep it out of logs."""
+
+    cluster_id: str
+    run_directory: str
+    model: str
+    http: str
+    grpc: str
+    redis_url: str
+    launcher: int
+    launcher_started: float
+    """When the launcher started, in Unix seconds: a process id alone may be another's by now."""
+    processes: dict[str, int]
+    """Process ids by name: the router, the store, the workers by slot."""
+
+    def save(self) -> None:
+        """Write the file, readable by its owner alone; readers see the old or the new one."""
+        path = Path(self.run_directory) / FILE_NAME
+        fresh = path.with_suffix(".new")
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(asdict(self), file, indent=2)
+        fresh.replace(path)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the launcher that wrote this still runs."""
+        try:
+            return psutil.Process(self.launcher).create_time() == self.launcher_started
+        except psutil.Error:
+            return False
+
+
+def running_clusters() -> list[ClusterState]:
+    """The clusters that this user runs on this machine, newest first."""
+    files = parent_directory().glob(f"{PREFIX}*/{FILE_NAME}")
+    states = [state for state in map(_read, files) if state is not None and state.alive]
+    return sorted(states, key=lambda state: state.launcher_started, reverse=True)
+
+
+def _read(path: Path) -> ClusterState | None:
+    # The directory is open to all users: a stranger's file could send us anywhere.
+    try:
+        if path.stat().st_uid != os.getuid():
+            return None
+        return ClusterState(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,334 @@
+"""`baton up`: brings a cluster up on this machine, watches it, and takes all of it down again.
+
+States: new → starting → ready → ending → ended. A signal or a failure leads to ending from
+anywhere; a second signal shortens it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import psutil
+
+from baton.config import Config, PoolConfig
+from baton.errors import BatonError
+from deploy import model_store
+from deploy.actor import ActorSettings
+from deploy.announcement import announcement
+from deploy.child import last_lines
+from deploy.cluster_mark import ClusterMark
+from deploy.cluster_state import ClusterState
+from deploy.daemon_thread import DaemonThread
+from deploy.guardian import Guardian
+from deploy.model_store import ResolvedModel
+from deploy.ports import choose_ports, reachable
+from deploy.progress import Progress
+from deploy.ray_cluster import RayCluster, RayWorker
+from deploy.reaper import GRACE_S, sweep
+from deploy.router_process import RouterProcess
+from deploy.run_directory import RunDirectory
+from deploy.supervisor import Supervisor
+from deploy.valkey import EmbeddedValkey, check_redis
+
+_WORKER_STOP_S = 5.0
+
+Result = TypeVar("Result")
+
+log = logging.getLogger(__name__)
+
+
+def run_cluster(config: Config, progress: Progress) -> int:
+    """Serve until SIGINT, SIGTERM or SIGHUP, or a failure. Returns the exit code: 0, or 1."""
+    launcher = Launcher(config, progress)
+    code = asyncio.run(launcher.run())
+    if launcher.hanging:
+        # Ray's own exit handler would wait for daemons that are gone.
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What has been started so far."""
+
+    guardian: Guardian
+    ray: RayCluster
+    valkey: EmbeddedValkey | None = None
+    router: RouterProcess | None = None
+    workers: tuple[RayWorker, ...] = ()
+
+
+class Launcher:
+    """One run of one cluster."""
+
+    def __init__(self, config: Config, progress: Progress) -> None:
+        self._config = config
+        self._progress = progress
+        self._signals = 0
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._pids: dict[str, int] = {}
+        self._redis_url = config.redis_url
+        self._ready = False
+        self.hanging = False
+        """Whether a thread of this process may never end."""
+
+    async def run(self) -> int:
+        """The whole life; returns the exit code."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        try:
+            self._config = choose_ports(self._config)
+            if self._config.redis_url:
+                await check_redis(self._config.redis_url)
+        except BatonError as error:
+            self._progress.line(f"error: {error.message}", "red")
+            return 1
+        return await self._run_in(RunDirectory.create())
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        (self._stop if self._signals == 1 else self._hurry).set()
+
+    async def _run_in(self, run: RunDirectory) -> int:
+        self._run = run
+        self._mark = ClusterMark(self._config.cluster_id or secrets.token_hex(6), run.path)
+        # Whatever this process starts from here on, by whatever library, is found again.
+        os.environ.update(self._mark.variables)
+        handler = _log_to_file(run)
+        self._parts = _Parts(Guardian(self._mark, run), RayCluster(self._config, self._mark, run))
+        failure = await self._serve_until_told()
+        if failure is not None:
+            self._tell(failure)
+        await self._end()
+        handler.close()
+        logging.getLogger().removeHandler(handler)
+        if failure is not None:
+            self._progress.line(f"logs are kept in {run.keep_logs()}")
+            return 1
+        run.remove()
+        return 0
+
+    async def _serve_until_told(self) -> BaseException | None:
+        """Bring the cluster up and watch it; None when a signal ended that, or what failed."""
+        serving = asyncio.create_task(self._serve())
+        told = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({serving, told}, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if serving.done():
+            return _leaf(serving.exception())
+        self._progress.line("ending ...")
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await serving
+        return None
+
+    async def _serve(self) -> None:
+        watch = Supervisor(self._report, self._note_pid)
+        await self._parts.guardian.start()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(watch.keep("guardian", self._parts.guardian))
+            await self._start()
+            self._watch(group, watch)
+            self._announce()
+
+    async def _start(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            store = group.create_task(self._start_store())
+            model = group.create_task(self._resolve_model())
+            ray = group.create_task(self._start_ray())
+            self._redis_url = await store
+            self._model = await model
+            router = await self._start_router()
+            # Until it is watched for good, its death is a failure to start.
+            alive = group.create_task(router.fail_on_death())
+            await ray
+            with self._progress.step("loading the model into the workers"):
+                self._parts.workers = self._place_workers()
+                for record in await _together(worker.ready() for worker in self._parts.workers):
+                    self._pids[record["slot"]] = record["pid"]
+            with self._progress.step("waiting for the router"):
+                await router.healthy()
+            alive.cancel()
+
+    async def _start_store(self) -> str:
+        if self._config.redis_url:
+            return self._config.redis_url
+        with self._progress.step("starting Valkey"):
+            valkey = self._parts.valkey = EmbeddedValkey(self._mark, self._run)
+            await valkey.start()
+        self._pids["valkey"] = valkey.pid
+        return valkey.url
+
+    async def _resolve_model(self) -> ResolvedModel:
+        name = f"getting the model {self._config.model}"
+        loop = asyncio.get_running_loop()
+
+        def tell(text: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
+                loop.call_soon_threadsafe(self._progress.detail, name, text)
+
+        with self._progress.step(name):
+            thread = DaemonThread("model")
+            model = await thread.call(lambda: model_store.resolve(self._config.model, tell))
+        served = self._config.served_model_name or model.name
+        return ResolvedModel(served, model.path)
+
+    async def _start_ray(self) -> None:
+        with self._progress.step("starting Ray"):
+            await self._parts.ray.start()
+
+    async def _start_router(self) -> RouterProcess:
+        router = self._parts.router = RouterProcess(
+            self._config,
+            self._mark,
+            self._run,
+            redis_url=self._redis_url,
+            model_path=str(self._model.path),
+            model_name=self._model.name,
+        )
+        await router.start()
+        self._pids["router"] = router.pid
+        return router
+
+    def _place_workers(self) -> tuple[RayWorker, ...]:
+        return tuple(
+            self._parts.ray.place(pool, self._settings(pool, number))
+            for pool in self._config.pools
+            for number in range(pool.count)
+        )
+
+    def _settings(self, pool: PoolConfig, number: int) -> ActorSettings:
+        slot = f"{pool.name}-{number}"
+        return ActorSettings(
+            config=self._config.model_dump(mode="json"),
+            pool=pool.name,
+            slot=slot,
+            model_path=str(self._model.path),
+            model_name=self._model.name,
+            redis_url=self._redis_url,
+            cluster_id=self._mark.cluster_id,
+            threads=pool.threads or _share_of_cores(self._config),
+            log_file=str(self._run.log(slot)),
+            launcher=os.getpid(),
+            launcher_started=psutil.Process().create_time(),
+        )
+
+    def _watch(self, group: asyncio.TaskGroup, watch: Supervisor) -> None:
+        parts = self._parts
+        group.create_task(watch.ray(parts.ray))
+        if parts.router is not None:
+            group.create_task(watch.keep("router", parts.router))
+        if parts.valkey is not None:
+            group.create_task(watch.keep("valkey", parts.valkey))
+        for worker in parts.workers:
+            group.create_task(watch.worker(worker, self._pids[worker.slot]))
+
+    def _report(self, text: str) -> None:
+        log.warning("%s", text)
+        self._progress.line(text, "yellow")
+
+    def _note_pid(self, name: str, pid: int) -> None:
+        self._pids[name] = pid
+        if self._ready:
+            self._save_state()
+
+    def _save_state(self) -> None:
+        ClusterState(
+            cluster_id=self._mark.cluster_id,
+            run_directory=str(self._run.path),
+            model=self._model.name,
+            http=reachable(self._config.http),
+            grpc=reachable(self._config.grpc),
+            redis_url=self._redis_url,
+            launcher=os.getpid(),
+            launcher_started=psutil.Process().create_time(),
+            processes=dict(self._pids),
+        ).save()
+
+    def _announce(self) -> None:
+        self._ready = True
+        self._save_state()
+        text = announcement(
+            http=reachable(self._config.http),
+            grpc=reachable(self._config.grpc),
+            model=self._model.name,
+            workers=[worker.slot for worker in self._parts.workers],
+            logs=self._run.logs,
+        )
+        self._progress.line("ready", "bold green")
+        self._progress.line(text)
+
+    def _tell(self, failure: BaseException) -> None:
+        known = isinstance(failure, BatonError)
+        message = str(failure) if known else f"{type(failure).__name__}: {failure}"
+        self._progress.line(f"error: {message}", "red")
+        log.error("the cluster ends", exc_info=failure)
+        for worker in self._parts.workers:
+            if tail := last_lines(worker.log, 3):
+                log.error("last lines of %s:\n%s", worker.slot, tail)
+
+    async def _end(self) -> None:
+        """In order if there is time, and then whatever is left. A second signal cuts it short."""
+        in_order = asyncio.create_task(self._end_in_order())
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait({in_order, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        self.hanging |= not in_order.done()
+        in_order.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await in_order
+        guardian = self._parts.guardian
+        spare = {os.getpid(), guardian.pid} if guardian.started else {os.getpid()}
+        grace_s = 0.0 if self._hurry.is_set() else GRACE_S
+        left = await asyncio.to_thread(sweep, self._mark, spare, grace_s=grace_s)
+        for process in left:
+            self._progress.line(f"process {process.pid} could not be ended", "red")
+        await guardian.release()
+
+    async def _end_in_order(self) -> None:
+        parts = self._parts
+        if parts.router is not None:
+            await parts.router.stop()
+        await asyncio.gather(
+            *(worker.stop(_WORKER_STOP_S) for worker in parts.workers), return_exceptions=True
+        )
+        if not await parts.ray.stop():
+            self.hanging = True
+        if parts.valkey is not None:
+            await parts.valkey.stop()
+
+
+async def _together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Their results; the first failure ends the others."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(work) for work in works]
+    return [task.result() for task in tasks]
+
+
+def _leaf(error: BaseException | None) -> BaseException | None:
+    """The first of the errors that a task group has gathered."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _share_of_cores(config: Config) -> int:
+    return max(1, (os.cpu_count() or 1) // sum(pool.count for pool in config.pools))
+
+
+def _log_to_file(run: RunDirectory) -> logging.Handler:
+    handler = logging.FileHandler(run.log("launcher"))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    return handler

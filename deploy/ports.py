@@ -1,0 +1,88 @@
+"""Ports: whether one is free, and who has it if not."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+import psutil
+
+from baton.config import Config, split_host_port
+from baton.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+_ANY = {"0.0.0.0": LOOPBACK, "::": "::1"}  # noqa: S104
+
+
+def free_port(host: str = LOOPBACK) -> int:
+    """A port of ``host`` that is free at this moment."""
+    with _bound(host, 0) as probe:
+        return int(probe.getsockname()[1])
+
+
+def choose_ports(config: Config) -> Config:
+    """The configuration with port 0 replaced by free ports.
+
+    Raises ConfigError when a port is in use or cannot be had, or when the fronts share one.
+    """
+    http, grpc = _choose("--http", config.http), _choose("--grpc", config.grpc)
+    if http == grpc:
+        raise ConfigError(f"--http and --grpc are both {http}: give one of them another port")
+    return config.model_copy(update={"http": http, "grpc": grpc})
+
+
+def reachable(address: str) -> str:
+    """The host:port by which this machine reaches a server bound to ``address``."""
+    host, port = split_host_port(address)
+    return join_host_port(_ANY.get(host, host), port)
+
+
+def join_host_port(host: str, port: int) -> str:
+    """The inverse of ``baton.config.split_host_port``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _choose(flag: str, address: str) -> str:
+    host, port = split_host_port(address)
+    try:
+        with _bound(host, port) as probe:
+            return join_host_port(host, int(probe.getsockname()[1]))
+    except OSError as error:
+        raise ConfigError(_reason(flag, address, port, error)) from error
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    probe = socket.socket(family, kind, proto)
+    try:
+        # As servers do: a connection that lingers in TIME_WAIT is no reason to refuse.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(where)
+        probe.listen(1)
+    except BaseException:
+        probe.close()
+        raise
+    return probe
+
+
+def _reason(flag: str, address: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        owner = _owner(port)
+        by = f" by {owner}" if owner else ""
+        return f"{address} is in use{by}: end it, or choose another port with {flag} HOST:PORT"
+    what = error.strerror or str(error)
+    return f"cannot listen on {address} ({what}): choose another with {flag} HOST:PORT"
+
+
+def _owner(port: int) -> str:
+    """Name and pid of the process that listens on ``port``, where this user may see it."""
+    try:
+        connections = psutil.net_connections(kind="tcp")
+        for connection in connections:
+            listening = connection.status == psutil.CONN_LISTEN
+            here = getattr(connection.laddr, "port", None) == port
+            if listening and here and connection.pid:
+                return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
+    except (psutil.Error, OSError):
+        pass
+    return ""

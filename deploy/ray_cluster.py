@@ -1,0 +1,206 @@
+"""The local Ray of one cluster: its daemons on the loopback interface, and the workers' actors.
+
+States: new → running → (lost: a daemon died, and the cluster with it) → stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+
+from baton.config import Config, PoolConfig
+from baton.errors import BatonError, WorkerFailed
+from deploy.actor import ActorSettings, WorkerActor
+from deploy.cluster_mark import ClusterMark
+from deploy.daemon_thread import DaemonThread
+from deploy.run_directory import RunDirectory
+
+WORKER_RESOURCE = "baton_worker"
+_OBJECT_STORE_BYTES = 80 << 20  # Ray's least, about: nothing of ours goes through it
+_DAEMONS = ("gcs_server", "raylet")
+_POLL_S = 0.5
+_START_S = 60.0
+_SHUTDOWN_S = 10.0
+# ready, ping and stop must not wait for one another.
+_CONCURRENT_CALLS = 4
+
+
+def ray_environment(token_file: Path) -> dict[str, str]:
+    """What Ray must find in the environment before it is imported."""
+    return {
+        # Without it Ray listens on every interface.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token_file),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Workers that ask for no GPU of Ray still see the machine's.
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+
+
+class RayWorker:
+    """One actor, wherever Ray has put it and whichever life it is in."""
+
+    def __init__(self, slot: str, role: str, log: Path, handle: Any) -> None:
+        self.slot = slot
+        self.role = role
+        self.log = log
+        self._handle = handle
+
+    async def ready(self) -> dict[str, Any]:
+        """Wait until it serves: its registry record and ``pid``.
+
+        Raises WorkerFailed with the reason; Ray may be starting the next life then.
+        """
+        try:
+            return cast(dict[str, Any], await _result(self._handle.ready.remote()))
+        except Exception as error:
+            raise WorkerFailed(f"worker {self.slot}: {_reason(error)}") from error
+
+    async def ping(self) -> str:
+        """The slot's name, by way of Ray. Raises what Ray raises when it cannot reach it."""
+        return cast(str, await _result(self._handle.ping.remote()))
+
+    async def stop(self, deadline_s: float) -> None:
+        """Ask it to leave in order. Raises TimeoutError, or what Ray raises when it is gone."""
+        async with asyncio.timeout(deadline_s):
+            await _result(self._handle.stop.remote())
+
+
+class RayCluster:
+    """Ray's daemons as children of this process."""
+
+    def __init__(self, config: Config, mark: ClusterMark, run: RunDirectory) -> None:
+        self._config = config
+        self._mark = mark
+        self._run = run
+        # The daemons end with the thread that started them, so it is one that stays.
+        self._thread = DaemonThread("ray")
+        self._daemons: list[psutil.Process] = []
+        self._started = False
+
+    async def start(self) -> None:
+        """Start the daemons and connect to them. Raises BatonError."""
+        self._started = True
+        try:
+            async with asyncio.timeout(_START_S):
+                await self._thread.call(self._init)
+        except TimeoutError:
+            raise BatonError(f"Ray did not start within {_START_S:.0f} s") from None
+        except (RuntimeError, ValueError, ConnectionError, OSError) as error:
+            raise BatonError(f"Ray did not start: {error}") from error
+        self._daemons = [child for child in psutil.Process().children() if _name(child) in _DAEMONS]
+
+    def place(self, pool: PoolConfig, settings: ActorSettings) -> RayWorker:
+        """Let Ray start a worker, and start it again whenever it dies."""
+        import ray  # noqa: PLC0415
+
+        asked = dict(pool.resources)
+        actor = ray.remote(WorkerActor).options(
+            name=settings.slot,
+            num_cpus=asked.pop("CPU", 0),
+            num_gpus=asked.pop("GPU", 0),
+            resources={WORKER_RESOURCE: 1, **asked},
+            max_restarts=-1,
+            max_concurrency=_CONCURRENT_CALLS,
+        )
+        handle = actor.remote(settings.model_dump_json())
+        return RayWorker(settings.slot, pool.role, Path(settings.log_file), handle)
+
+    async def lost(self) -> str:
+        """Wait for the death of a daemon, and name it: no Ray survives that."""
+        while True:
+            for daemon in self._daemons:
+                if not _runs(daemon):
+                    return _DAEMON_NAMES[_name(daemon) or _DAEMONS[0]]
+            await asyncio.sleep(_POLL_S)
+
+    async def stop(self) -> bool:
+        """Disconnect and end the daemons; False if that took too long and may hang for ever."""
+        if not self._started:
+            return True
+        try:
+            async with asyncio.timeout(_SHUTDOWN_S):
+                await self._thread.call(_shutdown)
+        except TimeoutError:
+            return False
+        return True
+
+    def _init(self) -> None:
+        token = self._run.write_secret("ray-token", secrets.token_hex(32))
+        os.environ.update(ray_environment(token) | self._mark.variables)
+        import ray  # noqa: PLC0415
+
+        # Ray would complain that it may not handle signals, which are the launcher's.
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        totals = _totals(self._config)
+        ray.init(
+            address="local",
+            # As many as workers: Ray starts a process ahead for each, which saves a second.
+            num_cpus=int(max(totals.pop("CPU", 0), totals[WORKER_RESOURCE])),
+            num_gpus=_gpus(totals.pop("GPU", 0)),
+            resources=totals,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            namespace="baton",
+            configure_logging=False,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            _temp_dir=str(self._run.ray),
+        )
+
+
+_DAEMON_NAMES = {"gcs_server": "Ray's control store", "raylet": "Ray's node manager"}
+
+
+def _totals(config: Config) -> dict[str, float]:
+    """What all workers together ask of Ray; one machine offers just that."""
+    totals: dict[str, float] = {WORKER_RESOURCE: sum(pool.count for pool in config.pools)}
+    for pool in config.pools:
+        for name, amount in pool.resources.items():
+            totals[name] = totals.get(name, 0) + amount * pool.count
+    return totals
+
+
+def _gpus(asked: float) -> int | None:
+    """None lets Ray look for them; it must not when nobody asks, since that takes time."""
+    return None if asked else 0
+
+
+def _shutdown() -> None:
+    import ray  # noqa: PLC0415
+
+    ray.shutdown()
+
+
+def _result(reference: Any) -> Awaitable[Any]:
+    return asyncio.wrap_future(reference.future())
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong in the worker, without Ray's wrapping and tracebacks."""
+    cause = getattr(error, "cause", None) or error
+    if isinstance(cause, BatonError):
+        return cause.message
+    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[-1] if str(cause) else ''}"
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

@@ -1,0 +1,71 @@
+"""The directory of one run of a cluster: sockets, logs, secrets and its state."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+PREFIX = "baton-"
+_LONGEST_PARENT = 30
+
+
+def parent_directory() -> Path:
+    """Where run directories lie: the system's temporary directory.
+
+    A path of a UNIX socket ends at 107 bytes, and Ray's own part of it takes about 70.
+    """
+    parent = Path(tempfile.gettempdir())
+    return parent if len(os.fsencode(parent)) <= _LONGEST_PARENT else Path("/tmp")  # noqa: S108
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Readable by its owner alone."""
+
+    path: Path
+
+    @classmethod
+    def create(cls) -> RunDirectory:
+        run = cls(Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent_directory())))
+        run.logs.mkdir()
+        return run
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def ray(self) -> Path:
+        """Ray's own directory; the name is short for the sake of its sockets."""
+        return self.path / "ray"
+
+    def log(self, name: str) -> Path:
+        """The log file of a process."""
+        return self.logs / f"{name}.log"
+
+    def write_secret(self, name: str, content: str) -> Path:
+        """A new file that its owner alone may read."""
+        path = self.path / name
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(content)
+        return path
+
+    def remove(self) -> None:
+        """Everything goes; what is gone already is no error."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def keep_logs(self) -> Path:
+        """Everything but the logs goes; Ray's are put beside the others."""
+        with contextlib.suppress(OSError):
+            (self.ray / "session_latest" / "logs").resolve(strict=True).rename(self.logs / "ray")
+        for entry in self.path.iterdir():
+            if entry.is_dir() and entry != self.logs:
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.is_file():
+                entry.unlink(missing_ok=True)
+        return self.logs

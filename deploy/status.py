@@ -1,0 +1,144 @@
+"""`baton status`: is the cluster well, and what does each worker do?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import httpx
+import redis
+from prometheus_client.parser import text_string_to_metric_families
+from rich.table import Table
+
+from baton.errors import Unavailable
+from baton.redis_client import redis_client
+from baton.registry import Registry, WorkerRecord
+from deploy.cluster_state import ClusterState
+
+_DEADLINE_S = 5.0
+_UNKNOWN = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    """A worker's line; counts of sequences and of blocks."""
+
+    slot: str
+    role: str
+    state: str
+    address: str
+    running: int
+    waiting: int
+    free_blocks: int
+    used_blocks: int
+    cached_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a router says of itself, and the workers' lines."""
+
+    http: str
+    healthy: bool
+    health: str
+    """``ok``, or ``degraded`` or ``unavailable`` with the reason."""
+    workers: tuple[WorkerRow, ...]
+
+
+def read_status(http: str, cluster: ClusterState | None) -> Status:
+    """Ask the router at ``http`` (host:port), and its registry when ``cluster`` says where.
+
+    Raises Unavailable when the router does not answer.
+    """
+    try:
+        with httpx.Client(trust_env=False, timeout=_DEADLINE_S) as client:
+            health = client.get(f"http://{http}/health")
+            page = client.get(f"http://{http}/metrics/cluster").text
+    except httpx.HTTPError as error:
+        raise Unavailable(
+            f"no router answers at {http} ({error}); is `baton up` running?"
+        ) from None
+    rows = rows_from_metrics(page)
+    if cluster is not None:
+        rows = rows_from_registry(_registry(cluster)) or rows
+    return Status(http, health.status_code == httpx.codes.OK, _health_text(health), rows)
+
+
+def rows_from_registry(records: Iterable[WorkerRecord]) -> tuple[WorkerRow, ...]:
+    """The workers as the registry knows them, by slot."""
+    rows = [
+        WorkerRow(
+            slot=record.slot,
+            role=record.role,
+            state=record.state,
+            address=record.address,
+            running=record.load.running,
+            waiting=record.load.waiting,
+            free_blocks=record.load.free_blocks,
+            used_blocks=record.load.used_blocks,
+            cached_blocks=record.load.cached_blocks,
+        )
+        for record in records
+    ]
+    return tuple(sorted(rows, key=lambda row: row.slot))
+
+
+def rows_from_metrics(page: str) -> tuple[WorkerRow, ...]:
+    """The workers as a /metrics/cluster page shows them; it knows no addresses."""
+    counts: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for family in text_string_to_metric_families(page):
+        if family.name not in ("baton_sequences", "baton_kv_blocks"):
+            continue
+        for sample in family.samples:
+            worker = sample.labels["worker"], sample.labels["role"]
+            counts[worker][sample.labels["state"]] = int(sample.value)
+    return tuple(
+        WorkerRow(
+            slot=slot,
+            role=role,
+            state=_UNKNOWN,
+            address=_UNKNOWN,
+            running=count["running"],
+            waiting=count["waiting"],
+            free_blocks=count["free"],
+            used_blocks=count["used"],
+            cached_blocks=count["cached"],
+        )
+        for (slot, role), count in sorted(counts.items())
+    )
+
+
+def table(status: Status) -> Table:
+    """The workers as a table."""
+    columns = ("slot", "role", "state", "address", "running", "waiting")
+    drawn = Table(*columns, "KV blocks free", "used", "cached", box=None, pad_edge=False)
+    for column in drawn.columns[len(columns) - 2 :]:
+        column.justify = "right"
+    for row in status.workers:
+        counts = (row.running, row.waiting, row.free_blocks, row.used_blocks, row.cached_blocks)
+        drawn.add_row(row.slot, row.role, row.state, row.address, *map(str, counts))
+    return drawn
+
+
+def _health_text(answer: httpx.Response) -> str:
+    try:
+        body = answer.json()
+    except ValueError:
+        return f"HTTP {answer.status_code}"
+    parts = [body[key] for key in ("status", "reason") if isinstance(body.get(key), str)]
+    return ": ".join(part for part in parts if part) or f"HTTP {answer.status_code}"
+
+
+def _registry(cluster: ClusterState) -> list[WorkerRecord]:
+    """Empty when the registry does not answer: the router's page will do."""
+    try:
+        return asyncio.run(_read_registry(cluster))
+    except (redis.RedisError, OSError, TimeoutError):
+        return []
+
+
+async def _read_registry(cluster: ClusterState) -> list[WorkerRecord]:
+    async with asyncio.timeout(_DEADLINE_S), redis_client(cluster.redis_url) as client:
+        return list((await Registry(client, cluster.cluster_id).all()).values())

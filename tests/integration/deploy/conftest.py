@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from deploy.cluster_mark import ClusterMark
+from deploy.reaper import sweep
+from deploy.run_directory import RunDirectory
+
+
+@pytest.fixture
+def run() -> Iterator[RunDirectory]:
+    run = RunDirectory.create()
+    yield run
+    run.remove()
+
+
+@pytest.fixture
+def mark(run: RunDirectory) -> Iterator[ClusterMark]:
+    """A mark of its own; what still carries it at the end of the test is ended."""
+    mark = ClusterMark(secrets.token_hex(6), run.path)
+    yield mark
+    assert sweep(mark, grace_s=0.0) == []

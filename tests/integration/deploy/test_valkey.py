@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+import redis
+
+from baton.errors import ConfigError
+from baton.redis_client import redis_client
+from deploy.cluster_mark import ClusterMark
+from deploy.ports import free_port
+from deploy.run_directory import RunDirectory
+from deploy.valkey import MAX_MEMORY_BYTES, EmbeddedValkey, check_redis
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+async def valkey(mark: ClusterMark, run: RunDirectory) -> AsyncIterator[EmbeddedValkey]:
+    valkey = EmbeddedValkey(mark, run)
+    await valkey.start()
+    yield valkey
+    await valkey.stop()
+
+
+async def test_it_serves_behind_a_password_on_loopback(valkey: EmbeddedValkey) -> None:
+    async with redis_client(valkey.url) as client:
+        assert await client.ping()
+        memory = await client.config_get("maxmemory*")
+        assert memory["maxmemory"] == str(MAX_MEMORY_BYTES)
+        assert memory["maxmemory-policy"] == "noeviction"
+        assert (await client.config_get("save"))["save"] == ""
+    async with redis_client(f"redis://{valkey.address}/0") as stranger:
+        with pytest.raises(redis.AuthenticationError):
+            await stranger.ping()
+    process = psutil.Process(valkey.pid)
+    listening = [c for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+    assert {c.laddr.ip for c in listening} == {"127.0.0.1"}
+
+
+async def test_the_password_is_on_no_command_line_and_in_no_file(
+    valkey: EmbeddedValkey, run: RunDirectory, mark: ClusterMark
+) -> None:
+    password = valkey.url.split(":")[2].split("@")[0]
+    assert len(password) >= 32
+    process = psutil.Process(valkey.pid)
+    assert password not in " ".join(process.cmdline())
+    assert password not in str(process.environ())
+    for file in run.path.rglob("*"):
+        assert not file.is_file() or password not in file.read_text(errors="replace")
+    assert [found.pid for found in mark.processes()] == [valkey.pid]
+
+
+async def test_after_a_death_it_comes_back_at_the_same_address(valkey: EmbeddedValkey) -> None:
+    url, pid = valkey.url, valkey.pid
+    psutil.Process(pid).kill()
+    async with asyncio.timeout(DEADLINE_S):
+        assert await valkey.wait() == "SIGKILL"
+        await valkey.start()
+    assert valkey.url == url
+    assert valkey.pid != pid
+    await check_redis(url)
+
+
+async def test_an_operators_server_is_checked(valkey: EmbeddedValkey) -> None:
+    await check_redis(valkey.url)
+    with pytest.raises(ConfigError, match="--redis-url redis://127"):
+        await check_redis(f"redis://127.0.0.1:{free_port()}/0")
+    with pytest.raises(ConfigError) as failure:
+        await check_redis(f"redis://:hunter2@{valkey.address}/0")
+    assert "hunter2" not in str(failure.value)
+    with pytest.raises(ConfigError, match="--redis-url"):
+        await check_redis("localhost:6379")
+
+
+async def test_a_server_that_accepts_and_says_nothing_fails_in_time() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, asyncio.timeout(DEADLINE_S):
+        with pytest.raises(ConfigError, match="--redis-url"):
+            await check_redis(f"redis://127.0.0.1:{port}/0")
