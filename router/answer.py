@@ -1,0 +1,159 @@
+"""Answers in the shapes of the two OpenAI endpoints, whole or in chunks."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pydantic import BaseModel
+
+from baton.request import FinishReason
+from router import openai_protocol
+from router.generation import GenerationRequest, OutputDelta
+from router.sse import to_json
+
+
+@dataclass(slots=True)
+class Choice:
+    """What has come so far for one prompt."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    pieces: list[str] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    begun: bool = False
+
+    def add(self, delta: OutputDelta, *, keep_text: bool) -> None:
+        self.completion_tokens += len(delta.token_ids)
+        self.cached_tokens += delta.cached_prompt_tokens
+        self.finish_reason = delta.finish_reason
+        self.begun = True
+        if keep_text:
+            self.pieces.append(delta.text)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def finish(self) -> openai_protocol.Finish:
+        """The reason, once there is one."""
+        return "stop" if self.finish_reason is FinishReason.STOP else "length"
+
+
+def choices_for(requests: Sequence[GenerationRequest]) -> list[Choice]:
+    return [Choice(len(request.prompt_ids)) for request in requests]
+
+
+def usage_of(choices: Sequence[Choice]) -> openai_protocol.Usage:
+    """The sum over all prompts of a request."""
+    prompt = sum(choice.prompt_tokens for choice in choices)
+    completion = sum(choice.completion_tokens for choice in choices)
+    cached = sum(choice.cached_tokens for choice in choices)
+    return openai_protocol.Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=openai_protocol.PromptTokensDetails(cached_tokens=cached),
+    )
+
+
+class Answer(Protocol):
+    """One endpoint's shapes, for one request."""
+
+    @property
+    def id(self) -> str:
+        """Unique; clients see it."""
+
+    def chunks(self, index: int, delta: OutputDelta, *, first: bool) -> list[str]:
+        """The events of a delta, as JSON; none while there is nothing to show."""
+
+    def usage_chunk(self, choices: Sequence[Choice]) -> str:
+        """The event with the usage, as JSON."""
+
+    def whole(self, choices: Sequence[Choice]) -> BaseModel:
+        """The body of an answer that is not streamed."""
+
+
+class _Answer:
+    def __init__(self, prefix: str, kind: str, model_id: str, *, include_usage: bool) -> None:
+        self.id = f"{prefix}-{secrets.token_hex(16)}"
+        self.created = int(time.time())
+        self.model_id = model_id
+        head = {"id": self.id, "object": kind, "created": self.created, "model": model_id}
+        # All chunks of a request have the same ends; only the choice between them differs.
+        self._head = to_json(head)[:-1] + ',"choices":['
+        self._tail = '],"usage":null}' if include_usage else "]}"
+
+    def usage_chunk(self, choices: Sequence[Choice]) -> str:
+        return f'{self._head}],"usage":{to_json(usage_of(choices).model_dump())}}}'
+
+    def _chunk(self, index: int, content: str, finish_reason: FinishReason | None) -> str:
+        finish = "null" if finish_reason is None else f'"{finish_reason.value}"'
+        choice = f'{{"index":{index},{content},"logprobs":null,"finish_reason":{finish}}}'
+        return f"{self._head}{choice}{self._tail}"
+
+
+class ChatAnswer(_Answer):
+    """``/v1/chat/completions``."""
+
+    def __init__(self, model_id: str, *, include_usage: bool) -> None:
+        super().__init__("chatcmpl", "chat.completion.chunk", model_id, include_usage=include_usage)
+
+    def chunks(self, index: int, delta: OutputDelta, *, first: bool) -> list[str]:
+        events = []
+        if first:
+            role = '"delta":{"role":"assistant","content":"","refusal":null}'
+            events.append(self._chunk(index, role, None))
+        if delta.text:
+            content = f'"delta":{{"content":{to_json(delta.text)}}}'
+            events.append(self._chunk(index, content, None))
+        if delta.finish_reason is not None:
+            events.append(self._chunk(index, '"delta":{}', delta.finish_reason))
+        return events
+
+    def whole(self, choices: Sequence[Choice]) -> BaseModel:
+        return openai_protocol.ChatCompletion(
+            id=self.id,
+            created=self.created,
+            model=self.model_id,
+            choices=[
+                openai_protocol.ChatChoice(
+                    index=index,
+                    message=openai_protocol.ChatMessage(content=choice.text),
+                    finish_reason=choice.finish,
+                )
+                for index, choice in enumerate(choices)
+            ],
+            usage=usage_of(choices),
+        )
+
+
+class CompletionAnswer(_Answer):
+    """``/v1/completions``."""
+
+    def __init__(self, model_id: str, *, include_usage: bool) -> None:
+        super().__init__("cmpl", "text_completion", model_id, include_usage=include_usage)
+
+    def chunks(self, index: int, delta: OutputDelta, *, first: bool) -> list[str]:
+        if not (first or delta.text or delta.finish_reason is not None):
+            return []
+        return [self._chunk(index, f'"text":{to_json(delta.text)}', delta.finish_reason)]
+
+    def whole(self, choices: Sequence[Choice]) -> BaseModel:
+        return openai_protocol.Completion(
+            id=self.id,
+            created=self.created,
+            model=self.model_id,
+            choices=[
+                openai_protocol.CompletionChoice(
+                    index=index, text=choice.text, finish_reason=choice.finish
+                )
+                for index, choice in enumerate(choices)
+            ],
+            usage=usage_of(choices),
+        )

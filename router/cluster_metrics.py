@@ -1,0 +1,96 @@
+"""One page with the metrics of the whole cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import httpx
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+_DEADLINE_S = 2.0
+_PREFIX = "baton_"
+_SUMMED = frozenset({"counter", "histogram", "summary"})
+
+
+async def cluster_page(own: CollectorRegistry, addresses: Sequence[str]) -> bytes:
+    """The router's own series and those of every worker that answers, in Prometheus' text format.
+
+    ``addresses`` are host:port. A worker that does not answer is left out and named in a comment.
+    """
+    pages, failures = await _fetch_all(addresses)
+    texts = [generate_latest(own).decode(), *pages]
+    comments = [f"# {len(pages)} of {len(addresses)} workers answered\n"]
+    comments += [f"# {address} did not answer: {why}\n" for address, why in failures.items()]
+    return "".join(comments).encode() + merge_pages(texts)
+
+
+def merge_pages(pages: Iterable[str]) -> bytes:
+    """Pages as one: each family once, with all its series.
+
+    Equal series of several pages are summed, save gauges, of which the last one stays. Families
+    of others (a process' memory …) name no worker and are left out. Raises ValueError.
+    """
+    families: dict[str, Metric] = {}
+    for page in pages:
+        for family in text_string_to_metric_families(page):
+            if family.name.startswith(_PREFIX) and not family.name.endswith("_created"):
+                known = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                known.samples.extend(family.samples)
+    for family in families.values():
+        _unite(family)
+    return generate_latest(cast(CollectorRegistry, _Collected(families.values())))
+
+
+def _unite(family: Metric) -> None:
+    united: dict[tuple[str, tuple[tuple[str, str], ...]], Sample] = {}
+    for sample in family.samples:
+        key = (sample.name, tuple(sorted(sample.labels.items())))
+        known = united.get(key)
+        if known is not None and family.type in _SUMMED:
+            sample = sample._replace(value=known.value + sample.value)  # noqa: PLW2901
+        united[key] = sample
+    family.samples = list(united.values())
+
+
+class _Collected:
+    """What ``generate_latest`` asks of a registry."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = list(families)
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+async def _fetch_all(addresses: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    # No proxy, and no certificates to load: workers speak plain HTTP inside the cluster.
+    async with httpx.AsyncClient(trust_env=False, verify=False, timeout=_DEADLINE_S) as client:  # noqa: S501
+        answers = await asyncio.gather(
+            *(_fetch(client, address) for address in addresses), return_exceptions=True
+        )
+    pages: list[str] = []
+    failures: dict[str, str] = {}
+    for address, answer in zip(addresses, answers, strict=True):
+        if isinstance(answer, str):
+            pages.append(answer)
+        elif isinstance(answer, Exception):
+            failures[address] = type(answer).__name__
+        else:
+            raise answer
+    return pages, failures
+
+
+async def _fetch(client: httpx.AsyncClient, address: str) -> str:
+    async with asyncio.timeout(_DEADLINE_S):
+        answer = await client.get(f"http://{address}/metrics")
+    answer.raise_for_status()
+    # Parsed here once, so that a page that is none counts as no answer.
+    list(text_string_to_metric_families(answer.text))
+    return answer.text

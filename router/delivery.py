@@ -1,0 +1,107 @@
+"""A request's way through the dispatcher to its client: deadline, accounts, clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import cast
+
+from baton.config import Config
+from baton.errors import BatonError, DeadlineExceeded
+from baton.metrics import RouterMetrics
+from router.generation import Dispatcher, GenerationRequest, OutputDelta
+from router.request_recorder import RequestRecorder, Slo
+
+log = logging.getLogger(__name__)
+
+Sink = Callable[[int, OutputDelta], Awaitable[None]]
+"""Takes a prompt's place and its next delta; as slow as the client is."""
+
+
+class Delivery:
+    """Runs requests and records each exactly once."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        metrics: RouterMetrics,
+        config: Config,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._class_of = config.class_of
+        self._slo = Slo(config.slo_ttft_s, config.slo_tpot_s)
+        self._clock = clock
+
+    async def deliver_all(
+        self, requests: Sequence[GenerationRequest], received_at: float, sink: Sink
+    ) -> None:
+        """Run the prompts of one request side by side, until all have a finish reason.
+
+        The first failure ends the others and is raised, a BatonError. When the caller is
+        cancelled, every request is aborted on the workers before this returns.
+        """
+        if len(requests) == 1:
+            await self._deliver(0, requests[0], received_at, sink)
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for place, request in enumerate(requests):
+                    group.create_task(self._deliver(place, request, received_at, sink))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _deliver(
+        self, place: int, request: GenerationRequest, received_at: float, sink: Sink
+    ) -> None:
+        recorder = RequestRecorder(
+            self._metrics,
+            self._slo,
+            self._class_of(len(request.prompt_ids)),
+            len(request.prompt_ids),
+            received_at,
+        )
+        try:
+            await self._within_deadline(place, request, recorder, sink)
+        except BatonError as error:
+            recorder.fail(error)
+            raise
+        except asyncio.CancelledError:
+            recorder.abort()
+            raise
+        except Exception as error:
+            log.exception("request %s failed", request.request_id)
+            internal = BatonError(f"internal error: {type(error).__name__}")
+            recorder.fail(internal)
+            raise internal from error
+
+    async def _within_deadline(
+        self, place: int, request: GenerationRequest, recorder: RequestRecorder, sink: Sink
+    ) -> None:
+        timeout = asyncio.timeout(request.deadline_s)
+        try:
+            async with timeout:
+                await self._pump(place, request, recorder, sink)
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise DeadlineExceeded("the request did not end before its deadline") from None
+
+    async def _pump(
+        self, place: int, request: GenerationRequest, recorder: RequestRecorder, sink: Sink
+    ) -> None:
+        generator = cast(AsyncGenerator[OutputDelta, None], self._dispatcher.generate(request))
+        async with aclosing(generator) as deltas:
+            async for delta in deltas:
+                now = self._clock()
+                recorder.delta(delta, now)
+                if delta.finish_reason is not None:
+                    recorder.succeed(now)
+                await sink(place, delta)
+                if delta.finish_reason is not None:
+                    return
+        raise BatonError("the answer ended without a finish reason")

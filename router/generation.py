@@ -1,0 +1,63 @@
+"""What the fronts hand to the dispatcher, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.request import FinishReason, Principal
+from baton.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt to be answered, checked and tokenised."""
+
+    request_id: str
+    """Unique in the cluster; never a client's own name."""
+    prompt_ids: tuple[int, ...]
+    """Token ids within the vocabulary; at least one."""
+    sampling: SamplingParams
+    """With ``seed`` and ``max_tokens`` final."""
+    principal: Principal
+    deadline_s: float
+    """Seconds from now until the request must have ended."""
+    cache_salt: bytes = b""
+    """Another salt, another prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What was generated since the last delta."""
+
+    text: str
+    """Whole characters; empty while text is held back."""
+    token_ids: tuple[int, ...]
+    """Tokens that count as generated, also those whose text is not shown."""
+    finish_reason: FinishReason | None
+    """Set in the last delta alone."""
+    cached_prompt_tokens: int = 0
+    """Prompt tokens whose KV was found; set in one delta of a request."""
+
+
+class Dispatcher(Protocol):
+    """Runs requests on the cluster's workers."""
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+        """Answer a request: an async generator.
+
+        The last delta has a finish reason. Deltas are coalesced, so a slow reader gets fewer and
+        larger ones. Closing the generator (``aclose``) aborts the request on the workers.
+        Raises ``BatonError``.
+        """
+
+    def health(self) -> tuple[str, str]:
+        """``ok``, ``degraded`` or ``down``, and the reason in words ("" when ok)."""
+
+    def metrics_addresses(self) -> list[str]:
+        """host:port of every worker's /metrics page."""
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and answer together."""

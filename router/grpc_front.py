@@ -1,0 +1,180 @@
+"""The gRPC front: baton.v1.InferenceService, reflection and grpc.health.v1."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
+
+from baton.config import Config
+from baton.convert import finish_to_proto
+from baton.errors import BatonError, InvalidRequest, RequestTooLarge
+from baton.grpc_errors import grpc_boundary
+from baton.metrics import RouterMetrics
+from baton.request import Principal
+from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from router.answer import Choice, choices_for
+from router.conversation import plain_turns
+from router.delivery import Delivery
+from router.generation import Dispatcher, GenerationRequest, OutputDelta
+from router.grpc_health import HealthServicer
+from router.request_builder import Arrival, RequestBuilder
+from router.request_recorder import count_refusal
+from router.sampling_input import SamplingInput
+from router.served_model import ServedModel
+from router.tokenizer import Tokenizer
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_OPTIONAL: tuple[Any, ...] = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+_MOST_NAME_CHARACTERS = 128
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """The same checks, deadlines and accounts as the HTTP front."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer,
+        model: ServedModel,
+        metrics: RouterMetrics,
+        config: Config,
+    ) -> None:
+        self._model = model
+        self._metrics = metrics
+        self._config = config
+        self._builder = RequestBuilder(dispatcher, tokenizer, model, config)
+        self._delivery = Delivery(dispatcher, metrics, config)
+
+    # A coroutine that writes is as legal as a generator, and is cancelled where it stands when
+    # the client leaves; the generated signature knows generators alone.
+    async def Generate(  # type: ignore[override]  # noqa: N802
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> None:
+        """Stream the answer; the last message has the finish reason and the usage."""
+        received_at = time.monotonic()
+        async with grpc_boundary(context):
+            try:
+                name = _name(request)
+                built = await self._build(request, context, received_at)
+            except BatonError as error:
+                count_refusal(self._metrics, error)
+                raise
+            (choice,) = choices_for([built])
+
+            async def write(_: int, delta: OutputDelta) -> None:
+                choice.add(delta, keep_text=False)
+                await context.write(_response(name or built.request_id, delta, choice))
+
+            await self._delivery.deliver_all([built], received_at, write)
+
+    async def ListModels(  # noqa: N802
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        """The one model that is served."""
+        model = inference_pb2.Model(
+            id=self._model.id,
+            created=self._model.created,
+            owned_by="baton",
+            context_length=self._builder.context_length,
+        )
+        return inference_pb2.ListModelsResponse(models=[model])
+
+    async def _build(
+        self, request: inference_pb2.GenerateRequest, context: Context, received_at: float
+    ) -> GenerationRequest:
+        if request.ByteSize() > self._config.max_body_bytes:
+            raise RequestTooLarge(f"the message is larger than {self._config.max_body_bytes} bytes")
+        self._builder.check_model(request.model or self._model.id)
+        arrival = Arrival(
+            f"gen-{secrets.token_hex(16)}", received_at, self._deadline_s(context), Principal()
+        )
+        sampling = _sampling(request.sampling)
+        kind = request.WhichOneof("input")
+        if kind == "messages":
+            turns = plain_turns((m.role, m.content) for m in request.messages.messages)
+            return await self._builder.chat(arrival, turns, sampling)
+        if kind is None:
+            raise InvalidRequest("one of prompt, token_ids and messages is required")
+        prompt = request.prompt if kind == "prompt" else tuple(request.token_ids.ids)
+        (built,) = await self._builder.prompts(arrival, [prompt], sampling, None)
+        return built
+
+    def _deadline_s(self, context: Context) -> float:
+        given = context.time_remaining()
+        return min(self._config.request_deadline_s, float("inf") if given is None else given)
+
+
+def _name(request: inference_pb2.GenerateRequest) -> str:
+    if len(request.request_id) > _MOST_NAME_CHARACTERS:
+        raise InvalidRequest(
+            f"request_id has at most {_MOST_NAME_CHARACTERS} characters", param="request_id"
+        )
+    return request.request_id
+
+
+def _sampling(message: sampling_pb2.SamplingParameters) -> SamplingInput:
+    given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
+    return SamplingInput(
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=dict(message.logit_bias),
+        **given,
+    )
+
+
+def _response(name: str, delta: OutputDelta, choice: Choice) -> inference_pb2.GenerateResponse:
+    usage = None
+    if delta.finish_reason is not None:
+        usage = inference_pb2.Usage(
+            prompt_tokens=choice.prompt_tokens,
+            completion_tokens=choice.completion_tokens,
+            cached_prompt_tokens=choice.cached_tokens,
+        )
+    return inference_pb2.GenerateResponse(
+        request_id=name,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        finish_reason=finish_to_proto(delta.finish_reason),
+        usage=usage,
+    )
+
+
+def add_grpc_front(
+    server: grpc.aio.Server,
+    dispatcher: Dispatcher,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    metrics: RouterMetrics,
+    config: Config,
+) -> None:
+    """Mount the inference service, health and reflection on a server that is not started yet."""
+    inference = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+    servicer = InferenceServicer(dispatcher, tokenizer, model, metrics, config)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+    health = HealthServicer(dispatcher, (inference,))
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    names = (
+        inference,
+        health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+        reflection.SERVICE_NAME,
+    )
+    reflection.enable_server_reflection(names, server)

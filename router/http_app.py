@@ -1,0 +1,162 @@
+"""The HTTP front: a FastAPI app that speaks OpenAI's API."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic.json_schema import models_json_schema
+from starlette.responses import JSONResponse, Response
+
+from baton.config import Config
+from baton.metrics import RouterMetrics
+from router.cluster_metrics import cluster_page
+from router.generation import Dispatcher
+from router.http_edge import HttpEdge
+from router.http_errors import add_error_handlers
+from router.openai_api import OpenAiApi
+from router.openai_protocol import (
+    ChatCompletion,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
+    ErrorResponse,
+    Model,
+    ModelList,
+)
+from router.served_model import ServedModel
+from router.tokenizer import Tokenizer
+
+_DESCRIPTION = """Large language models, served with prefill and decode apart.
+
+The OpenAI API as far as it goes; fields marked as extensions are common to other servers.
+Unknown fields are ignored; known ones that are not served are refused by name.
+"""
+_SCHEMA = "#/components/schemas/{model}"
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorResponse, "description": "The request cannot be served as it is."},
+    404: {"model": ErrorResponse, "description": "No such model."},
+    413: {"model": ErrorResponse, "description": "The body is too large."},
+    429: {"model": ErrorResponse, "description": "Queues are full; see Retry-After."},
+    503: {"model": ErrorResponse, "description": "Nothing can serve the request at present."},
+}
+
+
+def create_app(
+    dispatcher: Dispatcher,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    metrics: RouterMetrics,
+    config: Config,
+) -> FastAPI:
+    """The app of one router process; its life is that of what it is given."""
+    app = FastAPI(
+        title="Baton", version=version("baton"), description=_DESCRIPTION, redirect_slashes=False
+    )
+    app.add_middleware(HttpEdge)
+    add_error_handlers(app)
+    _add_openai(app, OpenAiApi(dispatcher, tokenizer, model, metrics, config), model.id)
+    _add_operations(app, dispatcher, metrics)
+    _describe_bodies(app)
+    return app
+
+
+def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:
+    chat = {
+        "model": model_id,
+        "messages": [{"role": "user", "content": "Name the capital of France."}],
+        "max_tokens": 32,
+    }
+    plain = {"model": model_id, "prompt": "The capital of France is", "max_tokens": 8}
+    app.add_api_route(
+        "/v1/chat/completions",
+        api.chat_completions,
+        methods=["POST"],
+        tags=["openai"],
+        response_model=None,
+        responses={200: _answered(ChatCompletion), **_ERRORS},
+        openapi_extra=_body("ChatCompletionRequest", chat),
+    )
+    app.add_api_route(
+        "/v1/completions",
+        api.completions,
+        methods=["POST"],
+        tags=["openai"],
+        response_model=None,
+        responses={200: _answered(Completion), **_ERRORS},
+        openapi_extra=_body("CompletionRequest", plain),
+    )
+    app.add_api_route("/v1/models", api.list_models, tags=["openai"], response_model=ModelList)
+    app.add_api_route(
+        "/v1/models/{model_id:path}",
+        api.get_model,
+        tags=["openai"],
+        response_model=Model,
+        responses={404: _ERRORS[404]},
+    )
+
+
+def _answered(model: type[Any]) -> dict[str, Any]:
+    text = "The answer; with `stream: true` server-sent events that end with `data: [DONE]`."
+    return {"model": model, "description": text}
+
+
+def _body(name: str, example: dict[str, Any]) -> dict[str, Any]:
+    schema = {"$ref": _SCHEMA.format(model=name)}
+    content = {"application/json": {"schema": schema, "example": example}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _add_operations(app: FastAPI, dispatcher: Dispatcher, metrics: RouterMetrics) -> None:
+    async def health() -> Response:
+        """Whether requests can be served: 200 with `ok` or `degraded`, otherwise 503."""
+        status, reason = dispatcher.health()
+        content = {"status": status, **({"reason": reason} if reason else {})}
+        return JSONResponse(content, 503 if status == "down" else 200)
+
+    async def live() -> dict[str, str]:
+        """The process is up."""
+        return {"status": "ok"}
+
+    async def own_metrics() -> Response:
+        """This router's series, for Prometheus."""
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def all_metrics() -> Response:
+        """Everything of the cluster in one page, for people."""
+        page = await cluster_page(metrics.registry, dispatcher.metrics_addresses())
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+    for path, handler in (
+        ("/health", health),
+        ("/live", live),
+        ("/metrics", own_metrics),
+        ("/metrics/cluster", all_metrics),
+    ):
+        app.add_api_route(path, handler, tags=["operations"], response_model=None)
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Put the bodies' schemas into the API's description: the handlers read bodies themselves."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(
+                title=app.title,
+                version=app.version,
+                description=app.description,
+                routes=app.routes,
+            )
+            _, bodies = models_json_schema(
+                [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")],
+                ref_template=_SCHEMA,
+            )
+            schema["components"]["schemas"].update(bodies["$defs"])
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    # FastAPI documents this assignment as the way to extend its description.
+    app.openapi = openapi  # type: ignore[method-assign]

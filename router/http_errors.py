@@ -1,0 +1,118 @@
+"""Every error as OpenAI's error object with the right status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from baton.errors import BatonError, InvalidRequest, RequestTooLarge
+
+_LINGER_S = 1.0
+_LINGER_BYTES = 8 << 20
+_ONE_OF = {
+    "prompt": "must be a string, a list of strings, a list of token ids or a list of such lists",
+    "stop": "must be a string or a list of strings",
+    "content": "must be a string or a list of text parts",
+}
+
+
+def error_object(error: BatonError) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return _object(error.message, error.error_type, error.param, error.code)
+
+
+def error_response(error: BatonError) -> Response:
+    """The answer to a request that failed before its headers were out."""
+    headers = {}
+    if error.retry_after is not None or error.http_status in (429, 503):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 0)))
+    kind = LingeringResponse if isinstance(error, RequestTooLarge) else JSONResponse
+    return kind(error_object(error), error.http_status, headers)
+
+
+def from_validation(error: ValidationError) -> InvalidRequest:
+    """The first thing that is wrong with a body, without repeating what the client sent."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    location = first["loc"]
+    for place, part in enumerate(location):
+        if part in _ONE_OF:
+            location = location[: place + 1]
+            return _invalid(location, str(_ONE_OF[str(part)]), missing=first["type"] == "missing")
+    reason = first["msg"][:1].lower() + first["msg"][1:]
+    return _invalid(location, reason, missing=first["type"] == "missing")
+
+
+def _invalid(location: tuple[str | int, ...], reason: str, *, missing: bool) -> InvalidRequest:
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    if missing:
+        return InvalidRequest(f"{path} is required", param=path)
+    return InvalidRequest(f"{path}: {reason}" if path else reason, param=path or None)
+
+
+def _object(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class LingeringResponse(JSONResponse):
+    """Answers before the body was read, then reads on for a moment and closes.
+
+    A socket closed with unread bytes is reset, and the client would lose the answer.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [*self.raw_headers, (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                await _drain(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _drain(receive: Receive) -> None:
+    size = 0
+    while size < _LINGER_BYTES:
+        message = await receive()
+        size += len(message.get("body", b""))
+        if not message.get("more_body", False):
+            return
+
+
+async def _on_baton_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, BatonError)
+    return error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    messages = {
+        404: ("there is no such path", "unknown_url"),
+        405: ("this path does not take this method", "method_not_allowed"),
+    }
+    message, code = messages.get(status, (HTTPStatus(status).phrase, None))
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return JSONResponse(_object(message, kind, None, code), status, error.headers)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    return error_response(InvalidRequest("the request is not valid"))
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Make every error of ``app`` an OpenAI error object."""
+    app.add_exception_handler(BatonError, _on_baton_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)

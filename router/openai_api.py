@@ -1,0 +1,214 @@
+"""The OpenAI endpoints: from a body to an answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import cast
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from baton.config import Config
+from baton.errors import BatonError, InvalidRequest
+from baton.metrics import RouterMetrics
+from baton.request import Principal
+from router.answer import Answer, ChatAnswer, Choice, CompletionAnswer, choices_for
+from router.conversation import openai_turns
+from router.delivery import Delivery
+from router.disconnect import unless_disconnected
+from router.generation import Dispatcher, GenerationRequest, OutputDelta
+from router.http_body import read_object, validate
+from router.openai_protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    Model,
+    ModelList,
+    SamplingFields,
+)
+from router.request_builder import Arrival, Prompt, RequestBuilder
+from router.request_recorder import count_refusal
+from router.sampling_input import SamplingInput
+from router.served_model import ServedModel
+from router.sse import DONE, EventStream, EventStreamResponse
+from router.tokenizer import Tokenizer
+from router.unsupported import refuse_unsupported_chat, refuse_unsupported_completion
+
+_SAME_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+)
+
+
+class OpenAiApi:
+    """The handlers of one app. They raise BatonError; ``router.http_errors`` answers it."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer,
+        model: ServedModel,
+        metrics: RouterMetrics,
+        config: Config,
+    ) -> None:
+        self._model = model
+        self._metrics = metrics
+        self._config = config
+        self._builder = RequestBuilder(dispatcher, tokenizer, model, config)
+        self._delivery = Delivery(dispatcher, metrics, config)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Continue a conversation."""
+        arrival_at = time.monotonic()
+        async with self._counting_refusals():
+            raw = await self._read(request)
+            body = validate(ChatCompletionRequest, raw)
+            self._builder.check_model(body.model)
+            refuse_unsupported_chat(raw)
+            answer = ChatAnswer(body.model, include_usage=_include_usage(body))
+            turns = openai_turns(body.messages)
+            built = await self._builder.chat(
+                self._arrival(answer, arrival_at), turns, _chat_sampling(body)
+            )
+        return await self._answer(request, answer, [built], body, arrival_at)
+
+    async def completions(self, request: Request) -> Response:
+        """Continue one or more prompts."""
+        arrival_at = time.monotonic()
+        async with self._counting_refusals():
+            raw = await self._read(request)
+            body = validate(CompletionRequest, raw)
+            self._builder.check_model(body.model)
+            refuse_unsupported_completion(raw)
+            answer = CompletionAnswer(body.model, include_usage=_include_usage(body))
+            built = await self._builder.prompts(
+                self._arrival(answer, arrival_at), _prompts(body), _sampling(body)
+            )
+        return await self._answer(request, answer, built, body, arrival_at)
+
+    async def list_models(self) -> ModelList:
+        """List the models that are served."""
+        return ModelList(data=[self._model_card()])
+
+    async def get_model(self, model_id: str) -> Model:
+        """Describe a model."""
+        self._builder.check_model(model_id)
+        return self._model_card()
+
+    def _model_card(self) -> Model:
+        return Model(
+            id=self._model.id,
+            created=self._model.created,
+            max_model_len=self._builder.context_length,
+        )
+
+    async def _read(self, request: Request) -> dict[str, object]:
+        deadline_s = self._config.request_deadline_s
+        return await read_object(request, self._config.max_body_bytes, deadline_s)
+
+    def _arrival(self, answer: Answer, at: float) -> Arrival:
+        return Arrival(answer.id, at, self._config.request_deadline_s, Principal())
+
+    @asynccontextmanager
+    async def _counting_refusals(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except BatonError as error:
+            count_refusal(self._metrics, error)
+            raise
+        except ClientDisconnect:
+            count_refusal(self._metrics, None)
+            raise
+
+    async def _answer(
+        self,
+        request: Request,
+        answer: Answer,
+        built: Sequence[GenerationRequest],
+        body: SamplingFields,
+        received_at: float,
+    ) -> Response:
+        choices = choices_for(built)
+        if body.stream:
+            usage = _include_usage(body)
+
+            async def work(events: EventStream) -> None:
+                await self._stream(events, answer, choices, built, received_at, usage=usage)
+
+            return EventStreamResponse(work)
+
+        async def keep(place: int, delta: OutputDelta) -> None:
+            choices[place].add(delta, keep_text=True)
+
+        await unless_disconnected(
+            request.receive, self._delivery.deliver_all(built, received_at, keep)
+        )
+        return JSONResponse(answer.whole(choices).model_dump())
+
+    async def _stream(
+        self,
+        events: EventStream,
+        answer: Answer,
+        choices: Sequence[Choice],
+        built: Sequence[GenerationRequest],
+        received_at: float,
+        *,
+        usage: bool,
+    ) -> None:
+        async def show(place: int, delta: OutputDelta) -> None:
+            choice = choices[place]
+            payloads = answer.chunks(place, delta, first=not choice.begun)
+            choice.add(delta, keep_text=False)
+            if payloads:
+                await events.send(payloads)
+
+        await self._delivery.deliver_all(built, received_at, show)
+        last = [answer.usage_chunk(choices)] if usage else []
+        await events.end([*last, DONE])
+
+
+def _include_usage(body: SamplingFields) -> bool:
+    if body.stream_options is None:
+        return False
+    if not body.stream:
+        raise InvalidRequest("stream_options is only for stream: true", param="stream_options")
+    return bool(body.stream_options.include_usage)
+
+
+def _sampling(body: SamplingFields, max_tokens: int | None = None) -> SamplingInput:
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    given = {name: getattr(body, name) for name in _SAME_FIELDS}
+    if max_tokens is not None:
+        given["max_tokens"] = max_tokens
+    return SamplingInput(stop=tuple(stop), stop_token_ids=tuple(body.stop_token_ids or ()), **given)
+
+
+def _chat_sampling(body: ChatCompletionRequest) -> SamplingInput:
+    both = (body.max_tokens, body.max_completion_tokens)
+    if None not in both and both[0] != both[1]:
+        raise InvalidRequest(
+            "max_tokens and max_completion_tokens differ; give one", param="max_completion_tokens"
+        )
+    return _sampling(body, body.max_completion_tokens)
+
+
+def _prompts(body: CompletionRequest) -> list[Prompt]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        return [tuple(prompt)]
+    rows = cast(list[str | list[int]], prompt)
+    return [row if isinstance(row, str) else tuple(row) for row in rows]

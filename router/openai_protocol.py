@@ -1,0 +1,185 @@
+"""The OpenAI API's requests and responses, as far as they are served.
+
+Unknown fields are ignored. Fields that are known and not served are in ``router.unsupported``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _integral(value: Any) -> Any:
+    """JSON knows one kind of number: 16.0 is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_integral)]
+# Lists stop at the first bad item: a body of a million bad ones would be a million error objects.
+Strings = Annotated[list[str], Field(fail_fast=True)]
+Ints = Annotated[list[Int], Field(fail_fast=True)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
+
+
+class StreamOptions(_Request):
+    include_usage: bool | None = None
+    """Send a last chunk with the usage of the whole request."""
+
+
+class SamplingFields(_Request):
+    """What both endpoints have in common."""
+
+    model: str
+    """The served model's id; see `GET /v1/models`."""
+    stream: bool | None = None
+    """Send the answer as server-sent events while it is made."""
+    stream_options: StreamOptions | None = None
+    """Only with `stream`."""
+    temperature: float | None = None
+    """0 … 2; 0 takes the most likely token. Default 1."""
+    top_p: float | None = None
+    """Above 0, at most 1: keep the smallest set of tokens with this probability. Default 1."""
+    top_k: Int | None = None
+    """Keep this many of the most likely tokens; 0 or -1 keeps all (extension)."""
+    min_p: float | None = None
+    """0 … 1: keep tokens at least this fraction as likely as the most likely one (extension)."""
+    seed: Int | None = None
+    """Any 64-bit integer; same seed, same tokens."""
+    stop: str | Strings | None = None
+    """Up to 16 strings that end the answer and are not part of it."""
+    stop_token_ids: Ints | None = None
+    """Token ids that end the answer (extension)."""
+    max_tokens: Int | None = None
+    """Most tokens to generate."""
+    min_tokens: Int | None = None
+    """No end before this many tokens (extension)."""
+    ignore_eos: bool | None = None
+    """Go on past the model's end of sequence (extension)."""
+    presence_penalty: float | None = None
+    """-2 … 2."""
+    frequency_penalty: float | None = None
+    """-2 … 2."""
+    repetition_penalty: float | None = None
+    """0.001 … 10; 1 changes nothing (extension)."""
+    logit_bias: Any = Field(default=None, json_schema_extra={"type": "object"})
+    """Token id → what is added to its logit, -100 … 100; at most 300 entries."""
+
+
+class ContentPart(_Request):
+    type: str
+    """`text` is served."""
+    text: str | None = None
+
+
+class Message(_Request):
+    role: str
+    """`system`, `developer`, `user` or `assistant`."""
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    """Text, or a list of text parts."""
+    tool_calls: Any = Field(default=None, exclude=True)
+    """Not supported."""
+    function_call: Any = Field(default=None, exclude=True)
+    """Not supported."""
+    audio: Any = Field(default=None, exclude=True)
+    """Not supported."""
+
+
+class ChatCompletionRequest(SamplingFields):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(fail_fast=True)]
+    """The conversation; the model's chat template is applied to it."""
+    max_completion_tokens: Int | None = None
+    """Another name for `max_tokens`. Default: what is left of the context."""
+
+
+class CompletionRequest(SamplingFields):
+    """The body of `POST /v1/completions`."""
+
+    prompt: str | Strings | Ints | Annotated[list[Ints], Field(fail_fast=True)]
+    """Text, a list of texts, a list of token ids, or a list of lists of token ids."""
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+Finish = Literal["stop", "length"]
+
+
+class ChatMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ChatMessage
+    logprobs: None = None
+    finish_reason: Finish
+
+
+class ChatCompletion(BaseModel):
+    """The answer of `POST /v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: Finish
+
+
+class Completion(BaseModel):
+    """The answer of `POST /v1/completions`."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "baton"
+    max_model_len: int
+    """Most tokens of prompt and answer together (extension)."""
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorBody

@@ -1,0 +1,160 @@
+"""The one way from validated input to a GenerationRequest, shared by the HTTP and gRPC fronts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from baton.config import Config
+from baton.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, ModelNotFound
+from baton.request import Principal
+from router.generation import Dispatcher, GenerationRequest
+from router.sampling_input import SamplingInput, check_token_ids, final_sampling
+from router.served_model import ServedModel
+from router.tokenizer import Tokenizer
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for completions."""
+MOST_PROMPTS = 128
+"""Prompts in one request."""
+_INLINE_CHARACTERS = 4096
+"""Shorter text is tokenised on the event loop (about 2 ms); longer text on a thread."""
+_SHOWN_ID_CHARACTERS = 128
+
+Prompt = str | tuple[int, ...]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What is known of a request before its prompt is: for ids, deadline and accounts."""
+
+    request_id: str
+    """Unique; the prompts of a batch add their place to it."""
+    at: float
+    """When it came, in seconds of the monotonic clock."""
+    deadline_s: float
+    """Seconds from ``at``."""
+    principal: Principal
+
+
+class RequestBuilder:
+    """Tokenises and checks. Raises InvalidRequest and its kin, ModelNotFound."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer,
+        model: ServedModel,
+        config: Config,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._tokenizer = tokenizer
+        self._model = model
+        self._most_characters = config.max_body_bytes
+        self._clock = clock
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and answer: the least of what model and workers have room for."""
+        # Without workers, the dispatcher knows no bound; it will say itself that it has none.
+        return min(self._model.context_length, self._dispatcher.context_length or 1 << 62)
+
+    def check_model(self, model_id: str) -> None:
+        """Raises ModelNotFound."""
+        if model_id != self._model.id:
+            shown = model_id[:_SHOWN_ID_CHARACTERS]
+            raise ModelNotFound(f"the model '{shown}' does not exist", param="model")
+
+    async def chat(
+        self, arrival: Arrival, turns: Sequence[Mapping[str, str]], sampling: SamplingInput
+    ) -> GenerationRequest:
+        """A conversation; max_tokens defaults to the rest of the context."""
+        size = sum(len(turn["content"]) for turn in turns)
+        # Templates add some text to each message; a runaway one must not fill the memory.
+        limit = self._most_characters + 4096 + 256 * len(turns)
+        ids = await self._off_loop(size, lambda: self._chat_ids(turns, limit))
+        return self._request(arrival, arrival.request_id, ids, sampling, None, "messages")
+
+    async def prompts(
+        self,
+        arrival: Arrival,
+        prompts: Sequence[Prompt],
+        sampling: SamplingInput,
+        default_max_tokens: int | None = COMPLETION_MAX_TOKENS,
+    ) -> list[GenerationRequest]:
+        """Plain prompts; ``default_max_tokens`` None takes the rest of the context."""
+        if not prompts:
+            raise InvalidRequest("prompt must not be empty", param="prompt")
+        if len(prompts) > MOST_PROMPTS:
+            raise InvalidRequest(f"at most {MOST_PROMPTS} prompts are possible", param="prompt")
+        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        rows = await self._off_loop(size, lambda: [self._prompt_ids(p) for p in prompts])
+        return [
+            self._request(
+                arrival,
+                f"{arrival.request_id}-{place}",
+                ids,
+                sampling,
+                default_max_tokens,
+                "prompt",
+            )
+            for place, ids in enumerate(rows)
+        ]
+
+    async def _off_loop(self, characters: int, work: Callable[[], T]) -> T:
+        return work() if characters <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
+
+    def _chat_ids(self, turns: Sequence[Mapping[str, str]], limit: int) -> tuple[int, ...]:
+        text = self._tokenizer.render_chat(turns, limit)
+        self._check_size(text, "messages")
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            self._check_size(prompt, "prompt")
+            return self._tokenizer.encode(prompt)
+        check_token_ids(prompt, self._tokenizer.vocab_size, "prompt")
+        return prompt
+
+    def _check_size(self, text: str, param: str) -> None:
+        """Refuse what cannot fit before spending seconds on tokenising it."""
+        least = self._tokenizer.fewest_tokens(text)
+        context = self.context_length
+        if least >= context:
+            raise ContextLengthExceeded(
+                f"the model's context is {context} tokens, the prompt has at least {least}",
+                param=param,
+            )
+
+    def _request(
+        self,
+        arrival: Arrival,
+        request_id: str,
+        ids: tuple[int, ...],
+        sampling: SamplingInput,
+        default_max_tokens: int | None,
+        param: str,
+    ) -> GenerationRequest:
+        if not ids:
+            raise InvalidRequest(f"{param} must not be empty", param=param)
+        left = arrival.deadline_s - (self._clock() - arrival.at)
+        if left <= 0:
+            raise DeadlineExceeded("the request's time was up before it began")
+        return GenerationRequest(
+            request_id=request_id,
+            prompt_ids=ids,
+            sampling=final_sampling(
+                sampling,
+                prompt_tokens=len(ids),
+                context_length=self.context_length,
+                vocab_size=self._tokenizer.vocab_size,
+                default_max_tokens=default_max_tokens,
+            ),
+            principal=arrival.principal,
+            deadline_s=left,
+        )

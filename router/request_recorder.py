@@ -1,0 +1,121 @@
+"""Counts each request once, whatever becomes of it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from baton.errors import BatonError, HandoffError, Overloaded, Unavailable, WorkerFailed
+from baton.metrics import RouterMetrics
+from router.generation import OutputDelta
+
+UNKNOWN_CLASS = "unknown"
+
+
+class Outcome(enum.StrEnum):
+    """How a request ended; the values are the metrics' labels."""
+
+    OK = "ok"
+    ERROR = "error"
+    SHED = "shed"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What counts as good, in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+def outcome_of(error: BatonError, *, begun: bool) -> Outcome:
+    """Shed is what was turned away before it began for want of room, not what broke."""
+    refused = isinstance(error, Overloaded | Unavailable)
+    broke = isinstance(error, HandoffError | WorkerFailed)
+    return Outcome.SHED if refused and not broke and not begun else Outcome.ERROR
+
+
+def count_refusal(metrics: RouterMetrics, error: BatonError | None) -> None:
+    """Count a request that ended before its class was known; None: its client left."""
+    outcome = Outcome.ABORTED if error is None else outcome_of(error, begun=False)
+    code = error.code or "" if error is not None else ""
+    metrics.requests.labels(UNKNOWN_CLASS, outcome, code).inc()
+
+
+class RequestRecorder:
+    """The accounts of one request, from its class on. ``now`` is in seconds, of any one clock.
+
+    Latencies are observed for requests that end well; tokens count for all.
+    """
+
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        slo: Slo,
+        context_class: str,
+        prompt_tokens: int,
+        received_at: float,
+    ) -> None:
+        self._metrics = metrics
+        self._slo = slo
+        self._class = context_class
+        self._received_at = received_at
+        self._first_at = 0.0
+        self._last_at = 0.0
+        self._tokens = 0
+        self._ended = False
+        metrics.active_requests.inc()
+        metrics.prompt_tokens.labels(context_class).inc(prompt_tokens)
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def delta(self, delta: OutputDelta, now: float) -> None:
+        """Tokens came. Those that came together have no gap between them."""
+        if delta.cached_prompt_tokens:
+            self._metrics.cached_prompt_tokens.labels(self._class).inc(delta.cached_prompt_tokens)
+        for _ in delta.token_ids:
+            self._token(now)
+        if delta.token_ids:
+            self._metrics.generated_tokens.labels(self._class).inc(len(delta.token_ids))
+
+    def succeed(self, now: float) -> None:
+        """The last token came."""
+        if self._ended:
+            return
+        self._metrics.request_latency.labels(self._class).observe(now - self._received_at)
+        tpot = 0.0
+        if self._tokens > 1:
+            tpot = (now - self._first_at) / (self._tokens - 1)
+            self._metrics.time_per_output_token.labels(self._class).observe(tpot)
+        ttft = self._first_at - self._received_at
+        if self._tokens and ttft <= self._slo.ttft_s and tpot <= self._slo.tpot_s:
+            self._metrics.goodput_requests.labels(self._class).inc()
+        self._end(Outcome.OK, "")
+
+    def fail(self, error: BatonError) -> None:
+        """It ended with an error."""
+        self._end(outcome_of(error, begun=self._tokens > 0), error.code or "")
+
+    def abort(self) -> None:
+        """The client left, or the server did."""
+        self._end(Outcome.ABORTED, "")
+
+    def _token(self, now: float) -> None:
+        if self._tokens == 0:
+            self._first_at = now
+            ttft = now - self._received_at
+            self._metrics.time_to_first_token.labels(self._class).observe(ttft)
+        else:
+            self._metrics.inter_token_latency.labels(self._class).observe(now - self._last_at)
+        self._last_at = now
+        self._tokens += 1
+
+    def _end(self, outcome: Outcome, code: str) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._metrics.active_requests.dec()
+        self._metrics.requests.labels(self._class, outcome, code).inc()

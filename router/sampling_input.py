@@ -1,0 +1,191 @@
+"""Sampling parameters as a client gave them, and the check that makes them final."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.errors import ContextLengthExceeded, InvalidRequest
+from baton.sampling_params import SamplingParams
+
+MOST_STOPS = 16
+MOST_STOP_CHARACTERS = 1024
+MOST_STOP_TOKENS = 128
+MOST_BIASES = 300
+_LEAST_TEMPERATURE = 1e-3
+"""Smaller ones would make infinities of logits in 32 bits; draws are as good as greedy here."""
+_LEAST_TOP_P = 1e-6
+"""No vocabulary has a most likely token below this; smaller values would become 0 on the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInput:
+    """None, or empty, means that the client gave nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[Any, Any] | None = None
+
+
+def final_sampling(
+    given: SamplingInput,
+    *,
+    prompt_tokens: int,
+    context_length: int,
+    vocab_size: int,
+    default_max_tokens: int | None,
+) -> SamplingParams:
+    """Check ranges and fill in what is absent; the seed is drawn when none was given.
+
+    ``default_max_tokens`` None takes the rest of the context. Raises InvalidRequest, naming the
+    parameter, and ContextLengthExceeded.
+    """
+    max_tokens = _max_tokens(given.max_tokens, prompt_tokens, context_length, default_max_tokens)
+    temperature = _within("temperature", given.temperature, 0, 2, 1)
+    if temperature > 0:
+        temperature = max(temperature, _LEAST_TEMPERATURE)
+    top_p = _within("top_p", given.top_p, 0, 1, 1)
+    if top_p == 0:
+        raise InvalidRequest("top_p must be above 0", param="top_p")
+    return SamplingParams(
+        temperature=temperature,
+        top_p=max(top_p, _LEAST_TOP_P),
+        top_k=_top_k(given.top_k, vocab_size),
+        min_p=_within("min_p", given.min_p, 0, 1, 0),
+        seed=_seed(given.seed),
+        stop=_stops(given.stop),
+        stop_token_ids=_stop_token_ids(given.stop_token_ids, vocab_size),
+        max_tokens=max_tokens,
+        min_tokens=_min_tokens(given.min_tokens, max_tokens),
+        ignore_eos=bool(given.ignore_eos),
+        presence_penalty=_within("presence_penalty", given.presence_penalty, -2, 2, 0),
+        frequency_penalty=_within("frequency_penalty", given.frequency_penalty, -2, 2, 0),
+        repetition_penalty=_within("repetition_penalty", given.repetition_penalty, 1e-3, 10, 1),
+        logit_bias=_logit_bias(given.logit_bias, vocab_size),
+    )
+
+
+def _within(name: str, value: float | None, low: float, high: float, default: float) -> float:
+    if value is None:
+        return float(default)
+    # Written so that NaN, which compares false with everything, is refused.
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be between {low:g} and {high:g}", param=name)
+    return float(value)
+
+
+def _max_tokens(given: int | None, prompt: int, context: int, default: int | None) -> int:
+    room = context - prompt
+    if room <= 0:
+        raise ContextLengthExceeded(
+            f"the model's context is {context} tokens, the prompt has {prompt}:"
+            " nothing is left for an answer",
+            param="prompt",
+        )
+    if given is None:
+        return room if default is None else min(default, room)
+    if given < 1:
+        raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+    if given > room:
+        raise ContextLengthExceeded(
+            f"the model's context is {context} tokens; the prompt has {prompt}"
+            f" and max_tokens asks for more than the {room} that are left",
+            param="max_tokens",
+        )
+    return given
+
+
+def _min_tokens(given: int | None, max_tokens: int) -> int:
+    if given is None:
+        return 0
+    if not 0 <= given <= max_tokens:
+        raise InvalidRequest(
+            f"min_tokens must be between 0 and max_tokens, which is {max_tokens}",
+            param="min_tokens",
+        )
+    return given
+
+
+def _top_k(given: int | None, vocab_size: int) -> int:
+    if given is None or given == -1:
+        return 0
+    if given < 0:
+        raise InvalidRequest("top_k must be -1, 0 or more", param="top_k")
+    # As many as there are is all of them.
+    return 0 if given >= vocab_size else given
+
+
+def _seed(given: int | None) -> int:
+    if given is None:
+        return secrets.randbits(64)
+    if not -(1 << 63) <= given < 1 << 64:
+        raise InvalidRequest("seed must be a 64-bit integer", param="seed")
+    return given & ((1 << 64) - 1)
+
+
+def _stops(given: tuple[str, ...]) -> tuple[str, ...]:
+    if len(given) > MOST_STOPS:
+        raise InvalidRequest(f"at most {MOST_STOPS} stop strings are possible", param="stop")
+    if any(not 0 < len(text) <= MOST_STOP_CHARACTERS for text in given):
+        raise InvalidRequest(
+            f"a stop string has 1 to {MOST_STOP_CHARACTERS} characters", param="stop"
+        )
+    return given
+
+
+def _stop_token_ids(given: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    if len(given) > MOST_STOP_TOKENS:
+        raise InvalidRequest(
+            f"at most {MOST_STOP_TOKENS} stop_token_ids are possible", param="stop_token_ids"
+        )
+    check_token_ids(given, vocab_size, "stop_token_ids")
+    return given
+
+
+def check_token_ids(token_ids: tuple[int, ...], vocab_size: int, param: str) -> None:
+    """Raises InvalidRequest when an id is not in the vocabulary."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        raise InvalidRequest(
+            f"{param}: token ids must be between 0 and {vocab_size - 1}", param=param
+        )
+
+
+def _logit_bias(given: Mapping[Any, Any] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, Mapping):
+        raise InvalidRequest("logit_bias must be an object", param="logit_bias")
+    if len(given) > MOST_BIASES:
+        raise InvalidRequest(f"logit_bias has at most {MOST_BIASES} entries", param="logit_bias")
+    biases = {_token_id(key): _bias(value) for key, value in given.items()}
+    check_token_ids(tuple(biases), vocab_size, "logit_bias")
+    return tuple(sorted(biases.items()))
+
+
+def _token_id(key: str | int) -> int:
+    if isinstance(key, int):
+        return key
+    if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+        raise InvalidRequest("the keys of logit_bias must be token ids", param="logit_bias")
+    return int(key)
+
+
+def _bias(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+        raise InvalidRequest(
+            "the values of logit_bias must be numbers between -100 and 100", param="logit_bias"
+        )
+    return float(value)

@@ -1,0 +1,97 @@
+"""Server-sent events: their bytes, and the response that streams them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from baton.errors import BatonError
+from router.disconnect import unless_disconnected
+from router.http_errors import error_object
+
+log = logging.getLogger(__name__)
+
+DONE = "[DONE]"
+_LAST_WORDS_S = 1.0
+"""A client that does not read gets this many seconds to take the error event."""
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Proxies that buffer would turn a stream into one lump.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def to_json(value: Any) -> str:
+    """Compact JSON in ASCII, so that no character can be taken for the end of a line."""
+    return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+
+
+def encode_events(payloads: Iterable[str]) -> bytes:
+    """Events, each with one line of data; payloads hold no line break."""
+    return "".join(f"data: {payload}\n\n" for payload in payloads).encode()
+
+
+class EventStream:
+    """The sending end. The headers go out with the first event: an error before it has a status."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._turn = asyncio.Lock()
+        self.started = False
+
+    async def send(self, payloads: list[str]) -> None:
+        """Send events in one piece; returns when the client's socket has room again."""
+        await self._write(encode_events(payloads), more=True)
+
+    async def end(self, payloads: list[str]) -> None:
+        """Send the last events and end the response."""
+        await self._write(encode_events(payloads), more=False)
+
+    async def _write(self, body: bytes, *, more: bool) -> None:
+        async with self._turn:
+            if not self.started:
+                self.started = True
+                await self._send(_start_message())
+            await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _start_message() -> Message:
+    return {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
+
+
+class EventStreamResponse(Response):
+    """Streams what ``work`` sends; a client that leaves cancels it.
+
+    A BatonError of ``work`` before the first event is raised, so that the error handlers answer
+    it; later it becomes an error event, and the stream ends without ``[DONE]``.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, work: Callable[[EventStream], Awaitable[None]]) -> None:
+        super().__init__()
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events = EventStream(send)
+        try:
+            await unless_disconnected(receive, self._work(events))
+        except BatonError as error:
+            if not events.started:
+                raise
+            await _send_error(events, error_object(error))
+
+
+async def _send_error(events: EventStream, error: Mapping[str, Any]) -> None:
+    # On a timeout the response stays incomplete, and the server closes the connection.
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_WORDS_S):
+            await events.end([to_json(error)])

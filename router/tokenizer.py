@@ -1,0 +1,165 @@
+"""The model's tokenizer: text to token ids and back, ends of sequence, chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from baton.errors import ConfigError, InvalidRequest
+from router.chat_template import ChatTemplate, load_chat_template
+from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+_CONTEXT_TOKENS = 8
+"""Tokens of the prompt's end that decide how the answer's first token is spelled."""
+
+
+class Tokenizer:
+    """Wraps a ``tokenizers.Tokenizer`` with what a server needs besides."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_ids: Sequence[int] = (),
+        vocab_size: int | None = None,
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        """``vocab_size`` is the model's, where it exceeds the tokenizer's."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._template = chat_template
+        self.eos_ids = frozenset(eos_ids)
+        self.vocab_size = vocab_size or backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self._special = frozenset(number for number, token in added.items() if token.special)
+        layout = json.loads(backend.to_str())
+        self._byte_level = _is_byte_level(layout.get("decoder"))
+        self._bytes: dict[int, bytes] = {}
+        strips = any(token.lstrip or token.rstrip for token in added.values())
+        shrinks = layout.get("normalizer") is not None or strips
+        self._longest = 0 if shrinks else max(map(len, backend.get_vocab(True)), default=0)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Read a model's folder. Raises ConfigError, naming the file at fault."""
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(f"{folder} has no tokenizer.json")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"{file} cannot be read: {error}") from error
+        settings = _read_json(folder / "tokenizer_config.json")
+        model = _read_json(folder / "config.json")
+        special = _special_tokens(settings)
+        generation = _read_json(folder / "generation_config.json")
+        eos = [*_ids(generation.get("eos_token_id")), *_ids(model.get("eos_token_id"))]
+        named = backend.token_to_id(special.get("eos_token", ""))
+        return cls(
+            backend,
+            eos_ids=eos if named is None else [*eos, named],
+            vocab_size=model.get("vocab_size"),
+            chat_template=load_chat_template(folder, settings, special),
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of ``text``. Other threads run meanwhile."""
+        # Of the library's calls, only the batched ones release the interpreter lock.
+        return tuple(
+            self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        )
+
+    def fewest_tokens(self, text: str) -> int:
+        """A bound from below on the tokens of ``text``, without tokenising it."""
+        return -(-len(text) // self._longest) if self._longest else 0
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], limit: int) -> str:
+        """The messages as the model's text; at most ``limit`` characters.
+
+        Its token ids are those of ``encode(…, add_special_tokens=False)``: the template writes
+        the special tokens. Raises InvalidRequest, also when the model has no template.
+        """
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        return self._template.render(messages, limit)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids`` without special tokens."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+        """A fresh detokenizer for an answer to ``prompt_ids``."""
+        if self._byte_level:
+            return ByteDetokenizer(self._token_bytes)
+        context = prompt_ids[-_CONTEXT_TOKENS:]
+        return WindowDetokenizer(self.decode, self._special.__contains__, context)
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._spell(token_id)
+        return known
+
+    def _spell(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None or token_id in self._special:
+            return b""
+        try:
+            return bytes(_BYTE_OF[character] for character in token)
+        except KeyError:  # an added token is written as it is, not in the byte alphabet
+            return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte-level alphabet: printable Latin-1 stands for itself, the rest from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    alphabet = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet.update({chr(0x100 + place): byte for place, byte in enumerate(others)})
+    return alphabet
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
+    if decoder is None:
+        return False
+    if decoder["type"] == "Sequence":
+        return len(decoder["decoders"]) == 1 and _is_byte_level(decoder["decoders"][0])
+    return bool(decoder["type"] == "ByteLevel")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} holds no JSON object")
+    return content
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The named tokens (``bos_token`` …) of a tokenizer_config.json, as text."""
+    tokens = {}
+    for name, value in settings.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens

@@ -1,0 +1,223 @@
+"""What the tests of the fronts share: a tiny real tokenizer and a scripted dispatcher."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import tokenizers
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from baton.config import Config
+from baton.metrics import RouterMetrics
+from baton.request import FinishReason
+from router.chat_template import ChatTemplate
+from router.generation import GenerationRequest, OutputDelta
+from router.http_app import create_app
+from router.output_assembler import OutputAssembler
+from router.served_model import ServedModel
+from router.tokenizer import Tokenizer
+
+CONTEXT = 512
+MODEL = ServedModel(id="tiny", created=1_700_000_000, context_length=CONTEXT)
+EOS = "<|im_end|>"
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CORPUS = [
+    "the capital of France is Paris, and the quick brown fox jumps over the lazy dog",
+    "Grüße aus Köln, 日本語のテキスト, emoji 😀👩‍👩‍👧‍👦 and more text to learn from",
+]
+SCHEMAS = Path(__file__).resolve().parents[4] / "shared/openai"
+
+
+@functools.cache
+def tiny_backend() -> tokenizers.Tokenizer:
+    """A byte-level BPE of some 400 tokens."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|im_start|>", EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return backend
+
+
+def tiny_tokenizer(*, template: str | None = TEMPLATE) -> Tokenizer:
+    chat = ChatTemplate(template, {"eos_token": EOS}) if template else None
+    backend = tiny_backend()
+    eos = backend.token_to_id(EOS)
+    assert eos is not None
+    return Tokenizer(backend, eos_ids=[eos], chat_template=chat)
+
+
+Script = Callable[[GenerationRequest], AsyncIterator[OutputDelta]]
+
+
+@dataclass
+class ScriptedDispatcher:
+    """Answers with a text, token by token, or as its script says; remembers what it was asked."""
+
+    tokenizer: Tokenizer
+    text: str = "Grüße 😀 from Paris"
+    script: Script | None = None
+    status: tuple[str, str] = ("ok", "")
+    addresses: list[str] = field(default_factory=list)
+    context_length: int = CONTEXT
+    requests: list[GenerationRequest] = field(default_factory=list)
+    delivered: int = 0
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+        self.requests.append(request)
+        try:
+            async for delta in (self.script or self.speak)(request):
+                yield delta
+                self.delivered += 1
+        finally:
+            self.closed.set()
+
+    async def speak(self, request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+        sampling = request.sampling
+        assembler = OutputAssembler(
+            self.tokenizer.detokenizer(request.prompt_ids), sampling.stop, self.tokenizer.eos_ids
+        )
+        tokens = [*self.tokenizer.encode(self.text), *self.tokenizer.eos_ids][: sampling.max_tokens]
+        for place, token in enumerate(tokens):
+            finish = None
+            if token in self.tokenizer.eos_ids:
+                finish = FinishReason.STOP
+            elif place + 1 == sampling.max_tokens:
+                finish = FinishReason.LENGTH
+            delta = assembler.push([token], finish, 1 if place == 0 else 0)
+            assert delta is not None
+            await asyncio.sleep(0)
+            yield delta
+            if assembler.finished:
+                return
+
+    def health(self) -> tuple[str, str]:
+        return self.status
+
+    def metrics_addresses(self) -> list[str]:
+        return self.addresses
+
+
+async def endless(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+    """Tokens for ever."""
+    while True:
+        yield OutputDelta("x" * 1024, (65,), None)
+        await asyncio.sleep(0)
+
+
+async def silent_after_one(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+    """One token, then nothing for ever."""
+    yield OutputDelta("x", (65,), None)
+    await asyncio.Event().wait()
+
+
+async def silent(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+    """Nothing for ever."""
+    await asyncio.Event().wait()
+    yield OutputDelta("", (), None)
+
+
+@dataclass
+class Front:
+    """All parts of one front under test."""
+
+    dispatcher: ScriptedDispatcher
+    metrics: RouterMetrics
+    config: Config
+    tokenizer: Tokenizer
+
+    def app(self) -> FastAPI:
+        return create_app(self.dispatcher, self.tokenizer, MODEL, self.metrics, self.config)
+
+    def count(self, name: str, **labels: str) -> float:
+        """A sample of the router's metrics; 0 when there is none."""
+        return self.metrics.registry.get_sample_value(f"baton_{name}", labels) or 0.0
+
+    def requests(self) -> dict[tuple[str, str, str], float]:
+        """requests_total by class, outcome and code."""
+        return {
+            (s.labels["class"], s.labels["outcome"], s.labels["code"]): s.value
+            for family in self.metrics.requests.collect()
+            for s in family.samples
+            if s.name.endswith("_total")
+        }
+
+
+def make_front(
+    script: Script | None = None, *, template: str | None = TEMPLATE, **config: Any
+) -> Front:
+    tokenizer = tiny_tokenizer(template=template)
+    dispatcher = ScriptedDispatcher(tokenizer, script=script)
+    return Front(dispatcher, RouterMetrics(CollectorRegistry()), Config(**config), tokenizer)
+
+
+def listening_socket() -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    return listener
+
+
+@asynccontextmanager
+async def serve(app: Any) -> AsyncIterator[str]:
+    """``app`` behind a real uvicorn; gives its host:port."""
+    config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", access_log=False)
+    server = uvicorn.Server(config)
+    with closing(listening_socket()) as listener:
+        listener.listen()
+        host, port = listener.getsockname()
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield f"{host}:{port}"
+        finally:
+            server.should_exit = True
+            server.force_exit = True
+            async with asyncio.timeout(20):
+                await task
+
+
+@functools.cache
+def _bundle() -> dict[str, Any]:
+    file = SCHEMAS / "openai_subset.relaxed.jsonschema.json"
+    if not file.is_file():
+        pytest.skip(f"the OpenAI schemas are not at {SCHEMAS}")
+    bundle: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return bundle
+
+
+@functools.cache
+def _validator(name: str) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator({**_bundle(), "$ref": f"#/$defs/{name}"})
+
+
+def check_schema(value: Any, name: str) -> None:
+    """Validate against OpenAI's own schema; skips the test where that is absent."""
+    _validator(name).validate(value)
+
+
+def sse_payloads(text: str) -> list[str]:
+    """The data of each event."""
+    events = [event for event in text.split("\n\n") if event]
+    assert all(event.startswith("data: ") and "\n" not in event for event in events)
+    return [event.removeprefix("data: ") for event in events]
