@@ -1,0 +1,321 @@
+"""Runs requests on the cluster: routes, places, follows and ends them.
+
+Implements ``router.generation.Dispatcher``. Owned by the router's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any
+
+import grpc.aio
+import redis
+
+from baton import convert
+from baton.config import Config
+from baton.errors import BatonError, ContextLengthExceeded, WorkerFailed
+from baton.grpc_errors import error_from_rpc
+from baton.hashing import block_hashes, hash_key
+from baton.metrics import RouterMetrics
+from baton.prefix_index import PrefixIndex
+from baton.registry import Registry
+from baton.request import SequenceSpec, TokenOutput
+from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from router.admission import Admission
+from router.generation import GenerationRequest, OutputDelta
+from router.output_assembler import OutputAssembler
+from router.policy import Candidate, Decision, choose
+from router.request_life import RequestLife
+from router.tokenizer import Tokenizer
+from router.worker_links import WorkerLink, WorkerLinks, error_from_gone
+
+log = logging.getLogger(__name__)
+
+REGISTRY_POLL_S = 0.25
+"""How often the registry is read."""
+LOOKUP_DEADLINE_S = 0.1
+"""A prefix lookup that takes longer is done without."""
+COMMIT_GRACE_S = 1.0
+"""After a prefill worker's death: how long the decode worker has to show that it had committed."""
+
+
+class ClusterDispatcher:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        metrics: RouterMetrics,
+        registry: Registry,
+        index: PrefixIndex,
+    ) -> None:
+        self.router_id = f"router-{secrets.token_hex(6)}"
+        self._config = config
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._registry = registry
+        self._index = index
+        self._links = WorkerLinks(self.router_id, self._on_output, self._on_broken)
+        self._admission = Admission(config.max_waiting_requests)
+        self._lives: dict[str, RequestLife] = {}
+        self._placed: dict[str, set[RequestLife]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._draining = False
+        self._poll: asyncio.Task[None] | None = None
+
+    # Its own life
+
+    async def start(self) -> None:
+        """Begin to follow the registry."""
+        self._poll = asyncio.create_task(self._follow_registry())
+
+    async def close(self) -> None:
+        """End every request with an error, and every connection."""
+        self._draining = True
+        for life in list(self._lives.values()):
+            life.fail(WorkerFailed("the router is stopping", retry_after=1.0))
+        if self._poll is not None:
+            self._poll.cancel()
+            await asyncio.gather(self._poll, return_exceptions=True)
+        if self._background:
+            await asyncio.wait(self._background, timeout=2.0)
+        await self._links.close()
+
+    async def _follow_registry(self) -> None:
+        known_dead: set[str] = set()
+        while True:
+            try:
+                self._links.update(await self._registry.all())
+                dead = await self._registry.dead()
+                for incarnation in dead & known_dead:
+                    # Twice in a row: its index entries go, a bounded batch at a time.
+                    await self._index.collect(incarnation)
+                    await self._registry.forget(incarnation)
+                known_dead = dead
+            except redis.RedisError as error:
+                # Serving goes on with the last view; broken streams tell of dead workers.
+                log.warning("the registry cannot be read: %s", error)
+            for role in ("prefill", "decode"):
+                self._metrics.routable_workers.labels(role=role).set(len(self._links.up(role)))
+            await asyncio.sleep(REGISTRY_POLL_S)
+
+    # What the fronts ask
+
+    def health(self) -> tuple[str, str]:
+        """``ok``, or ``down`` and why."""
+        if self._draining:
+            return "down", "draining"
+        for role in ("prefill", "decode"):
+            if not self._links.up(role):
+                return "down", f"no {role} worker is ready"
+        return "ok", ""
+
+    def metrics_addresses(self) -> list[str]:
+        """host:port of every worker's /metrics page."""
+        return [link.record.metrics_address for link in self._links.all()]
+
+    @property
+    def context_length(self) -> int:
+        """The least of all workers' contexts; 0 while there is none."""
+        return min((link.record.context_length for link in self._links.all()), default=0)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta, None]:
+        """See ``router.generation.Dispatcher``."""
+        self._admission.admit(request.request_id, time.monotonic())
+        self._metrics.active_requests.inc()
+        try:
+            decision = await self._route(request)
+            async for delta in self._run(request, decision):
+                yield delta
+        finally:
+            self._admission.left(request.request_id)
+            self._metrics.active_requests.dec()
+
+    # Routing
+
+    async def _route(self, request: GenerationRequest) -> Decision:
+        prefill, decode = self._links.up("prefill"), self._links.up("decode")
+        held: dict[str, int] = {}
+        if prefill and decode:
+            longest = min(link.record.context_length for link in (*prefill, *decode))
+            if len(request.prompt_ids) >= longest:
+                raise ContextLengthExceeded(
+                    f"the prompt has {len(request.prompt_ids)} tokens, and the workers' context "
+                    f"is {longest}"
+                )
+            held = await self._lookup(request, prefill[0].record.fingerprint)
+        decision = choose(
+            len(request.prompt_ids),
+            self._config.block_size,
+            [_candidate(link, held) for link in prefill],
+            [_candidate(link, held) for link in decode],
+        )
+        self._metrics.route_decisions.labels(decision="remote", reason=decision.reason).inc()
+        return decision
+
+    async def _lookup(self, request: GenerationRequest, fingerprint: str) -> dict[str, int]:
+        key = hash_key(fingerprint, request.cache_salt)
+        hashes = block_hashes(request.prompt_ids, self._config.block_size, key)
+        try:
+            async with asyncio.timeout(LOOKUP_DEADLINE_S):
+                return await self._index.lookup(hashes)
+        except (redis.RedisError, TimeoutError) as error:
+            log.warning("the prefix index was not asked: %s", error or "timeout")
+            return {}
+
+    # A request's life
+
+    async def _run(
+        self, request: GenerationRequest, decision: Decision
+    ) -> AsyncGenerator[OutputDelta, None]:
+        source, target = self._links.get(decision.prefill), self._links.get(decision.decode)
+        if source is None or target is None:
+            raise error_from_gone(decision.prefill if source is None else decision.decode)
+        life = RequestLife(request.request_id, 0, self._assembler(request))
+        placement = _Placement(source, target, decision.uncached_tokens)
+        self._lives[life.request_id] = life
+        self._placed.setdefault(decision.decode, set()).add(life)
+        placement.promise()
+        prefill = asyncio.create_task(self._prefill(request, life, placement))
+        finished = False
+        try:
+            while not finished:
+                delta = await life.next_delta()
+                self._admission.first_token(life.request_id, time.monotonic())
+                finished = delta.finish_reason is not None
+                if finished:
+                    self._end(life, prefill, placement)
+                yield delta
+        finally:
+            self._end(life, prefill, placement)
+
+    def _end(self, life: RequestLife, prefill: asyncio.Task[None], placement: _Placement) -> None:
+        """Take a request off the workers; idempotent."""
+        if self._lives.pop(life.request_id, None) is None:
+            return
+        decode = placement.target.record.incarnation
+        self._placed[decode].discard(life)
+        if not self._placed[decode]:
+            del self._placed[decode]
+        placement.end()
+        prefill.cancel()
+        if not life.worker_finished:
+            self._in_background(
+                self._links.abort(decode, life.request_id, life.attempt, stop=life.stopped)
+            )
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _assembler(self, request: GenerationRequest) -> OutputAssembler:
+        sampling = request.sampling
+        eos = frozenset() if sampling.ignore_eos else self._tokenizer.eos_ids
+        return OutputAssembler(
+            self._tokenizer.detokenizer(request.prompt_ids),
+            sampling.stop,
+            eos | set(sampling.stop_token_ids),
+        )
+
+    async def _prefill(
+        self, request: GenerationRequest, life: RequestLife, placement: _Placement
+    ) -> None:
+        """Follow the prefill call to its end; failures end the request."""
+        spec = SequenceSpec(
+            request_id=request.request_id,
+            attempt=life.attempt,
+            router_id=self.router_id,
+            token_ids=request.prompt_ids,
+            prompt_length=len(request.prompt_ids),
+            sampling=request.sampling,
+            cache_salt=request.cache_salt,
+            context_class=self._config.class_of(len(request.prompt_ids)),
+            principal=request.principal,
+            deadline_s=request.deadline_s,
+        )
+        message = prefill_pb2.PrefillRequest(
+            sequence=convert.sequence_to_proto(spec),
+            decode_address=placement.target.record.address,
+            decode_incarnation=placement.target.record.incarnation,
+        )
+        stub = prefill_pb2_grpc.PrefillServiceStub(placement.source.channel)
+        try:
+            async for response in stub.Prefill(message, timeout=request.deadline_s):
+                if response.HasField("first_token"):
+                    placement.computed()
+                    life.accept(
+                        convert.output_from_proto(response.first_token),
+                        cached_prompt_tokens=response.cached_prompt_tokens,
+                    )
+        except grpc.aio.AioRpcError as error:
+            failure = error_from_rpc(error, placement.source.record.incarnation)
+            if error.code() is grpc.StatusCode.UNAVAILABLE and type(failure) is WorkerFailed:
+                placement.source.failed(time.monotonic())
+            with contextlib.suppress(TimeoutError):
+                if isinstance(failure, WorkerFailed):
+                    await asyncio.wait_for(life.decode_began.wait(), COMMIT_GRACE_S)
+            if not life.decode_began.is_set():
+                life.fail(failure)
+
+    # What the decode workers say
+
+    def _on_output(self, output: TokenOutput) -> None:
+        life = self._lives.get(output.request_id)
+        if life is not None:
+            life.decode_began.set()
+            life.accept(output)
+
+    def _on_broken(self, incarnation: str, error: BatonError) -> None:
+        for life in list(self._placed.get(incarnation, ())):
+            life.fail(WorkerFailed(error.message, retry_after=1.0))
+
+
+class _Placement:
+    """What a request has been promised on its two workers."""
+
+    def __init__(self, source: WorkerLink, target: WorkerLink, tokens: int) -> None:
+        self.source = source
+        self.target = target
+        self._tokens = tokens
+        self._computing = False
+        self._placed = False
+
+    def promise(self) -> None:
+        """Count it against both workers."""
+        self.source.promised_tokens += self._tokens
+        self.source.promised_sequences += 1
+        self.target.promised_sequences += 1
+        self._computing = self._placed = True
+
+    def computed(self) -> None:
+        """The prompt is computed; idempotent."""
+        if self._computing:
+            self._computing = False
+            self.source.promised_tokens -= self._tokens
+            self.source.promised_sequences -= 1
+
+    def end(self) -> None:
+        """The request has ended; idempotent."""
+        self.computed()
+        if self._placed:
+            self._placed = False
+            self.target.promised_sequences -= 1
+
+
+def _candidate(link: WorkerLink, held: dict[str, int]) -> Candidate:
+    load = link.load
+    return Candidate(
+        incarnation=link.record.incarnation,
+        queued_tokens=max(link.promised_tokens, load.waiting_tokens),
+        sequences=max(link.promised_sequences, load.running + load.waiting),
+        max_sequences=link.record.max_sequences,
+        available_blocks=load.free_blocks + load.cached_blocks,
+        held_blocks=held.get(link.record.incarnation, 0),
+    )

@@ -1,0 +1,136 @@
+"""The router's process: reads its settings, serves HTTP and gRPC until it is told to stop.
+
+python -m router.main < settings.json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+from pydantic import BaseModel, ConfigDict
+
+from baton.config import Config, split_host_port
+from baton.grpc_channel import make_server
+from baton.metrics import RouterMetrics
+from baton.prefix_index import PrefixIndex
+from baton.redis_client import redis_client
+from baton.registry import Registry
+from router.dispatcher import ClusterDispatcher
+from router.grpc_front import add_grpc_front
+from router.http_app import create_app
+from router.served_model import ServedModel
+from router.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 2
+"""How long open connections have to end once the router stops."""
+
+
+class RouterSettings(BaseModel):
+    """One line of JSON on standard input: no secret is on a command line."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    config: dict[str, Any]
+    redis_url: str
+    cluster_id: str
+    model_path: str
+    model_name: str
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to ``serve``, which stops everything in order."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(settings: RouterSettings) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    config = Config(**settings.config)
+    tokenizer = Tokenizer.load(Path(settings.model_path))
+    metrics = RouterMetrics(CollectorRegistry())
+    client = redis_client(settings.redis_url)
+    dispatcher = ClusterDispatcher(
+        config,
+        tokenizer,
+        metrics,
+        Registry(client, settings.cluster_id),
+        PrefixIndex(client, settings.cluster_id),
+    )
+    await dispatcher.start()
+    folder = Path(settings.model_path)
+    model = ServedModel(settings.model_name, int(time.time()), _context_length(folder))
+    app = create_app(dispatcher, tokenizer, model, metrics, config)
+    http = _Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=STOP_GRACE_S,
+        )
+    )
+    grpc_server = make_server()
+    add_grpc_front(grpc_server, dispatcher, tokenizer, model, metrics, config)
+    grpc_server.add_insecure_port(config.grpc)
+    await grpc_server.start()
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    listening = _listen(config.http)
+    serving = asyncio.create_task(http.serve(sockets=[listening]))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+        await dispatcher.close()
+        http.should_exit = True
+        await serving
+        await grpc_server.stop(STOP_GRACE_S)
+        await client.aclose()
+
+
+def _context_length(folder: Path) -> int:
+    """The model's own; the workers may have room for less, which they tell."""
+    return int(json.loads((folder / "config.json").read_text())["max_position_embeddings"])
+
+
+def _listen(address: str) -> socket.socket:
+    host, port = split_host_port(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind((host, port))
+    return listening
+
+
+def main() -> None:
+    """Entry point of the process."""
+    settings = RouterSettings.model_validate_json(sys.stdin.readline())
+    logging.basicConfig(
+        level=str(settings.config.get("log_level", "info")).upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    asyncio.run(serve(settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The router's connections to the workers of the registry.
+
+A link's states:
+
+    connecting ─first message of the token stream→ up ─stream broken→ connecting (tries again)
+    any ─gone from the registry→ closed
+
+A prefill worker's link has no stream: it is up at once. Owned by the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import grpc.aio
+
+from baton import convert
+from baton.errors import BatonError, WorkerFailed
+from baton.grpc_channel import open_channel
+from baton.grpc_errors import error_from_rpc
+from baton.registry import WorkerRecord
+from baton.request import LoadSnapshot, TokenOutput
+from baton.v1 import decode_pb2, decode_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+RECONNECT_S = 0.2
+"""Between a broken token stream and the next try."""
+SILENCE_S = 5.0
+"""A token stream sends a message every heartbeat; one that is silent this long is broken."""
+ABORT_DEADLINE_S = 2.0
+"""An abort that does not arrive in this time is left to the worker's own deadlines."""
+_COOL_DOWN_S = 1.0
+
+
+def error_from_gone(incarnation: str) -> WorkerFailed:
+    """What a request is told whose worker is no longer there."""
+    return WorkerFailed(f"worker {incarnation} is gone", retry_after=1.0)
+
+
+class WorkerLink:
+    """A connection to one incarnation, and what this router has promised it."""
+
+    def __init__(self, record: WorkerRecord) -> None:
+        self.record = record
+        self.channel = open_channel(record.address)
+        self.load: LoadSnapshot = record.load
+        self.promised_tokens = 0
+        """Prompt tokens of this router's requests that wait for their first token there."""
+        self.promised_sequences = 0
+        """This router's requests that are there."""
+        self.stream: asyncio.Task[None] | None = None
+        self.connected = record.role != "decode"
+        self._failed_at = float("-inf")
+
+    def is_up(self, now: float) -> bool:
+        """Whether new requests may go there."""
+        ready = self.record.state == "ready" and self.connected
+        return ready and now - self._failed_at > _COOL_DOWN_S
+
+    def failed(self, now: float) -> None:
+        """A call could not be made: leave the worker alone for a moment."""
+        self._failed_at = now
+
+
+class WorkerLinks:
+    """All links by incarnation, kept in step with the registry."""
+
+    def __init__(
+        self,
+        router_id: str,
+        on_output: Callable[[TokenOutput], None],
+        on_broken: Callable[[str, BatonError], None],
+    ) -> None:
+        """``on_output`` hears each output; ``on_broken`` of an incarnation whose stream ended."""
+        self._router_id = router_id
+        self._on_output = on_output
+        self._on_broken = on_broken
+        self._links: dict[str, WorkerLink] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def get(self, incarnation: str) -> WorkerLink | None:
+        return self._links.get(incarnation)
+
+    def up(self, role: str) -> list[WorkerLink]:
+        """The links of a role that take requests."""
+        now = time.monotonic()
+        return [x for x in self._links.values() if x.record.role == role and x.is_up(now)]
+
+    def all(self) -> list[WorkerLink]:
+        return list(self._links.values())
+
+    def update(self, records: dict[str, WorkerRecord]) -> None:
+        """Take over the registry's view."""
+        for incarnation, record in records.items():
+            link = self._links.get(incarnation)
+            if link is None:
+                log.info("worker %s joins at %s", incarnation, record.address)
+                link = self._links[incarnation] = WorkerLink(record)
+                if record.role == "decode":
+                    link.stream = asyncio.create_task(self._read_tokens(link))
+            link.record = record
+            if record.role != "decode":
+                link.load = record.load
+        for incarnation in self._links.keys() - records.keys():
+            log.info("worker %s has left the registry", incarnation)
+            task = asyncio.create_task(self._close(self._links.pop(incarnation)))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Close every link."""
+        self.update({})
+        await asyncio.gather(*self._closing)
+
+    async def _close(self, link: WorkerLink) -> None:
+        if link.stream is not None:
+            link.stream.cancel()
+            await asyncio.gather(link.stream, return_exceptions=True)
+        await link.channel.close()
+
+    async def _read_tokens(self, link: WorkerLink) -> None:
+        incarnation = link.record.incarnation
+        try:
+            while True:
+                error = await self._read_stream(link)
+                link.connected = False
+                self._on_broken(incarnation, error)
+                await asyncio.sleep(RECONNECT_S)
+        finally:
+            link.connected = False
+            self._on_broken(incarnation, error_from_gone(incarnation))
+
+    async def _read_stream(self, link: WorkerLink) -> BatonError:
+        stub = decode_pb2_grpc.DecodeServiceStub(link.channel)
+        call = stub.StreamTokens(decode_pb2.StreamTokensRequest(router_id=self._router_id))
+        try:
+            while True:
+                message = await asyncio.wait_for(call.read(), SILENCE_S)
+                if not isinstance(message, decode_pb2.StreamTokensResponse):
+                    return error_from_gone(link.record.incarnation)
+                link.connected = True
+                link.load = convert.load_from_proto(message.load)
+                for output in message.outputs:
+                    self._on_output(convert.output_from_proto(output))
+        except grpc.aio.AioRpcError as error:
+            return error_from_rpc(error, link.record.incarnation)
+        except TimeoutError:
+            return error_from_gone(link.record.incarnation)
+        finally:
+            call.cancel()
+
+    async def abort(self, incarnation: str, request_id: str, attempt: int, *, stop: bool) -> None:
+        """End a request at a decode worker. ``stop``: it has ended well. Never raises."""
+        link = self._links.get(incarnation)
+        if link is None:
+            return
+        reason = decode_pb2.ABORT_REASON_STOP if stop else decode_pb2.ABORT_REASON_UNSPECIFIED
+        request = decode_pb2.AbortRequest(request_id=request_id, attempt=attempt, reason=reason)
+        try:
+            stub = decode_pb2_grpc.DecodeServiceStub(link.channel)
+            await stub.Abort(request, timeout=ABORT_DEADLINE_S)
+        except grpc.aio.AioRpcError as error:
+            log.info("abort at %s did not arrive: %s", incarnation, error.code())

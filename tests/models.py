@@ -1,0 +1,92 @@
+"""Models for tests: a tiny one made of random numbers, and the real one where it can be had."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from baton.errors import BatonError
+from deploy import model_store
+
+VOCAB = 320
+EOS = 319
+
+
+def make_tiny_model(folder: Path, *, layers: int = 2, context: int = 512, seed: int = 0) -> Path:
+    """A Llama of random weights with a byte-level tokenizer, as a Hugging Face folder.
+
+    The weights are large enough that the likeliest token stands out.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    hidden, heads, kv_heads, dim, inner = 48, 6, 2, 8, 96
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": dim,
+        "max_position_embeddings": context,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": False,
+        "bos_token_id": EOS - 1,
+        "eos_token_id": EOS,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+
+    weights = {
+        "model.embed_tokens.weight": torch.randn(VOCAB, hidden, generator=generator),
+        "model.norm.weight": torch.ones(hidden),
+        "lm_head.weight": 4 * random(VOCAB, hidden),
+    }
+    for n in range(layers):
+        prefix = f"model.layers.{n}"
+        weights |= {
+            f"{prefix}.input_layernorm.weight": torch.ones(hidden),
+            f"{prefix}.post_attention_layernorm.weight": torch.ones(hidden),
+            f"{prefix}.self_attn.q_proj.weight": 2 * random(heads * dim, hidden),
+            f"{prefix}.self_attn.k_proj.weight": 2 * random(kv_heads * dim, hidden),
+            f"{prefix}.self_attn.v_proj.weight": random(kv_heads * dim, hidden),
+            f"{prefix}.self_attn.o_proj.weight": random(hidden, heads * dim),
+            f"{prefix}.mlp.gate_proj.weight": random(inner, hidden),
+            f"{prefix}.mlp.up_proj.weight": random(inner, hidden),
+            f"{prefix}.mlp.down_proj.weight": random(hidden, inner),
+        }
+    save_file(weights, folder / "model.safetensors")
+    _make_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    return folder
+
+
+def _make_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: number for number, letter in enumerate(alphabet)}
+    for number in range(len(vocab), EOS - 1):
+        vocab[f"<extra_{number}>"] = number
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|begin|>", "<|end|>"])
+    return tokenizer
+
+
+def real_model() -> Path:
+    """The demo model's folder; skips the test where it cannot be had."""
+    try:
+        return model_store.pull("smollm2-135m-instruct", lambda _: None)
+    except BatonError as error:
+        pytest.skip(f"the demo model cannot be had: {error.message}")
