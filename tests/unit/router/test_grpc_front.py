@@ -1,0 +1,215 @@
+"""The gRPC front on a real grpc.aio server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]
+    reflection_pb2,
+    reflection_pb2_grpc,
+)
+
+from baton import errors
+from baton.grpc_channel import make_server, open_channel
+from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from router.generation import GenerationRequest, OutputDelta
+from router.grpc_front import add_grpc_front
+from tests.unit.router.front_fakes import CONTEXT, MODEL, Front, make_front, silent_after_one
+
+Request = inference_pb2.GenerateRequest
+Sampling = sampling_pb2.SamplingParameters
+
+
+@asynccontextmanager
+async def serve(front: Front) -> AsyncIterator[grpc.aio.Channel]:
+    server = make_server()
+    add_grpc_front(server, front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    channel = open_channel(f"127.0.0.1:{port}")
+    try:
+        yield channel
+    finally:
+        await channel.close()
+        await server.stop(0)
+
+
+async def generate(
+    channel: grpc.aio.Channel, request: Request
+) -> list[inference_pb2.GenerateResponse]:
+    stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+    return [response async for response in stub.Generate(request, timeout=20)]
+
+
+async def refused(front: Front, request: Request) -> grpc.aio.AioRpcError:
+    async with serve(front) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(channel, request)
+    return caught.value
+
+
+async def test_generate() -> None:
+    front = make_front()
+    request = Request(prompt="Hello", sampling=Sampling(seed=5, stop=["Paris"]), request_id="mine")
+    async with serve(front) as channel:
+        responses = await generate(channel, request)
+    assert "".join(response.text for response in responses) == "Grüße 😀 from "
+    assert {response.request_id for response in responses} == {"mine"}
+    last = responses[-1]
+    assert last.finish_reason == inference_pb2.FINISH_REASON_STOP
+    assert all(response.finish_reason == 0 for response in responses[:-1])
+    assert not any(response.HasField("usage") for response in responses[:-1])
+    (asked,) = front.dispatcher.requests
+    assert asked.request_id != "mine"
+    assert asked.sampling.max_tokens == CONTEXT - len(asked.prompt_ids)
+    assert asked.sampling.seed == 5
+    assert asked.sampling.temperature == 1
+    assert last.usage.prompt_tokens == len(asked.prompt_ids)
+    assert last.usage.completion_tokens == sum(len(r.token_ids) for r in responses)
+    assert last.usage.cached_prompt_tokens == 1
+    assert front.requests() == {("short", "ok", ""): 1}
+
+
+async def test_messages_and_token_ids() -> None:
+    front = make_front()
+    messages = [inference_pb2.ChatMessage(role="user", content="Hello")]
+    chat = Request(model="tiny", messages=inference_pb2.ChatMessages(messages=messages))
+    ids = Request(token_ids=inference_pb2.TokenIds(ids=[5, 6]))
+    async with serve(front) as channel:
+        await generate(channel, chat)
+        await generate(channel, ids)
+    first, second = front.dispatcher.requests
+    text = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert first.prompt_ids == front.tokenizer.encode(text, add_special_tokens=False)
+    assert second.prompt_ids == (5, 6)
+
+
+BAD: list[Request] = [
+    Request(),
+    Request(prompt=""),
+    Request(token_ids=inference_pb2.TokenIds()),
+    Request(token_ids=inference_pb2.TokenIds(ids=[10**6])),
+    Request(token_ids=inference_pb2.TokenIds(ids=[5] * CONTEXT)),
+    Request(messages=inference_pb2.ChatMessages()),
+    Request(
+        messages=inference_pb2.ChatMessages(
+            messages=[inference_pb2.ChatMessage(role="tool", content="x")]
+        )
+    ),
+    Request(messages=inference_pb2.ChatMessages(messages=[inference_pb2.ChatMessage(content="x")])),
+    Request(prompt="a", request_id="x" * 129),
+    Request(prompt="word " * 5000),
+    *(
+        Request(prompt="a", sampling=sampling)
+        for sampling in (
+            Sampling(temperature=-1),
+            Sampling(temperature=float("nan")),
+            Sampling(temperature=float("inf")),
+            Sampling(top_p=0),
+            Sampling(min_p=float("nan")),
+            Sampling(max_tokens=0),
+            Sampling(max_tokens=CONTEXT),
+            Sampling(min_tokens=CONTEXT),
+            Sampling(stop=[""]),
+            Sampling(stop_token_ids=[10**6]),
+            Sampling(repetition_penalty=0),
+            Sampling(presence_penalty=3),
+            Sampling(logit_bias={10**6: 1}),
+            Sampling(logit_bias={1: float("nan")}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("request_", BAD, ids=lambda value: str(value)[:40])
+async def test_bad_input(request_: Request) -> None:
+    front = make_front()
+    error = await refused(front, request_)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details()
+    assert not front.dispatcher.requests
+    assert sum(front.requests().values()) == 1
+
+
+async def test_too_large() -> None:
+    error = await refused(make_front(max_body_bytes=1024), Request(prompt="a" * 2000))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "1024" in str(error.details())
+
+
+async def test_unknown_model() -> None:
+    error = await refused(make_front(), Request(model="other", prompt="a"))
+    assert error.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_errors_have_their_status() -> None:
+    async def script(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+        yield OutputDelta("x", (65,), None)
+        raise errors.Overloaded("full", retry_after=1.5)
+
+    error = await refused(make_front(script), Request(prompt="a"))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert ("baton-retry-after-ms", "1500") in tuple(error.trailing_metadata() or ())
+
+
+async def test_the_servers_deadline() -> None:
+    front = make_front(silent_after_one, request_deadline_s=0.1)
+    error = await refused(front, Request(prompt="a"))
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert front.dispatcher.closed.is_set()
+
+
+async def test_a_client_that_cancels_aborts() -> None:
+    front = make_front(silent_after_one)
+    async with serve(front) as channel, asyncio.timeout(20):
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        stream = stub.Generate(Request(prompt="a"))
+        assert (await anext(aiter(stream))).text == "x"
+        stream.cancel()
+        await front.dispatcher.closed.wait()
+        while not front.requests():  # noqa: ASYNC110 - the server runs on this loop
+            await asyncio.sleep(0)
+    assert front.requests() == {("short", "aborted", ""): 1}
+
+
+async def test_list_models() -> None:
+    front = make_front()
+    async with serve(front) as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        answer = await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=20)
+    (model,) = answer.models
+    assert (model.id, model.created, model.context_length) == ("tiny", MODEL.created, CONTEXT)
+
+
+async def test_health() -> None:
+    front = make_front()
+    response = health_pb2.HealthCheckResponse
+    async with serve(front) as channel, asyncio.timeout(20):
+        stub = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "baton.v1.InferenceService"):
+            request = health_pb2.HealthCheckRequest(service=service)
+            assert (await stub.Check(request)).status == response.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Check(health_pb2.HealthCheckRequest(service="other"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        watch = aiter(stub.Watch(health_pb2.HealthCheckRequest()))
+        assert (await anext(watch)).status == response.SERVING
+        front.dispatcher.status = ("down", "draining")
+        assert (await anext(watch)).status == response.NOT_SERVING
+
+
+async def test_reflection() -> None:
+    async with serve(make_front()) as channel, asyncio.timeout(20):
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        call = stub.ServerReflectionInfo(iter([request]))
+        answer = await anext(aiter(call))
+    names = {service.name for service in answer.list_services_response.service}
+    assert {"baton.v1.InferenceService", "grpc.health.v1.Health"} <= names
