@@ -65,7 +65,6 @@ class RequestRecorder:
         self._last_at = 0.0
         self._tokens = 0
         self._ended = False
-        metrics.active_requests.inc()
         metrics.prompt_tokens.labels(context_class).inc(prompt_tokens)
 
     @property
@@ -117,5 +116,4 @@ class RequestRecorder:
         if self._ended:
             return
         self._ended = True
-        self._metrics.active_requests.dec()
         self._metrics.requests.labels(self._class, outcome, code).inc()

@@ -75,7 +75,6 @@ async def test_chat() -> None:
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
     assert front.requests() == {("short", "ok", ""): 1}
-    assert front.count("active_requests") == 0
     assert front.count("goodput_requests_total", **{"class": "short"}) == 1
     assert body["id"].startswith("chatcmpl-")
     check_schema(body, "CreateChatCompletionResponse")
@@ -617,7 +616,6 @@ async def test_errors_of_the_dispatcher(
         assert response.headers.get("retry-after") == retry
     code = getattr(error, "code", "internal_error")
     assert front.requests() == {("short", outcome, code): 1}
-    assert front.count("active_requests") == 0
 
 
 async def test_an_answer_without_an_end_is_an_error() -> None:
@@ -664,4 +662,3 @@ async def test_no_body_is_the_servers_fault(path: str, fields: dict[str, Any]) -
     assert response.status_code in (200, 400, 404)
     if response.status_code != 200:
         check_error(response, response.status_code)
-    assert front.count("active_requests") == 0
