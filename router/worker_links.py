@@ -3,9 +3,11 @@
 A link's states:
 
     connecting ─first message of the token stream→ up ─stream broken→ connecting (tries again)
-    any ─gone from the registry→ closed
+    connecting ─not in the registry→ closed
 
-A prefill worker's link has no stream: it is up at once. Owned by the event loop.
+A prefill worker's link has no stream: it is up while its channel is connected. A worker that the
+registry has lost is kept while it is up: Redis may have forgotten what is alive. Owned by the event
+loop.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable
 
+import grpc
 import grpc.aio
 
 from baton import convert
@@ -52,8 +55,9 @@ class WorkerLink:
         """Prompt tokens of this router's requests that wait for their first token there."""
         self.promised_sequences = 0
         """This router's requests that are there."""
-        self.stream: asyncio.Task[None] | None = None
-        self.connected = record.role != "decode"
+        self.follower: asyncio.Task[None] | None = None
+        """Reads the token stream of a decode worker, watches the channel of a prefill worker."""
+        self.connected = False
         self._failed_at = float("-inf")
 
     def is_up(self, now: float) -> bool:
@@ -100,27 +104,35 @@ class WorkerLinks:
             if link is None:
                 log.info("worker %s joins at %s", incarnation, record.address)
                 link = self._links[incarnation] = WorkerLink(record)
-                if record.role == "decode":
-                    link.stream = asyncio.create_task(self._read_tokens(link))
+                follow = self._read_tokens if record.role == "decode" else self._watch_channel
+                link.follower = asyncio.create_task(follow(link))
             link.record = record
             if record.role != "decode":
                 link.load = record.load
         for incarnation in self._links.keys() - records.keys():
-            log.info("worker %s has left the registry", incarnation)
+            if self._links[incarnation].connected:
+                continue
+            log.info("worker %s has left", incarnation)
             task = asyncio.create_task(self._close(self._links.pop(incarnation)))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
         """Close every link."""
-        self.update({})
-        await asyncio.gather(*self._closing)
+        links, self._links = self._links, {}
+        await asyncio.gather(*(self._close(link) for link in links.values()), *self._closing)
 
     async def _close(self, link: WorkerLink) -> None:
-        if link.stream is not None:
-            link.stream.cancel()
-            await asyncio.gather(link.stream, return_exceptions=True)
+        if link.follower is not None:
+            link.follower.cancel()
+            await asyncio.gather(link.follower, return_exceptions=True)
         await link.channel.close()
+
+    async def _watch_channel(self, link: WorkerLink) -> None:
+        while True:
+            state = link.channel.get_state(try_to_connect=True)
+            link.connected = state is grpc.ChannelConnectivity.READY
+            await link.channel.wait_for_state_change(state)
 
     async def _read_tokens(self, link: WorkerLink) -> None:
         incarnation = link.record.incarnation

@@ -160,7 +160,8 @@ def _is_idle(worker: WorkerProcess) -> bool:
 
 async def collect(deltas: AsyncIterator[OutputDelta]) -> OutputDelta:
     """All deltas of an answer as one."""
-    text, tokens, cached = "", [], 0
+    text, cached = "", 0
+    tokens: list[int] = []
     finish: FinishReason | None = None
     async for delta in deltas:
         assert finish is None, "a delta came after the finish reason"
@@ -179,8 +180,8 @@ async def mini_cluster(
     """A running cluster in fp32; ``changes`` go to the pools (``kv_pool_mib``, …) or the config."""
     pool_fields = {name: changes.pop(name) for name in list(changes) if name in _POOL_FIELDS}
     pools = (
-        PoolConfig(name="prefill", role="prefill", count=prefill, **pool_fields),  # type: ignore[arg-type]
-        PoolConfig(name="decode", role="decode", count=decode, **pool_fields),  # type: ignore[arg-type]
+        PoolConfig(name="prefill", role="prefill", count=prefill, **pool_fields),
+        PoolConfig(name="decode", role="decode", count=decode, **pool_fields),
     )
     config = Config(dtype="float32", pools=pools, **changes)  # type: ignore[arg-type]
     cluster = MiniCluster(config, model, redis_url)
