@@ -1,21 +1,20 @@
 """One small tree of errors.
 
 Rooms raise these; only the fronts turn them into HTTP answers (``router.http_errors``) and gRPC
-statuses (``baton.grpc_server``). Each class says once what it means in both worlds.
+statuses (``baton.grpc_errors``). Each class says once what it means in both worlds.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-import grpc
-
 
 class BatonError(Exception):
     """The root. ``message`` is safe to show to a client: it holds no secret and no prompt."""
 
     http_status: ClassVar[int] = 500
-    grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    grpc_status: ClassVar[str] = "INTERNAL"
+    """The name of a ``grpc.StatusCode``: a name, so that pure cores need no gRPC."""
     error_type: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = "internal_error"
 
@@ -43,7 +42,7 @@ class InvalidRequest(BatonError):
     """What the client sent cannot be served as it is."""
 
     http_status = 400
-    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
+    grpc_status = "INVALID_ARGUMENT"
     error_type = "invalid_request_error"
     code = "invalid_value"
 
@@ -64,7 +63,7 @@ class ModelNotFound(BatonError):
     """No such model is served."""
 
     http_status = 404
-    grpc_status = grpc.StatusCode.NOT_FOUND
+    grpc_status = "NOT_FOUND"
     error_type = "invalid_request_error"
     code = "model_not_found"
 
@@ -73,7 +72,7 @@ class RequestTooLarge(BatonError):
     """The body is over the size limit."""
 
     http_status = 413
-    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
+    grpc_status = "INVALID_ARGUMENT"
     error_type = "invalid_request_error"
     code = "request_too_large"
 
@@ -82,7 +81,7 @@ class Overloaded(BatonError):
     """Queues are full; the request was not started and may be tried again."""
 
     http_status = 429
-    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    grpc_status = "RESOURCE_EXHAUSTED"
     error_type = "rate_limit_error"
     code = "overloaded"
 
@@ -91,7 +90,7 @@ class Unavailable(BatonError):
     """Nothing can serve the request at present."""
 
     http_status = 503
-    grpc_status = grpc.StatusCode.UNAVAILABLE
+    grpc_status = "UNAVAILABLE"
     error_type = "server_error"
     code = "unavailable"
 
@@ -106,7 +105,7 @@ class DeadlineExceeded(BatonError):
     """The request's time was up before it ended."""
 
     http_status = 504
-    grpc_status = grpc.StatusCode.DEADLINE_EXCEEDED
+    grpc_status = "DEADLINE_EXCEEDED"
     error_type = "server_error"
     code = "deadline_exceeded"
 
@@ -114,14 +113,14 @@ class DeadlineExceeded(BatonError):
 class HandoffError(Unavailable):
     """Moving a sequence between workers failed."""
 
-    grpc_status = grpc.StatusCode.ABORTED
+    grpc_status = "ABORTED"
     code = "handoff_failed"
 
 
 class ChecksumMismatch(HandoffError):
     """Bytes that arrived are not the bytes that were sent."""
 
-    grpc_status = grpc.StatusCode.DATA_LOSS
+    grpc_status = "DATA_LOSS"
     code = "handoff_checksum_mismatch"
 
 
@@ -134,14 +133,14 @@ class TicketEnded(HandoffError):
 class FingerprintMismatch(HandoffError):
     """The two workers do not serve the same weights."""
 
-    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    grpc_status = "FAILED_PRECONDITION"
     code = "handoff_fingerprint_mismatch"
 
 
 class GeometryMismatch(HandoffError):
     """The two workers' KV caches cannot be converted into one another."""
 
-    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    grpc_status = "FAILED_PRECONDITION"
     code = "handoff_geometry_mismatch"
 
 

@@ -76,7 +76,7 @@ async def _abort(
     trailers = [(CODE_KEY, error.code or "")]
     if error.retry_after is not None:
         trailers.append((RETRY_KEY, str(int(error.retry_after * 1000))))
-    await context.abort(error.grpc_status, error.message, tuple(trailers))
+    await context.abort(grpc.StatusCode[error.grpc_status], error.message, tuple(trailers))
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> errors.BatonError:
