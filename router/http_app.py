@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse, Response
@@ -53,7 +54,8 @@ def create_app(
     config: Config,
 ) -> FastAPI:
     """The app of one router process; its life is that of what it is given."""
-    app = FastAPI(
+    # FastAPI's own pages at /docs load their scripts from the Internet; these carry them.
+    app = FastAPIOffline(
         title="Baton", version=version("baton"), description=_DESCRIPTION, redirect_slashes=False
     )
     app.add_middleware(HttpEdge)

@@ -554,7 +554,10 @@ async def test_the_api_describes_itself() -> None:
     assert operation["requestBody"]["content"]["application/json"]["example"]["model"] == "tiny"
     used = set(_references(described))
     assert used <= {f"#/components/schemas/{name}" for name in schemas}
-    assert (await call(front, "GET", "/docs")).status_code == 200
+    page = await call(front, "GET", "/docs")
+    assert page.status_code == 200
+    assert "https://" not in page.text.split("</head>")[1], "the page needs no Internet"
+    assert (await call(front, "GET", "/static-offline-docs/swagger-ui-bundle.js")).status_code == 200
 
 
 def _references(value: Any) -> list[str]:
