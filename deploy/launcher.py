@@ -85,8 +85,7 @@ class Launcher:
 
     async def run(self) -> int:
         """The whole life; returns the exit code."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        self._take_signals()
         try:
             self._config = choose_ports(self._config)
             if self._config.redis_url:
@@ -95,6 +94,10 @@ class Launcher:
             self._progress.line(f"error: {error.message}", "red")
             return 1
         return await self._run_in(RunDirectory.create())
+
+    def _take_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
         self._signals += 1
@@ -187,6 +190,8 @@ class Launcher:
     async def _start_ray(self) -> None:
         with self._progress.step("starting Ray"):
             await self._parts.ray.start()
+        # Ray has put a handler in front of ours, which prints a stack trace on SIGTERM.
+        self._take_signals()
 
     async def _start_router(self) -> RouterProcess:
         router = self._parts.router = RouterProcess(

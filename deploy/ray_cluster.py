@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import secrets
 from collections.abc import Awaitable
@@ -144,9 +145,9 @@ class RayCluster:
         ray.init(
             address="local",
             # As many as workers: Ray starts a process ahead for each, which saves a second.
-            num_cpus=int(max(totals.pop("CPU", 0), totals[WORKER_RESOURCE])),
+            num_cpus=max(totals.pop("CPU", 0), totals[WORKER_RESOURCE]),
             num_gpus=_gpus(totals.pop("GPU", 0)),
-            resources=totals,
+            resources=dict[str, float](totals),
             object_store_memory=_OBJECT_STORE_BYTES,
             include_dashboard=False,
             namespace="baton",
@@ -160,16 +161,17 @@ class RayCluster:
 _DAEMON_NAMES = {"gcs_server": "Ray's control store", "raylet": "Ray's node manager"}
 
 
-def _totals(config: Config) -> dict[str, float]:
+def _totals(config: Config) -> dict[str, int]:
     """What all workers together ask of Ray; one machine offers just that."""
     totals: dict[str, float] = {WORKER_RESOURCE: sum(pool.count for pool in config.pools)}
     for pool in config.pools:
         for name, amount in pool.resources.items():
             totals[name] = totals.get(name, 0) + amount * pool.count
-    return totals
+    # Ray takes fractions from a worker, but not of a machine.
+    return {name: math.ceil(amount) for name, amount in totals.items()}
 
 
-def _gpus(asked: float) -> int | None:
+def _gpus(asked: int) -> int | None:
     """None lets Ray look for them; it must not when nobody asks, since that takes time."""
     return None if asked else 0
 

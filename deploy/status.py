@@ -111,11 +111,12 @@ def rows_from_metrics(page: str) -> tuple[WorkerRow, ...]:
 
 
 def table(status: Status) -> Table:
-    """The workers as a table."""
-    columns = ("slot", "role", "state", "address", "running", "waiting")
-    drawn = Table(*columns, "KV blocks free", "used", "cached", box=None, pad_edge=False)
-    for column in drawn.columns[len(columns) - 2 :]:
-        column.justify = "right"
+    """The workers as a table; the last three columns count KV blocks."""
+    drawn = Table(box=None, pad_edge=False)
+    for name in ("slot", "role", "state", "address"):
+        drawn.add_column(name, no_wrap=True, overflow="fold")
+    for name in ("running", "waiting", "free", "used", "cached"):
+        drawn.add_column(name, justify="right")
     for row in status.workers:
         counts = (row.running, row.waiting, row.free_blocks, row.used_blocks, row.cached_blocks)
         drawn.add_row(row.slot, row.role, row.state, row.address, *map(str, counts))

@@ -23,7 +23,7 @@ DEADLINE_S = 30.0
 async def count(mark: ClusterMark, wanted: int) -> list[psutil.Process]:
     """The marked processes, once there are ``wanted``."""
     async with asyncio.timeout(DEADLINE_S):
-        while len(found := mark.processes()) != wanted:  # noqa: ASYNC110
+        while len(found := mark.processes()) != wanted:
             await asyncio.sleep(0.05)
     return found
 
@@ -104,7 +104,7 @@ async def test_a_guardian_ignores_sigterm_and_its_death_is_noticed(
     guardian = Guardian(mark, run)
     await guardian.start()
     async with asyncio.timeout(DEADLINE_S):
-        while not _ignores_sigterm(guardian.pid):  # noqa: ASYNC110
+        while not _ignores_sigterm(guardian.pid):
             await asyncio.sleep(0.02)
         os.kill(guardian.pid, signal.SIGTERM)
         os.kill(guardian.pid, signal.SIGKILL)

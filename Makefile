@@ -1,0 +1,100 @@
+# Baton: see README.md. `make up` is all that a machine with Python >= 3.11 needs.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROTO_VENV := .venv-proto
+PROTO_BIN := $(PROTO_VENV)/bin
+PROTOS := $(wildcard proto/baton/v1/*.proto)
+PINS := pyproject.toml requirements.lock Makefile
+# Flags for `baton up`, for example: make up ARGS="--decode 2"
+ARGS ?=
+# What `make test` runs, for example: make test TESTS=tests/unit
+TESTS ?= tests/unit tests/kernels tests/integration tests/e2e
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help install install-dev up test test-long check proto check-proto lock clean
+
+help:
+	@echo "make up         install what is missing and serve the demo model; ARGS=... goes to baton up"
+	@echo "make install    install into $(VENV) what serving needs"
+	@echo "make test       run the tests; TESTS=... chooses"
+	@echo "make test-long  run the tests that take minutes"
+	@echo "make check      format, lint, types, layers, protobuf"
+	@echo "make proto      generate baton/v1 from proto/"
+	@echo "make lock       pin what is installed now in requirements.lock"
+	@echo "make clean      remove what make has made"
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "Baton needs Python 3.11 or newer, and $(PYTHON) is: $$($(PYTHON) --version 2>&1)." >&2; \
+	  echo "Name another one, for example: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) lacks the venv module; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+# Two stamps: serving needs less than testing. One command for all of torch's dependents, so that
+# pip sees every bound at once.
+$(VENV)/.installed: $(PINS) | $(BIN)/python
+	@echo "installing Baton into $(VENV); the first time takes a minute or more"
+	@$(BIN)/python -m pip install --constraint requirements.lock --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(PINS) | $(BIN)/python
+	@echo "installing Baton and what its tests need into $(VENV)"
+	@$(BIN)/python -m pip install --constraint requirements.lock --editable '.[dev]'
+	@touch $(VENV)/.installed $@
+
+up: install
+	@exec $(BIN)/baton up $(ARGS)
+
+test: install-dev
+	@$(BIN)/python -m pytest -m "not long" $(TESTS)
+
+test-long: install-dev
+	@$(BIN)/python -m pytest -m long
+
+check: install-dev check-proto
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+
+# Generated code runs on the versions that it was made with and on newer ones: hence a venv of its
+# own, with the oldest that Baton supports.
+$(PROTO_VENV)/.installed: Makefile
+	@test -x $(PROTO_BIN)/python || $(PYTHON) -m venv $(PROTO_VENV)
+	@$(PROTO_BIN)/python -m pip install grpcio-tools==1.76.0 mypy-protobuf==5.1.0
+	@touch $@
+
+define generate
+PATH="$(CURDIR)/$(PROTO_BIN):$$PATH" $(PROTO_BIN)/python -m grpc_tools.protoc -I proto \
+  --python_out=$(1) --grpc_python_out=$(1) --mypy_out=$(1) --mypy_grpc_out=$(1) $(PROTOS)
+endef
+
+proto: $(PROTO_VENV)/.installed
+	@$(call generate,.)
+
+check-proto: $(PROTO_VENV)/.installed
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(call generate,"$$fresh") \
+	  && diff -r -x __init__.py -x __pycache__ "$$fresh/baton/v1" baton/v1 \
+	  || { echo "baton/v1 is not what proto/ says: run make proto" >&2; exit 1; }
+
+# Without triton and CUDA's libraries, which follow from torch's build, and without build tags such
+# as +cpu: the same line takes CPU torch on one machine and CUDA torch on another.
+lock: install-dev
+	@$(BIN)/python -m pip freeze --exclude-editable --exclude triton --exclude pytorch-triton \
+	  | grep -v -E '^(nvidia|cuda)[-_]' | sed -E 's/(==[^+ ]+)\+.*/\1/' > requirements.lock.new
+	@mv requirements.lock.new requirements.lock
+	@touch $(VENV)/.installed $(VENV)/.installed-dev
+
+clean:
+	rm -rf $(VENV) $(PROTO_VENV) build dist *.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,78 @@
+"""Brings a local Ray up as the launcher does and prints what was seen, as JSON.
+
+In a process of its own: Ray reads its environment once, when it is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from baton.config import load_config
+from deploy.cluster_mark import ClusterMark
+from deploy.ray_cluster import WORKER_RESOURCE, RayCluster
+from deploy.run_directory import RunDirectory
+
+DEADLINE_S = 60.0
+
+
+class Echo:
+    """The least of actors."""
+
+    def life(self) -> tuple[int, str]:
+        return os.getpid(), os.environ.get("BATON_CLUSTER_ID", "")
+
+
+async def main() -> None:
+    run = RunDirectory(Path(sys.argv[2]))
+    mark = ClusterMark(sys.argv[1], run.path)
+    cluster = RayCluster(load_config(), mark, run)
+    seen: dict[str, Any] = {}
+    async with asyncio.timeout(DEADLINE_S):
+        await cluster.start()
+        import ray  # noqa: PLC0415
+
+        actor = ray.remote(Echo)
+        options = actor.options(num_cpus=0, resources={WORKER_RESOURCE: 1}, max_restarts=-1)
+        echo: Any = options.remote()
+        seen["first"] = await asyncio.wrap_future(echo.life.remote().future())
+        seen["listening"] = sorted(listening(mark))
+        psutil.Process(seen["first"][0]).kill()
+        seen["second"] = await next_life(echo, seen["first"][0])
+        raylet = next(c for c in psutil.Process().children() if c.name() == "raylet")
+        raylet.kill()
+        seen["lost"] = await cluster.lost()
+        seen["stopped"] = await cluster.stop()
+    sys.stdout.write(json.dumps(seen))
+
+
+async def next_life(echo: Any, old: int) -> tuple[int, str]:
+    from ray.exceptions import RayError  # noqa: PLC0415
+
+    while True:
+        try:
+            pid, mark = await asyncio.wrap_future(echo.life.remote().future())
+        except RayError:
+            continue
+        if pid != old:
+            return pid, mark
+
+
+def listening(mark: ClusterMark) -> set[str]:
+    """The hosts on which the cluster's processes listen, this one among them."""
+    hosts = set()
+    for process in [*mark.processes(), psutil.Process()]:
+        for connection in process.net_connections(kind="tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                hosts.add(getattr(connection.laddr, "ip", "").removeprefix("::ffff:"))
+    return hosts
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.registry import WorkerRecord
+from baton.request import Geometry, LoadSnapshot
+from deploy import cluster_state
+from deploy.announcement import announcement
+from deploy.cluster_state import ClusterState, running_clusters
+from deploy.restarts import Restarts
+from deploy.run_directory import RunDirectory
+from deploy.status import WorkerRow, rows_from_metrics, rows_from_registry
+
+PAGE = """\
+# TYPE baton_sequences gauge
+baton_sequences{role="decode",state="running",worker="decode-0"} 3.0
+baton_sequences{role="decode",state="waiting",worker="decode-0"} 1.0
+# TYPE baton_kv_blocks gauge
+baton_kv_blocks{role="decode",state="free",worker="decode-0"} 90.0
+baton_kv_blocks{role="decode",state="used",worker="decode-0"} 8.0
+baton_kv_blocks{role="decode",state="cached",worker="decode-0"} 2.0
+baton_kv_blocks{role="prefill",state="free",worker="prefill-0"} 100.0
+# TYPE baton_other gauge
+baton_other 1.0
+"""
+
+
+def test_workers_are_read_from_a_metrics_page() -> None:
+    decode, prefill = rows_from_metrics(PAGE)
+    assert decode == WorkerRow("decode-0", "decode", "-", "-", 3, 1, 90, 8, 2)
+    assert (prefill.slot, prefill.free_blocks, prefill.running) == ("prefill-0", 100, 0)
+
+
+def test_workers_are_read_from_the_registry() -> None:
+    record = WorkerRecord(
+        incarnation="decode-0:1",
+        slot="decode-0",
+        role="decode",
+        address="127.0.0.1:5",
+        metrics_address="127.0.0.1:6",
+        model="m",
+        fingerprint="f",
+        geometry=Geometry(16, 1, 1, 1, "float32"),
+        context_length=10,
+        total_blocks=100,
+        max_sequences=4,
+        load=LoadSnapshot(running=3, waiting=1, free_blocks=90, used_blocks=8, cached_blocks=2),
+    )
+    expected = WorkerRow("decode-0", "decode", "ready", "127.0.0.1:5", 3, 1, 90, 8, 2)
+    assert rows_from_registry([record]) == (expected,)
+
+
+@pytest.fixture
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(cluster_state, "parent_directory", lambda: tmp_path)
+    return tmp_path
+
+
+def state(run_directory: Path, started: float) -> ClusterState:
+    run_directory.mkdir()
+    return ClusterState(
+        cluster_id="c",
+        run_directory=str(run_directory),
+        model="m",
+        http="127.0.0.1:1",
+        grpc="127.0.0.1:2",
+        redis_url="redis://:secret@127.0.0.1:3/0",
+        launcher=os.getpid(),
+        launcher_started=started,
+        processes={"router": 1},
+    )
+
+
+def test_a_running_cluster_is_found_and_a_dead_one_is_not(parent: Path) -> None:
+    alive = state(parent / "baton-a", psutil.Process().create_time())
+    alive.save()
+    state(parent / "baton-b", 1.0).save()  # the same pid, but of an older process
+    (parent / "baton-c").mkdir()
+    (parent / "baton-c" / "cluster.json").write_text("{")
+    assert running_clusters() == [alive]
+    assert (parent / "baton-a" / "cluster.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_keeping_the_logs_removes_all_else(run: RunDirectory) -> None:
+    run.write_secret("ray-token", "secret")
+    run.log("router").write_text("why\n")
+    session = run.ray / "session_1"
+    (session / "logs").mkdir(parents=True)
+    (session / "logs" / "raylet.out").write_text("because\n")
+    (session / "sockets").mkdir()
+    (run.ray / "session_latest").symlink_to(session)
+    logs = run.keep_logs()
+    assert sorted(entry.name for entry in run.path.iterdir()) == ["logs"]
+    assert (logs / "router.log").read_text() == "why\n"
+    assert (logs / "ray" / "raylet.out").read_text() == "because\n"
+
+
+def test_restarts_slow_down_and_end_when_they_come_too_fast() -> None:
+    restarts = Restarts()
+    pauses = [restarts.pause(now) for now in range(6)]
+    assert pauses[:5] == sorted(pause for pause in pauses[:5] if pause is not None)
+    assert pauses[5] is None
+    calm = Restarts()
+    assert {calm.pause(now * 61.0) for now in range(20)} == {pauses[0]}
+
+
+def test_the_curl_line_survives_a_quote_in_the_models_name() -> None:
+    text = announcement(http="h:1", grpc="h:2", model="it's", workers=["a"], logs=Path("/l"))
+    assert r"""it'\''s""" in text
