@@ -48,6 +48,9 @@ class ActorSettings(BaseModel):
     redis_url: str
     cluster_id: str
     threads: int
+    number: int
+    """Its place among the workers of this machine, from 0."""
+    workers_here: int
     log_file: str
     launcher: int
     """Process id of the launcher."""
@@ -151,6 +154,8 @@ def _build(settings: ActorSettings) -> WorkerProcess:
         redis_url=settings.redis_url,
         cluster_id=settings.cluster_id,
         threads=settings.threads,
+        number=settings.number,
+        workers_here=settings.workers_here,
     )
     return WorkerProcess(worker, {"prefill": PrefillRole, "decode": DecodeRole})
 

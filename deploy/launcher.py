@@ -207,14 +207,16 @@ class Launcher:
         return router
 
     def _place_workers(self) -> tuple[RayWorker, ...]:
+        pools = self._config.pools
+        slots = [(pool, f"{pool.name}-{n}") for pool in pools for n in range(pool.count)]
         return tuple(
-            self._parts.ray.place(pool, self._settings(pool, number))
-            for pool in self._config.pools
-            for number in range(pool.count)
+            self._parts.ray.place(pool, self._settings(pool, slot, number, len(slots)))
+            for number, (pool, slot) in enumerate(slots)
         )
 
-    def _settings(self, pool: PoolConfig, number: int) -> ActorSettings:
-        slot = f"{pool.name}-{number}"
+    def _settings(
+        self, pool: PoolConfig, slot: str, number: int, workers_here: int
+    ) -> ActorSettings:
         return ActorSettings(
             config=self._config.model_dump(mode="json"),
             pool=pool.name,
@@ -224,6 +226,8 @@ class Launcher:
             redis_url=self._redis_url,
             cluster_id=self._mark.cluster_id,
             threads=pool.threads or _share_of_cores(self._config),
+            number=number,
+            workers_here=workers_here,
             log_file=str(self._run.log(slot)),
             launcher=os.getpid(),
             launcher_started=psutil.Process().create_time(),

@@ -127,5 +127,5 @@ def test_nobody_there_is_unavailable() -> None:
 
 
 def test_errors_of_the_router_keep_their_meaning(client: Client) -> None:
-    with pytest.raises(InvalidRequest, match="^parrots need messages$"):
+    with pytest.raises(InvalidRequest, match="parrots need messages"):
         list(client.generate(prompt="x"))
