@@ -39,7 +39,7 @@ class PoolConfig(_Section):
     kv_pool_mib: int = Field(default=1024, ge=1)
     """Memory for a worker's KV blocks on the CPU, in MiB."""
     gpu_memory_fraction: float = Field(default=0.9, gt=0, le=1)
-    """Share of the GPU's free memory that a worker takes for KV blocks."""
+    """Share of a GPU's memory that its workers take; workers that share a GPU divide it."""
     max_sequences: int = Field(default=64, ge=1, le=4096)
     """Most sequences in one step."""
     chunk_tokens: int = Field(default=0, ge=0)

@@ -28,14 +28,14 @@ class EngineSettings:
     model_path: Path
     dtype: str = "bfloat16"
     device: str = "auto"
-    """``cpu``, ``cuda``, or ``auto``: a GPU where there is one."""
+    """``cpu``, ``cuda``, ``cuda:1``, or ``auto``: a GPU where there is one."""
     threads: int = 0
     """Compute threads on the CPU; 0 leaves torch's own choice."""
     block_size: int = 16
     kv_pool_bytes: int = 1 << 30
     """Memory for blocks on the CPU."""
     gpu_memory_fraction: float = 0.9
-    """Share of the GPU's free memory for blocks."""
+    """Share of the GPU's memory for everything that this engine needs there."""
     chunk_tokens: int = 0
     """Most tokens of a step; 0 takes 512 on the CPU and 8192 on a GPU."""
     max_sequences: int = 64
@@ -69,14 +69,14 @@ def build_engine(settings: EngineSettings) -> Engine:
     config = load_model_config(settings.model_path)
     model = LlamaModel(config, load_weights(settings.model_path, device, dtype), device)
     size = block_bytes(config, settings.block_size, dtype)
-    blocks = _pool_bytes(settings, device) // size
+    blocks = _pool_bytes(settings, config, device, dtype) // size
     if blocks < 2:
         raise ConfigError(f"the KV pool holds {blocks} blocks of {size} bytes; raise kv_pool_mib")
     cache = KvCache(config, blocks, settings.block_size, dtype, device)
     pool = BlockPool(blocks)
     limits = SchedulerLimits(
         block_size=settings.block_size,
-        chunk_tokens=settings.chunk_tokens or _CHUNK_TOKENS[device.type],
+        chunk_tokens=_chunk_tokens(settings, device),
         max_sequences=settings.max_sequences,
         context_length=min(config.context_length, blocks * settings.block_size),
     )
@@ -103,8 +103,8 @@ def warm_up(engine: Engine) -> None:
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda was asked for, but torch finds no GPU")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {name} was asked for, but torch finds no GPU")
     return torch.device(name)
 
 
@@ -115,8 +115,28 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _pool_bytes(settings: EngineSettings, device: torch.device) -> int:
+def _chunk_tokens(settings: EngineSettings, device: torch.device) -> int:
+    return settings.chunk_tokens or _CHUNK_TOKENS[device.type]
+
+
+def _pool_bytes(
+    settings: EngineSettings, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> int:
     if device.type == "cpu":
         return settings.kv_pool_bytes
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free * settings.gpu_memory_fraction)
+    # Of the whole memory rather than of what is free: another worker of this GPU may not have
+    # taken its share yet.
+    free, total = torch.cuda.mem_get_info(device)
+    taken = torch.cuda.memory_allocated(device) + _activation_bytes(
+        config, _chunk_tokens(settings, device), settings.max_sequences, dtype
+    )
+    return min(int(total * settings.gpu_memory_fraction) - taken, int(free * 0.95))
+
+
+def _activation_bytes(
+    config: ModelConfig, chunk_tokens: int, max_sequences: int, dtype: torch.dtype
+) -> int:
+    """A bound on a step's intermediate tensors: residual and attention, MLP, logits in fp32."""
+    per_token = (8 * config.hidden_size + 4 * config.intermediate_size) * dtype.itemsize
+    mask = chunk_tokens * config.context_length
+    return chunk_tokens * per_token + mask + 3 * 4 * max_sequences * config.vocab_size

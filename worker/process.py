@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import redis
+import torch
 from prometheus_client import CollectorRegistry, start_http_server
 
 from baton.grpc_channel import make_server
@@ -31,6 +32,7 @@ from worker.control_loop import ControlLoop
 from worker.gauges import WorkerGauges
 from worker.index_publisher import IndexPublisher
 from worker.kv_memory import KvMemory
+from worker.placement import place
 from worker.role import RoleFactory, WorkerContext
 from worker.settings import WorkerSettings
 
@@ -99,15 +101,22 @@ class WorkerProcess:
 
     def _build(self) -> Engine:
         pool, config = self.settings.pool, self.settings.config
+        placement = place(
+            pool.device,
+            pool.gpu_memory_fraction,
+            number=self.settings.number,
+            workers_here=self.settings.workers_here,
+            gpus=torch.cuda.device_count(),
+        )
         engine = build_engine(
             EngineSettings(
                 model_path=Path(self.settings.model_path),
                 dtype=config.dtype,
-                device=pool.device,
+                device=placement.device,
                 threads=self.settings.threads,
                 block_size=config.block_size,
                 kv_pool_bytes=pool.kv_pool_mib << 20,
-                gpu_memory_fraction=pool.gpu_memory_fraction,
+                gpu_memory_fraction=placement.memory_fraction,
                 chunk_tokens=pool.chunk_tokens,
                 max_sequences=pool.max_sequences,
             )

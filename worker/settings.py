@@ -20,5 +20,9 @@ class WorkerSettings:
     cluster_id: str
     threads: int
     """Compute threads on the CPU."""
+    number: int = 0
+    """Its place among the workers of this machine, from 0."""
+    workers_here: int = 1
+    """How many workers this machine has."""
     host: str = "127.0.0.1"
     """Where its servers listen."""
