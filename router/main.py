@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2
 """How long open connections have to end once the router stops."""
+PARENT_POLL_S = 2.0
 
 
 class RouterSettings(BaseModel):
@@ -95,15 +97,25 @@ async def serve(settings: RouterSettings) -> None:
     listening = _listen(config.http)
     serving = asyncio.create_task(http.serve(sockets=[listening]))
     stopped = asyncio.create_task(stop.wait())
+    orphaned = asyncio.create_task(_parent_gone())
     try:
-        await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([serving, stopped, orphaned], return_when=asyncio.FIRST_COMPLETED)
     finally:
         stopped.cancel()
+        orphaned.cancel()
         await dispatcher.close()
         http.should_exit = True
         await serving
         await grpc_server.stop(STOP_GRACE_S)
         await client.aclose()
+
+
+async def _parent_gone() -> None:
+    """Return when the launcher has died: no event tells, and its guardian may be dead too."""
+    parent = os.getppid()
+    while os.getppid() == parent:  # noqa: ASYNC110
+        await asyncio.sleep(PARENT_POLL_S)
+    log.error("the launcher is gone: the router ends")
 
 
 def _context_length(folder: Path) -> int:

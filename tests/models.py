@@ -46,7 +46,7 @@ def make_tiny_model(folder: Path, *, layers: int = 2, context: int = 512, seed: 
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+        return torch.randn(*shape, generator=generator).div(shape[-1] ** 0.5)
 
     weights = {
         "model.embed_tokens.weight": torch.randn(VOCAB, hidden, generator=generator),

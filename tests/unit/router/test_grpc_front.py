@@ -174,7 +174,7 @@ async def test_a_client_that_cancels_aborts() -> None:
         assert (await anext(aiter(stream))).text == "x"
         stream.cancel()
         await front.dispatcher.closed.wait()
-        while not front.requests():  # noqa: ASYNC110 - the server runs on this loop
+        while not front.requests():
             await asyncio.sleep(0)
     assert front.requests() == {("short", "aborted", ""): 1}
 

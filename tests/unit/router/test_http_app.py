@@ -557,7 +557,9 @@ async def test_the_api_describes_itself() -> None:
     page = await call(front, "GET", "/docs")
     assert page.status_code == 200
     assert "https://" not in page.text.split("</head>")[1], "the page needs no Internet"
-    assert (await call(front, "GET", "/static-offline-docs/swagger-ui-bundle.js")).status_code == 200
+    assert (
+        await call(front, "GET", "/static-offline-docs/swagger-ui-bundle.js")
+    ).status_code == 200
 
 
 def _references(value: Any) -> list[str]:

@@ -185,7 +185,7 @@ async def test_a_client_that_hangs_up_aborts(
     front = make_front(script)
     async with serve(front.app()) as address, asyncio.timeout(20):
         writer = await _send_raw(address, {**PROMPT, "stream": stream})
-        while not front.dispatcher.requests:  # noqa: ASYNC110 - the server runs on this loop
+        while not front.dispatcher.requests:
             await asyncio.sleep(0)
         writer.close()
         await front.dispatcher.closed.wait()
@@ -197,7 +197,7 @@ async def test_a_client_that_hangs_up_aborts_all_its_prompts() -> None:
     body = {"model": "tiny", "prompt": ["a", "b", "c"]}
     async with serve(front.app()) as address, asyncio.timeout(20):
         writer = await _send_raw(address, body)
-        while len(front.dispatcher.requests) < 3:  # noqa: ASYNC110
+        while len(front.dispatcher.requests) < 3:
             await asyncio.sleep(0)
         writer.close()
         await front.dispatcher.closed.wait()
@@ -313,7 +313,7 @@ async def test_a_client_that_leaves_while_it_sends() -> None:
         async with httpx.AsyncClient(trust_env=False) as client:
             await client.get(f"http://{address}/live")
         writer.close()
-        while not front.requests():  # noqa: ASYNC110
+        while not front.requests():
             await asyncio.sleep(0)
     assert front.requests() == {("unknown", "aborted", ""): 1}
 
