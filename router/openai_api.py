@@ -111,6 +111,7 @@ class OpenAiApi:
         return Model(
             id=self._model.id,
             created=self._model.created,
+            root=self._model.id,
             max_model_len=self._builder.context_length,
         )
 

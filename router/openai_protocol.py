@@ -165,6 +165,8 @@ class Model(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "baton"
+    root: str
+    """The id again, for clients that take the first model that is listed (extension)."""
     max_model_len: int
     """Most tokens of prompt and answer together (extension)."""
 
