@@ -509,6 +509,8 @@ async def test_models() -> None:
     body = (await call(front, "GET", "/v1/models")).json()
     assert [model["id"] for model in body["data"]] == ["tiny"]
     assert body["data"][0]["created"] == MODEL.created
+    # vLLM's load generator asks for it.
+    assert body["data"][0]["root"] == "tiny"
     assert (await call(front, "GET", "/v1/models/tiny")).json() == body["data"][0]
     check_error(await call(front, "GET", "/v1/models/other/one"), 404, "model")
     check_schema(body, "ListModelsResponse")
