@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from baton.errors import InvalidRequest
 from baton.request import FinishReason
 from engine.block_pool import BlockPool, OutOfBlocks
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
@@ -81,7 +82,16 @@ class Scheduler:
     # Joining and leaving
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence whose KV is to be computed."""
+        """Queue a sequence whose KV is to be computed.
+
+        Raises InvalidRequest for one that has nothing left to generate: it would never end.
+        """
+        if not self._can_run(sequence):
+            raise InvalidRequest(
+                f"{len(sequence.token_ids)} tokens leave nothing to generate: the context is "
+                f"{self.limits.context_length} tokens, "
+                f"max_tokens is {sequence.spec.sampling.max_tokens}"
+            )
         self.waiting.append(sequence)
 
     def add_computed(self, sequence: Sequence, blocks: list[int], computed: int) -> None:
@@ -138,9 +148,12 @@ class Scheduler:
             if not self._grow(sequence):
                 continue
             budget -= self._add_row(rows, sequence, budget)
-        if self.preemptions == preemptions:
-            self._admit(rows, budget)
         rows = [(s, row) for s, row in rows if not s.preempted]
+        # Blocks that a preemption brought are for the running ones, unless none of them can run.
+        if not rows or self.preemptions == preemptions:
+            self._admit(rows)
+        while not (rows or self.running or self._plans) and self._strip_last_in_line():
+            self._admit(rows)
         return self._make_plan(rows) if rows else None
 
     def _can_run(self, sequence: Sequence) -> bool:
@@ -157,7 +170,11 @@ class Scheduler:
         """Blocks for all tokens up to the target; preempts the latest arrivals if it must."""
         missing = self._blocks_for(sequence.target) - len(sequence.block_table)
         while missing > self.pool.available:
-            victim = self.running[-1]
+            if self._blocks_are_coming():
+                return False
+            victim = self._victim(sequence)
+            self.running.remove(victim)
+            self.waiting.appendleft(victim)
             self._preempt(victim)
             if victim is sequence or victim.release_wanted:
                 return False
@@ -165,24 +182,46 @@ class Scheduler:
             sequence.block_table.extend(self.pool.allocate(missing))
         return True
 
+    def _blocks_are_coming(self) -> bool:
+        """Whether a sequence gives its blocks back as soon as the plans in flight have ended."""
+        return bool(self._leaving) or any(s.release_wanted for s in self.waiting)
+
+    def _victim(self, sequence: Sequence) -> Sequence:
+        """The latest arrival. Never one that is ``prefill_only``: its blocks are being sent."""
+        return next(s for s in reversed(self.running) if s is sequence or not s.prefill_only)
+
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
-        self.running.remove(sequence)
         sequence.preempted = True
         sequence.release_wanted = True
-        self.waiting.appendleft(sequence)
         self._release_if_idle(sequence)
 
-    def _admit(self, rows: list[tuple[Sequence, PlanRow]], budget: int) -> None:
-        while self.waiting and budget and len(self.running) < self.limits.max_sequences:
-            sequence = self.waiting[0]
-            if sequence.in_flight or not self._take_blocks(sequence):
+    def _strip_last_in_line(self) -> bool:
+        """Take the blocks of one that waits, for the one that is first: else both wait for ever."""
+        for sequence in reversed(self.waiting):
+            if sequence is not self.waiting[0] and sequence.block_table:
+                self._preempt(sequence)
+                return True
+        return False
+
+    def _admit(self, rows: list[tuple[Sequence, PlanRow]]) -> None:
+        budget = self.limits.chunk_tokens - sum(row.count for _, row in rows)
+        while budget and len(self.running) < self.limits.max_sequences:
+            sequence = self._next_in_line()
+            if sequence is None:
                 break
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             sequence.preempted = False
             self.running.append(sequence)
-            if self._can_run(sequence):
-                budget -= self._add_row(rows, sequence, budget)
+            budget -= self._add_row(rows, sequence, budget)
+
+    def _next_in_line(self) -> Sequence | None:
+        """The first that waits, with its blocks; where it lacks some, one that holds its own."""
+        for sequence in self.waiting:
+            may_go = sequence is self.waiting[0] or sequence.block_table
+            if may_go and not sequence.in_flight and self._take_blocks(sequence):
+                return sequence
+        return None
 
     def _take_blocks(self, sequence: Sequence) -> bool:
         """Cached blocks of the longest known prefix, and new ones for the rest.

@@ -1,0 +1,99 @@
+"""An engine for tests of the scheduler: its model is a function of the tokens, its KV is readable.
+
+The KV of a token is a fingerprint of all tokens up to it. Every step checks that what it reads is
+what the sequence's own tokens would have written, so stale, mixed and lost blocks are found.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+from baton.request import FinishReason, SequenceSpec
+from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
+
+VOCAB = 11
+
+
+def kv_of(tokens: list[int], salt: bytes = b"") -> list[int]:
+    """The KV of each token; another salt stands for another tenant's cache."""
+    found, state = [], zlib.crc32(salt)
+    for token in tokens:
+        state = zlib.crc32(bytes([token]), state)
+        found.append(state)
+    return found
+
+
+def next_token(
+    tokens: list[int], prompt_length: int, min_tokens: int, stop_ids: tuple[int, ...]
+) -> int:
+    """The model: one token for each sequence of tokens; no stop token before ``min_tokens``."""
+    token = zlib.crc32(bytes(tokens), 77) % VOCAB
+    if len(tokens) - prompt_length < min_tokens:
+        while token in stop_ids:
+            token = (token + 1) % VOCAB
+    return token
+
+
+def answer(
+    spec: SequenceSpec, stop_ids: tuple[int, ...], context_length: int
+) -> tuple[list[int], FinishReason]:
+    """What a sequence must end with, whatever happens on its way: all its tokens, and why."""
+    tokens, sampling = list(spec.token_ids), spec.sampling
+    while True:
+        token = next_token(tokens, spec.prompt_length, sampling.min_tokens, stop_ids)
+        tokens.append(token)
+        if token in stop_ids and len(tokens) - spec.prompt_length > sampling.min_tokens:
+            return tokens, FinishReason.STOP
+        if len(tokens) - spec.prompt_length == sampling.max_tokens:
+            return tokens, FinishReason.LENGTH
+        if len(tokens) == context_length:
+            return tokens, FinishReason.LENGTH
+
+
+class FakeEngine:
+    """Runs plans as ``engine.runner.ModelRunner`` does."""
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.memory: list[list[int | None]] = [[None] * block_size for _ in range(blocks)]
+        self._known: dict[int, tuple[NewSequence, list[int]]] = {}
+        self._broken: set[int] = set()
+
+    def write(self, block_table: list[int], start: int, kv: list[int]) -> None:
+        """Place the KV of tokens ``start …``."""
+        for position, value in enumerate(kv, start):
+            block, slot = divmod(position, self.block_size)
+            self.memory[block_table[block]][slot] = value
+
+    def read(self, block_table: Sequence[int], count: int) -> list[int | None]:
+        """The KV of the first ``count`` tokens."""
+        where = (divmod(position, self.block_size) for position in range(count))
+        return [self.memory[block_table[block]][slot] for block, slot in where]
+
+    def run(self, plan: StepPlan, *, fail: bool = False) -> StepResult:
+        """One step; ``fail`` breaks it after its sequences were learned and dropped."""
+        for sequence_id in plan.dropped:
+            del self._known[sequence_id]
+        for new in plan.new:
+            assert new.sequence_id not in self._known, "told twice"
+            self._known[new.sequence_id] = (new, list(new.token_ids))
+            self._broken.discard(new.sequence_id)
+        if fail or any(row.sequence_id in self._broken for row in plan.rows):
+            self._broken.update(row.sequence_id for row in plan.rows)
+            raise RuntimeError("this step, or one before it, broke")
+        return StepResult(plan.step, tuple(self._run_row(row) for row in plan.rows), 0.0)
+
+    def _run_row(self, row: PlanRow) -> tuple[int, ...]:
+        new, tokens = self._known[row.sequence_id]
+        end = row.start + row.count
+        assert end <= len(tokens), "tokens that do not exist yet"
+        kv = kv_of(tokens[:end])
+        assert self.read(row.block_table, row.start) == kv[: row.start], "stale or foreign KV"
+        self.write(list(row.block_table), row.start, kv[row.start :])
+        if not row.sample:
+            return ()
+        assert end == len(tokens), "a sample before all tokens are computed"
+        token = next_token(tokens, new.prompt_length, new.sampling.min_tokens, new.stop_ids)
+        tokens.append(token)
+        return (token,)
