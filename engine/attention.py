@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch.nn.attention.bias import causal_lower_right
 
 from engine.kv_cache import KvCache
 from engine.plan import PlanRow
@@ -24,8 +25,6 @@ class ChunkMeta:
     start: int
     table: torch.Tensor
     """int64 [1, blocks]"""
-    mask: torch.Tensor | None
-    """bool [count, blocks * block_size], or None where the chunk begins at token 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +73,7 @@ def _chunk_meta(first: int, row: PlanRow, block_size: int, device: torch.device)
     end = row.start + row.count
     blocks = row.block_table[: -(-end // block_size)]
     table = torch.tensor([blocks], dtype=torch.int64, device=device)
-    mask = None
-    if row.start > 0:
-        keys = torch.arange(len(blocks) * block_size, device=device)
-        mask = keys <= torch.arange(row.start, end, device=device)[:, None]
-    return ChunkMeta(first, row.count, row.start, table, mask)
+    return ChunkMeta(first, row.count, row.start, table)
 
 
 def attend(
@@ -100,17 +95,18 @@ def attend(
     for chunk in meta.chunks:
         rows = slice(chunk.first, chunk.first + chunk.count)
         query = queries[rows].transpose(0, 1)[None]
-        if chunk.mask is None:
+        if chunk.start == 0:
             key = keys[rows].transpose(0, 1)[None]
             value = values[rows].transpose(0, 1)[None]
         else:
-            key, value = cache.gather(layer, chunk.table)
+            end = chunk.start + chunk.count
+            key, value = (x[:, :, :end] for x in cache.gather(layer, chunk.table))
         found = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=chunk.mask,
-            is_causal=chunk.mask is None,
+            # The last query sees every key. No mask in memory where a flash kernel is at hand.
+            attn_mask=causal_lower_right(chunk.count, key.shape[2]),
             enable_gqa=heads != keys.shape[1],
         )
         output[rows] = found[0].transpose(0, 1)

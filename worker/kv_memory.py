@@ -16,6 +16,10 @@ class KvMemory:
 
     def __init__(self, cache: KvCache) -> None:
         self._cache = cache
+        # Of its own: on the default stream a copy would wait for the engine's steps.
+        self._stream: torch.cuda.Stream | None = None
+        if cache.data.is_cuda:
+            self._stream = torch.cuda.Stream(cache.data.device)  # type: ignore[no-untyped-call]
 
     @property
     def block_bytes(self) -> int:
@@ -23,11 +27,14 @@ class KvMemory:
 
     def read(self, block: int, offset: int, length: int) -> bytes:
         """A copy of part of a block, from the device if need be."""
-        return self._cache.block(block)[offset : offset + length].cpu().numpy().tobytes()
+        with torch.cuda.stream(self._stream):
+            part = self._cache.block(block)[offset : offset + length].cpu()
+        return part.numpy().tobytes()
 
     def write(self, block: int, offset: int, data: bytes) -> None:
         """Overwrite part of a block; on a GPU it has arrived when this returns."""
         source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._cache.block(block)[offset : offset + len(data)].copy_(source)
-        if self._cache.data.is_cuda:
-            torch.cuda.synchronize(self._cache.data.device)
+        with torch.cuda.stream(self._stream):
+            self._cache.block(block)[offset : offset + len(data)].copy_(source)
+        if self._stream is not None:
+            self._stream.synchronize()
