@@ -62,7 +62,7 @@ class LlamaModel:
         self._weights = weights
         self.embedding = self._take("model.embed_tokens.weight")
         self.layers = [self._layer(f"model.layers.{n}") for n in range(config.layers)]
-        self.norm = self._take("model.norm.weight")
+        self.norm = self._take("model.norm.weight").float()
         tied = config.tied_embeddings or "lm_head.weight" not in weights
         self.head = self.embedding if tied else self._take("lm_head.weight")
         self.rope = rope_table(config, device)
@@ -78,23 +78,29 @@ class LlamaModel:
 
     def _layer(self, prefix: str) -> Layer:
         return Layer(
-            input_norm=self._take(f"{prefix}.input_layernorm.weight"),
+            input_norm=self._take(f"{prefix}.input_layernorm.weight").float(),
             query=self._linear(f"{prefix}.self_attn.q_proj"),
             key=self._linear(f"{prefix}.self_attn.k_proj"),
             value=self._linear(f"{prefix}.self_attn.v_proj"),
             output=self._linear(f"{prefix}.self_attn.o_proj"),
-            post_norm=self._take(f"{prefix}.post_attention_layernorm.weight"),
+            post_norm=self._take(f"{prefix}.post_attention_layernorm.weight").float(),
             gate=self._linear(f"{prefix}.mlp.gate_proj"),
             up=self._linear(f"{prefix}.mlp.up_proj"),
             down=self._linear(f"{prefix}.mlp.down_proj"),
         )
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+        """Normalised in fp32, then of the weights' type: what the linear layers take."""
+        normed = F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+        return normed.to(self.embedding.dtype)
 
     def hidden_states(self, batch: Batch, cache: KvCache) -> torch.Tensor:
-        """Compute a step's tokens and store their KV. Returns [tokens, hidden_size]."""
-        x = F.embedding(batch.token_ids, self.embedding)
+        """Compute a step's tokens and store their KV. Returns fp32 [tokens, hidden_size].
+
+        The residual stream is fp32 whatever the weights are: in bf16 its rounding would be about
+        half of the logits' error, and it is too small to cost time.
+        """
+        x = F.embedding(batch.token_ids, self.embedding).float()
         rotation = self.rope[batch.positions]
         for index, layer in enumerate(self.layers):
             attended = self._attention(
