@@ -130,7 +130,8 @@ class PrefillRole:
                 raise event
             known = len(sequence.spec.token_ids)
             blocks = -(-known // size) if event.token_ids else sequence.computed // size
-            if handoff is not None:
+            # A sequence that has ended has no blocks any more, and none is wanted.
+            if handoff is not None and sequence.finish_reason is None:
                 handoff.computed(sequence.block_table, blocks)
             if event.token_ids:
                 return event.token_ids[0]

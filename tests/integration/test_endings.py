@@ -1,0 +1,25 @@
+"""How sequences end on the workers: at the first token, at their deadline, at a writer's abort."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from baton.sampling_params import SamplingParams
+from tests.integration.test_handoff import local_answer, prompt_of
+from tests.mini_cluster import mini_cluster
+
+LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+
+
+async def test_a_first_token_that_ends_the_answer(tiny_model: Path, redis_url: str) -> None:
+    """The prefill worker ends it; the blocks that wait at the decode worker are given back."""
+    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster:
+        prompt = prompt_of(40)
+        first = local_answer(tiny_model, prompt, dataclasses.replace(LONG, max_tokens=1))
+        answer = await cluster.answer(prompt, dataclasses.replace(LONG, stop_token_ids=first))
+        assert (answer.token_ids, answer.finish_reason) == (first, "stop")
+        await cluster.until_idle()
+        for outcome, count in (("ok", 0), ("aborted", 1)):
+            labels = {"transport": "grpc", "outcome": outcome}
+            assert cluster.value("decode-0", "baton_handoffs_total", **labels) == count
