@@ -87,6 +87,7 @@ class HandoffReceiver:
         known = self.book.find(attempt)
         if known is not None:
             if known.writer == offer.writer and known.is_open:
+                known.renew(now)
                 return known
             raise TicketEnded(f"request {spec.request_id} attempt {spec.attempt} has a ticket")
         size = self._scheduler.limits.block_size
@@ -121,11 +122,15 @@ class HandoffReceiver:
             )
         if offer.incarnation != self._incarnation:
             raise HandoffError(f"{offer.incarnation} is gone; here is {self._incarnation}")
-        if len(offer.spec.token_ids) >= self._scheduler.limits.context_length:
+        spec = offer.spec
+        # The first token comes along; what is left must be more than nothing, or it never ends.
+        if len(spec.token_ids) + 1 >= self._scheduler.limits.context_length:
             raise ContextLengthExceeded(
-                f"{len(offer.spec.token_ids)} tokens leave no room to generate: "
+                f"{len(spec.token_ids)} tokens leave no room to generate: "
                 f"this worker's context is {self._scheduler.limits.context_length} tokens"
             )
+        if len(spec.token_ids) + 1 - spec.prompt_length >= spec.sampling.max_tokens:
+            raise HandoffError("the first token is the last: nothing is left to generate here")
 
     def _check_room(self, count: int, pinned: list[int]) -> None:
         scheduler = self._scheduler
@@ -190,9 +195,10 @@ class HandoffReceiver:
             except TicketEnded:
                 ended.append(ticket_id)
                 continue
-            if not ticket.is_open or ticket.writer != writer:
+            if ticket.is_open and ticket.writer == writer:
+                ticket.renew(now)
+            else:
                 ended.append(ticket_id)
-            ticket.renew(now)
         return ended
 
     def abort(self, attempt: tuple[str, int], now: float) -> None:

@@ -105,7 +105,8 @@ class Ticket:
         """
         if not self.is_open:
             raise TicketEnded(f"ticket {self.ticket_id} has ended: {self.state.value}")
-        if block_index >= len(self.missing) or (offset, length) not in self._segments:
+        is_missing = 0 <= block_index < len(self.missing)
+        if not is_missing or (offset, length) not in self._segments:
             raise HandoffError(
                 f"ticket {self.ticket_id} has no segment of {length} bytes at {offset} "
                 f"of block {block_index}"

@@ -1,0 +1,484 @@
+"""The receiving end of handoffs, with a real scheduler and block pool, under any order of calls."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from prometheus_client import CollectorRegistry
+
+from baton.errors import (
+    BatonError,
+    ChecksumMismatch,
+    ContextLengthExceeded,
+    FingerprintMismatch,
+    GeometryMismatch,
+    HandoffError,
+    NoRoom,
+    TicketEnded,
+)
+from baton.hashing import hash_key
+from baton.metrics import WorkerMetrics
+from baton.request import Geometry, SequenceSpec
+from baton.sampling_params import SamplingParams
+from decode_worker.receiver import HandoffReceiver, Offer
+from engine.block_pool import BlockPool
+from engine.scheduler import Scheduler, SchedulerLimits
+from engine.sequence import Sequence
+from kvtransfer.ticket import Ticket, TicketState, segments_of
+from kvtransfer.ticket_book import TOMBSTONE_S
+
+GEOMETRY = Geometry(2, 1, 1, 8, "float32")
+SEGMENTS = segments_of(2 << 20)
+LEASE_S = 3.0
+
+
+def make_receiver(
+    blocks: int = 12, *, sequences: int = 4, context: int = 16, block_bytes: int = 2 << 20
+) -> HandoffReceiver:
+    scheduler = Scheduler(BlockPool(blocks), SchedulerLimits(2, 64, sequences, context))
+    return HandoffReceiver(
+        scheduler,
+        WorkerMetrics(CollectorRegistry()),
+        fingerprint="model",
+        geometry=GEOMETRY,
+        incarnation="decode-0:1",
+        block_bytes=block_bytes,
+        lease_s=LEASE_S,
+    )
+
+
+def make_offer(
+    tokens: list[int], *, attempt: int = 0, request: str = "r", writer: str = "w", **spec: object
+) -> Offer:
+    sampling = SamplingParams(max_tokens=8)
+    made = SequenceSpec(request, attempt, "router", tuple(tokens), len(tokens), sampling)
+    return Offer("model", GEOMETRY, "decode-0:1", writer, replace(made, **spec))  # type: ignore[arg-type]
+
+
+def pool_of(receiver: HandoffReceiver) -> BlockPool:
+    return receiver._pool
+
+
+def outcomes(receiver: HandoffReceiver, outcome: str) -> float:
+    labels = {"transport": "grpc", "outcome": outcome}
+    found = receiver._metrics.registry.get_sample_value("baton_handoffs_total", labels)
+    return found or 0.0
+
+
+def receive_all(receiver: HandoffReceiver, ticket: Ticket) -> None:
+    for index in range(len(ticket.missing)):
+        for offset, length in segments_of(ticket.block_bytes):
+            assert receiver.begin_copy(ticket.ticket_id, index, offset, length) is not None
+            receiver.end_copy(ticket.ticket_id, length)
+
+
+def commit(receiver: HandoffReceiver, ticket: Ticket, now: float) -> Sequence:
+    """As ``DecodeRole.commit``."""
+    receipt = receiver.commit(ticket.ticket_id, ticket.writer, now)
+    sequence = Sequence(0, receipt.spec, stop_ids=(), hash_key=hash_key("model"))
+    sequence.token_ids.append(5)
+    receiver._scheduler.add_computed(sequence, receipt.blocks, len(receipt.spec.token_ids))
+    return sequence
+
+
+class Copy(NamedTuple):
+    """A copy under way."""
+
+    ticket: Ticket
+    block: int
+    number: int
+    offset: int
+
+
+@dataclass
+class Arrived:
+    """What the model knows of a ticket: segments begun and segments in place."""
+
+    begun: set[tuple[int, int]] = field(default_factory=set)
+    done: set[tuple[int, int]] = field(default_factory=set)
+
+
+class ReceiverMachine(RuleBasedStateMachine):
+    """Writers that reserve, push, repeat themselves, abort, fall silent, and come back too late."""
+
+    @initialize(blocks=st.integers(2, 14), sequences=st.integers(1, 5))
+    def start(self, blocks: int, sequences: int) -> None:
+        self.receiver = make_receiver(blocks, sequences=sequences, context=min(16, 2 * blocks))
+        self.pool = pool_of(self.receiver)
+        self.scheduler = self.receiver._scheduler
+        self.now = 100.0
+        self.tickets: list[Ticket] = []
+        self.copies: list[Copy] = []
+        self.arrived: dict[Ticket, Arrived] = defaultdict(Arrived)
+        self.sequences: list[Sequence] = []
+        self.aborted: dict[tuple[str, int], float] = {}
+
+    @rule(
+        base=st.integers(0, 1),
+        length=st.integers(1, 12),
+        attempt=st.integers(0, 6),
+        writer=st.sampled_from(("w", "v")),
+    )
+    def reserve(self, base: int, length: int, attempt: int, writer: str) -> None:
+        offer = make_offer(
+            [base, *range(1, 12)][:length], attempt=attempt, request=f"r{length}", writer=writer
+        )
+        key = (offer.spec.request_id, attempt)
+        before = (self.pool.counts(), len(self.receiver.book))
+        known = self.receiver.book.find(key)
+        try:
+            ticket = self.receiver.reserve(offer, self.now)
+        except BatonError:
+            assert (self.pool.counts(), len(self.receiver.book)) == before, "refused, yet kept"
+            return
+        since = self.now - self.aborted.get(key, -TOMBSTONE_S)
+        assert since >= TOMBSTONE_S, "reserved after its abort"
+        if known is not None:
+            assert ticket is known
+            assert ticket.writer == writer
+            return
+        assert len(ticket.missing) + len(ticket.pinned) == -(-length // 2)
+        assert not ticket.has_expired(self.now)
+        self.tickets.append(ticket)
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data(), index=st.integers(0, 6), segment=st.sampled_from(SEGMENTS))
+    def begin(self, data: st.DataObject, index: int, segment: tuple[int, int]) -> None:
+        ticket = data.draw(st.sampled_from(self.tickets))
+        offset, length = segment
+        try:
+            block = self.receiver.begin_copy(ticket.ticket_id, index, offset, length)
+        except TicketEnded:
+            assert not ticket.is_open
+            return
+        except HandoffError:
+            assert index >= len(ticket.missing)
+            return
+        assert ticket.is_open, "a copy into blocks that were given back"
+        arrived = self.arrived[ticket]
+        if block is None:
+            assert (index, offset) in arrived.begun
+            return
+        assert (index, offset) not in arrived.begun, "copied twice"
+        arrived.begun.add((index, offset))
+        assert block == ticket.missing[index]
+        assert self.pool._references[block] == 1
+        self.copies.append(Copy(ticket, block, index, offset))
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data(), blocks=st.integers(1, 6))
+    def push(self, data: st.DataObject, blocks: int) -> None:
+        """Several whole blocks at once, so that tickets become complete."""
+        ticket = data.draw(st.sampled_from(self.tickets))
+        if not ticket.is_open:
+            return
+        for index in range(min(blocks, len(ticket.missing))):
+            for offset, length in SEGMENTS:
+                if (index, offset) not in self.arrived[ticket].begun:
+                    self.receiver.begin_copy(ticket.ticket_id, index, offset, length)
+                    self.receiver.end_copy(ticket.ticket_id, length)
+                    self.arrived[ticket].begun.add((index, offset))
+                    self.arrived[ticket].done.add((index, offset))
+
+    @precondition(lambda self: self.copies)
+    @rule(data=st.data(), fails=st.sampled_from((None, None, "checksum", "error")))
+    def end(self, data: st.DataObject, fails: str | None) -> None:
+        copy = data.draw(st.sampled_from(self.copies))
+        self.copies.remove(copy)
+        if fails is None:
+            self.receiver.end_copy(copy.ticket.ticket_id, SEGMENTS[0][1])
+            self.arrived[copy.ticket].done.add((copy.number, copy.offset))
+            return
+        was_open, before = copy.ticket.is_open, outcomes(self.receiver, fails)
+        error = ChecksumMismatch("damaged") if fails == "checksum" else OSError("broken")
+        self.receiver.fail_copy(copy.ticket.ticket_id, error)
+        assert copy.ticket.state is TicketState.RELEASED
+        assert outcomes(self.receiver, fails) == before + was_open
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data(), writer=st.sampled_from(("w", "w", "v")))
+    def commit(self, data: st.DataObject, writer: str) -> None:
+        ticket = data.draw(st.sampled_from(self.tickets))
+        may = ticket.is_open and writer == ticket.writer
+        wanted = {(i, offset) for i in range(len(ticket.missing)) for offset, _ in SEGMENTS}
+        if not may or self.arrived[ticket].done != wanted:
+            with pytest.raises(HandoffError):
+                self.receiver.commit(ticket.ticket_id, writer, self.now)
+            return
+        self.sequences.append(commit(self.receiver, ticket, self.now))
+        assert ticket.state is TicketState.COMMITTED
+
+    @rule(length=st.integers(1, 12), attempt=st.integers(0, 6))
+    def abort(self, length: int, attempt: int) -> None:
+        key = (f"r{length}", attempt)
+        self.receiver.abort(key, self.now)
+        self.receiver.abort(key, self.now)
+        self.aborted[key] = self.now
+        for ticket in self.tickets:
+            assert ticket.attempt != key or not ticket.is_open
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data(), writer=st.sampled_from(("w", "v")))
+    def renew(self, data: st.DataObject, writer: str) -> None:
+        some = data.draw(st.lists(st.sampled_from(self.tickets), max_size=3, unique=True))
+        before = {ticket: ticket.expires_at for ticket in some}
+        ended = self.receiver.renew(writer, [ticket.ticket_id for ticket in some], self.now)
+        for ticket in some:
+            lives = ticket.is_open and ticket.writer == writer
+            assert (ticket.ticket_id in ended) is not lives
+            assert ticket.expires_at == (self.now + LEASE_S if lives else before[ticket])
+
+    @rule(seconds=st.sampled_from((0.0, 0.5, 1.0, 2.0, 4.0)))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def sweep(self) -> None:
+        self.receiver.sweep(self.now)
+        assert not any(ticket.has_expired(self.now) for ticket in self.tickets)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def end_sequence(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.sequences))
+        self.sequences.remove(sequence)
+        self.scheduler.remove(sequence)
+
+    @rule()
+    def close(self) -> None:
+        self.receiver.close()
+        assert not any(ticket.is_open for ticket in self.tickets)
+
+    @invariant()
+    def adds_up(self) -> None:
+        self.pool.check()
+        counts = self.pool.counts()
+        total = counts.free + counts.used + counts.cached + counts.quarantined
+        assert total == self.pool.total
+        copying = {c.ticket for c in self.copies if c.ticket.state is TicketState.RELEASED}
+        expected = {block for ticket in copying for block in ticket.missing}
+        assert self.pool._quarantined == expected, "quarantined without a copy, or the reverse"
+        for copy in self.copies:
+            assert copy.ticket.state is not TicketState.COMMITTED
+        alive = {t for t in self.tickets if t.is_open} | copying
+        assert set(self.receiver.book) == alive
+        assert set(self.receiver._specs) == {t.ticket_id for t in alive - copying}
+
+    def teardown(self) -> None:
+        if not hasattr(self, "receiver"):
+            return
+        self.receiver.sweep(self.now + LEASE_S)
+        for copy in self.copies:
+            self.receiver.end_copy(copy.ticket.ticket_id, 1)
+        assert not len(self.receiver.book)
+        for sequence in self.sequences:
+            self.scheduler.remove(sequence)
+        self.pool.check()
+        counts = self.pool.counts()
+        assert counts.free + counts.cached == self.pool.total
+
+
+TestReceiver = ReceiverMachine.TestCase
+TestReceiver.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+)
+
+
+# One thing at a time
+
+
+def test_a_handoff_from_reserve_to_commit_is_counted() -> None:
+    receiver = make_receiver(block_bytes=8)
+    ticket = receiver.reserve(make_offer([1, 2, 3]), 10.0)
+    assert (len(ticket.pinned), len(ticket.missing)) == (0, 2)
+    receive_all(receiver, ticket)
+    receipt = receiver.commit(ticket.ticket_id, "w", 10.5)
+    assert receipt.blocks == ticket.missing
+    assert receipt.bytes == 16
+    registry = receiver._metrics.registry
+    grpc = {"transport": "grpc"}
+    assert registry.get_sample_value("baton_handoff_bytes_total", grpc) == 16
+    assert registry.get_sample_value("baton_handoff_seconds_sum", grpc) == 0.5
+    assert outcomes(receiver, "ok") == 1
+    assert not len(receiver.book)
+
+
+def test_what_is_held_is_pinned_and_not_sent_again() -> None:
+    receiver = make_receiver(block_bytes=8)
+    ticket = receiver.reserve(make_offer([1, 2, 3, 4, 5], attempt=0), 10.0)
+    receive_all(receiver, ticket)
+    sequence = commit(receiver, ticket, 10.0)
+    receiver._scheduler.remove(sequence)
+    again = receiver.reserve(make_offer([1, 2, 3, 4, 5], attempt=1), 11.0)
+    assert again.pinned == ticket.missing[:2]
+    assert len(again.missing) == 1
+    other = receiver.reserve(make_offer([1, 2, 3, 4, 5], attempt=2, cache_salt=b"x"), 11.0)
+    assert other.pinned == [], "another tenant's blocks"
+    receiver.close()
+    pool_of(receiver).check()
+    assert pool_of(receiver).counts().used == 0
+
+
+def test_a_wholly_held_prompt_is_committed_without_a_segment() -> None:
+    receiver = make_receiver(block_bytes=8)
+    for attempt in (0, 1):
+        ticket = receiver.reserve(make_offer([1, 2, 3, 4], attempt=attempt), 10.0)
+        receive_all(receiver, ticket)
+        sequence = commit(receiver, ticket, 10.0)
+        plan = receiver._scheduler.schedule()
+        assert plan is not None
+        assert (plan.rows[0].start, plan.rows[0].count) == (4, 1)
+        assert plan.rows[0].block_table[2] not in (*ticket.pinned, *ticket.missing)
+        receiver._scheduler.fail(plan)
+        assert sequence.block_table == []
+    assert len(ticket.missing) == 0
+
+
+def test_two_handoffs_of_one_prompt_end_in_the_same_blocks() -> None:
+    """Both were reserved before either was committed."""
+    receiver = make_receiver(block_bytes=8)
+    tickets = [
+        receiver.reserve(make_offer([1, 2, 3, 4, 5], attempt=attempt), 10.0) for attempt in (0, 1)
+    ]
+    for ticket in tickets:
+        receive_all(receiver, ticket)
+    first, second = (commit(receiver, ticket, 10.0) for ticket in tickets)
+    assert first.block_table[:2] == second.block_table[:2] == tickets[0].missing[:2]
+    assert first.block_table[2] != second.block_table[2]
+    assert pool_of(receiver).counts().used == 4
+    for sequence in (first, second):
+        receiver._scheduler.remove(sequence)
+    pool_of(receiver).check()
+    assert pool_of(receiver).counts().used == 0
+
+
+def test_the_fingerprint_is_compared_before_anything_else() -> None:
+    receiver = make_receiver()
+    offer = make_offer([1] * 50)
+    wrong = replace(offer, fingerprint="other", geometry=replace(GEOMETRY, layers=9))
+    with pytest.raises(FingerprintMismatch, match=r"w serves other, decode-0:1 serves model"):
+        receiver.reserve(wrong, 10.0)
+    with pytest.raises(GeometryMismatch, match=r"layers=9.*layers=1"):
+        receiver.reserve(replace(wrong, fingerprint="model"), 10.0)
+    with pytest.raises(HandoffError, match="decode-0:0 is gone; here is decode-0:1"):
+        receiver.reserve(replace(offer, incarnation="decode-0:0"), 10.0)
+    with pytest.raises(ContextLengthExceeded, match="50 tokens leave no room"):
+        receiver.reserve(offer, 10.0)
+    assert pool_of(receiver).counts().used == 0
+
+
+@pytest.mark.parametrize(("tokens", "max_tokens"), [(15, 8), (3, 1)])
+def test_a_sequence_that_could_generate_nothing_here_is_refused(
+    tokens: int, max_tokens: int
+) -> None:
+    """It would be committed and never end."""
+    receiver = make_receiver(context=16)
+    sampling = SamplingParams(max_tokens=max_tokens)
+    with pytest.raises(BatonError, match=r"(left|room) to generate"):
+        receiver.reserve(make_offer([1] * tokens, sampling=sampling), 10.0)
+    receiver.reserve(make_offer([1] * 14, sampling=SamplingParams(max_tokens=2)), 10.0)
+
+
+def test_no_room_says_when_to_come_back() -> None:
+    receiver = make_receiver(blocks=4, sequences=2)
+    receiver.reserve(make_offer([1] * 5, attempt=0), 10.0)
+    with pytest.raises(NoRoom, match="2 blocks wanted, 1 available") as caught:
+        receiver.reserve(make_offer([2] * 3, attempt=1), 10.0)
+    assert caught.value.retry_after
+    receiver.reserve(make_offer([2], attempt=2), 10.0)
+    with pytest.raises(NoRoom, match="every sequence's place"):
+        receiver.reserve(make_offer([3], attempt=3), 10.0)
+
+
+def test_preempted_sequences_come_before_new_tickets() -> None:
+    receiver = make_receiver(blocks=4, context=8, block_bytes=8)
+    sequences = []
+    for number in (1, 2):
+        ticket = receiver.reserve(make_offer([number] * 2, attempt=number), 10.0)
+        receive_all(receiver, ticket)
+        sequences.append(commit(receiver, ticket, 10.0))
+    scheduler = receiver._scheduler
+    assert scheduler.schedule() is not None
+    scheduler._preempt(sequences[1])
+    scheduler.running.remove(sequences[1])
+    scheduler.waiting.appendleft(sequences[1])
+    with pytest.raises(NoRoom, match="preempted sequences come first"):
+        receiver.reserve(make_offer([5], attempt=5), 10.0)
+
+
+def test_reserving_again_is_the_same_ticket_with_a_new_lease() -> None:
+    receiver = make_receiver()
+    ticket = receiver.reserve(make_offer([1, 2, 3]), 10.0)
+    assert receiver.reserve(make_offer([1, 2, 3]), 12.0) is ticket
+    receiver.sweep(14.9)
+    assert ticket.is_open
+    with pytest.raises(TicketEnded, match="has a ticket"):
+        receiver.reserve(make_offer([1, 2, 3], writer="another"), 12.0)
+    assert pool_of(receiver).counts().used == 2
+
+
+def test_an_abort_may_overtake_its_reserve() -> None:
+    receiver = make_receiver()
+    receiver.abort(("r", 0), 10.0)
+    with pytest.raises(TicketEnded, match="aborted before"):
+        receiver.reserve(make_offer([1, 2, 3]), 11.0)
+    receiver.reserve(make_offer([1, 2, 3], attempt=1), 11.0)
+
+
+def test_blocks_are_quarantined_until_the_last_copy_has_ended() -> None:
+    receiver = make_receiver(blocks=4, block_bytes=8)
+    ticket = receiver.reserve(make_offer([1, 2, 3]), 10.0)
+    assert receiver.begin_copy(ticket.ticket_id, 0, 0, 8) == ticket.missing[0]
+    assert receiver.begin_copy(ticket.ticket_id, 1, 0, 8) == ticket.missing[1]
+    receiver.sweep(13.0)
+    assert pool_of(receiver).counts().quarantined == 2
+    assert outcomes(receiver, "expired") == 1
+    with pytest.raises(TicketEnded):
+        receiver.begin_copy(ticket.ticket_id, 1, 0, 8)
+    with pytest.raises(TicketEnded):
+        receiver.reserve(make_offer([1, 2, 3]), 13.0)
+    receiver.end_copy(ticket.ticket_id, 8)
+    assert pool_of(receiver).counts().quarantined == 2
+    receiver.fail_copy(ticket.ticket_id, OSError("the copy broke after the ticket had ended"))
+    assert pool_of(receiver).counts().free == 4
+    assert outcomes(receiver, "error") == 0, "a handoff is counted once"
+
+
+def test_a_damaged_segment_ends_the_handoff_and_is_counted() -> None:
+    receiver = make_receiver(block_bytes=8)
+    ticket = receiver.reserve(make_offer([1, 2, 3]), 10.0)
+    receiver.begin_copy(ticket.ticket_id, 0, 0, 8)
+    receiver.fail_copy(ticket.ticket_id, ChecksumMismatch("damaged"))
+    assert outcomes(receiver, "checksum") == 1
+    with pytest.raises(TicketEnded):
+        receiver.commit(ticket.ticket_id, "w", 10.0)
+    assert pool_of(receiver).counts().used == 0
+
+
+def test_another_writers_heartbeat_keeps_no_lease_alive() -> None:
+    receiver = make_receiver()
+    ticket = receiver.reserve(make_offer([1, 2, 3]), 10.0)
+    assert receiver.renew("another", [ticket.ticket_id, "unknown"], 12.0) == [
+        ticket.ticket_id,
+        "unknown",
+    ]
+    receiver.sweep(13.0)
+    assert not ticket.is_open
+
+
+def test_segments_renew_the_lease() -> None:
+    receiver = make_receiver(block_bytes=8)
+    ticket = receiver.reserve(make_offer([1, 2, 3]), 10.0)
+    receiver.sweep(12.0)
+    receiver.begin_copy(ticket.ticket_id, 0, 0, 8)
+    receiver.end_copy(ticket.ticket_id, 8)
+    receiver.sweep(14.9)
+    assert ticket.is_open
+    receiver.sweep(15.0)
+    assert not ticket.is_open
