@@ -41,8 +41,8 @@ def _keys(pairs: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
 
 def checksum(data: bytes | memoryview) -> int:
     """The 64-bit checksum of up to 16 GiB. Releases the GIL for most of its time."""
-    length = len(data)
     words = np.frombuffer(data, dtype=np.uint8)
+    length = words.size  # len() of a view of larger items counts those
     if length % 8:
         words = np.concatenate((words, np.zeros(8 - length % 8, dtype=np.uint8)))
     halves = words.view("<u4").astype(np.uint32, copy=False)

@@ -40,13 +40,15 @@ def checksum_kernel(  # type: ignore[no-untyped-def]
 
 
 def checksum_tensor(data: torch.Tensor) -> int:
-    """The checksum of a contiguous uint8 tensor whose length is a multiple of 8 bytes.
+    """The checksum of a contiguous uint8 tensor of a multiple of 8 bytes, aligned to 4.
 
     Equal to ``kvtransfer.checksum.checksum`` of the same bytes. Raises ValueError otherwise.
     """
     if data.dtype != torch.uint8 or not data.is_contiguous() or data.numel() % 8:
         raise ValueError("a contiguous uint8 tensor of a multiple of 8 bytes is needed")
-    words = data.view(torch.int32)
+    if data.storage_offset() % 4:
+        raise ValueError("the tensor must begin at a multiple of 4 bytes")
+    words = data.view(-1).view(torch.int32)
     pairs = words.numel() // 2
     programs = triton.cdiv(pairs, BLOCK)
     sums = torch.empty(programs, dtype=torch.int64, device=data.device)

@@ -1,0 +1,86 @@
+"""Run in a process of its own: ``python -m tests.kernels.triton_script interpret|compile``.
+
+Whether triton interprets its kernels is decided when it is imported. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvtransfer import checksum_triton
+from kvtransfer.checksum import KEY_SEED, checksum
+
+BLOCK = checksum_triton.BLOCK
+SIZES = (0, 8, 16, 8 * (BLOCK - 1), 8 * BLOCK, 8 * (BLOCK + 1), 8 * (3 * BLOCK + 7))
+LARGE = (16 << 20) + 8
+"""Bytes: more than the largest segment."""
+
+
+def interpret() -> dict[str, Any]:
+    """For each case, what the kernel says and what numpy says."""
+    torch.manual_seed(0)
+    cases = {f"random {n}": torch.randint(0, 256, (n,), dtype=torch.uint8) for n in SIZES}
+    cases |= {f"ones {n}": torch.full((n,), 255, dtype=torch.uint8) for n in SIZES}
+    cases["zeros"] = torch.zeros(8 * BLOCK + 8, dtype=torch.uint8)
+    cases["two dimensions"] = torch.randint(0, 256, (8, 3), dtype=torch.uint8)
+    cases["part of a tensor"] = torch.randint(0, 256, (256,), dtype=torch.uint8)[64:128]
+    found = {name: (_kernel(data), _numpy(data)) for name, data in cases.items()}
+    # Larger blocks: the interpreter takes a millisecond for each.
+    checksum_triton.BLOCK = 1 << 16
+    large = torch.randint(0, 256, (LARGE,), dtype=torch.uint8)
+    found["large"] = (_kernel(large), _numpy(large))
+    return {"found": found, "refused": [_refused(data) for data in _unfit()]}
+
+
+def _kernel(data: torch.Tensor) -> str:
+    return f"{checksum_triton.checksum_tensor(data):016x}"
+
+
+def _numpy(data: torch.Tensor) -> str:
+    return f"{checksum(data.numpy().tobytes()):016x}"
+
+
+def _unfit() -> list[torch.Tensor]:
+    return [
+        torch.zeros(12, dtype=torch.uint8),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(32, dtype=torch.uint8)[::2],
+        torch.zeros(32, dtype=torch.uint8)[1:9],
+    ]
+
+
+def _refused(data: torch.Tensor) -> bool:
+    try:
+        checksum_triton.checksum_tensor(data)
+    except ValueError:
+        return True
+    return False
+
+
+def compile_ahead() -> dict[str, Any]:
+    """Each GPU generation's target line and the size of its machine code, made without a GPU."""
+    signature = {"words": "*i32", "sums": "*i64", "pairs": "i32"}
+    constants = {"seed": KEY_SEED, "block": BLOCK}
+    compiled = {}
+    for capability in (80, 90, 100):
+        source = ASTSource(
+            checksum_triton.checksum_kernel,
+            signature=signature | dict.fromkeys(constants, "constexpr"),
+            constexprs=constants,
+        )
+        kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+        target = next(line for line in kernel.asm["ptx"].splitlines() if ".target" in line)
+        compiled[str(capability)] = {"target": target, "bytes": len(kernel.asm["cubin"])}
+    return compiled
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps({"interpret": interpret, "compile": compile_ahead}[sys.argv[1]]()))  # noqa: T201
