@@ -16,7 +16,9 @@ HASH_BYTES = 16
 
 def hash_key(fingerprint: str, salt: bytes = b"") -> bytes:
     """The 32-byte key for one model and one salt."""
-    return hashlib.blake2b(salt, digest_size=32, key=fingerprint.encode()[:64]).digest()
+    # Hashed first: BLAKE2b takes keys of at most 64 bytes.
+    key = hashlib.blake2b(fingerprint.encode()).digest()
+    return hashlib.blake2b(salt, digest_size=32, key=key).digest()
 
 
 def block_hashes(

@@ -155,7 +155,7 @@ class HandoffReceiver:
         self._metrics.handoff_bytes.labels(transport=grpc_transport.NAME).inc(length)
         self._end_copy(ticket_id)
 
-    def fail_copy(self, ticket_id: str, error: Exception) -> None:
+    def fail_copy(self, ticket_id: str, error: BaseException) -> None:
         """A segment was damaged, or could not be copied: the handoff has failed."""
         ticket = self.book.get(ticket_id)
         outcome = "checksum" if isinstance(error, ChecksumMismatch) else "error"

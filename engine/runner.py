@@ -44,6 +44,9 @@ class ModelRunner:
             self._learn(new)
         hidden = self.model.hidden_states(self._batch(plan.rows), self.cache)
         tokens = self._sample(plan.rows, hidden)
+        if self.device.type == "cuda":
+            # A result says that the step's KV is there: transfers read it on another stream.
+            torch.cuda.current_stream(self.device).synchronize()
         return StepResult(plan.step, tokens, time.perf_counter() - began)
 
     def forget(self, sequence_id: int) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from baton.errors import ChecksumMismatch
+from baton.errors import ChecksumMismatch, HandoffError, WorkerFailed
 from baton.grpc_errors import error_from_rpc, grpc_boundary
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.checksum import checksum
@@ -32,7 +32,7 @@ class SegmentSink(Protocol):
     def end_copy(self, ticket_id: str, length: int) -> None:
         """A copy has ended well."""
 
-    def fail_copy(self, ticket_id: str, error: Exception) -> None:
+    def fail_copy(self, ticket_id: str, error: BaseException) -> None:
         """A copy has failed: the ticket ends."""
 
 
@@ -65,6 +65,12 @@ class BlockSender:
             response = await self._stub.PushBlocks(self._requests(), timeout=deadline_s)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, peer) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Nobody cancelled this: gRPC cancels a call to which it can no longer write.
+            raise WorkerFailed(f"{peer}: the connection broke while blocks were sent") from None
         return int(response.bytes)
 
     async def _requests(self) -> AsyncIterator[transfer_pb2.PushBlocksRequest]:
@@ -123,8 +129,9 @@ class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
         return length
 
     def _copied(self, ticket_id: str, length: int, done: asyncio.Future[None]) -> None:
-        error = None if done.cancelled() else done.exception()
-        if isinstance(error, Exception):
+        if done.cancelled():
+            self._sink.fail_copy(ticket_id, HandoffError("the copy was never made"))
+        elif error := done.exception():
             self._sink.fail_copy(ticket_id, error)
         else:
             self._sink.end_copy(ticket_id, length)
