@@ -78,19 +78,24 @@ def _adjust(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
 
 def _keep(scores: torch.Tensor, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
     """The scores that may be drawn, and their token ids."""
-    size = scores.shape[0]
-    if 0 < sampling.top_k < size:
-        scores, token_ids = scores.topk(sampling.top_k)
-    elif sampling.top_p < 1.0:
-        scores, token_ids = scores.sort(descending=True, stable=True)
-    else:
-        token_ids = torch.arange(size, device=scores.device)
+    limited = 0 < sampling.top_k < scores.shape[0]
+    token_ids = torch.arange(scores.shape[0], device=scores.device)
+    if limited:
+        # Not less, rather than greater or equal: broken logits (NaN) must leave something to draw.
+        token_ids = token_ids[~(scores < scores.topk(sampling.top_k).values[-1])]
+        scores = scores[token_ids]
+    if limited or sampling.top_p < 1.0:
+        # Stable: of equal scores the lower id comes first, as it does in a greedy draw.
+        scores, order = scores.sort(descending=True, stable=True)
+        token_ids = token_ids[order]
+    if limited:
+        scores, token_ids = scores[: sampling.top_k], token_ids[: sampling.top_k]
     if sampling.top_p < 1.0:
         probabilities = scores.softmax(dim=-1)
         before = probabilities.cumsum(dim=-1) - probabilities
         kept = max(1, int((before < sampling.top_p).sum()))
         scores, token_ids = scores[:kept], token_ids[:kept]
     if sampling.min_p > 0.0:
-        near = scores >= scores.max() + torch.log(torch.tensor(sampling.min_p))
+        near = ~(scores < scores.max() + torch.log(torch.tensor(sampling.min_p)))
         scores, token_ids = scores[near], token_ids[near]
     return scores, token_ids
