@@ -84,6 +84,17 @@ class DecodeRole:
             self.context.control.remove(sequence)
         self.context.control.pump()
 
+    def abort_handoff(self, attempt: Attempt) -> None:
+        """A writer gives up: its ticket ends, idempotent.
+
+        A sequence that was committed runs on, since its writer may not know that it was: the
+        router ends what runs.
+        """
+        self.receiver.abort(attempt, time.monotonic())
+        if attempt not in self._sequences:
+            self._deadlines.pop(attempt, None)
+        self.context.control.pump()
+
     def _forget(self, attempt: Attempt) -> Sequence | None:
         self._deadlines.pop(attempt, None)
         return self._sequences.pop(attempt, None)
@@ -131,9 +142,9 @@ class DecodeRole:
         for attempt, deadline in list(self._deadlines.items()):
             if deadline <= now:
                 sequence = self._sequences.get(attempt)
+                self.abort(attempt)
                 if sequence is not None:
                     self._fail(sequence, "the request's deadline has passed")
-                self.abort(attempt)
         self._drop_lost_routers(now)
         self._flush()
         self.context.control.pump()

@@ -73,7 +73,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self, request: decode_pb2.AbortRequest, context: Context
     ) -> decode_pb2.AbortResponse:
         """See decode.proto."""
-        self._role.abort((request.request_id, request.attempt))
+        attempt = (request.request_id, request.attempt)
+        if request.writer:
+            self._role.abort_handoff(attempt)
+        else:
+            self._role.abort(attempt)
         return decode_pb2.AbortResponse()
 
     async def StreamTokens(  # noqa: N802

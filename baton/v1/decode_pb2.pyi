@@ -242,7 +242,7 @@ class AbortRequest(_message.Message):
     attempt: _builtins.int
     reason: Global___AbortReason.ValueType
     writer: _builtins.str
-    """Not empty: the caller is this writer and will not write again."""
+    """Not empty: the caller is this writer and will not write again. What it has committed runs on."""
     def __init__(
         self,
         *,

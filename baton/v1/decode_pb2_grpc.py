@@ -88,7 +88,8 @@ class DecodeServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request in whatever state it is; idempotent, and may overtake its Reserve.
+        """Ends a request in whatever state it is, or a writer's ticket alone; idempotent, and may
+        overtake its Reserve.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

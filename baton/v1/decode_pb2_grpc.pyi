@@ -40,7 +40,9 @@ class DecodeServiceStub:
     RenewLeases: _grpc.UnaryUnaryMultiCallable[_decode_pb2.RenewLeasesRequest, _decode_pb2.RenewLeasesResponse]
     """Heartbeat of a writer for all its tickets here."""
     Abort: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]
-    """Ends a request in whatever state it is; idempotent, and may overtake its Reserve."""
+    """Ends a request in whatever state it is, or a writer's ticket alone; idempotent, and may
+    overtake its Reserve.
+    """
     StreamTokens: _grpc.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]
     """One message a step, with the tokens of all sequences of this router."""
 
@@ -56,7 +58,9 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     RenewLeases: _aio.UnaryUnaryMultiCallable[_decode_pb2.RenewLeasesRequest, _decode_pb2.RenewLeasesResponse]  # type: ignore[assignment]
     """Heartbeat of a writer for all its tickets here."""
     Abort: _aio.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends a request in whatever state it is; idempotent, and may overtake its Reserve."""
+    """Ends a request in whatever state it is, or a writer's ticket alone; idempotent, and may
+    overtake its Reserve.
+    """
     StreamTokens: _aio.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]  # type: ignore[assignment]
     """One message a step, with the tokens of all sequences of this router."""
 
@@ -93,7 +97,9 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.AbortResponse, _abc.Awaitable[_decode_pb2.AbortResponse]]:
-        """Ends a request in whatever state it is; idempotent, and may overtake its Reserve."""
+        """Ends a request in whatever state it is, or a writer's ticket alone; idempotent, and may
+        overtake its Reserve.
+        """
 
     @_abc_1.abstractmethod
     def StreamTokens(

@@ -1,0 +1,282 @@
+"""The decode role with a real scheduler and no engine: what becomes of sequences and outputs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.errors import TicketEnded
+from baton.hashing import hash_key
+from baton.metrics import WorkerMetrics
+from baton.request import FinishReason, Geometry, SequenceSpec, TokenOutput
+from baton.sampling_params import SamplingParams
+from decode_worker import role as role_module
+from decode_worker.receiver import Offer
+from decode_worker.role import ROUTER_GRACE_S, DecodeRole
+from engine.block_pool import BlockPool
+from engine.plan import StepPlan, StepResult
+from engine.scheduler import Scheduler, SchedulerLimits
+from engine.sequence import Sequence
+from worker.role import WorkerContext
+
+GEOMETRY = Geometry(4, 1, 1, 8, "float32")
+BLOCK_BYTES = 64
+ROUTER = "router"
+
+
+class Control:
+    """Steps that run when the test says so."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.role: DecodeRole | None = None
+
+    def pump(self) -> None:
+        pass
+
+    def add_computed(self, sequence: Sequence, blocks: list[int], computed: int) -> None:
+        self.scheduler.add_computed(sequence, blocks, computed)
+
+    def remove(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+
+    def plan(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        assert plan is not None, "nothing runs"
+        return plan
+
+    def end(self, plan: StepPlan, token: int = 9) -> None:
+        result = StepResult(plan.step, tuple((token,) for _ in plan.rows), 0.0)
+        assert self.role is not None
+        self.role.on_step(self.scheduler.complete(plan, result))
+
+    def step(self, token: int = 9) -> None:
+        self.end(self.plan(), token)
+
+
+class World:
+    """A role, its control loop and its clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(role_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.pool = BlockPool(32)
+        scheduler = Scheduler(self.pool, SchedulerLimits(4, 64, 8, 64))
+        self.control = Control(scheduler)
+        self.metrics = WorkerMetrics(CollectorRegistry())
+        context = SimpleNamespace(
+            engine=SimpleNamespace(
+                scheduler=scheduler,
+                pool=self.pool,
+                fingerprint="model",
+                cache=SimpleNamespace(geometry=lambda: GEOMETRY),
+            ),
+            control=self.control,
+            memory=SimpleNamespace(block_bytes=BLOCK_BYTES),
+            metrics=self.metrics,
+            incarnation="decode-0:1",
+            settings=SimpleNamespace(config=SimpleNamespace(lease_s=3.0)),
+            make_sequence=self.make_sequence,
+        )
+        self.role = DecodeRole(cast(WorkerContext, context))
+        self.control.role = self.role
+        self._sequences = 0
+
+    def make_sequence(self, spec: SequenceSpec) -> Sequence:
+        self._sequences += 1
+        return Sequence(self._sequences, spec, stop_ids=(), hash_key=hash_key("model"))
+
+    def reserve(
+        self, request: str = "r", *, length: int = 6, deadline_s: float = 60.0, **sampling: int
+    ) -> str:
+        spec = SequenceSpec(
+            request,
+            0,
+            ROUTER,
+            tuple(range(length)),
+            length,
+            SamplingParams(**({"max_tokens": 20} | sampling)),  # type: ignore[arg-type]
+            deadline_s=deadline_s,
+        )
+        offer = Offer("model", GEOMETRY, "decode-0:1", "writer", spec)
+        return self.role.reserve(offer).ticket_id
+
+    def commit(self, request: str = "r", *, deadline_s: float = 60.0, **sampling: int) -> None:
+        ticket_id = self.reserve(request, deadline_s=deadline_s, **sampling)
+        receiver = self.role.receiver
+        for index in range(len(receiver.book.get(ticket_id).missing)):
+            assert receiver.begin_copy(ticket_id, index, 0, BLOCK_BYTES) is not None
+            receiver.end_copy(ticket_id, BLOCK_BYTES)
+        self.role.commit(ticket_id, "writer", 7)
+
+    def told(self) -> list[TokenOutput]:
+        return self.role.outbox(ROUTER).take()
+
+    def check_nothing_is_held(self) -> None:
+        assert self.control.scheduler.is_idle()
+        assert self.pool.counts().used == self.pool.counts().quarantined == 0
+        self.pool.check()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """A world in which a router reads."""
+    world = World(monkeypatch)
+    world.role.outbox(ROUTER).open()
+    return world
+
+
+def token(index: int, token_id: int, finish: FinishReason | None = None) -> TokenOutput:
+    return TokenOutput("r", 0, index, (token_id,), finish)
+
+
+async def test_the_first_token_is_told_again_and_the_others_once(world: World) -> None:
+    world.commit(max_tokens=3)
+    assert world.told() == [token(0, 7)]
+    world.control.step(8)
+    assert world.told() == [token(1, 8)]
+    world.control.step(9)
+    assert world.told() == [token(2, 9, FinishReason.LENGTH)]
+    await world.role.heartbeat()
+    world.check_nothing_is_held()
+
+
+async def test_a_sequence_whose_deadline_has_passed_is_told_and_stops(world: World) -> None:
+    world.commit(deadline_s=5.0)
+    world.control.step()
+    world.told()
+    world.now += 4.9
+    await world.role.heartbeat()
+    assert world.told() == []
+    world.now += 0.2
+    await world.role.heartbeat()
+    (output,) = world.told()
+    assert "deadline" in output.error
+    world.check_nothing_is_held()
+
+
+async def test_a_deadline_that_passes_during_a_step(world: World) -> None:
+    world.commit(deadline_s=5.0)
+    world.told()
+    plan = world.control.plan()
+    world.now += 5.0
+    await world.role.heartbeat()
+    assert [bool(output.error) for output in world.told()] == [True]
+    world.control.end(plan)
+    assert world.told() == [], "tokens after the error"
+    world.check_nothing_is_held()
+
+
+async def test_a_deadline_ends_a_ticket_too(world: World) -> None:
+    ticket_id = world.reserve(deadline_s=1.0)
+    world.now += 1.0
+    await world.role.heartbeat()
+    with pytest.raises(TicketEnded):
+        world.role.commit(ticket_id, "writer", 7)
+    world.check_nothing_is_held()
+
+
+async def test_a_writer_gives_up_what_it_has_committed_without_knowing(world: World) -> None:
+    """The answer to its commit was lost: the sequence runs on, and has still its deadline."""
+    world.commit(deadline_s=5.0)
+    world.told()
+    world.role.abort_handoff(("r", 0))
+    world.role.abort_handoff(("r", 0))
+    world.control.step()
+    assert world.told() == [token(1, 9)]
+    world.now += 5.0
+    await world.role.heartbeat()
+    assert [bool(output.error) for output in world.told()] == [True]
+    world.check_nothing_is_held()
+
+
+async def test_a_writer_gives_up_before_its_commit(world: World) -> None:
+    ticket_id = world.reserve()
+    world.role.abort_handoff(("r", 0))
+    with pytest.raises(TicketEnded):
+        world.role.commit(ticket_id, "writer", 7)
+    with pytest.raises(TicketEnded):
+        world.reserve()
+    assert world.told() == []
+    world.check_nothing_is_held()
+
+
+async def test_an_abort_ends_a_sequence_in_every_state(world: World) -> None:
+    world.role.abort(("early", 0))
+    with pytest.raises(TicketEnded):
+        world.reserve("early")
+    world.reserve("reserved")
+    world.commit("waiting")
+    for request in ("reserved", "waiting"):
+        world.role.abort((request, 0))
+    world.commit("running")
+    plan = world.control.plan()
+    world.role.abort(("running", 0))
+    world.role.abort(("running", 0))
+    world.told()
+    world.control.end(plan)
+    assert world.told() == []
+    await world.role.heartbeat()
+    world.check_nothing_is_held()
+
+
+async def test_sequences_of_a_router_that_has_gone_end(world: World) -> None:
+    outbox = world.role.outbox(ROUTER)
+    reader = outbox.open()
+    world.commit()
+    outbox.close(reader, world.now)
+    world.now += ROUTER_GRACE_S - 0.1
+    await world.role.heartbeat()
+    assert not world.control.scheduler.is_idle()
+    world.now += 0.2
+    await world.role.heartbeat()
+    world.check_nothing_is_held()
+    assert world.role.outbox(ROUTER) is not outbox
+
+
+async def test_a_router_that_reconnects_in_time_keeps_its_sequences(world: World) -> None:
+    outbox = world.role.outbox(ROUTER)
+    reader = outbox.open()
+    world.commit()
+    outbox.close(reader, world.now)
+    world.now += ROUTER_GRACE_S - 0.1
+    outbox.open()
+    world.now += ROUTER_GRACE_S
+    await world.role.heartbeat()
+    assert world.told() == [token(0, 7)]
+    assert not world.control.scheduler.is_idle()
+    world.role.abort(("r", 0))
+    world.check_nothing_is_held()
+
+
+async def test_an_engine_that_fails_ends_its_sequences_with_an_error(world: World) -> None:
+    world.commit()
+    world.told()
+    plan = world.control.plan()
+    world.role.on_lost(world.control.scheduler.fail(plan), RuntimeError("no memory"))
+    (output,) = world.told()
+    assert "RuntimeError" in output.error
+    assert output.index == 1
+    world.role.abort(("r", 0))
+    await world.role.heartbeat()
+    world.check_nothing_is_held()
+
+
+async def test_closing_ends_everything(world: World) -> None:
+    ticket_id = world.reserve("reserved")
+    world.commit("running")
+    world.told()
+    await world.role.close()
+    assert [(o.request_id, bool(o.error)) for o in world.told()] == [("running", True)]
+    with pytest.raises(TicketEnded):
+        world.role.commit(ticket_id, "writer", 7)
+    world.check_nothing_is_held()
+
+
+async def test_a_leak_is_noticed(world: World) -> None:
+    world.pool.allocate(1)
+    with pytest.raises(AssertionError, match="leaked"):
+        await world.role.heartbeat()
