@@ -10,8 +10,9 @@ What the client has not read yet gathers in one delta: at most a whole answer.
 from __future__ import annotations
 
 import asyncio
+import math
 
-from baton.errors import BatonError
+from baton.errors import BatonError, WorkerFailed
 from baton.request import FinishReason, TokenOutput
 from router.generation import OutputDelta
 from router.output_assembler import OutputAssembler
@@ -46,20 +47,27 @@ class RequestLife:
             return
         if output.error:
             self.worker_finished = True
-            self.fail(BatonError(output.error))
+            self.fail(WorkerFailed(output.error))
             return
         if output.index > len(self.token_ids):
-            self._early[output.index] = output
+            self._keep(output)
             return
+        self._take(output, cached_prompt_tokens)
+        while (index := min(self._early, default=math.inf)) <= len(self.token_ids):
+            self._take(self._early.pop(int(index)))
+
+    def _keep(self, early: TokenOutput) -> None:
+        kept = self._early.get(early.index)
+        if kept is None or len(kept.token_ids) <= len(early.token_ids):
+            self._early[early.index] = early
+
+    def _take(self, output: TokenOutput, cached_prompt_tokens: int = 0) -> None:
         new = output.token_ids[len(self.token_ids) - output.index :]
-        if new or cached_prompt_tokens:
+        if new or cached_prompt_tokens or output.finish_reason is not None:
             self.token_ids.extend(new)
             self._push(new, output.finish_reason, cached_prompt_tokens)
         if output.finish_reason is not None:
             self.worker_finished = True
-        following = self._early.pop(len(self.token_ids), None)
-        if following is not None:
-            self.accept(following)
 
     def _push(self, token_ids: tuple[int, ...], finish: FinishReason | None, cached: int) -> None:
         delta = self._assembler.push(token_ids, finish, cached)

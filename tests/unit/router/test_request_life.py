@@ -1,0 +1,150 @@
+"""A request's tokens, in whatever order and however often they are told."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import BatonError, Unavailable, WorkerFailed
+from baton.request import FinishReason, TokenOutput
+from router.detokenizer import ByteDetokenizer
+from router.output_assembler import OutputAssembler
+from router.request_life import RequestLife
+
+STOP = FinishReason.STOP
+
+
+def make_life(stop: tuple[str, ...] = (), attempt: int = 0) -> RequestLife:
+    detokenizer = ByteDetokenizer(lambda token: bytes([token]))
+    return RequestLife("r", attempt, OutputAssembler(detokenizer, stop))
+
+
+def output(
+    index: int, text: str, finish: FinishReason | None = None, attempt: int = 0
+) -> TokenOutput:
+    return TokenOutput("r", attempt, index, tuple(text.encode()), finish)
+
+
+async def read_all(life: RequestLife) -> tuple[str, FinishReason | None, int]:
+    """All that is there, up to the end. Raises what the life raises."""
+    text, cached = "", 0
+    async with asyncio.timeout(5.0):
+        while True:
+            delta = await life.next_delta()
+            text += delta.text
+            cached += delta.cached_prompt_tokens
+            if delta.finish_reason is not None:
+                return text, delta.finish_reason, cached
+
+
+async def test_tokens_in_order_are_coalesced_for_a_slow_reader() -> None:
+    life = make_life()
+    for index, letter in enumerate("abc"):
+        life.accept(output(index, letter))
+    delta = await life.next_delta()
+    assert (delta.text, delta.token_ids, delta.finish_reason) == ("abc", (97, 98, 99), None)
+    life.accept(output(3, "d", STOP))
+    delta = await life.next_delta()
+    assert (delta.text, delta.finish_reason) == ("d", STOP)
+    assert life.worker_finished
+
+
+async def test_the_first_token_is_told_by_both_workers() -> None:
+    """The decode worker repeats it; the cached count comes with the prefill worker's."""
+    life = make_life()
+    life.accept(output(0, "a"))
+    life.accept(output(1, "b", STOP))
+    life.accept(output(0, "a"), cached_prompt_tokens=16)
+    assert await read_all(life) == ("ab", STOP, 0)
+    life = make_life()
+    life.accept(output(0, "a"), cached_prompt_tokens=16)
+    life.accept(output(0, "a"))
+    life.accept(output(1, "b", STOP))
+    assert await read_all(life) == ("ab", STOP, 16)
+
+
+async def test_an_end_that_brings_no_new_token_is_an_end() -> None:
+    life = make_life()
+    life.accept(output(0, "ab"))
+    life.accept(output(1, "b", STOP))
+    assert await read_all(life) == ("ab", STOP, 0)
+
+
+async def test_another_attempts_tokens_are_dropped() -> None:
+    life = make_life(attempt=1)
+    life.accept(output(0, "x", STOP, attempt=0))
+    life.accept(TokenOutput("r", 0, 0, (), error="an old failure"))
+    life.accept(output(0, "a", STOP, attempt=1))
+    assert await read_all(life) == ("a", STOP, 0)
+
+
+async def test_what_follows_a_stop_string_is_not_shown() -> None:
+    life = make_life(stop=("END",))
+    life.accept(output(0, "abENDcd"))
+    assert await read_all(life) == ("ab", STOP, 0)
+    assert life.stopped
+    assert not life.worker_finished, "the worker's sequence is still to be ended"
+    life.fail(WorkerFailed("too late"))
+    life.accept(output(7, "e", FinishReason.LENGTH))
+    assert life.worker_finished
+
+
+async def test_a_failure_comes_after_what_was_generated() -> None:
+    life = make_life()
+    life.accept(output(0, "ab"))
+    life.fail(WorkerFailed("the worker died"))
+    life.fail(BatonError("a second failure"))
+    assert (await life.next_delta()).text == "ab"
+    with pytest.raises(WorkerFailed, match="the worker died"):
+        await life.next_delta()
+
+
+async def test_a_workers_own_error_is_no_internal_error() -> None:
+    life = make_life()
+    life.accept(TokenOutput("r", 0, 0, (), error="the decode worker is stopping"))
+    assert life.worker_finished
+    with pytest.raises(Unavailable, match="is stopping"):
+        await life.next_delta()
+
+
+async def test_a_failure_after_the_end_is_no_failure() -> None:
+    life = make_life()
+    life.accept(output(0, "a", STOP))
+    life.fail(WorkerFailed("too late"))
+    assert await read_all(life) == ("a", STOP, 0)
+
+
+async def test_thousands_of_early_tokens() -> None:
+    life = make_life()
+    for index in range(1, 3000):
+        life.accept(output(index, "b"))
+    life.accept(output(0, "a"))
+    assert (await life.next_delta()).text == "a" + 2999 * "b"
+
+
+@st.composite
+def pieces(draw: st.DrawFn) -> list[TokenOutput]:
+    """An answer of 12 letters, cut in several ways and shuffled."""
+    text = "abcdefghijkl"
+    cut: list[TokenOutput] = []
+    for _ in range(draw(st.integers(1, 3))):
+        ends = sorted({*draw(st.sets(st.integers(1, 11), max_size=6)), 12})
+        for start, end in zip([0, *ends], ends, strict=False):
+            cut.append(output(start, text[start:end], STOP if end == 12 else None))
+    return draw(st.permutations(cut))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(pieces())
+def test_any_order_cut_and_repetition_is_one_answer(told: list[TokenOutput]) -> None:
+    async def run() -> None:
+        life = make_life()
+        for piece in told:
+            life.accept(piece)
+        assert await read_all(life) == ("abcdefghijkl", STOP, 0)
+        assert bytes(life.token_ids) == b"abcdefghijkl"
+
+    asyncio.run(run())
