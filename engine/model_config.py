@@ -42,6 +42,48 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """A JSON object of ``path``; null is as good as absent. Its methods raise ConfigError."""
+
+    path: Path
+    values: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> _Fields:
+        try:
+            values = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} holds no JSON object")
+        return cls(path, values)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A whole number of 1 or more."""
+        value = self.get(name, default)
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{self.path}: {name} must be a whole number, and is {value!r}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.get(name, default)
+        if not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(f"{self.path}: {name} must be a number above 0, and is {value!r}")
+        return float(value)
+
+    def object(self, name: str) -> _Fields:
+        """A JSON object within this one; empty where it is absent."""
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.path}: {name} must be an object, and is {value!r}")
+        return _Fields(self.path, value)
+
+
 def load_model_config(folder: Path) -> ModelConfig:
     """Read ``config.json`` (and ``generation_config.json`` for its end-of-sequence ids).
 
@@ -50,55 +92,74 @@ def load_model_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"{folder} has no config.json: it is no Hugging Face model folder")
-    raw: dict[str, Any] = json.loads(path.read_text())
-    architecture = (raw.get("architectures") or ["?"])[0]
-    if architecture not in KNOWN_ARCHITECTURES:
-        known = ", ".join(KNOWN_ARCHITECTURES)
-        raise ConfigError(f"{path}: architecture {architecture} is not served; known: {known}")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{path}: hidden_act {raw['hidden_act']} is not served; known: silu")
-    heads = int(raw["num_attention_heads"])
-    hidden = int(raw["hidden_size"])
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    fields = _Fields.read(path)
+    _refuse_unknown(fields)
+    heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
+    kv_heads = fields.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{path}: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}"
+        )
+    head_dim = fields.size("head_dim", hidden // heads)
+    if head_dim % 2:
+        raise ConfigError(f"{path}: head_dim {head_dim} is odd: it cannot be rotated in pairs")
+    # In the order in which transformers looks.
+    rope = fields.object("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
     return ModelConfig(
-        vocab_size=int(raw["vocab_size"]),
+        vocab_size=fields.size("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=int(raw["intermediate_size"]),
-        layers=int(raw["num_hidden_layers"]),
+        intermediate_size=fields.size("intermediate_size"),
+        layers=fields.size("num_hidden_layers"),
         heads=heads,
-        kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or hidden // heads),
-        context_length=int(raw.get("max_position_embeddings", 2048)),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        rope_scaling=_rope_scaling(rope, path),
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        eos_ids=_eos_ids(folder, raw),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        context_length=fields.size("max_position_embeddings", 2048),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope_theta=rope.number("rope_theta", fields.number("rope_theta", 10000.0)),
+        rope_scaling=_rope_scaling(rope),
+        tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        eos_ids=_eos_ids(folder, fields),
     )
 
 
-def _rope_scaling(rope: dict[str, Any], path: Path) -> RopeScaling | None:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+def _refuse_unknown(fields: _Fields) -> None:
+    """Raises ConfigError for a model that this engine would compute wrongly."""
+    path, named = fields.path, fields.get("architectures", [])
+    architecture = named[0] if isinstance(named, list) and named else "?"
+    if architecture not in KNOWN_ARCHITECTURES:
+        known = ", ".join(KNOWN_ARCHITECTURES)
+        raise ConfigError(f"{path}: architecture {architecture} is not served; known: {known}")
+    activation = fields.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ConfigError(f"{path}: hidden_act {activation} is not served; known: silu")
+    quantized = fields.object("quantization_config")
+    if quantized.values:
+        method = quantized.get("quant_method", "an unnamed method")
+        raise ConfigError(f"{path}: weights quantised with {method} are not served")
+
+
+def _rope_scaling(rope: _Fields) -> RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type", "default")
     if kind == "default":
         return None
     if kind == "linear":
-        return RopeScaling(kind, float(rope["factor"]))
+        return RopeScaling(kind, rope.number("factor"))
     if kind == "llama3":
         return RopeScaling(
             kind,
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            int(rope["original_max_position_embeddings"]),
+            rope.number("factor"),
+            rope.number("low_freq_factor"),
+            rope.number("high_freq_factor"),
+            rope.size("original_max_position_embeddings"),
         )
-    raise ConfigError(f"{path}: rope scaling {kind} is not served; known: default, linear, llama3")
+    raise ConfigError(
+        f"{rope.path}: rope scaling {kind} is not served; known: default, linear, llama3"
+    )
 
 
-def _eos_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+def _eos_ids(folder: Path, fields: _Fields) -> tuple[int, ...]:
     generation = folder / "generation_config.json"
-    found = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
+    found = _Fields.read(generation).get("eos_token_id") if generation.is_file() else None
     if found is None:
-        found = raw.get("eos_token_id")
-    if found is None:
-        return ()
+        found = fields.get("eos_token_id", [])
     return tuple(found) if isinstance(found, list) else (int(found),)

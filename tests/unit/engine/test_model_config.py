@@ -1,0 +1,189 @@
+"""What is read from a model folder's JSON files, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from baton.errors import ConfigError
+from engine.model_config import ModelConfig, RopeScaling, load_model_config
+
+PLAIN: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def load(folder: Path, generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
+    """The plain config with ``changes``; None takes a field away."""
+    fields = {name: value for name, value in (PLAIN | changes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(fields))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return load_model_config(folder)
+
+
+def test_what_is_absent_has_llamas_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path) == ModelConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=128,
+        layers=3,
+        heads=4,
+        kv_heads=4,
+        head_dim=16,
+        context_length=2048,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        tied_embeddings=False,
+        eos_ids=(),
+    )
+
+
+def test_what_is_there_is_read(tmp_path: Path) -> None:
+    found = load(
+        tmp_path,
+        num_key_value_heads=2,
+        head_dim=24,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        tie_word_embeddings=True,
+        eos_token_id=7,
+    )
+    assert (found.kv_heads, found.head_dim, found.context_length) == (2, 24, 512)
+    assert (found.rms_norm_eps, found.rope_theta) == (1e-5, 500000.0)
+    assert found.tied_embeddings
+    assert found.eos_ids == (7,)
+
+
+def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16384,
+        rope_parameters={"rope_theta": 500000.0, **LLAMA3},
+        eos_token_id=[5, 6],
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    found = load_model_config(tmp_path)
+    assert found.rope_theta == 500000.0
+    assert found.rope_scaling == RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)
+    assert (found.kv_heads, found.head_dim, found.eos_ids) == (2, 16, (5, 6))
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"type": "linear", "factor": 2.0}, RopeScaling("linear", 2.0)),
+        ({"rope_type": "linear", "factor": 2}, RopeScaling("linear", 2.0)),
+        ({"rope_type": "default"}, None),
+        (LLAMA3, RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)),
+    ],
+)
+def test_the_older_name_of_rope_scaling(
+    tmp_path: Path, rope: dict[str, Any], expected: RopeScaling | None
+) -> None:
+    assert load(tmp_path, rope_scaling=rope, rope_theta=50.0).rope_scaling == expected
+
+
+def test_where_two_fields_say_different_things_transformers_decides(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {
+        "rope_theta": 111.0,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 222.0},
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    }
+    for names in (fields.keys(), ["rope_theta", "rope_parameters"], ["rope_theta", "rope_scaling"]):
+        chosen = {name: fields[name] for name in names}
+        found = load(tmp_path, **chosen)
+        rope: Any = LlamaConfig.from_pretrained(tmp_path).rope_parameters
+        assert found.rope_theta == rope["rope_theta"], chosen
+        assert found.rope_scaling == RopeScaling("linear", rope["factor"]), chosen
+
+
+@pytest.mark.parametrize(
+    ("generation", "own", "expected"),
+    [
+        ({"eos_token_id": [3, 4]}, 9, (3, 4)),
+        ({"eos_token_id": 0}, 9, (0,)),
+        ({"temperature": 0.6}, 9, (9,)),
+        (None, [9, 8], (9, 8)),
+        (None, None, ()),
+    ],
+)
+def test_ends_of_sequence(
+    tmp_path: Path,
+    generation: dict[str, Any] | None,
+    own: int | list[int] | None,
+    expected: tuple[int, ...],
+) -> None:
+    assert load(tmp_path, generation, eos_token_id=own).eos_ids == expected
+
+
+def test_a_folder_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"x"', "\x00"])
+def test_a_damaged_config_names_its_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load_model_config(tmp_path)
+
+
+def test_a_damaged_generation_config_names_its_file(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"architectures": None}, "architecture"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"num_hidden_layers": [3]}, "num_hidden_layers"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"head_dim": 7}, "head_dim"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"load_in_8bit": True}}, "quantised"),
+    ],
+)
+def test_what_cannot_be_served_is_named(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json") as caught:
+        load(tmp_path, **changes)
+    assert named in caught.value.message
