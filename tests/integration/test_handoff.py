@@ -12,6 +12,7 @@ from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.local import generate
 from tests.mini_cluster import MiniCluster, mini_cluster
+from tests.models import real_model
 
 BLOCK = 16
 ANSWER = 2 * BLOCK + 3
@@ -70,3 +71,37 @@ async def check_cold_and_warm(
     assert after - between == (blocks - full) * context.memory.block_bytes
     assert cold.cached_prompt_tokens == 0
     assert warm.cached_prompt_tokens == (len(prompt) - 1) // BLOCK * BLOCK
+
+
+async def check_real_model(redis_url: str, lengths: list[int]) -> None:
+    model = real_model()
+    engine = build_engine(
+        EngineSettings(model, "float32", device="cpu", kv_pool_bytes=256 << 20, threads=1)
+    )
+    async with mini_cluster(model, redis_url, kv_pool_mib=256) as cluster:
+        text = (
+            "The lighthouse keeper wrote in her diary that the storm had come from the north, and "
+            "that the boats which left in the morning had not been seen since. She lit the lamp "
+            "early, and counted the waves until it was dark."
+        )
+        ids = cluster.tokenizer.encode(text)
+        for length in lengths:
+            sampling = SAMPLINGS["greedy" if length % 2 else "seeded"]
+            spec = SequenceSpec("local", 0, "", ids[:length], length, sampling, b"local")
+            engine.pool.drop_cache()
+            expected = generate(engine, [spec])[0].token_ids
+            for _ in ("cold", "warm"):
+                answer = await cluster.answer(ids[:length], sampling, salt=bytes([length]))
+                assert answer.token_ids == expected
+        assert cluster.value("decode-0", "baton_computed_prompt_tokens_total") == 0
+        await cluster.until_idle()
+
+
+async def test_the_real_model_at_a_block_boundary(redis_url: str) -> None:
+    await check_real_model(redis_url, [BLOCK, 2 * BLOCK + 1])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_the_real_model_at_every_length(redis_url: str) -> None:
+    await check_real_model(redis_url, list(range(1, 3 * BLOCK + 3)))
