@@ -20,6 +20,8 @@ _FINISH_TO_PROTO = {
 }
 _FINISH_FROM_PROTO = {number: reason for reason, number in _FINISH_TO_PROTO.items()}
 
+_LONGEST_MS = 2**32 - 1
+
 _SCALARS = (
     "temperature",
     "top_p",
@@ -75,7 +77,7 @@ def sequence_to_proto(spec: SequenceSpec) -> worker_pb2.SequenceSpec:
         cache_salt=spec.cache_salt,
         context_class=spec.context_class,
         principal=worker_pb2.Principal(tenant=spec.principal.tenant, key_id=spec.principal.key_id),
-        deadline_ms=max(0, int(spec.deadline_s * 1000)),
+        deadline_ms=int(min(max(0.0, spec.deadline_s * 1000), _LONGEST_MS)),
     )
 
 

@@ -1,0 +1,217 @@
+"""The configuration: where values come from, what is refused, that every field is explained."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticUndefined
+from pydantic_settings import SettingsError
+
+from baton.config import Config, ContextClass, PoolConfig, load_config, split_host_port
+
+REQUIRED = {(PoolConfig, "name"), (PoolConfig, "role"), (ContextClass, "name")}
+SECTIONS: list[type[BaseModel]] = [Config, PoolConfig, ContextClass]
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable of the machine's own."""
+    for name in list(os.environ):
+        if name.upper().startswith("BATON_"):
+            monkeypatch.delenv(name)
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "baton.toml"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_every_field_has_a_type_a_description_and_a_default(section: type[BaseModel]) -> None:
+    hints = get_type_hints(section, include_extras=True)
+    for name, field in section.model_fields.items():
+        assert name in hints
+        assert field.annotation is not None
+        assert field.description, f"{section.__name__}.{name} is not described"
+        assert field.description.rstrip().endswith("."), name
+        has_default = field.default is not PydanticUndefined or field.default_factory is not None
+        assert has_default is ((section, name) not in REQUIRED), name
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_numbers_say_their_unit(section: type[BaseModel]) -> None:
+    units = {"_s": "second", "_bytes": "bytes", "_mib": "MiB", "_tokens": "tokens"}
+    for name, field in section.model_fields.items():
+        for ending, unit in units.items():
+            if name.endswith(ending):
+                assert unit in (field.description or ""), f"{section.__name__}.{name}"
+
+
+def test_the_defaults_are_those_of_the_design() -> None:
+    config = load_config()
+    assert config.block_size == 16
+    assert [(c.name, c.max_tokens) for c in config.classes] == [
+        ("short", 512),
+        ("medium", 4096),
+        ("long", None),
+    ]
+    assert [(pool.name, pool.role, pool.count) for pool in config.pools] == [
+        ("prefill", "prefill", 1),
+        ("decode", "decode", 1),
+    ]
+    assert all(pool.kv_pool_mib == 1024 for pool in config.pools)
+    assert (config.lease_s, config.request_deadline_s) == (3.0, 300.0)
+    assert (config.slo_ttft_s, config.slo_tpot_s) == (2.0, 0.1)
+    assert config.local_prefill == "never"
+    for address in (config.http, config.grpc):
+        assert split_host_port(address)[0] == "127.0.0.1"
+
+
+def test_flags_override_the_environment_which_overrides_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, 'block_size = 8\nlease_s = 30.0\ndtype = "float32"\n')
+    monkeypatch.setenv("BATON_LEASE_S", "20")
+    monkeypatch.setenv("BATON_DTYPE", "float16")
+    config = load_config(file, dtype="bfloat16", lease_s=None, redis_url=None)
+    assert (config.block_size, config.lease_s, config.dtype) == (8, 20.0, "bfloat16")
+    assert load_config().block_size == 16, "the file was remembered"
+
+
+def test_lists_come_from_the_environment_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = [{"name": "p", "role": "prefill", "count": 3}, {"name": "d", "role": "decode"}]
+    monkeypatch.setenv("BATON_POOLS", json.dumps(pools))
+    assert [pool.count for pool in load_config().pools] == [3, 1]
+    monkeypatch.setenv("BATON_POOLS", "[{")
+    with pytest.raises(SettingsError):
+        load_config()
+
+
+def test_a_file_with_pools_and_classes(tmp_path: Path) -> None:
+    text = """
+        [[pools]]
+        name = "fast"
+        role = "prefill"
+        resources = { fast = 1.0 }
+        [[pools]]
+        name = "wide"
+        role = "decode"
+        count = 2
+        max_sequences = 8
+        [[classes]]
+        name = "all"
+    """
+    config = load_config(write(tmp_path, text))
+    assert config.pools[0].resources == {"fast": 1.0}
+    assert (config.pools[1].count, config.pools[1].max_sequences) == (2, 8)
+    assert config.class_of(10**9) == "all"
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no configuration file at"):
+        load_config(tmp_path / "none.toml")
+
+
+P, D = {"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"block_size": 0}, "block_size"),
+        ({"block_size": "many"}, "block_size"),
+        ({"dtype": "int3"}, "dtype"),
+        ({"local_prefill": "sometimes"}, "local_prefill"),
+        ({"http": "8000"}, "is not host:port"),
+        ({"grpc": "host:99999"}, "is not host:port"),
+        ({"lease_s": 0.0}, "lease_s"),
+        ({"lease_s": 1.5}, "at most half"),
+        ({"registry_ttl_s": 1.9}, "at most half"),
+        ({"request_deadline_s": -1.0}, "request_deadline_s"),
+        ({"unknown": 1}, "unknown"),
+        ({"pools": []}, "at least one prefill and one decode"),
+        ({"pools": [P]}, "at least one prefill and one decode"),
+        ({"pools": [P, D, {**D, "role": "prefill"}]}, "names must differ"),
+        ({"pools": [P, {**D, "count": 0}]}, "count"),
+        ({"pools": [P, {**D, "role": "both"}]}, "role"),
+        ({"pools": [P, {**D, "gpu_memory_fraction": 1.1}]}, "gpu_memory_fraction"),
+        ({"pools": [P, {**D, "unknown": 1}]}, "unknown"),
+        ({"pools": [P, {"name": "d"}]}, "role"),
+        ({"classes": []}, "the last class has none"),
+        ({"classes": [{"name": "a", "max_tokens": 5}]}, "the last class has none"),
+        ({"classes": [{"name": "a"}, {"name": "b"}]}, "must rise"),
+        (
+            {
+                "classes": [
+                    {"name": "a", "max_tokens": 9},
+                    {"name": "b", "max_tokens": 9},
+                    {"name": "c"},
+                ]
+            },
+            "must rise",
+        ),
+    ],
+)
+def test_bad_values_are_refused_by_name(flags: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        load_config(**flags)
+
+
+def test_every_field_at_fault_is_named() -> None:
+    with pytest.raises(ValidationError) as caught:
+        load_config(block_size=0, dtype="x", slo_ttft_s=-1.0)
+    assert {error["loc"][0] for error in caught.value.errors()} == {
+        "block_size",
+        "dtype",
+        "slo_ttft_s",
+    }
+
+
+def test_an_unknown_field_in_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="blok_size"):
+        load_config(write(tmp_path, "blok_size = 16\n"))
+
+
+def test_it_travels_as_json() -> None:
+    config = load_config(
+        block_size=32, classes=[{"name": "a", "max_tokens": 7}, {"name": "b"}], pools=[P, D]
+    )
+    assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+def test_it_cannot_be_changed() -> None:
+    config = load_config()
+    with pytest.raises(ValidationError):
+        config.block_size = 8  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "name"),
+    [(0, "short"), (512, "short"), (513, "medium"), (4096, "medium"), (4097, "long")],
+)
+def test_a_prompts_class(tokens: int, name: str) -> None:
+    assert load_config().class_of(tokens) == name
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [
+        ("127.0.0.1:8000", ("127.0.0.1", 8000)),
+        ("localhost:0", ("localhost", 0)),
+        ("[::1]:65535", ("::1", 65535)),
+    ],
+)
+def test_host_and_port(address: str, parts: tuple[str, int]) -> None:
+    assert split_host_port(address) == parts
+
+
+@pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:x", "host:-1", "host:65536"])
+def test_what_is_no_host_and_port(address: str) -> None:
+    with pytest.raises(ValueError, match="is not host:port"):
+        split_host_port(address)
