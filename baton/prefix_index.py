@@ -40,9 +40,11 @@ redis.call('SET', KEYS[2], 0)
 return redis.call('GET', KEYS[1])
 """
 
-# KEYS: what a worker holds. ARGV: prefix of block keys, incarnation, how many to drop.
+# KEYS: the worker's state, what it holds. ARGV: prefix of block keys, incarnation, most to drop.
+# The state goes first: a worker that lives after all can apply nothing more, and sends a snapshot.
 _COLLECT = """
-local hashes = redis.call('SPOP', KEYS[1], ARGV[3])
+redis.call('DEL', KEYS[1])
+local hashes = redis.call('SPOP', KEYS[2], ARGV[3])
 for _, hash in ipairs(hashes) do
   redis.call('SREM', ARGV[1] .. hash, ARGV[2])
 end
@@ -85,7 +87,6 @@ class PrefixIndex:
     """The index of one cluster. Raises ``redis.RedisError``."""
 
     def __init__(self, client: redis.asyncio.Redis, cluster_id: str) -> None:
-        self._redis = client
         self._prefix = f"baton:{{{cluster_id}}}:index"
         self._blocks = f"{self._prefix}:block:"
         self._apply = client.register_script(_APPLY)
@@ -137,9 +138,8 @@ class PrefixIndex:
         """Drop all entries of an incarnation, a bounded batch at a time."""
         keys = self._keys(incarnation)
         args: list[Any] = [self._blocks, incarnation, COLLECT_BATCH]
-        while await cast(Any, self._collect(keys=keys[2:], args=args)) == COLLECT_BATCH:
+        while await cast(Any, self._collect(keys=keys[1:], args=args)) == COLLECT_BATCH:
             pass
-        await self._redis.delete(keys[1], keys[2])
 
     async def lookup(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """How many leading blocks of ``hashes`` each incarnation holds; absent means none."""

@@ -6,12 +6,15 @@ Workers write it, routers and the command line read it. Redis is authoritative.
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import redis.asyncio
 
 from baton.request import Geometry, LoadSnapshot
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class Registry:
     def __init__(self, client: redis.asyncio.Redis, cluster_id: str) -> None:
         self._redis = client
         self._prefix = f"baton:{{{cluster_id}}}"
+        self._unreadable: set[str] = set()
 
     def _key(self, incarnation: str) -> str:
         return f"{self._prefix}:worker:{incarnation}"
@@ -63,30 +67,39 @@ class Registry:
             await pipe.execute()
 
     async def remove(self, incarnation: str) -> None:
-        """A worker that leaves in order says so."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.delete(self._key(incarnation))
-            pipe.srem(self._members, incarnation)
-            await pipe.execute()
+        """A worker that leaves in order says so: it is dead at once, not after its TTL.
+
+        It stays listed, so that its index entries are collected as those of any dead one.
+        """
+        await self._redis.delete(self._key(incarnation))
 
     async def all(self) -> dict[str, WorkerRecord]:
-        """The live records by incarnation."""
+        """The live records by incarnation; one that cannot be read is left out."""
+        records = {}
+        for incarnation, (record, load) in (await self._rows()).items():
+            if record is None:
+                continue
+            try:
+                records[incarnation] = _parse(record, load)
+            except (ValueError, TypeError, KeyError) as error:
+                if incarnation not in self._unreadable:
+                    log.warning("the record of worker %s cannot be read: %r", incarnation, error)
+                self._unreadable.add(incarnation)
+        return records
+
+    async def dead(self) -> set[str]:
+        """Incarnations that are listed but whose record has expired."""
+        rows = await self._rows()
+        return {incarnation for incarnation, (record, _) in rows.items() if record is None}
+
+    async def _rows(self) -> dict[str, tuple[bytes | None, bytes | None]]:
         answer = await cast(Any, self._redis.smembers(self._members))
         incarnations = sorted(member.decode() for member in answer)
         async with self._redis.pipeline(transaction=False) as pipe:
             for incarnation in incarnations:
                 pipe.hmget(self._key(incarnation), ["record", "load"])
             rows = await pipe.execute()
-        records = {}
-        for incarnation, (record, load) in zip(incarnations, rows, strict=True):
-            if record is not None:
-                records[incarnation] = _parse(record, load)
-        return records
-
-    async def dead(self) -> set[str]:
-        """Incarnations that are listed but whose record has expired."""
-        answer = await cast(Any, self._redis.smembers(self._members))
-        return {member.decode() for member in answer} - set(await self.all())
+        return dict(zip(incarnations, rows, strict=True))
 
     async def forget(self, incarnation: str) -> None:
         """Strike a dead incarnation off the list, once its index entries are collected."""
