@@ -57,36 +57,52 @@ class LlamaModel:
     def __init__(
         self, config: ModelConfig, weights: dict[str, torch.Tensor], device: torch.device
     ) -> None:
-        """``weights`` has Hugging Face's names. Raises ConfigError where one is missing."""
+        """``weights`` has Hugging Face's names.
+
+        Raises ConfigError where one is missing or has another shape than ``config`` says.
+        """
         self.config = config
         self._weights = weights
-        self.embedding = self._take("model.embed_tokens.weight")
+        hidden, vocab = config.hidden_size, config.vocab_size
+        self.embedding = self._take("model.embed_tokens.weight", vocab, hidden)
         self.layers = [self._layer(f"model.layers.{n}") for n in range(config.layers)]
-        self.norm = self._take("model.norm.weight").float()
-        tied = config.tied_embeddings or "lm_head.weight" not in weights
-        self.head = self.embedding if tied else self._take("lm_head.weight")
+        self.norm = self._take("model.norm.weight", hidden).float()
+        tied = config.tied_embeddings
+        self.head = self.embedding if tied else self._take("lm_head.weight", vocab, hidden)
         self.rope = rope_table(config, device)
 
-    def _take(self, name: str) -> torch.Tensor:
-        try:
-            return self._weights[name]
-        except KeyError:
-            raise ConfigError(f"the model's weights have no tensor {name}") from None
+    def _take(self, name: str, *shape: int) -> torch.Tensor:
+        weight = self._weights.get(name)
+        if weight is None:
+            raise ConfigError(f"the model's weights have no tensor {name}")
+        if weight.shape != shape:
+            raise ConfigError(
+                f"the model's tensor {name} is {tuple(weight.shape)};"
+                f" its config.json makes it {shape}"
+            )
+        return weight
 
-    def _linear(self, name: str) -> Linear:
-        return Linear(self._take(f"{name}.weight"), self._weights.get(f"{name}.bias"))
+    def _linear(self, name: str, outputs: int, inputs: int) -> Linear:
+        biased = f"{name}.bias" in self._weights
+        return Linear(
+            self._take(f"{name}.weight", outputs, inputs),
+            self._take(f"{name}.bias", outputs) if biased else None,
+        )
 
     def _layer(self, prefix: str) -> Layer:
+        config = self.config
+        hidden, inner = config.hidden_size, config.intermediate_size
+        wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
         return Layer(
-            input_norm=self._take(f"{prefix}.input_layernorm.weight").float(),
-            query=self._linear(f"{prefix}.self_attn.q_proj"),
-            key=self._linear(f"{prefix}.self_attn.k_proj"),
-            value=self._linear(f"{prefix}.self_attn.v_proj"),
-            output=self._linear(f"{prefix}.self_attn.o_proj"),
-            post_norm=self._take(f"{prefix}.post_attention_layernorm.weight").float(),
-            gate=self._linear(f"{prefix}.mlp.gate_proj"),
-            up=self._linear(f"{prefix}.mlp.up_proj"),
-            down=self._linear(f"{prefix}.mlp.down_proj"),
+            input_norm=self._take(f"{prefix}.input_layernorm.weight", hidden).float(),
+            query=self._linear(f"{prefix}.self_attn.q_proj", wide, hidden),
+            key=self._linear(f"{prefix}.self_attn.k_proj", narrow, hidden),
+            value=self._linear(f"{prefix}.self_attn.v_proj", narrow, hidden),
+            output=self._linear(f"{prefix}.self_attn.o_proj", hidden, wide),
+            post_norm=self._take(f"{prefix}.post_attention_layernorm.weight", hidden).float(),
+            gate=self._linear(f"{prefix}.mlp.gate_proj", inner, hidden),
+            up=self._linear(f"{prefix}.mlp.up_proj", inner, hidden),
+            down=self._linear(f"{prefix}.mlp.down_proj", hidden, inner),
         )
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
