@@ -150,6 +150,8 @@ class ClusterDispatcher:
                     f"is {longest}"
                 )
             held = await self._lookup(request, prefill[0].record.fingerprint)
+            # Who has gone meanwhile is not chosen: its broken stream is told of only once.
+            prefill, decode = self._links.up("prefill"), self._links.up("decode")
         decision = choose(
             len(request.prompt_ids),
             self._config.block_size,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from pathlib import Path
 
+import pytest
+
+from baton.errors import Unavailable
 from baton.sampling_params import SamplingParams
 from tests.integration.test_handoff import local_answer, prompt_of
 from tests.mini_cluster import mini_cluster
@@ -23,3 +27,34 @@ async def test_a_first_token_that_ends_the_answer(tiny_model: Path, redis_url: s
         for outcome, count in (("ok", 0), ("aborted", 1)):
             labels = {"transport": "grpc", "outcome": outcome}
             assert cluster.value("decode-0", "baton_handoffs_total", **labels) == count
+
+
+async def test_what_a_worker_held_is_forgotten_once_it_has_left(
+    tiny_model: Path, redis_url: str
+) -> None:
+    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster:
+        await cluster.answer(prompt_of(64), LONG)
+        gone = cluster.workers.pop("decode-0")
+        assert gone.record is not None
+        await gone.stop()
+        async with asyncio.timeout(30):
+            while gone.record.incarnation in await cluster.registry.dead():
+                await asyncio.sleep(0.02)
+        keys = await cluster.redis.keys(f"*{cluster.cluster_id}*{gone.record.incarnation}*")
+        assert keys == []
+
+
+async def test_a_worker_that_goes_while_the_index_is_asked_is_not_chosen(
+    tiny_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stream broke before the request was placed: nobody would tell the request."""
+    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster:
+        (link,) = cluster.dispatcher._links.up("decode")
+
+        async def lookup(hashes: list[bytes]) -> dict[str, int]:
+            link.connected = False
+            return {}
+
+        monkeypatch.setattr(cluster.index, "lookup", lookup)
+        with pytest.raises(Unavailable, match="no decode worker is ready"):
+            await cluster.answer(prompt_of(40), LONG)
