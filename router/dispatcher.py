@@ -61,7 +61,9 @@ class ClusterDispatcher:
         self._metrics = metrics
         self._registry = registry
         self._index = index
-        self._links = WorkerLinks(self.router_id, self._on_output, self._on_broken)
+        self._links = WorkerLinks(
+            self.router_id, self._on_output, self._on_broken, heartbeat_s=config.heartbeat_s
+        )
         self._admission = Admission(config.max_waiting_requests)
         self._lives: dict[str, RequestLife] = {}
         self._placed: dict[str, set[RequestLife]] = {}

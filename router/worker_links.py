@@ -33,7 +33,9 @@ log = logging.getLogger(__name__)
 RECONNECT_S = 0.2
 """Between a broken token stream and the next try."""
 SILENCE_S = 5.0
-"""A token stream sends a message every heartbeat; one that is silent this long is broken."""
+"""A token stream sends a message every heartbeat; one that is silent this long is broken, or for
+``_SILENT_HEARTBEATS`` heartbeats where that is longer."""
+_SILENT_HEARTBEATS = 3
 ABORT_DEADLINE_S = 2.0
 """An abort that does not arrive in this time is left to the worker's own deadlines."""
 _COOL_DOWN_S = 1.0
@@ -78,11 +80,14 @@ class WorkerLinks:
         router_id: str,
         on_output: Callable[[TokenOutput], None],
         on_broken: Callable[[str, BatonError], None],
+        *,
+        heartbeat_s: float,
     ) -> None:
         """``on_output`` hears each output; ``on_broken`` of an incarnation whose stream ended."""
         self._router_id = router_id
         self._on_output = on_output
         self._on_broken = on_broken
+        self._silence_s = max(SILENCE_S, _SILENT_HEARTBEATS * heartbeat_s)
         self._links: dict[str, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -151,7 +156,7 @@ class WorkerLinks:
         call = stub.StreamTokens(decode_pb2.StreamTokensRequest(router_id=self._router_id))
         try:
             while True:
-                message = await asyncio.wait_for(call.read(), SILENCE_S)
+                message = await asyncio.wait_for(call.read(), self._silence_s)
                 if not isinstance(message, decode_pb2.StreamTokensResponse):
                     return error_from_gone(link.record.incarnation)
                 link.connected = True

@@ -1,0 +1,227 @@
+"""Links to workers over real gRPC connections: they follow the registry, break, and come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import grpc.aio
+import pytest
+
+from baton import convert
+from baton.errors import BatonError, WorkerFailed
+from baton.grpc_channel import make_server
+from baton.registry import WorkerRecord
+from baton.request import Geometry, LoadSnapshot, TokenOutput
+from baton.v1 import decode_pb2, decode_pb2_grpc
+from router import worker_links
+from router.worker_links import WorkerLinks
+
+DEADLINE_S = 20.0
+OUTPUTS = [TokenOutput("r", 0, index, (index,)) for index in range(3)]
+
+
+class Decode(decode_pb2_grpc.DecodeServiceServicer):
+    """A decode worker that says what it is told to say, and None ends the stream."""
+
+    def __init__(self) -> None:
+        self.says: asyncio.Queue[TokenOutput | None] = asyncio.Queue()
+        self.streams = 0
+        self.readers: list[str] = []
+        self.aborted: list[tuple[str, int, int]] = []
+        self.greets = True
+
+    async def StreamTokens(  # noqa: N802 - gRPC's name
+        self,
+        request: decode_pb2.StreamTokensRequest,
+        context: grpc.aio.ServicerContext[object, object],
+    ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
+        self.streams += 1
+        self.readers.append(request.router_id)
+        load = convert.load_to_proto(LoadSnapshot("d", running=self.streams))
+        if self.greets:
+            yield decode_pb2.StreamTokensResponse(load=load)
+        while (output := await self.says.get()) is not None:
+            yield decode_pb2.StreamTokensResponse(
+                outputs=[convert.output_to_proto(output)], load=load
+            )
+
+    async def Abort(  # noqa: N802
+        self,
+        request: decode_pb2.AbortRequest,
+        context: grpc.aio.ServicerContext[object, object],
+    ) -> decode_pb2.AbortResponse:
+        self.aborted.append((request.request_id, request.attempt, request.reason))
+        return decode_pb2.AbortResponse()
+
+
+class World:
+    """A worker, the links of a router, and what the router has heard."""
+
+    def __init__(self, decode: Decode, address: str) -> None:
+        self.decode = decode
+        self.record = WorkerRecord(
+            incarnation="d",
+            slot="decode-0",
+            role="decode",
+            address=address,
+            metrics_address="",
+            model="tiny",
+            fingerprint="f",
+            geometry=Geometry(16, 2, 3, 64, "bfloat16"),
+            context_length=2048,
+            total_blocks=100,
+            max_sequences=8,
+        )
+        self.heard: list[TokenOutput] = []
+        self.broken: list[tuple[str, BatonError]] = []
+        self.links = WorkerLinks("router", self.heard.append, self.on_broken, heartbeat_s=0.01)
+
+    def on_broken(self, incarnation: str, error: BatonError) -> None:
+        self.broken.append((incarnation, error))
+
+    def is_up(self) -> bool:
+        return bool(self.links.up("decode"))
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def open_world() -> AsyncIterator[World]:
+    server, decode = make_server(), Decode()  # type: ignore[abstract]
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    world = World(decode, f"127.0.0.1:{port}")
+    try:
+        yield world
+    finally:
+        await world.links.close()
+        await server.stop(None)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_links, "RECONNECT_S", 0.01)
+    monkeypatch.setattr(worker_links, "_COOL_DOWN_S", 0.0)
+
+
+async def test_a_link_is_up_once_its_stream_has_spoken() -> None:
+    async with open_world() as world:
+        world.decode.greets = False
+        world.links.update({"d": world.record})
+        await world.until(lambda: world.decode.streams)
+        assert not world.is_up()
+        world.decode.says.put_nowait(OUTPUTS[0])
+        await world.until(world.is_up)
+        assert world.decode.readers == ["router"]
+        assert world.heard == OUTPUTS[:1]
+
+
+async def test_outputs_and_loads_are_passed_on() -> None:
+    async with open_world() as world:
+        world.links.update({"d": world.record})
+        for output in OUTPUTS:
+            world.decode.says.put_nowait(output)
+        await world.until(lambda: len(world.heard) == len(OUTPUTS))
+        assert world.heard == OUTPUTS
+        link = world.links.get("d")
+        assert link is not None
+        assert link.load == LoadSnapshot("d", running=1)
+        world.links.update({"d": world.record})
+        assert link.load == LoadSnapshot("d", running=1), "older than the stream's"
+        assert world.broken == []
+
+
+async def test_a_broken_stream_is_told_and_opened_again() -> None:
+    async with open_world() as world:
+        world.links.update({"d": world.record})
+        await world.until(world.is_up)
+        world.decode.greets = False
+        world.decode.says.put_nowait(None)
+        await world.until(lambda: world.decode.streams == 2)
+        assert not world.is_up()
+        assert [(name, type(error)) for name, error in world.broken] == [("d", WorkerFailed)]
+        world.decode.says.put_nowait(OUTPUTS[0])
+        await world.until(world.is_up)
+        assert world.heard == OUTPUTS[:1]
+
+
+async def test_a_silent_stream_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_links, "SILENCE_S", 0.1)
+    async with open_world() as world:
+        world.links.update({"d": world.record})
+        await world.until(lambda: world.broken)
+        await world.until(lambda: world.decode.streams >= 2)
+        await world.until(world.is_up)
+
+
+async def test_slow_heartbeats_are_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster whose heartbeats are configured to be far apart."""
+    monkeypatch.setattr(worker_links, "SILENCE_S", 0.05)
+    async with open_world() as world:
+        world.links = WorkerLinks("router", world.heard.append, world.on_broken, heartbeat_s=0.5)
+        world.links.update({"d": world.record})
+        await world.until(world.is_up)
+        await asyncio.sleep(0.3)  # silence is what is tested
+        assert world.is_up()
+        assert world.broken == []
+
+
+async def test_a_worker_that_the_registry_forgot_is_kept_while_it_speaks() -> None:
+    async with open_world() as world:
+        world.links.update({"d": world.record})
+        await world.until(world.is_up)
+        world.links.update({})
+        assert world.is_up()
+        world.decode.greets = False
+        world.decode.says.put_nowait(None)
+        await world.until(lambda: world.broken)
+        world.links.update({})
+        assert world.links.all() == []
+
+
+async def test_a_worker_that_never_answers_is_tried_again_until_it_leaves() -> None:
+    async with open_world() as world:
+        world.links.update({"d": replace(world.record, address="127.0.0.1:1")})
+        await world.until(lambda: len(world.broken) >= 2)
+        assert all(isinstance(error, WorkerFailed) for _, error in world.broken)
+        world.links.update({})
+        assert world.links.all() == []
+
+
+async def test_a_draining_worker_takes_no_requests() -> None:
+    async with open_world() as world:
+        world.links.update({"d": world.record})
+        await world.until(world.is_up)
+        link = world.links.get("d")
+        assert link is not None
+        world.links.update({"d": replace(world.record, state="draining")})
+        assert not world.is_up()
+        assert world.links.get("d") is link
+        world.links.update({"d": world.record})
+        assert world.is_up()
+
+
+async def test_aborts_say_why_and_never_raise() -> None:
+    async with open_world() as world:
+        await world.links.abort("unknown", "r", 0, stop=True)
+        world.links.update({"d": world.record})
+        await world.links.abort("d", "r", 1, stop=True)
+        await world.links.abort("d", "s", 0, stop=False)
+        stop, other = decode_pb2.ABORT_REASON_STOP, decode_pb2.ABORT_REASON_UNSPECIFIED
+        assert world.decode.aborted == [("r", 1, stop), ("s", 0, other)]
+
+
+async def test_closing_tells_those_who_wait() -> None:
+    async with open_world() as world:
+        world.links.update({"d": world.record})
+        await world.until(world.is_up)
+        await world.links.close()
+        assert [name for name, _ in world.broken] == ["d"]
+        assert world.links.all() == []
