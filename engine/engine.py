@@ -19,6 +19,7 @@ from engine.scheduler import Scheduler, SchedulerLimits
 from engine.weights import fingerprint, load_weights
 
 _CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +104,23 @@ def warm_up(engine: Engine) -> None:
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {name} was asked for, but torch finds no GPU")
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in _CHUNK_TOKENS:
+        raise ConfigError(f"device {name!r} is unknown; known: auto, cpu, cuda, cuda:1")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device {name} was asked for, but torch finds {torch.cuda.device_count()} GPUs"
+        )
+    return device
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"dtype {name} is unknown; known: bfloat16, float32, float16")
-    return dtype
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype {name} is unknown; known: {', '.join(_DTYPES)}")
+    return _DTYPES[name]
 
 
 def _chunk_tokens(settings: EngineSettings, device: torch.device) -> int:
