@@ -56,7 +56,8 @@ class Outbox:
     async def wait(self, timeout_s: float) -> None:
         """Until there is something to take, or ``timeout_s`` are over."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._filled.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._filled.wait()
 
     def take(self) -> list[TokenOutput]:
         """What has gathered."""

@@ -51,7 +51,8 @@ class PrefillRole:
         deadline = time.monotonic() + spec.deadline_s
         self._check(spec)
         try:
-            await asyncio.wait_for(self._places.acquire(), spec.deadline_s)
+            async with asyncio.timeout(spec.deadline_s):
+                await self._places.acquire()
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed before its prefill") from None
         try:

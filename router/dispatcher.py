@@ -264,7 +264,8 @@ class ClusterDispatcher:
                 placement.source.failed(time.monotonic())
             with contextlib.suppress(TimeoutError):
                 if isinstance(failure, WorkerFailed):
-                    await asyncio.wait_for(life.decode_began.wait(), COMMIT_GRACE_S)
+                    async with asyncio.timeout(COMMIT_GRACE_S):
+                        await life.decode_began.wait()
             if not life.decode_began.is_set():
                 life.fail(failure)
 

@@ -156,7 +156,9 @@ class WorkerLinks:
         call = stub.StreamTokens(decode_pb2.StreamTokensRequest(router_id=self._router_id))
         try:
             while True:
-                message = await asyncio.wait_for(call.read(), self._silence_s)
+                # Not wait_for: before Python 3.12 it loses a cancellation that meets a message.
+                async with asyncio.timeout(self._silence_s):
+                    message = await call.read()
                 if not isinstance(message, decode_pb2.StreamTokensResponse):
                     return error_from_gone(link.record.incarnation)
                 link.connected = True

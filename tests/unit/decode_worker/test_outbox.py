@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from baton.request import TokenOutput
 from decode_worker.outbox import Outbox
 
@@ -73,3 +75,18 @@ async def test_it_knows_for_how_long_nobody_has_read() -> None:
     assert outbox.unread_for(8.0) == 2.0
     outbox.put(output(0))
     assert outbox.take() == [output(0)], "what was put before is kept for the next stream"
+
+
+@pytest.mark.parametrize("ticks", range(5))
+async def test_a_stream_that_is_cancelled_while_it_wakes_is_cancelled(ticks: int) -> None:
+    outbox = Outbox(0.0)
+    waiting = asyncio.create_task(outbox.wait(5.0))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    outbox.put(output(0))
+    outbox.flush()
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    if waiting.cancel():
+        with pytest.raises(asyncio.CancelledError):
+            await waiting

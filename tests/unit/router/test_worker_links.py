@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import grpc.aio
 import pytest
@@ -225,3 +226,32 @@ async def test_closing_tells_those_who_wait() -> None:
         await world.links.close()
         assert [name for name, _ in world.broken] == ["d"]
         assert world.links.all() == []
+
+
+@pytest.mark.parametrize("ticks", range(6))
+async def test_closing_ends_even_if_a_message_arrives_at_that_moment(
+    ticks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Call:
+        def __init__(self) -> None:
+            self.message = asyncio.get_running_loop().create_future()
+
+        async def read(self) -> decode_pb2.StreamTokensResponse:
+            await self.message
+            self.message = asyncio.get_running_loop().create_future()
+            return decode_pb2.StreamTokensResponse()
+
+        def cancel(self) -> None:
+            pass
+
+    call = Call()
+    stub = SimpleNamespace(StreamTokens=lambda request: call)
+    monkeypatch.setattr(decode_pb2_grpc, "DecodeServiceStub", lambda channel: stub)
+    world = World(Decode(), "127.0.0.1:1")  # type: ignore[abstract]
+    world.links.update({"d": world.record})
+    for count in (5, ticks):
+        call.message.set_result(None)
+        for _ in range(count):
+            await asyncio.sleep(0)
+    async with asyncio.timeout(5.0):
+        await world.links.close()
