@@ -82,9 +82,10 @@ async def check_real_model(redis_url: str, lengths: list[int]) -> None:
         text = (
             "The lighthouse keeper wrote in her diary that the storm had come from the north, and "
             "that the boats which left in the morning had not been seen since. She lit the lamp "
-            "early, and counted the waves until it was dark."
+            "early, and counted the waves until it was dark. In the morning three of them came in."
         )
         ids = cluster.tokenizer.encode(text)
+        assert len(ids) >= max(lengths)
         for length in lengths:
             sampling = SAMPLINGS["greedy" if length % 2 else "seeded"]
             spec = SequenceSpec("local", 0, "", ids[:length], length, sampling, b"local")
