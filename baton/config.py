@@ -47,6 +47,12 @@ class PoolConfig(_Section):
     resources: dict[str, float] = Field(default_factory=dict)
     """Ray resources that a worker asks for, beside one ``baton_worker``."""
 
+    @model_validator(mode="after")
+    def _every_sequence_may_step(self) -> PoolConfig:
+        if 0 < self.chunk_tokens < self.max_sequences:
+            raise ValueError("chunk_tokens must be 0 or at least max_sequences")
+        return self
+
 
 class ContextClass(_Section):
     """A context-length class: a name for requests of about one size."""

@@ -35,7 +35,8 @@ class AttentionMeta:
     decode_rows: torch.Tensor
     """int64 [sequences]: rows of sequences with one query token."""
     decode_tables: torch.Tensor
-    """int64 [sequences, blocks], padded with block 0."""
+    """int64 [sequences, blocks], padded with a block of the same sequence: masked values still
+    take part in the sum with weight 0, and what overflowed elsewhere must not get in."""
     decode_mask: torch.Tensor
     """bool [sequences, 1, 1, blocks * block_size]"""
 
@@ -56,7 +57,7 @@ def attention_meta(
     used = [-(-(row.start + 1) // block_size) for _, row in singles]
     width = max(used, default=0)
     tables = [
-        (*row.block_table[:count], *[0] * (width - count))
+        (*row.block_table[:count], *row.block_table[:1] * (width - count))
         for (_, row), count in zip(singles, used, strict=True)
     ]
     lengths = torch.tensor([row.start + 1 for _, row in singles], device=device)

@@ -217,7 +217,9 @@ async def test_a_client_that_leaves_frees_both_sides(tiny_model: Path, redis_url
 
 
 async def test_a_client_that_leaves_during_prefill(tiny_model: Path, redis_url: str) -> None:
-    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8, chunk_tokens=4) as cluster:
+    async with mini_cluster(
+        tiny_model, redis_url, kv_pool_mib=8, chunk_tokens=4, max_sequences=4
+    ) as cluster:
         deltas = cluster.dispatcher.generate(cluster.request(prompt_of(400), LONG))
         waiting = asyncio.ensure_future(anext(deltas))
         await cluster.until(
