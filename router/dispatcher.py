@@ -17,6 +17,7 @@ import grpc.aio
 import redis
 
 from baton import convert
+from baton.background import end_tasks
 from baton.config import Config
 from baton.errors import BatonError, ContextLengthExceeded, WorkerFailed
 from baton.grpc_errors import error_from_rpc
@@ -83,8 +84,7 @@ class ClusterDispatcher:
         for life in list(self._lives.values()):
             life.fail(WorkerFailed("the router is stopping", retry_after=1.0))
         if self._poll is not None:
-            self._poll.cancel()
-            await asyncio.gather(self._poll, return_exceptions=True)
+            await end_tasks([self._poll])
         if self._background:
             await asyncio.wait(self._background, timeout=2.0)
         await self._links.close()
@@ -166,12 +166,19 @@ class ClusterDispatcher:
     async def _lookup(self, request: GenerationRequest, fingerprint: str) -> dict[str, int]:
         key = hash_key(fingerprint, request.cache_salt)
         hashes = block_hashes(request.prompt_ids, self._config.block_size, key)
+        lookup = asyncio.create_task(self._index.lookup(hashes))
         try:
-            async with asyncio.timeout(LOOKUP_DEADLINE_S):
-                return await self._index.lookup(hashes)
-        except (redis.RedisError, TimeoutError) as error:
-            log.warning("the prefix index was not asked: %s", error or "timeout")
-            return {}
+            # Waited for from outside: a client's hang-up must not be lost in it (see end_tasks).
+            await asyncio.wait([lookup], timeout=LOOKUP_DEADLINE_S)
+            if lookup.done():
+                return lookup.result()
+            log.warning("the prefix index did not answer in time")
+        except redis.RedisError as error:
+            log.warning("the prefix index was not asked: %s", error)
+        finally:
+            if not lookup.done():
+                self._in_background(end_tasks([lookup]))
+        return {}
 
     # A request's life
 

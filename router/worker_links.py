@@ -21,6 +21,7 @@ import grpc
 import grpc.aio
 
 from baton import convert
+from baton.background import end_tasks
 from baton.errors import BatonError, WorkerFailed
 from baton.grpc_channel import open_channel
 from baton.grpc_errors import error_from_rpc
@@ -129,8 +130,7 @@ class WorkerLinks:
 
     async def _close(self, link: WorkerLink) -> None:
         if link.follower is not None:
-            link.follower.cancel()
-            await asyncio.gather(link.follower, return_exceptions=True)
+            await end_tasks([link.follower])
         await link.channel.close()
 
     async def _watch_channel(self, link: WorkerLink) -> None:

@@ -22,6 +22,7 @@ import redis
 import torch
 from prometheus_client import CollectorRegistry, start_http_server
 
+from baton.background import end_tasks
 from baton.grpc_channel import make_server
 from baton.metrics import WorkerMetrics
 from baton.prefix_index import PrefixIndex
@@ -157,9 +158,7 @@ class WorkerProcess:
         if self._stopped.is_set():
             return
         self._stopped.set()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         if self.record is not None:
             with contextlib.suppress(redis.RedisError):
                 await self._registry.remove(self.record.incarnation)

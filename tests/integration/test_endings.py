@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -58,3 +59,26 @@ async def test_a_worker_that_goes_while_the_index_is_asked_is_not_chosen(
         monkeypatch.setattr(cluster.index, "lookup", lookup)
         with pytest.raises(Unavailable, match="no decode worker is ready"):
             await cluster.answer(prompt_of(40), LONG)
+
+
+async def test_a_client_that_leaves_while_the_index_is_asked(
+    tiny_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the cancellation is lost in the asking, the request is not run for nobody."""
+    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster:
+        asked = asyncio.Event()
+
+        async def lookup(hashes: list[bytes]) -> dict[str, int]:
+            asked.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+            return {}
+
+        monkeypatch.setattr(cluster.index, "lookup", lookup)
+        answer = asyncio.create_task(cluster.answer(prompt_of(40), LONG))
+        await asked.wait()
+        answer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answer
+        await cluster.until_idle()
+        assert cluster.value("prefill-0", "baton_computed_prompt_tokens_total") == 0

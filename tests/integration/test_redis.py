@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton import prefix_index
+from baton.background import end_tasks
 from baton.hashing import HASH_BYTES
 from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
@@ -549,3 +550,19 @@ def test_the_index_is_right_after_a_check_whatever_came_before(
         await store.client.aclose()
 
     asyncio.run(run())
+
+
+async def test_loops_that_ask_the_server_end_at_any_moment(store: Store) -> None:
+    """A cancellation may meet the moment in which redis-py loses it."""
+
+    async def follow() -> None:
+        while True:
+            await store.registry.all()
+
+    for ticks in range(24):
+        task = asyncio.create_task(follow())
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(DEADLINE_S):
+            await end_tasks([task])
+        assert task.cancelled()
