@@ -42,7 +42,8 @@ def finish_to_proto(reason: FinishReason | None) -> inference_pb2.FinishReason.V
 
 
 def finish_from_proto(number: inference_pb2.FinishReason.ValueType) -> FinishReason | None:
-    return _FINISH_FROM_PROTO[number]
+    # A reason that this version does not know, from a newer worker, is an end all the same.
+    return _FINISH_FROM_PROTO.get(number, FinishReason.STOP)
 
 
 def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParameters:

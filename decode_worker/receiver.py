@@ -74,12 +74,9 @@ class HandoffReceiver:
         self._block_bytes = block_bytes
         self._lease_s = lease_s
         self._specs: dict[str, SequenceSpec] = {}
-        self.now = 0.0
-        """The time of the last call that brought one; segments are stamped with it."""
 
     def reserve(self, offer: Offer, now: float) -> Ticket:
         """Promise blocks. Raises HandoffError, NoRoom or ContextLengthExceeded."""
-        self.now = now
         self._check_offer(offer)
         spec = offer.spec
         attempt = (spec.request_id, spec.attempt)
@@ -146,9 +143,11 @@ class HandoffReceiver:
 
     # Segments
 
-    def begin_copy(self, ticket_id: str, block_index: int, offset: int, length: int) -> int | None:
+    def begin_copy(
+        self, ticket_id: str, block_index: int, offset: int, length: int, now: float
+    ) -> int | None:
         """See ``Ticket.begin_copy``."""
-        return self.book.get(ticket_id).begin_copy(block_index, offset, length, self.now)
+        return self.book.get(ticket_id).begin_copy(block_index, offset, length, now)
 
     def end_copy(self, ticket_id: str, length: int) -> None:
         """A segment was verified and is in place."""
@@ -174,10 +173,11 @@ class HandoffReceiver:
 
     def commit(self, ticket_id: str, writer: str, now: float) -> Receipt:
         """The sequence may run. Raises HandoffError where something is missing."""
-        self.now = now
         ticket = self.book.get(ticket_id)
         ticket.commit(writer)
         self.book.drop(ticket)
+        # An attempt has one ticket for life: a reserve that comes late gets none.
+        self.book.bury(ticket.attempt, now)
         self._count("ok")
         self._metrics.handoff_seconds.labels(transport=grpc_transport.NAME).observe(
             now - ticket.reserved_at
@@ -187,7 +187,6 @@ class HandoffReceiver:
 
     def renew(self, writer: str, ticket_ids: list[str], now: float) -> list[str]:
         """A writer's heartbeat. Returns the tickets that it must no longer write to."""
-        self.now = now
         ended = []
         for ticket_id in ticket_ids:
             try:
@@ -203,7 +202,6 @@ class HandoffReceiver:
 
     def abort(self, attempt: tuple[str, int], now: float) -> None:
         """End an attempt's ticket, or see that it never gets one; idempotent."""
-        self.now = now
         self.book.bury(attempt, now)
         ticket = self.book.find(attempt)
         if ticket is not None:
@@ -211,7 +209,6 @@ class HandoffReceiver:
 
     def sweep(self, now: float) -> None:
         """End what has expired."""
-        self.now = now
         for ticket in self.book.expired(now):
             self.book.bury(ticket.attempt, now)
             self._release(ticket, "expired")

@@ -6,6 +6,7 @@ The receiver copies, never the writer: a stale segment is dropped before it is c
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from typing import Protocol
@@ -16,7 +17,7 @@ import grpc.aio
 from baton.errors import ChecksumMismatch, HandoffError, WorkerFailed
 from baton.grpc_errors import error_from_rpc, grpc_boundary
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
-from kvtransfer.checksum import checksum
+from kvtransfer.checksum import checksum, segment_checksum
 from kvtransfer.memory import BlockMemory
 from kvtransfer.ticket import segments_of
 
@@ -26,7 +27,9 @@ NAME = "grpc"
 class SegmentSink(Protocol):
     """The receiving worker's control loop, which owns the tickets."""
 
-    def begin_copy(self, ticket_id: str, block_index: int, offset: int, length: int) -> int | None:
+    def begin_copy(
+        self, ticket_id: str, block_index: int, offset: int, length: int, now: float
+    ) -> int | None:
         """See ``Ticket.begin_copy``."""
 
     def end_copy(self, ticket_id: str, length: int) -> None:
@@ -81,12 +84,13 @@ class BlockSender:
                 data, digest = await loop.run_in_executor(
                     self._executor, self._read, block, offset, length
                 )
+                sealed = segment_checksum(digest, self._ticket_id, block_index, offset)
                 yield transfer_pb2.PushBlocksRequest(
                     ticket_id=self._ticket_id,
                     block_index=block_index,
                     offset=offset,
                     data=data,
-                    checksum=digest,
+                    checksum=sealed,
                 )
 
     def _read(self, block: int, offset: int, length: int) -> tuple[bytes, int]:
@@ -117,7 +121,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
     async def _receive(self, request: transfer_pb2.PushBlocksRequest) -> int:
         length = len(request.data)
         block = self._sink.begin_copy(
-            request.ticket_id, request.block_index, request.offset, length
+            request.ticket_id, request.block_index, request.offset, length, time.monotonic()
         )
         if block is None:
             return 0
@@ -137,7 +141,10 @@ class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
             self._sink.end_copy(ticket_id, length)
 
     def _copy(self, block: int, request: transfer_pb2.PushBlocksRequest) -> None:
-        if checksum(request.data) != request.checksum:
+        digest = segment_checksum(
+            checksum(request.data), request.ticket_id, request.block_index, request.offset
+        )
+        if digest != request.checksum:
             raise ChecksumMismatch(
                 f"segment at {request.offset} of block {request.block_index} "
                 f"of ticket {request.ticket_id} arrived damaged"

@@ -133,15 +133,13 @@ class Handoff:
         self._committed = True
         return self._sending.result()
 
-    def lost(self) -> None:
-        """The receiver says that the ticket has ended: stop writing."""
+    def stop(self) -> None:
+        """Read no more blocks: they may be given back. Idempotent."""
         if self._sending is not None:
             self._sending.cancel()
 
     async def close(self) -> None:
-        """End what is not committed: stop writing, then say so. Idempotent; never raises."""
-        if self._sending is not None and not self._sending.done():
-            self._sending.cancel()
+        """After ``stop``: end at the receiver what is not committed. Never raises."""
         if self._sending is not None:
             with contextlib.suppress(BatonError, asyncio.CancelledError):
                 await self._sending
@@ -174,4 +172,4 @@ async def renew_leases(
     ended = set(response.ended_ticket_ids)
     for handoff in handoffs:
         if handoff.ticket_id in ended:
-            handoff.lost()
+            handoff.stop()

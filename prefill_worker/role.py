@@ -107,17 +107,11 @@ class PrefillRole:
         finally:
             self._listeners.pop(sequence.sequence_id, None)
             if handoff is not None:
-                # First stop reading the blocks, then give them back.
-                await asyncio.shield(self._close(handoff, sequence))
-            else:
-                self.context.control.remove(sequence)
-
-    async def _close(self, handoff: Handoff, sequence: Sequence) -> None:
-        try:
-            await handoff.close()
-        finally:
-            self._handoffs.discard(handoff)
+                handoff.stop()
+                self._handoffs.discard(handoff)
             self.context.control.remove(sequence)
+            if handoff is not None:
+                await asyncio.shield(handoff.close())
 
     async def _compute(self, sequence: Sequence, handoff: Handoff | None, deadline: float) -> int:
         """Run the prompt's chunks, pushing blocks as they fill. Returns the first token."""

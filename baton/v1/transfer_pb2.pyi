@@ -34,7 +34,7 @@ class PushBlocksRequest(_message.Message):
     """Where in the block the data begins, in bytes."""
     data: _builtins.bytes
     checksum: _builtins.int
-    """Of the data; see docs/design.md for the algorithm."""
+    """Of the data and its place; see kvtransfer/checksum.py for the algorithm."""
     def __init__(
         self,
         *,

@@ -26,7 +26,7 @@ from baton.v1 import (
     transfer_pb2,
     transfer_pb2_grpc,
 )
-from kvtransfer.checksum import checksum
+from kvtransfer.checksum import checksum, segment_checksum
 from tests.integration.test_handoff import local_answer, prompt_of
 from tests.mini_cluster import MiniCluster, mini_cluster, valkey
 from tests.proxy import flip_one_byte, proxy
@@ -121,7 +121,10 @@ async def test_a_silent_writer_loses_its_ticket(tiny_model: Path, redis_url: str
         # What the writer sends when it wakes is refused before it is copied.
         data = bytes(context_of(cluster, "decode-0").memory.block_bytes)
         segment = transfer_pb2.PushBlocksRequest(
-            ticket_id=ticket.ticket_id, block_index=0, data=data, checksum=checksum(data)
+            ticket_id=ticket.ticket_id,
+            block_index=0,
+            data=data,
+            checksum=segment_checksum(checksum(data), ticket.ticket_id, 0, 0),
         )
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await transfer_pb2_grpc.TransferServiceStub(channel).PushBlocks(

@@ -74,7 +74,9 @@ def outcomes(receiver: HandoffReceiver, outcome: str) -> float:
 def receive_all(receiver: HandoffReceiver, ticket: Ticket) -> None:
     for index in range(len(ticket.missing)):
         for offset, length in segments_of(ticket.block_bytes):
-            assert receiver.begin_copy(ticket.ticket_id, index, offset, length) is not None
+            now = ticket.reserved_at
+            block = receiver.begin_copy(ticket.ticket_id, index, offset, length, now)
+            assert block is not None
             receiver.end_copy(ticket.ticket_id, length)
 
 
@@ -153,7 +155,7 @@ class ReceiverMachine(RuleBasedStateMachine):
         ticket = data.draw(st.sampled_from(self.tickets))
         offset, length = segment
         try:
-            block = self.receiver.begin_copy(ticket.ticket_id, index, offset, length)
+            block = self.receiver.begin_copy(ticket.ticket_id, index, offset, length, self.now)
         except TicketEnded:
             assert not ticket.is_open
             return
@@ -181,7 +183,7 @@ class ReceiverMachine(RuleBasedStateMachine):
         for index in range(min(blocks, len(ticket.missing))):
             for offset, length in SEGMENTS:
                 if (index, offset) not in self.arrived[ticket].begun:
-                    self.receiver.begin_copy(ticket.ticket_id, index, offset, length)
+                    self.receiver.begin_copy(ticket.ticket_id, index, offset, length, self.now)
                     self.receiver.end_copy(ticket.ticket_id, length)
                     self.arrived[ticket].begun.add((index, offset))
                     self.arrived[ticket].done.add((index, offset))
@@ -434,13 +436,13 @@ def test_an_abort_may_overtake_its_reserve() -> None:
 def test_blocks_are_quarantined_until_the_last_copy_has_ended() -> None:
     receiver = make_receiver(blocks=4, block_bytes=8)
     ticket = receiver.reserve(make_offer([1, 2, 3]), 10.0)
-    assert receiver.begin_copy(ticket.ticket_id, 0, 0, 8) == ticket.missing[0]
-    assert receiver.begin_copy(ticket.ticket_id, 1, 0, 8) == ticket.missing[1]
+    assert receiver.begin_copy(ticket.ticket_id, 0, 0, 8, 10.0) == ticket.missing[0]
+    assert receiver.begin_copy(ticket.ticket_id, 1, 0, 8, 10.0) == ticket.missing[1]
     receiver.sweep(13.0)
     assert pool_of(receiver).counts().quarantined == 2
     assert outcomes(receiver, "expired") == 1
     with pytest.raises(TicketEnded):
-        receiver.begin_copy(ticket.ticket_id, 1, 0, 8)
+        receiver.begin_copy(ticket.ticket_id, 1, 0, 8, 13.0)
     with pytest.raises(TicketEnded):
         receiver.reserve(make_offer([1, 2, 3]), 13.0)
     receiver.end_copy(ticket.ticket_id, 8)
@@ -453,7 +455,7 @@ def test_blocks_are_quarantined_until_the_last_copy_has_ended() -> None:
 def test_a_damaged_segment_ends_the_handoff_and_is_counted() -> None:
     receiver = make_receiver(block_bytes=8)
     ticket = receiver.reserve(make_offer([1, 2, 3]), 10.0)
-    receiver.begin_copy(ticket.ticket_id, 0, 0, 8)
+    receiver.begin_copy(ticket.ticket_id, 0, 0, 8, 10.0)
     receiver.fail_copy(ticket.ticket_id, ChecksumMismatch("damaged"))
     assert outcomes(receiver, "checksum") == 1
     with pytest.raises(TicketEnded):
@@ -475,8 +477,8 @@ def test_another_writers_heartbeat_keeps_no_lease_alive() -> None:
 def test_segments_renew_the_lease() -> None:
     receiver = make_receiver(block_bytes=8)
     ticket = receiver.reserve(make_offer([1, 2, 3]), 10.0)
-    receiver.sweep(12.0)
-    receiver.begin_copy(ticket.ticket_id, 0, 0, 8)
+    receiver.sweep(11.0)
+    receiver.begin_copy(ticket.ticket_id, 0, 0, 8, 12.0)
     receiver.end_copy(ticket.ticket_id, 8)
     receiver.sweep(14.9)
     assert ticket.is_open

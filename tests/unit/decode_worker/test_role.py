@@ -108,7 +108,7 @@ class World:
         ticket_id = self.reserve(request, deadline_s=deadline_s, **sampling)
         receiver = self.role.receiver
         for index in range(len(receiver.book.get(ticket_id).missing)):
-            assert receiver.begin_copy(ticket_id, index, 0, BLOCK_BYTES) is not None
+            assert receiver.begin_copy(ticket_id, index, 0, BLOCK_BYTES, self.now) is not None
             receiver.end_copy(ticket_id, BLOCK_BYTES)
         self.role.commit(ticket_id, "writer", 7)
 

@@ -22,7 +22,7 @@ from baton.errors import (
 from baton.grpc_channel import make_server, open_channel
 from baton.grpc_errors import error_from_rpc
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
-from kvtransfer.checksum import checksum
+from kvtransfer.checksum import checksum, segment_checksum
 from kvtransfer.grpc_transport import BlockSender, TransferServicer
 from kvtransfer.ticket import SEGMENT_BYTES, Ticket
 
@@ -60,10 +60,12 @@ class Sink:
     errors: list[BaseException] = field(default_factory=list)
     bytes: int = 0
 
-    def begin_copy(self, ticket_id: str, block_index: int, offset: int, length: int) -> int | None:
+    def begin_copy(
+        self, ticket_id: str, block_index: int, offset: int, length: int, now: float
+    ) -> int | None:
         if ticket_id != self.ticket.ticket_id:
             raise TicketEnded(f"ticket {ticket_id} is unknown here")
-        return self.ticket.begin_copy(block_index, offset, length, 0.0)
+        return self.ticket.begin_copy(block_index, offset, length, now)
 
     def end_copy(self, ticket_id: str, length: int) -> None:
         self.bytes += length
@@ -115,7 +117,8 @@ async def receiver(missing: int = 2) -> AsyncIterator[Receiver]:
 def segment(
     data: bytes, *, offset: int = 0, index: int = 0, **other: object
 ) -> transfer_pb2.PushBlocksRequest:
-    fields: dict[str, object] = {"ticket_id": "t", "checksum": checksum(data)} | other
+    digest = segment_checksum(checksum(data), "t", index, offset)
+    fields: dict[str, object] = {"ticket_id": "t", "checksum": digest} | other
     return transfer_pb2.PushBlocksRequest(
         block_index=index,
         offset=offset,
@@ -163,11 +166,21 @@ async def test_a_flipped_byte_fails_the_handoff() -> None:
         damaged = bytearray(data)
         damaged[12345] ^= 1
         with pytest.raises(ChecksumMismatch, match="segment at 0 of block 0 of ticket t"):
-            await push(there.channel, segment(bytes(damaged), checksum=checksum(data)))
+            await push(there.channel, segment(bytes(damaged), checksum=segment(data).checksum))
         assert [type(error) for error in there.sink.errors] == [ChecksumMismatch]
         assert not any(any(block) for block in there.memory.blocks), "it was copied all the same"
         with pytest.raises(TicketEnded):
             await push(there.channel, segment(data))
+
+
+async def test_a_segment_cannot_pass_for_another() -> None:
+    """Its bytes are whole; where they belong was damaged on the way."""
+    async with receiver() as there:
+        astray = segment(random.Random(1).randbytes(SEGMENT_BYTES))
+        astray.block_index = 1
+        with pytest.raises(ChecksumMismatch):
+            await push(there.channel, astray)
+        assert not any(any(block) for block in there.memory.blocks)
 
 
 async def test_a_duplicate_is_neither_copied_nor_counted() -> None:
@@ -219,7 +232,7 @@ async def test_a_copy_that_was_never_made_is_no_arrival() -> None:
     """Its thread pool was shut down first."""
     async with receiver() as there:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        there.sink.begin_copy("t", 0, 0, SEGMENT_BYTES)
+        there.sink.begin_copy("t", 0, 0, SEGMENT_BYTES, 0.0)
         done.cancel()
         there.servicer._copied("t", SEGMENT_BYTES, done)
         assert there.sink.bytes == 0
