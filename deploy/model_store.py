@@ -27,6 +27,7 @@ import filelock
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from baton.cache import cache_dir
 from baton.errors import ConfigError
 from deploy.gguf_convert import CONVERTER_VERSION, convert
 
@@ -100,15 +101,6 @@ class _Receipt(BaseModel):
     source: str
     files: dict[str, int]
     """Sizes in bytes."""
-
-
-def cache_dir() -> Path:
-    """$BATON_CACHE_DIR, else $XDG_CACHE_HOME/baton, else ~/.cache/baton."""
-    if own := os.environ.get("BATON_CACHE_DIR"):
-        return Path(own).expanduser().absolute()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser().absolute() / "baton"
-    return Path.home() / ".cache" / "baton"
 
 
 def pull(name: str, progress: Progress) -> Path:

@@ -37,6 +37,8 @@ class AttentionMeta:
     decode_tables: torch.Tensor
     """int64 [sequences, blocks], padded with a block of the same sequence: masked values still
     take part in the sum with weight 0, and what overflowed elsewhere must not get in."""
+    decode_lengths: torch.Tensor
+    """int64 [sequences]: keys that each of them attends to."""
     decode_mask: torch.Tensor
     """bool [sequences, 1, 1, blocks * block_size]"""
 
@@ -60,12 +62,13 @@ def attention_meta(
         (*row.block_table[:count], *row.block_table[:1] * (width - count))
         for (_, row), count in zip(singles, used, strict=True)
     ]
-    lengths = torch.tensor([row.start + 1 for _, row in singles], device=device)
+    lengths = torch.tensor([row.start + 1 for _, row in singles], dtype=torch.int64, device=device)
     mask = torch.arange(width * block_size, device=device) < lengths[:, None]
     return AttentionMeta(
         tuple(chunks),
         torch.tensor([index for index, _ in singles], dtype=torch.int64, device=device),
         torch.tensor(tables, dtype=torch.int64, device=device).view(len(singles), width),
+        lengths,
         mask[:, None, None],
     )
 
@@ -112,14 +115,24 @@ def attend(
         )
         output[rows] = found[0].transpose(0, 1)
     if len(meta.decode_rows):
-        key, value = cache.gather(layer, meta.decode_tables)
-        # The query heads of a group take the place of query tokens: one pass over the keys each.
-        group = heads // key.shape[1]
-        query = queries[meta.decode_rows].view(-1, key.shape[1], group, dim)
-        mask = meta.decode_mask.expand(-1, 1, group, -1)
-        found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        output[meta.decode_rows] = found.reshape(-1, heads, dim)
+        found = _attend_singles(queries[meta.decode_rows], cache, layer, meta)
+        output[meta.decode_rows] = found
     return output.view(tokens, heads * dim)
+
+
+def _attend_singles(
+    queries: torch.Tensor, cache: KvCache, layer: int, meta: AttentionMeta
+) -> torch.Tensor:
+    """Attention of sequences with one query token each: [sequences, heads, head_dim]."""
+    if cache.attention_kernel is not None:
+        return cache.attention_kernel(queries, meta.decode_tables, meta.decode_lengths, layer)
+    key, value = cache.gather(layer, meta.decode_tables)
+    sequences, heads, dim = queries.shape
+    # The query heads of a group take the place of query tokens: one pass over the keys each.
+    group = heads // key.shape[1]
+    query = queries.view(sequences, key.shape[1], group, dim)
+    mask = meta.decode_mask.expand(-1, 1, group, -1)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).reshape_as(queries)
 
 
 def attend_dense(

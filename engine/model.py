@@ -10,19 +10,9 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from baton.errors import ConfigError
 from engine.attention import AttentionMeta, attend
 from engine.kv_cache import KvCache
+from engine.linear import Linear
 from engine.model_config import ModelConfig
 from engine.rope import apply_rope, rope_table
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """``x @ weight.T + bias``; weight [out, in]."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +58,7 @@ class LlamaModel:
         self.layers = [self._layer(f"model.layers.{n}") for n in range(config.layers)]
         self.norm = self._take("model.norm.weight", hidden).float()
         tied = config.tied_embeddings
-        self.head = self.embedding if tied else self._take("lm_head.weight", vocab, hidden)
+        self.head = Linear(self.embedding if tied else self._take("lm_head.weight", vocab, hidden))
         self.rope = rope_table(config, device)
 
     def _take(self, name: str, *shape: int) -> torch.Tensor:
@@ -124,7 +114,7 @@ class LlamaModel:
             )
             x = x + attended
             h = self._rms_norm(x, layer.post_norm)
-            x = x + layer.down(F.silu(layer.gate(h)) * layer.up(h))
+            x = x + layer.down.to_float(F.silu(layer.gate(h)) * layer.up(h))
         return x
 
     def _attention(
@@ -141,8 +131,8 @@ class LlamaModel:
         key = apply_rope(layer.key(h).view(tokens, -1, dim), rotation)
         value = layer.value(h).view(tokens, -1, dim)
         cache.write(index, key, value, batch.blocks, batch.slots)
-        return layer.output(attend(query, key, value, cache, index, batch.meta))
+        return layer.output.to_float(attend(query, key, value, cache, index, batch.meta))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 [rows, vocab_size] of hidden states [rows, hidden_size]."""
-        return F.linear(self._rms_norm(hidden, self.norm), self.head).float()
+        return self.head.to_float(self._rms_norm(hidden, self.norm))

@@ -13,8 +13,9 @@ from gguf.quants import dequantize
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
+from baton.cache import cache_dir
 from baton.errors import ConfigError
-from deploy.model_store import KNOWN_MODELS, cache_dir, pull
+from deploy.model_store import KNOWN_MODELS, pull
 
 
 @pytest.fixture(scope="module")

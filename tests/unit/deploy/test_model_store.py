@@ -16,10 +16,11 @@ import httpx
 import pytest
 from huggingface_hub import constants
 
+from baton.cache import cache_dir
 from baton.errors import ConfigError
 from deploy import model_store
 from deploy.gguf_convert import convert
-from deploy.model_store import KnownModel, cache_dir, list_models, pull, resolve
+from deploy.model_store import KnownModel, list_models, pull, resolve
 from tests.unit.deploy.tiny_gguf import write_gguf
 
 ROOT = Path(model_store.__file__).parents[1]
