@@ -25,6 +25,8 @@ class ChunkMeta:
     start: int
     table: torch.Tensor
     """int64 [1, blocks]"""
+    lengths: torch.Tensor
+    """int64 [count]: keys that each query attends to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,8 @@ def _chunk_meta(first: int, row: PlanRow, block_size: int, device: torch.device)
     end = row.start + row.count
     blocks = row.block_table[: -(-end // block_size)]
     table = torch.tensor([blocks], dtype=torch.int64, device=device)
-    return ChunkMeta(first, row.count, row.start, table)
+    lengths = torch.arange(row.start + 1, end + 1, dtype=torch.int64, device=device)
+    return ChunkMeta(first, row.count, row.start, table, lengths)
 
 
 def attend(
@@ -98,26 +101,38 @@ def attend(
     output = torch.empty_like(queries)
     for chunk in meta.chunks:
         rows = slice(chunk.first, chunk.first + chunk.count)
-        query = queries[rows].transpose(0, 1)[None]
-        if chunk.start == 0:
-            key = keys[rows].transpose(0, 1)[None]
-            value = values[rows].transpose(0, 1)[None]
-        else:
-            end = chunk.start + chunk.count
-            key, value = (x[:, :, :end] for x in cache.gather(layer, chunk.table))
-        found = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            # The last query sees every key. No mask in memory where a flash kernel is at hand.
-            attn_mask=causal_lower_right(chunk.count, key.shape[2]),
-            enable_gqa=heads != keys.shape[1],
-        )
-        output[rows] = found[0].transpose(0, 1)
+        output[rows] = _attend_chunk(queries[rows], keys[rows], values[rows], cache, layer, chunk)
     if len(meta.decode_rows):
         found = _attend_singles(queries[meta.decode_rows], cache, layer, meta)
         output[meta.decode_rows] = found
     return output.view(tokens, heads * dim)
+
+
+def _attend_chunk(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cache: KvCache,
+    layer: int,
+    chunk: ChunkMeta,
+) -> torch.Tensor:
+    """Attention of a prompt's chunk: [count, heads, head_dim]."""
+    if cache.attention_kernel is not None:
+        return cache.attention_kernel(queries, chunk.table, chunk.lengths, layer)
+    if chunk.start == 0:
+        key, value = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+    else:
+        end = chunk.start + chunk.count
+        key, value = (x[:, :, :end] for x in cache.gather(layer, chunk.table))
+    found = F.scaled_dot_product_attention(
+        queries.transpose(0, 1)[None],
+        key,
+        value,
+        # The last query sees every key. No mask in memory where a flash kernel is at hand.
+        attn_mask=causal_lower_right(chunk.count, key.shape[2]),
+        enable_gqa=queries.shape[1] != keys.shape[1],
+    )
+    return found[0].transpose(0, 1)
 
 
 def _attend_singles(

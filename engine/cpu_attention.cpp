@@ -1,4 +1,5 @@
-// Attention of one query token per sequence over the paged KV cache, in bf16 with fp32 sums.
+// Attention of query tokens over the paged KV cache, in bf16 with fp32 sums. A query is a token of
+// one sequence; those of a prompt's chunk share their sequence's table.
 //
 // The cache is [block, layer, K/V, head, slot, dim]: a head's keys in a block lie one after another.
 // All query heads of a KV head go through its keys together. Scores are kept, so that the softmax is
@@ -31,17 +32,17 @@ inline __m512 exp_of_negative(__m512 x) {
 }
 
 struct Problem {
-  const bf16* queries;   // [sequences, heads, dim]
-  const bf16* cache;     // the layer's part of the cache's first block
-  bf16* out;             // [sequences, heads, dim]
-  const int64_t* tables;  // [sequences, width]
-  const int64_t* lengths;  // [sequences]
-  long width, heads, kv_heads, dim, block_size, block_stride;
+  const bf16* queries;    // [queries, heads, dim]
+  const bf16* cache;      // the layer's part of the cache's first block
+  bf16* out;              // [queries, heads, dim]
+  const int64_t* tables;  // a query's begins table_stride after that of the one before
+  const int64_t* lengths;  // [queries]: how many keys each attends to
+  long table_stride, heads, kv_heads, dim, block_size, block_stride;
   float scale;
 };
 
-inline const bf16* page(const Problem& p, long sequence, long position, long kv, long head) {
-  const int64_t block = p.tables[sequence * p.width + position / p.block_size];
+inline const bf16* page(const Problem& p, long query, long position, long kv, long head) {
+  const int64_t block = p.tables[query * p.table_stride + position / p.block_size];
   return p.cache + block * p.block_stride + (kv * p.kv_heads + head) * p.block_size * p.dim;
 }
 
@@ -95,28 +96,28 @@ inline void weigh(const bf16* values, const float* weights, long count, long dim
   }
 }
 
-void attend(const Problem& p, long sequence, long kv_head, std::vector<float>& memory) {
-  const long group = p.heads / p.kv_heads, length = p.lengths[sequence];
+void attend(const Problem& p, long query, long kv_head, std::vector<float>& memory) {
+  const long group = p.heads / p.kv_heads, length = p.lengths[query];
   const long stride = (length + 15) / 16 * 16;
   memory.assign(group * (stride + p.dim), 0.0f);
   float* scores = memory.data();
   float* sums = scores + group * stride;
-  const bf16* queries = p.queries + (sequence * p.heads + kv_head * group) * p.dim;
+  const bf16* queries = p.queries + (query * p.heads + kv_head * group) * p.dim;
   const __m512 scale = _mm512_set1_ps(p.scale);
   for (long t = 0; t < length; t += 16) {
-    const bf16* keys = page(p, sequence, t, 0, kv_head) + t % p.block_size * p.dim;
+    const bf16* keys = page(p, query, t, 0, kv_head) + t % p.block_size * p.dim;
     for (long g = 0; g < group; g++)
       _mm512_storeu_ps(scores + g * stride + t,
                        _mm512_mul_ps(score(keys, queries + g * p.dim, p.dim), scale));
   }
   for (long g = 0; g < group; g++) softmax(scores + g * stride, length);
   for (long t = 0; t < length; t += 16) {
-    const bf16* values = page(p, sequence, t, 1, kv_head) + t % p.block_size * p.dim;
+    const bf16* values = page(p, query, t, 1, kv_head) + t % p.block_size * p.dim;
     const long count = length - t < 16 ? length - t : 16;
     for (long g = 0; g < group; g++)
       weigh(values, scores + g * stride + t, count, p.dim, sums + g * p.dim);
   }
-  bf16* out = p.out + (sequence * p.heads + kv_head * group) * p.dim;
+  bf16* out = p.out + (query * p.heads + kv_head * group) * p.dim;
   for (long i = 0; i < group * p.dim; i += 16)
     _mm256_storeu_si256((__m256i*)(out + i),
                         (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(sums + i)));
@@ -126,17 +127,17 @@ void attend(const Problem& p, long sequence, long kv_head, std::vector<float>& m
 
 // dim is a multiple of 32 and block_size one of 16; block_stride counts elements.
 extern "C" void baton_attend(const void* queries, const void* cache, void* out,
-                             const int64_t* tables, const int64_t* lengths, long sequences,
-                             long width, long heads, long kv_heads, long dim, long block_size,
+                             const int64_t* tables, const int64_t* lengths, long count,
+                             long table_stride, long heads, long kv_heads, long dim, long block_size,
                              long block_stride, float scale, int threads) {
   const Problem p = {(const bf16*)queries, (const bf16*)cache, (bf16*)out, tables,     lengths,
-                     width,                heads,              kv_heads,   dim,        block_size,
+                     table_stride,         heads,              kv_heads,   dim,        block_size,
                      block_stride,         scale};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     std::vector<float> memory;
-#pragma omp for schedule(dynamic)
-    for (long i = 0; i < sequences * kv_heads; i++)
+#pragma omp for schedule(dynamic, 8)
+    for (long i = 0; i < count * kv_heads; i++)
       attend(p, i / kv_heads, i % kv_heads, memory);
   }
 }

@@ -1,4 +1,4 @@
-"""Attention of one query token per sequence on the CPU: cpu_attention.cpp."""
+"""Attention over the paged cache on the CPU: cpu_attention.cpp."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from engine.cpu_library import cpu_library
 
 AttentionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""(queries [sequences, heads, dim], tables int64 [sequences, blocks], lengths int64 [sequences],
-layer) → like queries. All contiguous; length counts the keys that a query attends to."""
+"""(queries [queries, heads, dim], tables int64 [queries or 1, blocks], lengths int64 [queries],
+layer) → like queries. All contiguous. A table of one row is shared by all queries; a length counts
+the keys that a query attends to."""
 
 _KEYS_AT_ONCE = 16
 _WIDTH = 32
@@ -46,7 +47,7 @@ def attention_kernel(data: torch.Tensor) -> AttentionKernel | None:
             tables.data_ptr(),
             lengths.data_ptr(),
             queries.shape[0],
-            tables.shape[1],
+            tables.shape[1] if tables.shape[0] > 1 else 0,
             queries.shape[1],
             kv_heads,
             dim,

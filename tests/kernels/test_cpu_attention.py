@@ -98,3 +98,28 @@ def test_threads_share_the_sequences() -> None:
 )
 def test_what_does_not_fit_is_left_to_torch(dtype: torch.dtype, block_size: int, dim: int) -> None:
     assert attention_kernel(torch.zeros(1, 1, 2, 1, block_size, dim, dtype=dtype)) is None
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(start=st.integers(0, 70), count=st.integers(1, 50), group=st.integers(1, 3))
+def test_a_chunk_shares_its_table(start: int, count: int, group: int) -> None:
+    generator = torch.Generator().manual_seed(start)
+    kv_heads, dim, size = 2, 64, 16
+    end = start + count
+    blocks = -(-end // size)
+    data = torch.full((blocks, 1, 2, kv_heads, size, dim), torch.nan, dtype=torch.bfloat16)
+    table = torch.randperm(blocks, generator=generator)[None]
+    key, value = (torch.randn(end, kv_heads, dim, generator=generator).bfloat16() for _ in "kv")
+    positions = torch.arange(end)
+    where, slots = table[0, positions // size], positions % size
+    data[where, 0, 0, :, slots], data[where, 0, 1, :, slots] = key, value
+    queries = torch.randn(count, group * kv_heads, dim, generator=generator).bfloat16()
+    kernel = attention_kernel(data)
+    assert kernel is not None
+    lengths = torch.arange(start + 1, end + 1)
+    found = kernel(queries, table, lengths, 0)
+    expected = attend_dense(queries, key, value, start).view_as(queries.float())
+    torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
+    # However the prompt is cut, a token's result is the same to the bit.
+    alone = [kernel(queries[i : i + 1], table, lengths[i : i + 1], 0) for i in range(count)]
+    assert torch.equal(found, torch.cat(alone))
