@@ -26,7 +26,7 @@ class SamplingParams:
     max_tokens: int = 16
     """Most tokens to generate."""
     min_tokens: int = 0
-    """No end-of-sequence or stop token before this many tokens."""
+    """No end of sequence, stop token or stop string before this many tokens."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence token."""
     presence_penalty: float = 0.0

@@ -233,6 +233,7 @@ class ClusterDispatcher:
             self._tokenizer.detokenizer(request.prompt_ids),
             sampling.stop,
             eos | set(sampling.stop_token_ids),
+            sampling.min_tokens,
         )
 
     async def _prefill(

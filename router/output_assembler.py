@@ -14,7 +14,8 @@ class OutputAssembler:
     """The output of one request: detokenised, cut at stop strings, counted.
 
     ``hidden_ids`` are tokens that count but whose text is not shown: the ids that end this
-    request's sequence.
+    request's sequence. Stop strings are looked for behind the first ``min_tokens`` tokens, as the
+    engine lets stop tokens be drawn behind them.
     """
 
     def __init__(
@@ -22,10 +23,12 @@ class OutputAssembler:
         detokenizer: Detokenizer,
         stop: Sequence[str] = (),
         hidden_ids: Collection[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         self._detokenizer = detokenizer
         self._scanner = StopScanner(stop)
         self._hidden = frozenset(hidden_ids)
+        self._unscanned = min_tokens
         self._finished = False
 
     @property
@@ -65,8 +68,12 @@ class OutputAssembler:
         shown: list[str] = []
         for token_id in token_ids:
             counted.append(token_id)
-            if token_id not in self._hidden:
-                shown.append(self._scanner.feed(self._detokenizer.step(token_id)))
+            text = "" if token_id in self._hidden else self._detokenizer.step(token_id)
+            if self._unscanned > 0:
+                self._unscanned -= 1
+                shown.append(text)
+            else:
+                shown.append(self._scanner.feed(text))
             if self.stopped:
                 break
         return counted, shown

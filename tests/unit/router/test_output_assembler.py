@@ -77,6 +77,22 @@ def test_stop_inside_one_push_overrules_the_workers_reason() -> None:
     assert (delta.text, delta.finish_reason, target.stopped) == ("one ", FinishReason.STOP, True)
 
 
+def test_no_stop_string_ends_it_before_min_tokens() -> None:
+    ids = TOKENIZER.encode("one two one two three")
+    first = len(TOKENIZER.encode("one two"))
+    target = OutputAssembler(TOKENIZER.detokenizer(), ["two"], (EOS,), min_tokens=first)
+    deltas = [delta for token in ids if (delta := target.push([token])) is not None]
+    assert text_of(deltas) == "one two one "
+    assert deltas[-1].finish_reason is FinishReason.STOP
+
+
+def test_min_tokens_beyond_the_answer_leaves_the_workers_reason() -> None:
+    ids = TOKENIZER.encode("one two")
+    target = OutputAssembler(TOKENIZER.detokenizer(), ["two"], (EOS,), min_tokens=len(ids))
+    delta = target.push(ids, FinishReason.LENGTH)
+    assert delta == OutputDelta("one two", ids, FinishReason.LENGTH)
+
+
 def test_cached_tokens_travel_and_silence_makes_no_delta() -> None:
     target = assembler()
     assert target.push(()) is None
