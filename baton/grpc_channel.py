@@ -14,8 +14,13 @@ _OPTIONS: list[tuple[str, int]] = [
 ]
 _CLIENT_OPTIONS = [
     *_OPTIONS,
+    # A peer that hangs, with its connections open, is noticed after 15 s at most. A ping's own
+    # timeout is a minute unless it is set, and a client that sends no data, because it waits for
+    # answers, may ping but once a minute unless that bound is lifted.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
