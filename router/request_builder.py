@@ -154,6 +154,7 @@ class RequestBuilder:
                 context_length=self.context_length,
                 vocab_size=self._tokenizer.vocab_size,
                 default_max_tokens=default_max_tokens,
+                prompt_param=param,
             ),
             principal=arrival.principal,
             deadline_s=left,

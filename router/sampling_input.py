@@ -47,12 +47,19 @@ def final_sampling(
     context_length: int,
     vocab_size: int,
     default_max_tokens: int | None,
+    prompt_param: str = "prompt",
 ) -> SamplingParams:
     """Check ranges and fill in what is absent; the seed is drawn when none was given.
 
-    ``default_max_tokens`` None takes the rest of the context. Raises InvalidRequest, naming the
-    parameter, and ContextLengthExceeded.
+    ``default_max_tokens`` None takes the rest of the context; ``prompt_param`` is what the client
+    calls its prompt. Raises InvalidRequest, naming the parameter, and ContextLengthExceeded.
     """
+    if prompt_tokens >= context_length:
+        raise ContextLengthExceeded(
+            f"the model's context is {context_length} tokens, the prompt has {prompt_tokens}:"
+            " nothing is left for an answer",
+            param=prompt_param,
+        )
     max_tokens = _max_tokens(given.max_tokens, prompt_tokens, context_length, default_max_tokens)
     temperature = _within("temperature", given.temperature, 0, 2, 1)
     if temperature > 0:
@@ -89,12 +96,6 @@ def _within(name: str, value: float | None, low: float, high: float, default: fl
 
 def _max_tokens(given: int | None, prompt: int, context: int, default: int | None) -> int:
     room = context - prompt
-    if room <= 0:
-        raise ContextLengthExceeded(
-            f"the model's context is {context} tokens, the prompt has {prompt}:"
-            " nothing is left for an answer",
-            param="prompt",
-        )
     if given is None:
         return room if default is None else min(default, room)
     if given < 1:

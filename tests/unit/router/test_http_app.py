@@ -475,6 +475,11 @@ async def test_the_context_length_is_named() -> None:
     front.dispatcher.context_length = 100
     error = check_error(await post(front, PLAIN, {"model": "tiny", "prompt": [5] * 100}), 400)
     assert "100" in error["message"]
+    front.dispatcher.context_length = 20
+    turns = [{"role": "user", "content": "word " * 10}]
+    body = {"model": "tiny", "messages": turns}
+    error = check_error(await post(front, CHAT, body), 400, "messages")
+    assert error["code"] == "context_length_exceeded"
 
 
 async def test_default_max_tokens_fits_the_context() -> None:
