@@ -87,6 +87,7 @@ class PrefixIndex:
     """The index of one cluster. Raises ``redis.RedisError``."""
 
     def __init__(self, client: redis.asyncio.Redis, cluster_id: str) -> None:
+        self._client = client
         self._prefix = f"baton:{{{cluster_id}}}:index"
         self._blocks = f"{self._prefix}:block:"
         self._apply = client.register_script(_APPLY)
@@ -140,6 +141,13 @@ class PrefixIndex:
         args: list[Any] = [self._blocks, incarnation, COLLECT_BATCH]
         while await cast(Any, self._collect(keys=keys[1:], args=args)) == COLLECT_BATCH:
             pass
+
+    async def forget_generation(self) -> None:
+        """Leave nothing behind once every incarnation is collected.
+
+        A worker that lives after all sends a snapshot, which begins another generation.
+        """
+        await cast(Any, self._client.delete(f"{self._prefix}:generation"))
 
     async def lookup(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """How many leading blocks of ``hashes`` each incarnation holds; absent means none."""

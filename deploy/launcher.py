@@ -25,6 +25,7 @@ from deploy import model_store
 from deploy.actor import ActorSettings
 from deploy.announcement import announcement
 from deploy.child import last_lines
+from deploy.cluster_keys import forget_cluster
 from deploy.cluster_mark import ClusterMark
 from deploy.cluster_state import ClusterState
 from deploy.daemon_thread import DaemonThread
@@ -312,6 +313,8 @@ class Launcher:
         await asyncio.gather(
             *(worker.stop(_WORKER_STOP_S) for worker in parts.workers), return_exceptions=True
         )
+        if self._config.redis_url:
+            await forget_cluster(self._config.redis_url, self._mark.cluster_id)
         if not await parts.ray.stop():
             self.hanging = True
         if parts.valkey is not None:
