@@ -31,6 +31,7 @@ from baton.registry import Registry
 from router.dispatcher import ClusterDispatcher
 from router.grpc_front import add_grpc_front
 from router.http_app import create_app
+from router.http_protocol import BoundedHttpProtocol
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
 
@@ -81,6 +82,7 @@ async def serve(settings: RouterSettings) -> None:
     http = _Server(
         uvicorn.Config(
             app,
+            http=BoundedHttpProtocol,
             log_config=None,
             access_log=False,
             lifespan="off",

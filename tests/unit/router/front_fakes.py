@@ -26,6 +26,7 @@ from baton.request import FinishReason
 from router.chat_template import ChatTemplate
 from router.generation import GenerationRequest, OutputDelta
 from router.http_app import create_app
+from router.http_protocol import BoundedHttpProtocol
 from router.output_assembler import OutputAssembler
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
@@ -182,7 +183,14 @@ def listening_socket() -> socket.socket:
 @asynccontextmanager
 async def serve(app: Any) -> AsyncIterator[str]:
     """``app`` behind a real uvicorn; gives its host:port."""
-    config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", access_log=False)
+    config = uvicorn.Config(
+        app,
+        http=BoundedHttpProtocol,
+        log_level="warning",
+        lifespan="off",
+        ws="none",
+        access_log=False,
+    )
     server = uvicorn.Server(config)
     with closing(listening_socket()) as listener:
         listener.listen()

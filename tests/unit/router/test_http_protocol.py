@@ -1,0 +1,69 @@
+"""What a client sends that never ends as a request, against a real uvicorn on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from router.http_protocol import MOST_HEAD_BYTES
+from tests.unit.router.front_fakes import make_front, serve
+
+DEADLINE_S = 20.0
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+BODY = json.dumps({"model": "tiny", "prompt": "Hello", "padding": "x" * (4 * MOST_HEAD_BYTES)})
+CHUNK = b"%x\r\n%s\r\n" % (len(BODY), BODY.encode())
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+async def answer(address: str, sent: bytes) -> bytes:
+    """The status line of what comes back."""
+    host, port = address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            writer.write(sent)
+            return await reader.readline()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        pytest.param(HEAD + b"X: ", b"a" * 4096, id="a header"),
+        pytest.param(HEAD, b"X: a\r\n" * 100, id="many headers"),
+        pytest.param(b"GET /", b"a" * 4096, id="a path"),
+    ],
+)
+async def test_what_does_not_end_is_refused(begin: bytes, more: bytes) -> None:
+    # No more than it takes: a socket closed with unread bytes is reset, and the answer is lost.
+    count = MOST_HEAD_BYTES // len(more) + 1
+    async with serve(make_front().app()) as address:
+        assert b" 400 " in await answer(address, begin + more * count)
+
+
+async def flood(writer: asyncio.StreamWriter) -> None:
+    """Write for ever. Raises ConnectionError once the other side has closed."""
+    while True:
+        writer.write(b"a" * 4096)
+        await writer.drain()
+        await asyncio.sleep(0)
+
+
+async def test_a_chunks_extension_that_does_not_end_ends_the_connection() -> None:
+    async with serve(make_front().app()) as address:
+        host, port = address.split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(CHUNKED + b"1;")
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(flood(writer), DEADLINE_S)
+        writer.close()
+
+
+async def test_long_bodies_are_no_heads() -> None:
+    async with serve(make_front().app()) as address:
+        head = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY)
+        assert b" 200 " in await answer(address, head + BODY.encode())
+        assert b" 200 " in await answer(address, CHUNKED + CHUNK + b"0\r\n\r\n")
