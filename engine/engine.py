@@ -18,6 +18,8 @@ from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.weights import fingerprint, load_weights
 
+_CHUNK_KEYS = {"cpu": 1 << 20, "cuda": 0}
+"""512 tokens up to a context of 2048, and fewer behind that, so that a step stays short."""
 _CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
@@ -78,6 +80,7 @@ def build_engine(settings: EngineSettings) -> Engine:
     limits = SchedulerLimits(
         block_size=settings.block_size,
         chunk_tokens=_chunk_tokens(settings, device),
+        chunk_keys=_CHUNK_KEYS[device.type],
         max_sequences=settings.max_sequences,
         context_length=min(config.context_length, blocks * settings.block_size),
     )

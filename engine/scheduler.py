@@ -15,6 +15,7 @@ engine may still write to them. Plain Python, owned by the control loop; up to t
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,12 +29,26 @@ from engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """``chunk_tokens`` and ``max_sequences`` bound one step; ``context_length`` one sequence."""
+    """``chunk_tokens`` and ``max_sequences`` bound one step; ``context_length`` one sequence.
+
+    ``chunk_keys`` bounds what a chunk's attention costs: its tokens times the tokens that the last
+    of them attends to. Without it a step late in a long prompt takes many times as long as the
+    first, and nobody can join, leave or be aborted meanwhile. 0 sets no bound.
+    """
 
     block_size: int
     chunk_tokens: int
     max_sequences: int
     context_length: int
+    chunk_keys: int = 0
+
+    def most_tokens(self, start: int) -> int:
+        """The longest chunk that may begin at token ``start``; at least one token."""
+        if not self.chunk_keys:
+            return self.chunk_tokens
+        # The largest n with n * (start + n) <= chunk_keys.
+        n = (math.isqrt(start * start + 4 * self.chunk_keys) - start) // 2
+        return max(1, min(self.chunk_tokens, n))
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +270,7 @@ class Scheduler:
         self, rows: list[tuple[Sequence, PlanRow]], sequence: Sequence, budget: int
     ) -> int:
         start = sequence.scheduled
-        count = min(sequence.target - start, budget)
+        count = min(sequence.target - start, budget, self.limits.most_tokens(start))
         sample = start + count == sequence.target
         table = tuple(sequence.block_table)
         rows.append((sequence, PlanRow(sequence.sequence_id, start, count, table, sample)))

@@ -305,6 +305,8 @@ class _Placement:
         self.source.promised_tokens += self._tokens
         self.source.promised_sequences += 1
         self.target.promised_sequences += 1
+        self.source.placed += 1
+        self.target.placed += 1
         self._computing = self._placed = True
 
     def computed(self) -> None:
@@ -329,6 +331,7 @@ def _candidate(link: WorkerLink, held: dict[str, int]) -> Candidate:
         queued_tokens=max(link.promised_tokens, load.waiting_tokens),
         sequences=max(link.promised_sequences, load.running + load.waiting),
         max_sequences=link.record.max_sequences,
+        placed=link.placed,
         available_blocks=load.free_blocks + load.cached_blocks,
         held_blocks=held.get(link.record.incarnation, 0),
     )

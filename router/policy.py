@@ -25,6 +25,8 @@ class Candidate:
     """Sequences that run, wait, or are promised to it."""
     max_sequences: int = 1
     available_blocks: int = 0
+    placed: int = 0
+    """Requests that this router has ever sent there: among equals the least used is taken."""
     held_blocks: int = 0
     """Leading blocks of this prompt that the prefix index says it holds."""
 
@@ -61,14 +63,15 @@ def choose(
         cached = min(worker.held_blocks * block_size, prompt_tokens - 1)
         return prompt_tokens - cached
 
-    def prefill_wait(worker: Candidate) -> tuple[int, int, str]:
-        return (worker.queued_tokens + uncached(worker), worker.sequences, worker.incarnation)
+    def prefill_wait(worker: Candidate) -> tuple[int, int, int, str]:
+        wait = worker.queued_tokens + uncached(worker)
+        return (wait, worker.sequences, worker.placed, worker.incarnation)
 
-    def decode_wait(worker: Candidate) -> tuple[bool, float, int, str]:
+    def decode_wait(worker: Candidate) -> tuple[bool, float, int, int, str]:
         missing = -(-prompt_tokens // block_size) - worker.held_blocks
         full = missing > worker.available_blocks or worker.sequences >= worker.max_sequences
         fill = worker.sequences / worker.max_sequences
-        return (full, fill, missing, worker.incarnation)
+        return (full, fill, missing, worker.placed, worker.incarnation)
 
     source = min(prefill, key=prefill_wait)
     target = min(decode, key=decode_wait)

@@ -60,11 +60,18 @@ class WorkerLink:
         """This router's requests that are there."""
         self.follower: asyncio.Task[None] | None = None
         """Reads the token stream of a decode worker, watches the channel of a prefill worker."""
+        self.placed = 0
+        """Requests that this router has ever sent there."""
         self.connected = False
+        self.missing_since: float | None = None
+        """Since when the registry, which can be read, does not list a prefill worker. A decode
+        worker's stream tells more than the registry does."""
         self._failed_at = float("-inf")
 
-    def is_up(self, now: float) -> bool:
-        """Whether new requests may go there."""
+    def is_up(self, now: float, missing_s: float) -> bool:
+        """Whether new requests may go there; not to one that was missing for ``missing_s``."""
+        if self.missing_since is not None and now - self.missing_since > missing_s:
+            return False
         ready = self.record.state == "ready" and self.connected
         return ready and now - self._failed_at > _COOL_DOWN_S
 
@@ -89,6 +96,8 @@ class WorkerLinks:
         self._on_output = on_output
         self._on_broken = on_broken
         self._silence_s = max(SILENCE_S, _SILENT_HEARTBEATS * heartbeat_s)
+        # A worker that lives renews its entry in this time, also after Redis was flushed.
+        self._missing_s = _SILENT_HEARTBEATS * heartbeat_s
         self._links: dict[str, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -98,7 +107,8 @@ class WorkerLinks:
     def up(self, role: str) -> list[WorkerLink]:
         """The links of a role that take requests."""
         now = time.monotonic()
-        return [x for x in self._links.values() if x.record.role == role and x.is_up(now)]
+        links = [link for link in self._links.values() if link.record.role == role]
+        return [link for link in links if link.is_up(now, self._missing_s)]
 
     def all(self) -> list[WorkerLink]:
         return list(self._links.values())
@@ -113,10 +123,14 @@ class WorkerLinks:
                 follow = self._read_tokens if record.role == "decode" else self._watch_channel
                 link.follower = asyncio.create_task(follow(link))
             link.record = record
+            link.missing_since = None
             if record.role != "decode":
                 link.load = record.load
         for incarnation in self._links.keys() - records.keys():
-            if self._links[incarnation].connected:
+            link = self._links[incarnation]
+            if link.connected:
+                if link.record.role != "decode" and link.missing_since is None:
+                    link.missing_since = time.monotonic()
                 continue
             log.info("worker %s has left", incarnation)
             task = asyncio.create_task(self._close(self._links.pop(incarnation)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -394,7 +394,21 @@ def random_limits(random: Random) -> SchedulerLimits:
         chunk_tokens=random.choice((3, 8, 40)),
         max_sequences=random.choice((2, 4, 6)),
         context_length=20,
+        chunk_keys=random.choice((0, 10, 60)),
     )
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(st.integers(0, 200_000), st.integers(1, 10_000), st.integers(0, 1 << 22))
+def test_a_chunk_is_as_long_as_its_attention_allows(start: int, tokens: int, keys: int) -> None:
+    limits = SchedulerLimits(16, tokens, 8, 1 << 20, keys)
+    most = limits.most_tokens(start)
+    assert 1 <= most <= tokens
+    if keys == 0:
+        assert most == tokens
+        return
+    assert most == 1 or most * (start + most) <= keys
+    assert most == tokens or (most + 1) * (start + most + 1) > keys
 
 
 class Crowd:

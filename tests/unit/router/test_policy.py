@@ -93,3 +93,10 @@ def test_it_always_decides_and_the_order_does_not_matter(
         uncached = max(1, tokens - other.held_blocks * size)
         wait = source.queued_tokens + decision.uncached_tokens
         assert wait <= other.queued_tokens + uncached
+
+
+def test_among_equals_the_least_used_is_taken() -> None:
+    prefill = [worker("a", placed=3), worker("b", placed=2)]
+    decode = [worker("c", placed=5), worker("d", placed=4)]
+    decision = choose(10, 16, prefill, decode)
+    assert (decision.prefill, decision.decode) == ("b", "d")

@@ -209,6 +209,20 @@ async def test_a_draining_worker_takes_no_requests() -> None:
         assert world.is_up()
 
 
+async def test_a_connected_prefill_worker_that_the_registry_lost_is_left_alone() -> None:
+    """It hangs, perhaps: its connection does not tell. A flushed registry is whole again sooner."""
+    async with open_world() as world:
+        record = replace(world.record, role="prefill")
+        world.links.update({"d": record})
+        await world.until(lambda: world.links.up("prefill"))
+        world.links.update({})
+        assert world.links.up("prefill"), "at once is too soon"
+        await world.until(lambda: not world.links.up("prefill"))
+        assert world.links.get("d") is not None
+        world.links.update({"d": record})
+        assert world.links.up("prefill")
+
+
 async def test_aborts_say_why_and_never_raise() -> None:
     async with open_world() as world:
         await world.links.abort("unknown", "r", 0, stop=True)
