@@ -96,32 +96,46 @@ inline void weigh(const bf16* values, const float* weights, long count, long dim
   }
 }
 
-void attend(const Problem& p, long query, long kv_head, std::vector<float>& memory) {
-  const long group = p.heads / p.kv_heads, length = p.lengths[query];
-  const long stride = (length + 15) / 16 * 16;
-  memory.assign(group * (stride + p.dim), 0.0f);
+// Queries that share a table and follow one another go through the keys together, so that a page is
+// read once for all of them. Each attends to its own number of keys.
+void attend(const Problem& p, long first, long count, long kv_head, std::vector<float>& memory) {
+  const long group = p.heads / p.kv_heads, rows = count * group;
+  long longest = 0;
+  for (long i = 0; i < count; i++)
+    if (p.lengths[first + i] > longest) longest = p.lengths[first + i];
+  const long stride = (longest + 15) / 16 * 16;
+  memory.resize(rows * (stride + p.dim));
   float* scores = memory.data();
-  float* sums = scores + group * stride;
-  const bf16* queries = p.queries + (query * p.heads + kv_head * group) * p.dim;
+  float* sums = scores + rows * stride;
+  for (long i = 0; i < rows * p.dim; i++) sums[i] = 0.0f;
   const __m512 scale = _mm512_set1_ps(p.scale);
-  for (long t = 0; t < length; t += 16) {
-    const bf16* keys = page(p, query, t, 0, kv_head) + t % p.block_size * p.dim;
-    for (long g = 0; g < group; g++)
-      _mm512_storeu_ps(scores + g * stride + t,
-                       _mm512_mul_ps(score(keys, queries + g * p.dim, p.dim), scale));
+  for (long t = 0; t < longest; t += 16) {
+    const bf16* keys = page(p, first, t, 0, kv_head) + t % p.block_size * p.dim;
+    for (long r = 0; r < rows; r++) {
+      const long query = first + r / group, head = kv_head * group + r % group;
+      if (t >= p.lengths[query]) continue;
+      const __m512 found = score(keys, p.queries + (query * p.heads + head) * p.dim, p.dim);
+      _mm512_storeu_ps(scores + r * stride + t, _mm512_mul_ps(found, scale));
+    }
   }
-  for (long g = 0; g < group; g++) softmax(scores + g * stride, length);
-  for (long t = 0; t < length; t += 16) {
-    const bf16* values = page(p, query, t, 1, kv_head) + t % p.block_size * p.dim;
-    const long count = length - t < 16 ? length - t : 16;
-    for (long g = 0; g < group; g++)
-      weigh(values, scores + g * stride + t, count, p.dim, sums + g * p.dim);
+  for (long r = 0; r < rows; r++) softmax(scores + r * stride, p.lengths[first + r / group]);
+  for (long t = 0; t < longest; t += 16) {
+    const bf16* values = page(p, first, t, 1, kv_head) + t % p.block_size * p.dim;
+    for (long r = 0; r < rows; r++) {
+      const long left = p.lengths[first + r / group] - t;
+      if (left <= 0) continue;
+      weigh(values, scores + r * stride + t, left < 16 ? left : 16, p.dim, sums + r * p.dim);
+    }
   }
-  bf16* out = p.out + (query * p.heads + kv_head * group) * p.dim;
-  for (long i = 0; i < group * p.dim; i += 16)
-    _mm256_storeu_si256((__m256i*)(out + i),
-                        (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(sums + i)));
+  for (long r = 0; r < rows; r++) {
+    bf16* out = p.out + ((first + r / group) * p.heads + kv_head * group + r % group) * p.dim;
+    for (long d = 0; d < p.dim; d += 16)
+      _mm256_storeu_si256((__m256i*)(out + d),
+                          (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(sums + r * p.dim + d)));
+  }
 }
+
+const long TOGETHER = 8;
 
 }  // namespace
 
@@ -133,11 +147,15 @@ extern "C" void baton_attend(const void* queries, const void* cache, void* out,
   const Problem p = {(const bf16*)queries, (const bf16*)cache, (bf16*)out, tables,     lengths,
                      table_stride,         heads,              kv_heads,   dim,        block_size,
                      block_stride,         scale};
+  const long together = table_stride ? 1 : TOGETHER;
+  const long parts = (count + together - 1) / together;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     std::vector<float> memory;
-#pragma omp for schedule(dynamic, 8)
-    for (long i = 0; i < count * kv_heads; i++)
-      attend(p, i / kv_heads, i % kv_heads, memory);
+#pragma omp for schedule(dynamic)
+    for (long i = 0; i < parts * kv_heads; i++) {
+      const long first = i / kv_heads * together;
+      attend(p, first, count - first < together ? count - first : together, i % kv_heads, memory);
+    }
   }
 }

@@ -18,8 +18,8 @@ from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.weights import fingerprint, load_weights
 
-_CHUNK_KEYS = {"cpu": 1 << 20, "cuda": 0}
-"""512 tokens up to a context of 2048, and fewer behind that, so that a step stays short."""
+_CHUNK_KEYS = {"cpu": 1 << 19, "cuda": 0}
+"""512 tokens up to a context of 1024, and fewer behind that, so that a step stays short."""
 _CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
