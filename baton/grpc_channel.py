@@ -29,7 +29,11 @@ _CLIENT_OPTIONS = [
 ]
 _SERVER_OPTIONS = [
     *_OPTIONS,
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # Every ping is welcome: a call may wait for a long prompt and send nothing for a minute, or end
+    # just before a ping is sent. A server that counts pings ends the connection of such a client.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.so_reuseport", 0),
 ]
 
