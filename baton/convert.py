@@ -10,7 +10,7 @@ from baton.request import (
     SequenceSpec,
     TokenOutput,
 )
-from baton.sampling_params import SamplingParams
+from baton.sampling_params import SCALAR_FIELDS, SamplingParams
 from baton.v1 import decode_pb2, inference_pb2, sampling_pb2, worker_pb2
 
 _FINISH_TO_PROTO = {
@@ -21,20 +21,6 @@ _FINISH_TO_PROTO = {
 _FINISH_FROM_PROTO = {number: reason for reason, number in _FINISH_TO_PROTO.items()}
 
 _LONGEST_MS = 2**32 - 1
-
-_SCALARS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
 
 
 def finish_to_proto(reason: FinishReason | None) -> inference_pb2.FinishReason.ValueType:
@@ -50,7 +36,7 @@ def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParameters
     message = sampling_pb2.SamplingParameters(
         stop=params.stop, stop_token_ids=params.stop_token_ids, logit_bias=dict(params.logit_bias)
     )
-    for name in _SCALARS:
+    for name in SCALAR_FIELDS:
         setattr(message, name, getattr(params, name))
     return message
 
@@ -58,7 +44,7 @@ def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParameters
 def sampling_from_proto(message: sampling_pb2.SamplingParameters) -> SamplingParams:
     """Absent fields take the dataclass's defaults."""
     present = {field.name for field, _ in message.ListFields()}
-    given = {name: getattr(message, name) for name in _SCALARS if name in present}
+    given = {name: getattr(message, name) for name in SCALAR_FIELDS if name in present}
     return SamplingParams(
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),

@@ -73,11 +73,15 @@ class Registry:
         """
         await self._redis.delete(self._key(incarnation))
 
-    async def all(self) -> dict[str, WorkerRecord]:
-        """The live records by incarnation; one that cannot be read is left out."""
-        records = {}
+    async def read(self) -> tuple[dict[str, WorkerRecord], set[str]]:
+        """The live records by incarnation, and the incarnations whose record has expired.
+
+        A record that cannot be understood is left out of both.
+        """
+        records, dead = {}, set()
         for incarnation, (record, load) in (await self._rows()).items():
             if record is None:
+                dead.add(incarnation)
                 continue
             try:
                 records[incarnation] = _parse(record, load)
@@ -85,12 +89,15 @@ class Registry:
                 if incarnation not in self._unreadable:
                     log.warning("the record of worker %s cannot be read: %r", incarnation, error)
                 self._unreadable.add(incarnation)
-        return records
+        return records, dead
+
+    async def all(self) -> dict[str, WorkerRecord]:
+        """The live records alone."""
+        return (await self.read())[0]
 
     async def dead(self) -> set[str]:
-        """Incarnations that are listed but whose record has expired."""
-        rows = await self._rows()
-        return {incarnation for incarnation, (record, _) in rows.items() if record is None}
+        """The expired incarnations alone."""
+        return (await self.read())[1]
 
     async def _rows(self) -> dict[str, tuple[bytes | None, bytes | None]]:
         answer = await cast(Any, self._redis.smembers(self._members))

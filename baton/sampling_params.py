@@ -4,6 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+SCALAR_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+"""The fields of one value each, by the name that they have everywhere: here, in gRPC, in HTTP."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:

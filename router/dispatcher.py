@@ -93,8 +93,8 @@ class ClusterDispatcher:
         known_dead: set[str] = set()
         while True:
             try:
-                self._links.update(await self._registry.all())
-                dead = await self._registry.dead()
+                records, dead = await self._registry.read()
+                self._links.update(records)
                 for incarnation in dead & known_dead:
                     # Twice in a row: its index entries go, a bounded batch at a time.
                     await self._index.collect(incarnation)

@@ -17,6 +17,7 @@ from baton.errors import BatonError, InvalidRequest, RequestTooLarge
 from baton.grpc_errors import grpc_boundary
 from baton.metrics import RouterMetrics
 from baton.request import Principal
+from baton.sampling_params import SCALAR_FIELDS
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from router.answer import Choice, choices_for
 from router.conversation import plain_turns
@@ -31,19 +32,7 @@ from router.tokenizer import Tokenizer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-_OPTIONAL: tuple[Any, ...] = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
+_OPTIONAL: tuple[Any, ...] = SCALAR_FIELDS
 _MOST_NAME_CHARACTERS = 128
 
 

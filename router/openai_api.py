@@ -15,6 +15,7 @@ from baton.config import Config
 from baton.errors import BatonError, InvalidRequest
 from baton.metrics import RouterMetrics
 from baton.request import Principal
+from baton.sampling_params import SCALAR_FIELDS
 from router.answer import Answer, ChatAnswer, Choice, CompletionAnswer, choices_for
 from router.conversation import openai_turns
 from router.delivery import Delivery
@@ -36,20 +37,7 @@ from router.sse import DONE, EventStream, EventStreamResponse
 from router.tokenizer import Tokenizer
 from router.unsupported import refuse_unsupported_chat, refuse_unsupported_completion
 
-_SAME_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-)
+_SAME_FIELDS = (*SCALAR_FIELDS, "logit_bias")
 
 
 class OpenAiApi:

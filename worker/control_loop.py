@@ -88,6 +88,8 @@ class ControlLoop:
     def _note_plan(self, plan: StepPlan) -> None:
         now = time.monotonic()
         self._gauges.batch_fill(len(plan.rows) / self.scheduler.limits.max_sequences)
+        if not plan.new:
+            return
         new = {sequence.sequence_id for sequence in plan.new}
         for sequence in self.scheduler.running:
             if sequence.queued_at and sequence.sequence_id in new:
