@@ -1,0 +1,130 @@
+"""Packed weights on disk, mapped into memory: all workers of a host share one copy.
+
+``<folder>/packed/<key>.safetensors`` appears complete, by a rename. Whoever builds it holds the
+lock ``<key>.lock``; the others wait and then map what it built. A file that cannot be read is built
+anew. When the files take more than the limit, those that were not used for longest go; a process
+that has one mapped keeps it: the bytes of a removed file stay until its last mapping ends.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import filelock
+import torch
+from safetensors import SafetensorError, safe_open
+
+from baton.errors import ConfigError
+from engine.quantization.tensor_file import PADDING, write_tensors
+
+DEFAULT_LIMIT = 64 << 30
+"""Bytes of all files together: room for a few models of 8 billion weights, or one of 70 in int4."""
+_WAIT_S = 1800.0
+"""How long one worker waits for another's build: of the largest models it takes minutes."""
+
+Build = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+
+class PackedCache:
+    """A folder of tensors by key. Safe among threads and processes of a host."""
+
+    def __init__(self, folder: Path, limit: int = DEFAULT_LIMIT, wait_s: float = _WAIT_S) -> None:
+        """``limit`` is in bytes; ``wait_s`` bounds the wait for another process's build."""
+        self._folder = folder / "packed"
+        self._limit = limit
+        self._wait_s = wait_s
+
+    def get_or_build(self, key: str, build: Build) -> dict[str, torch.Tensor]:
+        """The tensors of ``key`` by name, mapped from the file; built first where there is none.
+
+        ``build`` yields (name, tensor); each is written before the next one is asked for. The key
+        must change with whatever decides the tensors: the source's hash, the layout, its version.
+        Every tensor begins at a multiple of 64 bytes. They are views of a private mapping: nobody
+        should write into them. Raises ConfigError where another process builds for too long or the
+        disk fails, ValueError for a key that is no file name, and whatever ``build`` raises.
+        """
+        if not re.fullmatch(r"\w[\w.-]{0,199}", key):
+            raise ValueError(f"{key!r} is no key")
+        path = self._folder / f"{key}.safetensors"
+        if (found := _load(path)) is not None:
+            return found
+        with self._disk_errors(), self._locked(key):
+            if (found := _load(path)) is not None:
+                return found
+            self._build(path, build)
+            if (found := _load(path)) is None:
+                raise ConfigError(f"{path} cannot be read, just after it was written")
+        return found
+
+    def _build(self, path: Path, build: Build) -> None:
+        draft = path.with_suffix(".draft")
+        draft.unlink(missing_ok=True)
+        try:
+            write_tensors(draft, build(), {"format": "pt", "key": path.stem})
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+        self._drop_unused(path)
+
+    def _drop_unused(self, kept: Path) -> None:
+        """Files beyond the limit, least recently used first; never ``kept``."""
+        total, files = 0, []
+        for path in self._folder.glob("*.safetensors"):
+            with suppress(FileNotFoundError):
+                stat = path.stat()
+                total += stat.st_size
+                files.append((stat.st_mtime_ns, stat.st_size, path))
+        for _used, size, path in sorted(files):
+            if total <= self._limit:
+                return
+            if path != kept:
+                path.unlink(missing_ok=True)
+                total -= size
+
+    @contextmanager
+    def _locked(self, key: str) -> Iterator[None]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(self._folder / f"{key}.lock")
+        try:
+            lock.acquire(timeout=self._wait_s)
+        except filelock.Timeout as error:
+            raise ConfigError(
+                f"another process has held {lock.lock_file} for {self._wait_s:.0f} s to pack the "
+                "same weights; end it and try again"
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"packed weights cannot be kept under {self._folder}: {error}; see to permissions "
+                "and free space there, or set BATON_CACHE_DIR to another folder"
+            ) from error
+
+
+def _load(path: Path) -> dict[str, torch.Tensor] | None:
+    """The mapped tensors; None where the file is absent, damaged or of another key."""
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            if (file.metadata() or {}).get("key") != path.stem:
+                return None
+            names = [name for name in file.keys() if not name.startswith(PADDING)]  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError, ValueError):
+        return None
+    # It tells the least recently used: not every file system keeps times of reading.
+    with suppress(OSError):
+        os.utime(path)
+    return tensors

@@ -1,0 +1,103 @@
+"""Writes a safetensors file tensor by tensor: the library's writer wants all of them in memory.
+
+The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, the
+header, a JSON object that spaces may follow, and the tensors' bytes without holes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+ALIGNMENT = 64
+"""Tensors begin at multiples of a cache line, so that aligned vector loads may read them."""
+PADDING = "__padding"
+"""Prefix of the names of tensors that only fill up to the alignment: the format has no holes."""
+
+_HEADER_ROOM = 1 << 18
+"""Bytes that the header usually fits in: it is known last, and stands first."""
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_tensors(
+    path: Path, tensors: Iterable[tuple[str, torch.Tensor]], metadata: dict[str, str]
+) -> None:
+    """Write ``path``, which must not exist, and see it onto the disk.
+
+    One tensor is held at a time. Raises ValueError for a name that comes twice and for a type that
+    the format lacks, OSError where the disk fails.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata}
+    with path.open("xb") as file:
+        file.seek(_HEADER_ROOM)
+        for name, tensor in tensors:
+            if name in header:
+                raise ValueError(f"tensor {name} comes twice")
+            _append(file, header, name, tensor)
+        blob = json.dumps(header, separators=(",", ":")).encode()
+        if 8 + len(blob) <= _HEADER_ROOM:
+            _put_header(file, blob, _HEADER_ROOM)
+        else:
+            _make_room(path, file, blob)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _append(file: BinaryIO, header: dict[str, Any], name: str, tensor: torch.Tensor) -> None:
+    padding = -file.tell() % ALIGNMENT
+    if padding:
+        _append_bytes(file, header, f"{PADDING}{len(header)}", torch.zeros(padding).byte())
+    _append_bytes(file, header, name, tensor)
+
+
+def _append_bytes(file: BinaryIO, header: dict[str, Any], name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(f"tensor {name} is {tensor.dtype}, which safetensors does not know")
+    start = file.tell() - _HEADER_ROOM
+    header[name] = {
+        "dtype": _DTYPES[tensor.dtype],
+        "shape": list(tensor.shape),
+        "data_offsets": [start, start + tensor.nbytes],
+    }
+    flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+    file.write(flat.numpy().data)
+
+
+def _put_header(file: BinaryIO, blob: bytes, room: int) -> None:
+    file.seek(0)
+    file.write((room - 8).to_bytes(8, "little"))
+    file.write(blob.ljust(room - 8))
+
+
+def _make_room(path: Path, file: BinaryIO, blob: bytes) -> None:
+    """Exchange the file for one whose header is as long as it has to be."""
+    room = -(-(8 + len(blob)) // ALIGNMENT) * ALIGNMENT
+    longer = path.with_name(f"{path.name}.longer")
+    with longer.open("wb") as target:
+        _put_header(target, blob, room)
+        file.flush()
+        with path.open("rb") as source:
+            source.seek(_HEADER_ROOM)
+            shutil.copyfileobj(source, target, 1 << 20)
+        target.flush()
+        os.fsync(target.fileno())
+    longer.replace(path)

@@ -1,0 +1,308 @@
+"""A quantised weight matrix: the form in which every reader, packer and kernel meets.
+
+``w[i, j] = code[i, j] * scale[i, j // group] + min[i, j // group]``
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+QuantKind = Literal["int8", "int4", "fp8"]
+KINDS: tuple[QuantKind, ...] = ("int8", "int4", "fp8")
+DEFAULT_GROUP = 32
+"""Inputs that share a scale, as in GGUF's Q4_0, Q4_1 and Q8_0."""
+
+_FP8_MAX = 448.0
+"""The largest finite e4m3fn value (OCP 8-bit Floating Point Specification 1.0)."""
+_HALF_MAX = 65504.0
+_LEAST_GROUP = 16
+_PIECE_VALUES = 1 << 20
+"""Values that are held in fp32 at a time while a tensor is quantised."""
+_SHRINKS = tuple(1.0 - 0.025 * step for step in range(13))
+"""Parts of a group's range that int4 tries, 1.0 to 0.7."""
+_HALF_LOSS, _HALF_STEP = 2.0**-9, 2.0**-12
+"""What fp16 may change of a scale: a part of itself, or a part of the largest. More comes of
+subnormals and infinities only."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """A matrix [out, in] of ``codes`` with a scale, and perhaps a minimum, per group of inputs.
+
+    Raises ValueError where the parts do not fit together.
+    """
+
+    codes: torch.Tensor
+    """uint8 [out, in], or [out, in / 2] for ``int4``: the low nibble is the even input."""
+    kind: QuantKind
+    """``int8``: -128..127 in two's complement; ``int4``: 0..15; ``fp8``: the bits of e4m3fn."""
+    scales: torch.Tensor
+    """fp32 or fp16 [out, in / group]."""
+    mins: torch.Tensor | None
+    """Of the scales' shape and type. ``int8`` may have them too: Q5_1, Q5_K, asymmetric GPTQ."""
+    group: int
+    """Inputs that share a scale; it divides ``in``."""
+    columns: torch.Tensor | None = None
+    """int64 [in]: stored column j belongs to input ``columns[j]`` (GPTQ's act-order), so that a
+    kernel takes ``x[:, columns]``; None: the inputs' own order."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS or self.codes.dtype != torch.uint8 or self.codes.dim() != 2:
+            raise ValueError(f"no {self.kind} codes: {self.codes.dtype} {self.codes.shape}")
+        outputs, inputs = self.shape
+        if self.group < 1 or inputs % self.group:
+            raise ValueError(f"groups of {self.group} do not divide {inputs} inputs")
+        expected = (outputs, inputs // self.group)
+        for tensor in (self.scales, self.scales if self.mins is None else self.mins):
+            if tensor.shape != expected or tensor.dtype != self.scales.dtype:
+                raise ValueError(
+                    f"scales or mins are {tensor.dtype} {tuple(tensor.shape)}, not {expected}"
+                )
+        if self.scales.dtype not in (torch.float32, torch.float16):
+            raise ValueError(f"scales of {self.scales.dtype}; fp32 and fp16 are known")
+        if self.columns is not None and self.columns.shape != (inputs,):
+            raise ValueError(f"{tuple(self.columns.shape)} columns of {inputs}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        outputs, width = self.codes.shape
+        return outputs, width * 2 if self.kind == "int4" else width
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        parts = (self.codes, self.scales, self.mins, self.columns)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def to(self, device: torch.device) -> QuantizedWeight:
+        return replace(
+            self,
+            codes=self.codes.to(device),
+            scales=self.scales.to(device),
+            mins=None if self.mins is None else self.mins.to(device),
+            columns=None if self.columns is None else self.columns.to(device),
+        )
+
+    def rows(self, chosen: torch.Tensor | slice) -> QuantizedWeight:
+        """Some rows: by their numbers, int64 [n] (copied), or by a slice (views)."""
+        return replace(
+            self,
+            codes=self.codes[chosen],
+            scales=self.scales[chosen],
+            mins=None if self.mins is None else self.mins[chosen],
+        )
+
+
+def code_values(weight: QuantizedWeight) -> torch.Tensor:
+    """The codes' values as fp32 [out, in], without scales, in the stored order of columns."""
+    if weight.kind == "int4":
+        return unpack_nibbles(weight.codes).float()
+    if weight.kind == "fp8":
+        return weight.codes.view(torch.float8_e4m3fn).float()
+    return weight.codes.view(torch.int8).float()
+
+
+def dequantize(weight: QuantizedWeight) -> torch.Tensor:
+    """fp32 [out, in], in the inputs' own order: the reference for every kernel.
+
+    Rows alone can be had by ``dequantize(weight.rows(ids))``, as an embedding does.
+    """
+    outputs, inputs = weight.shape
+    values = code_values(weight).view(outputs, -1, weight.group)
+    values = values * weight.scales.float().unsqueeze(-1)
+    if weight.mins is not None:
+        values = values + weight.mins.float().unsqueeze(-1)
+    values = values.view(outputs, inputs)
+    if weight.columns is None:
+        return values
+    ordered = torch.empty_like(values)
+    ordered[:, weight.columns] = values
+    return ordered
+
+
+def fitting_group(inputs: int, wanted: int = DEFAULT_GROUP) -> int:
+    """``wanted``, or its half and so on down to 16, if that divides ``inputs``; else a row."""
+    group = wanted
+    while group >= _LEAST_GROUP:
+        if inputs % group == 0:
+            return group
+        group //= 2
+    return inputs
+
+
+def quantize(tensor: torch.Tensor, kind: QuantKind, group: int | None = None) -> QuantizedWeight:
+    """Quantise a floating matrix [out, in], a piece of it at a time.
+
+    ``int8`` is symmetric about 0 with the group's largest magnitude at 127. ``int4`` has a scale
+    and a minimum. ``fp8`` has the row's largest magnitude at 448, and takes whole rows as groups.
+    ``group`` is 32 where that divides the inputs, if it is None. Raises ValueError where it does
+    not divide them, or where ``int4`` is asked of an odd number of them.
+    """
+    outputs, inputs = tensor.shape
+    if group is None:
+        group = inputs if kind == "fp8" else fitting_group(inputs)
+    if inputs % group or (kind == "fp8" and group != inputs) or (kind == "int4" and inputs % 2):
+        raise ValueError(f"{kind} has no groups of {group} in rows of {inputs}")
+    quantizer = {"int8": _int8, "int4": _int4, "fp8": _fp8}[kind]
+    rows = max(1, _PIECE_VALUES // inputs)
+    pieces = [
+        quantizer(tensor[start : start + rows].float().view(-1, inputs // group, group))
+        for start in range(0, outputs, rows)
+    ]
+    return concat_rows(pieces)
+
+
+def _int8(groups: torch.Tensor) -> QuantizedWeight:
+    """``groups`` is fp32 [rows, groups, group]; so it is for the next ones."""
+    scales = groups.abs().amax(-1) / 127
+    scales = scales.to(_scale_type(scales))
+    codes = (groups * _inverse(scales.float()).unsqueeze(-1)).round_().clamp_(-127, 127)
+    codes = codes.flatten(1).to(torch.int8).view(torch.uint8)
+    return QuantizedWeight(codes, "int8", scales, None, groups.shape[-1])
+
+
+def _fp8(groups: torch.Tensor) -> QuantizedWeight:
+    scales = groups.abs().amax(-1) / _FP8_MAX
+    values = (groups * _inverse(scales).unsqueeze(-1)).clamp_(-_FP8_MAX, _FP8_MAX)
+    codes = values.flatten(1).to(torch.float8_e4m3fn).view(torch.uint8)
+    return QuantizedWeight(codes, "fp8", scales, None, groups.shape[-1])
+
+
+def _int4(groups: torch.Tensor) -> QuantizedWeight:
+    """The range that leaves the least squared error, as AWQ's clipping searches it on a grid
+    (Lin et al., 2023, arXiv:2306.00978, section 4), with scale and minimum refitted to the codes by
+    least squares, as llama.cpp's ``make_qkx2_quants`` does.
+    """
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    middle, reach = (low + high) / 2, (high - low) / 2
+    dtype = _scale_type(reach / 7.5) if groups.abs().max() < _HALF_MAX else torch.float32
+    best = torch.full_like(low, math.inf)
+    best_scale, best_min = torch.zeros_like(low), low.clone()
+    for shrink in _SHRINKS:
+        scale, least = reach * (2 * shrink / 15), middle - reach * shrink
+        scale, least = _least_squares(groups, _nibbles(groups, scale, least), scale, least)
+        # Judged as it will be stored.
+        scale, least = scale.to(dtype).float(), least.to(dtype).float()
+        error = _nibbles(groups, scale, least).mul_(scale).add_(least).sub_(groups)
+        error = error.square_().sum(-1, keepdim=True)
+        better = error < best
+        best = torch.where(better, error, best)
+        best_scale = torch.where(better, scale, best_scale)
+        best_min = torch.where(better, least, best_min)
+    codes = _nibbles(groups, best_scale, best_min).flatten(1).to(torch.uint8)
+    scales, mins = best_scale.squeeze(-1).to(dtype), best_min.squeeze(-1).to(dtype)
+    return QuantizedWeight(pack_nibbles(codes), "int4", scales, mins, groups.shape[-1])
+
+
+def _nibbles(groups: torch.Tensor, scale: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    return ((groups - least) * _inverse(scale)).round_().clamp_(0, 15)
+
+
+def _least_squares(
+    groups: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, least: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The line through (code, weight) of each group; the one given where all codes are equal."""
+    mean_code, mean = codes.mean(-1, keepdim=True), groups.mean(-1, keepdim=True)
+    centred = codes - mean_code
+    spread = centred.square().sum(-1, keepdim=True)
+    slope = (centred * groups).sum(-1, keepdim=True) * _inverse(spread)
+    fitted = (spread > 0) & (slope > 0)
+    return (
+        torch.where(fitted, slope, scale),
+        torch.where(fitted, mean - slope * mean_code, least),
+    )
+
+
+def _inverse(values: torch.Tensor) -> torch.Tensor:
+    """1 / x, and 0 for 0."""
+    return torch.where(values == 0, 0.0, 1 / values)
+
+
+def _scale_type(scales: torch.Tensor) -> torch.dtype:
+    """fp16 where it is fine enough, for its size: in groups of 32, fp32 scales and minimums would
+    make a 4-bit weight a fifth larger.
+    """
+    room = torch.maximum(scales * _HALF_LOSS, scales.max() * _HALF_STEP)
+    fine = (scales.half().float() - scales).abs() <= room
+    return torch.float16 if bool(fine.all()) else torch.float32
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., n] of 0..15 → [..., n / 2], the low nibble first."""
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., n] → [..., 2 n] of 0..15, the low nibble first."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def can_concat(weights: Sequence[QuantizedWeight]) -> bool:
+    """Whether ``concat_rows`` takes them: equal kind, group, inputs and order of columns."""
+    first = weights[0]
+    return all(
+        (weight.kind, weight.group, weight.shape[1]) == (first.kind, first.group, first.shape[1])
+        and _same_order(weight.columns, first.columns)
+        for weight in weights
+    )
+
+
+def _same_order(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+def concat_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """One weight of all rows, so that layers with the same input run as one.
+
+    Scales become fp32 if one of them is; minimums of 0 are filled in where some have them. Raises
+    ValueError unless ``can_concat``.
+    """
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    if not can_concat(weights):
+        found = ", ".join(f"{w.kind} {w.shape} in groups of {w.group}" for w in weights)
+        raise ValueError(f"rows of unlike weights: {found}")
+    halves = all(weight.scales.dtype == torch.float16 for weight in weights)
+    dtype = torch.float16 if halves else torch.float32
+    mins: torch.Tensor | None = None
+    if any(weight.mins is not None for weight in weights):
+        parts = (torch.zeros_like(w.scales) if w.mins is None else w.mins for w in weights)
+        mins = torch.cat([part.to(dtype) for part in parts])
+    return QuantizedWeight(
+        codes=torch.cat([weight.codes for weight in weights]),
+        kind=first.kind,
+        scales=torch.cat([weight.scales.to(dtype) for weight in weights]),
+        mins=mins,
+        group=first.group,
+        columns=first.columns,
+    )
+
+
+def split_rows(weight: QuantizedWeight, sizes: Sequence[int]) -> list[QuantizedWeight]:
+    """The reverse of ``concat_rows``, by numbers of rows; views, no copies.
+
+    Raises ValueError where the sizes are not all of the rows.
+    """
+    if sum(sizes) != weight.shape[0]:
+        raise ValueError(f"{list(sizes)} are not the {weight.shape[0]} rows")
+    return [weight.rows(part) for part in _parts(sizes)]
+
+
+def _parts(sizes: Sequence[int]) -> Iterator[slice]:
+    end = 0
+    for size in sizes:
+        start, end = end, end + size
+        yield slice(start, end)
