@@ -11,7 +11,7 @@ from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.kv_cache import KvCache, block_bytes
-from engine.model import LlamaModel
+from engine.model import DecoderModel
 from engine.model_config import ModelConfig, load_model_config
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.runner import ModelRunner
@@ -70,7 +70,7 @@ def build_engine(settings: EngineSettings) -> Engine:
     device = _device(settings.device)
     dtype = _dtype(settings.dtype)
     config = load_model_config(settings.model_path)
-    model = LlamaModel(config, load_weights(settings.model_path, device, dtype), device)
+    model = DecoderModel(config, load_weights(settings.model_path, device, dtype), device)
     size = block_bytes(config, settings.block_size, dtype)
     blocks = _pool_bytes(settings, config, device, dtype) // size
     if blocks < 2:

@@ -1,33 +1,54 @@
-"""The decoder: Llama's architecture (Touvron et al., 2023) over the paged KV cache."""
+"""The decoder over the paged KV cache: Llama's (Touvron et al., 2023) and its relatives.
+
+What sets the families apart are the switches of ``ModelConfig``; ``engine.families`` lists them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
-from baton.errors import ConfigError
 from engine.attention import AttentionMeta, attend
+from engine.experts import Experts, mix_experts
+from engine.families import FAMILIES, ExpertNames, NormPlacement
 from engine.kv_cache import KvCache
 from engine.linear import Linear
-from engine.model_config import ModelConfig
+from engine.mlp import GatedMlp, gated_mlp
+from engine.model_config import ExpertsConfig, ModelConfig
+from engine.named_tensors import NamedTensors
 from engine.rope import apply_rope, rope_table
+
+_NORMS: Mapping[NormPlacement, tuple[str | None, str | None, str | None, str | None]] = {
+    "pre": ("input_layernorm", None, "post_attention_layernorm", None),
+    "sandwich": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    "post": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+}
+"""Names of a layer's norms: before attention, after it, before the MLP, after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of one layer."""
+    """The weights of one layer. Norms are fp32 with the family's offset added; None: none there."""
 
-    input_norm: torch.Tensor
+    attention_norm: torch.Tensor | None
     query: Linear
     key: Linear
     value: Linear
     output: Linear
-    post_norm: torch.Tensor
-    gate: Linear
-    up: Linear
-    down: Linear
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    attention_post_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor | None
+    mlp_post_norm: torch.Tensor | None
+    mlp: GatedMlp | Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,64 +62,32 @@ class Batch:
     meta: AttentionMeta
 
 
-class LlamaModel:
+class DecoderModel:
     """Computes hidden states and logits; holds no state but its weights."""
 
     def __init__(
-        self, config: ModelConfig, weights: dict[str, torch.Tensor], device: torch.device
+        self, config: ModelConfig, weights: Mapping[str, torch.Tensor], device: torch.device
     ) -> None:
         """``weights`` has Hugging Face's names.
 
         Raises ConfigError where one is missing or has another shape than ``config`` says.
         """
         self.config = config
-        self._weights = weights
+        tensors = NamedTensors(weights)
+        prefix = _prefix(config, tensors)
         hidden, vocab = config.hidden_size, config.vocab_size
-        self.embedding = self._take("model.embed_tokens.weight", vocab, hidden)
-        self.layers = [self._layer(f"model.layers.{n}") for n in range(config.layers)]
-        self.norm = self._take("model.norm.weight", hidden).float()
-        tied = config.tied_embeddings
-        self.head = Linear(self.embedding if tied else self._take("lm_head.weight", vocab, hidden))
-        self.rope = rope_table(config, device)
-
-    def _take(self, name: str, *shape: int) -> torch.Tensor:
-        weight = self._weights.get(name)
-        if weight is None:
-            raise ConfigError(f"the model's weights have no tensor {name}")
-        if weight.shape != shape:
-            raise ConfigError(
-                f"the model's tensor {name} is {tuple(weight.shape)};"
-                f" its config.json makes it {shape}"
-            )
-        return weight
-
-    def _linear(self, name: str, outputs: int, inputs: int) -> Linear:
-        biased = f"{name}.bias" in self._weights
-        return Linear(
-            self._take(f"{name}.weight", outputs, inputs),
-            self._take(f"{name}.bias", outputs) if biased else None,
+        self.embedding = tensors.take(f"{prefix}embed_tokens.weight", vocab, hidden)
+        self.embedding_scale = torch.tensor(config.embedding_scale).to(self.embedding.dtype).item()
+        """Rounded to the weights' type, as the models were trained."""
+        self.layers = [_layer(config, tensors, prefix, n) for n in range(config.layers)]
+        self.norm = _norm(config, tensors, f"{prefix}norm", hidden)
+        self.head = Linear(
+            self.embedding
+            if config.tied_embeddings
+            else tensors.take("lm_head.weight", vocab, hidden)
         )
-
-    def _layer(self, prefix: str) -> Layer:
-        config = self.config
-        hidden, inner = config.hidden_size, config.intermediate_size
-        wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        return Layer(
-            input_norm=self._take(f"{prefix}.input_layernorm.weight", hidden).float(),
-            query=self._linear(f"{prefix}.self_attn.q_proj", wide, hidden),
-            key=self._linear(f"{prefix}.self_attn.k_proj", narrow, hidden),
-            value=self._linear(f"{prefix}.self_attn.v_proj", narrow, hidden),
-            output=self._linear(f"{prefix}.self_attn.o_proj", hidden, wide),
-            post_norm=self._take(f"{prefix}.post_attention_layernorm.weight", hidden).float(),
-            gate=self._linear(f"{prefix}.mlp.gate_proj", inner, hidden),
-            up=self._linear(f"{prefix}.mlp.up_proj", inner, hidden),
-            down=self._linear(f"{prefix}.mlp.down_proj", hidden, inner),
-        )
-
-    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Normalised in fp32, then of the weights' type: what the linear layers take."""
-        normed = F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
-        return normed.to(self.embedding.dtype)
+        self.ropes = tuple(rope_table(spec, config.context_length, device) for spec in config.ropes)
+        """fp32 [context_length, 2, rotary_dim / 2] each."""
 
     def hidden_states(self, batch: Batch, cache: KvCache) -> torch.Tensor:
         """Compute a step's tokens and store their KV. Returns fp32 [tokens, hidden_size].
@@ -107,15 +96,31 @@ class LlamaModel:
         half of the logits' error, and it is too small to cost time.
         """
         x = F.embedding(batch.token_ids, self.embedding).float()
-        rotation = self.rope[batch.positions]
+        if self.embedding_scale != 1.0:
+            x = x * self.embedding_scale
+        rotations = [table[batch.positions] for table in self.ropes]
         for index, layer in enumerate(self.layers):
-            attended = self._attention(
-                self._rms_norm(x, layer.input_norm), layer, index, batch, cache, rotation
-            )
-            x = x + attended
-            h = self._rms_norm(x, layer.post_norm)
-            x = x + layer.down.to_float(F.silu(layer.gate(h)) * layer.up(h))
+            rope = self.config.layer_ropes[index]
+            rotation = rotations[rope] if rope >= 0 else None
+            h = self._before(x, layer.attention_norm)
+            attended = self._attention(h, layer, index, batch, cache, rotation)
+            x = x + self._after(attended, layer.attention_post_norm)
+            mixed = self._mlp(self._before(x, layer.mlp_norm), layer.mlp)
+            x = x + self._after(mixed, layer.mlp_post_norm)
         return x
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """fp32, of ``x`` in fp32."""
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+
+    def _before(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """What goes into linear layers: of the weights' type."""
+        normed = x if weight is None else self._norm(x, weight)
+        return normed.to(self.embedding.dtype)
+
+    def _after(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """What is added to the residual stream: fp32."""
+        return x if weight is None else self._norm(x, weight)
 
     def _attention(
         self,
@@ -124,15 +129,154 @@ class LlamaModel:
         index: int,
         batch: Batch,
         cache: KvCache,
-        rotation: torch.Tensor,
+        rotation: torch.Tensor | None,
     ) -> torch.Tensor:
-        tokens, dim = h.shape[0], self.config.head_dim
-        query = apply_rope(layer.query(h).view(tokens, -1, dim), rotation)
-        key = apply_rope(layer.key(h).view(tokens, -1, dim), rotation)
-        value = layer.value(h).view(tokens, -1, dim)
+        config = self.config
+        query = self._heads(layer.query(h), layer.query_norm, rotation)
+        key = self._heads(layer.key(h), layer.key_norm, rotation)
+        value = self._heads(layer.value(h), None, None)
         cache.write(index, key, value, batch.blocks, batch.slots)
-        return layer.output.to_float(attend(query, key, value, cache, index, batch.meta))
+        attended = attend(
+            query,
+            key,
+            value,
+            cache,
+            index,
+            batch.meta,
+            scale=config.attention_scale,
+            window=config.windows[index],
+            softcap=config.attention_softcap,
+        )
+        return layer.output.to_float(attended)
+
+    def _heads(
+        self, x: torch.Tensor, norm: torch.Tensor | None, rotation: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[tokens, heads, head_dim] of ``x`` [tokens, heads * head_dim], normalised and rotated."""
+        shape = (len(x), -1, self.config.head_dim)
+        if norm is not None:
+            by_head = x.view(shape) if self.config.qk_norm == "head" else x
+            x = self._norm(by_head.float(), norm).to(x.dtype)
+        x = x.view(shape)
+        return x if rotation is None else apply_rope(x, rotation)
+
+    def _mlp(self, h: torch.Tensor, mlp: GatedMlp | Experts) -> torch.Tensor:
+        """fp32 [tokens, hidden_size]."""
+        if isinstance(mlp, GatedMlp):
+            return gated_mlp(mlp, h, self.config.activation)
+        assert self.config.experts is not None
+        return mix_experts(mlp, h, self.config.experts, self.config.activation)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 [rows, vocab_size] of hidden states [rows, hidden_size]."""
-        return self.head.to_float(self._rms_norm(hidden, self.norm))
+        found = self.head.to_float(self._before(hidden, self.norm))
+        cap = self.config.logits_softcap
+        return torch.tanh(found / cap) * cap if cap else found
+
+
+def _prefix(config: ModelConfig, tensors: NamedTensors) -> str:
+    """What the names of the decoder's tensors begin with."""
+    prefixes = FAMILIES[config.architecture].tensor_prefixes
+    return next((p for p in prefixes if f"{p}embed_tokens.weight" in tensors), prefixes[0])
+
+
+def _layer(config: ModelConfig, tensors: NamedTensors, prefix: str, number: int) -> Layer:
+    base = f"{prefix}layers.{number}"
+    norms = [
+        None if name is None else _norm(config, tensors, f"{base}.{name}", config.hidden_size)
+        for name in _NORMS[config.norm_placement]
+    ]
+    query, key, value = _query_key_value(config, tensors, f"{base}.self_attn")
+    query_norm, key_norm = _qk_norms(config, tensors, f"{base}.self_attn")
+    wide = config.heads * config.head_dim
+    return Layer(
+        attention_norm=norms[0],
+        query=query,
+        key=key,
+        value=value,
+        output=tensors.linear(f"{base}.self_attn.o_proj", config.hidden_size, wide),
+        query_norm=query_norm,
+        key_norm=key_norm,
+        attention_post_norm=norms[1],
+        mlp_norm=norms[2],
+        mlp_post_norm=norms[3],
+        mlp=_mlp(config, tensors, base, number),
+    )
+
+
+def _norm(config: ModelConfig, tensors: NamedTensors, name: str, size: int) -> torch.Tensor:
+    return tensors.take(f"{name}.weight", size).float() + config.norm_offset
+
+
+def _query_key_value(
+    config: ModelConfig, tensors: NamedTensors, base: str
+) -> tuple[Linear, Linear, Linear]:
+    wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    hidden = config.hidden_size
+    if FAMILIES[config.architecture].fused_projections:
+        rows = (wide, narrow, narrow)
+        query, key, value = tensors.split_linear(f"{base}.qkv_proj", rows, hidden)
+        return query, key, value
+    return (
+        tensors.linear(f"{base}.q_proj", wide, hidden),
+        tensors.linear(f"{base}.k_proj", narrow, hidden),
+        tensors.linear(f"{base}.v_proj", narrow, hidden),
+    )
+
+
+def _qk_norms(
+    config: ModelConfig, tensors: NamedTensors, base: str
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if config.qk_norm == "none":
+        return None, None
+    whole = config.qk_norm == "full"
+    query, key = (config.heads, config.kv_heads) if whole else (1, 1)
+    return (
+        _norm(config, tensors, f"{base}.q_norm", query * config.head_dim),
+        _norm(config, tensors, f"{base}.k_norm", key * config.head_dim),
+    )
+
+
+def _mlp(config: ModelConfig, tensors: NamedTensors, base: str, number: int) -> GatedMlp | Experts:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    family = FAMILIES[config.architecture]
+    if config.experts is not None and number in config.experts.layers:
+        assert family.experts is not None
+        return _experts(hidden, config.experts, family.experts, tensors, base)
+    if family.fused_projections:
+        gate, up = tensors.split_linear(f"{base}.mlp.gate_up_proj", (inner, inner), hidden)
+    else:
+        gate = tensors.linear(f"{base}.mlp.gate_proj", inner, hidden)
+        up = tensors.linear(f"{base}.mlp.up_proj", inner, hidden)
+    return GatedMlp(gate, up, tensors.linear(f"{base}.mlp.down_proj", hidden, inner))
+
+
+def _experts(
+    hidden: int, config: ExpertsConfig, names: ExpertNames, tensors: NamedTensors, base: str
+) -> Experts:
+    """Experts of a tensor each, as published, or fused, as transformers 5 holds them."""
+    inner = config.intermediate_size
+    if f"{base}.mlp.experts.gate_up_proj" in tensors:
+        router = tensors.linear(f"{base}.mlp.gate", config.count, hidden)
+        fused = f"{base}.mlp.experts"
+        gate_up = tensors.take(f"{fused}.gate_up_proj", config.count, 2 * inner, hidden)
+        down = tensors.take(f"{fused}.down_proj", config.count, hidden, inner)
+        return Experts(
+            router,
+            tuple(
+                GatedMlp(Linear(gate_up[n, :inner]), Linear(gate_up[n, inner:]), Linear(down[n]))
+                for n in range(config.count)
+            ),
+        )
+    block = f"{base}.{names.block}"
+    return Experts(
+        tensors.linear(f"{block}.gate", config.count, hidden),
+        tuple(
+            GatedMlp(
+                tensors.linear(f"{block}.experts.{n}.{names.gate}", inner, hidden),
+                tensors.linear(f"{block}.experts.{n}.{names.up}", inner, hidden),
+                tensors.linear(f"{block}.experts.{n}.{names.down}", hidden, inner),
+            )
+            for n in range(config.count)
+        ),
+    )

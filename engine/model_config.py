@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from baton.errors import ConfigError
-
-KNOWN_ARCHITECTURES = ("LlamaForCausalLM",)
+from engine.config_fields import ConfigFields
+from engine.families import (
+    ACTIVATIONS,
+    Activation,
+    ExpertNames,
+    Family,
+    NormPlacement,
+    QkNorm,
+    family_of,
+)
+from engine.rope_spec import RopeSpec, read_rope_specs
 
 
 @dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """Llama 3's stretching of the rotary frequencies (``llama3``), or a plain one (``linear``)."""
+class ExpertsConfig:
+    """A mixture of experts: each token goes through ``per_token`` of ``count`` MLPs."""
 
-    kind: str
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalised: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+    layers: frozenset[int]
+    """The layers that have experts; the others have one MLP."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a Llama-type decoder. Sizes are in elements, the context in tokens."""
+    """The shape of a decoder. Sizes are in elements, the context and windows in tokens."""
 
+    architecture: str
+    """Its name in ``engine.families.FAMILIES``."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -36,52 +48,33 @@ class ModelConfig:
     head_dim: int
     context_length: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
     tied_embeddings: bool
     eos_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """A JSON object of ``path``; null is as good as absent. Its methods raise ConfigError."""
-
-    path: Path
-    values: dict[str, Any]
-
-    @classmethod
-    def read(cls, path: Path) -> _Fields:
-        try:
-            values = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path} holds no JSON object")
-        return cls(path, values)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        value = self.values.get(name)
-        return default if value is None else value
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """A whole number of 1 or more."""
-        value = self.get(name, default)
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{self.path}: {name} must be a whole number, and is {value!r}")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.get(name, default)
-        if not isinstance(value, int | float) or value <= 0:
-            raise ConfigError(f"{self.path}: {name} must be a number above 0, and is {value!r}")
-        return float(value)
-
-    def object(self, name: str) -> _Fields:
-        """A JSON object within this one; empty where it is absent."""
-        value = self.get(name, {})
-        if not isinstance(value, dict):
-            raise ConfigError(f"{self.path}: {name} must be an object, and is {value!r}")
-        return _Fields(self.path, value)
+    activation: Activation
+    """Of the gated MLP."""
+    norm_offset: float
+    """What is added to every norm's weight as it is loaded."""
+    norm_placement: NormPlacement
+    """Where attention and MLP are normalised: ``pre``: what goes in; ``sandwich``: what goes in and
+    what comes out; ``post``: what comes out, before it is added to the residual stream."""
+    qk_norm: QkNorm
+    """Whether queries and keys are normalised before their rotation: each head by itself
+    (``head``), or all heads of a token together (``full``)."""
+    embedding_scale: float
+    """Factor of the embeddings, before it is rounded to the weights' type."""
+    attention_scale: float
+    """Factor of queries times keys."""
+    attention_softcap: float
+    """Scores s become cap * tanh(s / cap); 0: they stay."""
+    logits_softcap: float
+    """The same of the logits."""
+    windows: tuple[int, ...]
+    """For each layer, how many tokens a query attends to, its own included; 0: to all."""
+    ropes: tuple[RopeSpec, ...]
+    """The distinct rotary tables."""
+    layer_ropes: tuple[int, ...]
+    """For each layer, which of ``ropes`` it takes; -1: none."""
+    experts: ExpertsConfig | None
 
 
 def load_model_config(folder: Path) -> ModelConfig:
@@ -92,74 +85,117 @@ def load_model_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"{folder} has no config.json: it is no Hugging Face model folder")
-    fields = _Fields.read(path)
-    _refuse_unknown(fields)
+    whole = ConfigFields.read(path)
+    architecture, family = family_of(whole)
+    fields = (whole.object("text_config") if family.text_config else whole).over(family.defaults)
+    _refuse_unknown(whole, fields)
     heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
     kv_heads = fields.size("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ConfigError(
             f"{path}: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}"
         )
-    head_dim = fields.size("head_dim", hidden // heads)
-    if head_dim % 2:
-        raise ConfigError(f"{path}: head_dim {head_dim} is odd: it cannot be rotated in pairs")
-    # In the order in which transformers looks.
-    rope = fields.object("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
+    layers, head_dim = fields.size("num_hidden_layers"), fields.size("head_dim", hidden // heads)
+    context = fields.size("max_position_embeddings", 2048)
+    sliding = family.sliding_layers(fields)
+    ropes, layer_ropes = _ropes(fields, family, sliding, head_dim, context)
     return ModelConfig(
+        architecture=architecture,
         vocab_size=fields.size("vocab_size"),
         hidden_size=hidden,
         intermediate_size=fields.size("intermediate_size"),
-        layers=fields.size("num_hidden_layers"),
+        layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        context_length=fields.size("max_position_embeddings", 2048),
+        context_length=context,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=rope.number("rope_theta", fields.number("rope_theta", 10000.0)),
-        rope_scaling=_rope_scaling(rope),
-        tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        eos_ids=_eos_ids(folder, fields),
+        tied_embeddings=fields.flag("tie_word_embeddings"),
+        eos_ids=_eos_ids(folder, whole, fields),
+        activation=_activation(fields),
+        norm_offset=family.norm_offset,
+        norm_placement=family.norm_placement,
+        qk_norm=family.qk_norm,
+        embedding_scale=hidden**0.5 if family.scaled_embedding else 1.0,
+        attention_scale=fields.number("query_pre_attn_scalar", head_dim) ** -0.5,
+        attention_softcap=fields.optional_number("attn_logit_softcapping"),
+        logits_softcap=fields.optional_number("final_logit_softcapping"),
+        windows=_windows(fields, sliding, context),
+        ropes=ropes,
+        layer_ropes=layer_ropes,
+        experts=None if family.experts is None else _experts(fields, family.experts),
     )
 
 
-def _refuse_unknown(fields: _Fields) -> None:
+def _refuse_unknown(whole: ConfigFields, fields: ConfigFields) -> None:
     """Raises ConfigError for a model that this engine would compute wrongly."""
-    path, named = fields.path, fields.get("architectures", [])
-    architecture = named[0] if isinstance(named, list) and named else "?"
-    if architecture not in KNOWN_ARCHITECTURES:
-        known = ", ".join(KNOWN_ARCHITECTURES)
-        raise ConfigError(f"{path}: architecture {architecture} is not served; known: {known}")
-    activation = fields.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ConfigError(f"{path}: hidden_act {activation} is not served; known: silu")
-    quantized = fields.object("quantization_config")
+    quantized = whole.object("quantization_config")
     if quantized.values:
         method = quantized.get("quant_method", "an unnamed method")
-        raise ConfigError(f"{path}: weights quantised with {method} are not served")
-
-
-def _rope_scaling(rope: _Fields) -> RopeScaling | None:
-    kind = rope.get("rope_type") or rope.get("type", "default")
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return RopeScaling(kind, rope.number("factor"))
-    if kind == "llama3":
-        return RopeScaling(
-            kind,
-            rope.number("factor"),
-            rope.number("low_freq_factor"),
-            rope.number("high_freq_factor"),
-            rope.size("original_max_position_embeddings"),
+        raise ConfigError(f"{whole.path}: weights quantised with {method} are not served")
+    if fields.get("use_bidirectional_attention", False):
+        raise ConfigError(
+            f"{whole.path}: use_bidirectional_attention is not served: answers are made from left"
+            " to right"
         )
-    raise ConfigError(
-        f"{rope.path}: rope scaling {kind} is not served; known: default, linear, llama3"
+
+
+def _activation(fields: ConfigFields) -> Activation:
+    name = fields.get("hidden_activation") or fields.get("hidden_act", "silu")
+    if name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ConfigError(f"{fields.path}: hidden_act {name} is not served; known: {known}")
+    return ACTIVATIONS[name]
+
+
+def _windows(fields: ConfigFields, sliding: Iterable[int], context: int) -> tuple[int, ...]:
+    window = 0
+    if fields.get("sliding_window") is not None:
+        window = fields.size("sliding_window")
+    if window >= context:
+        # It holds every token that there can be.
+        window = 0
+    return tuple(
+        window if layer in sliding else 0 for layer in range(fields.size("num_hidden_layers"))
     )
 
 
-def _eos_ids(folder: Path, fields: _Fields) -> tuple[int, ...]:
+def _ropes(
+    fields: ConfigFields, family: Family, sliding: frozenset[int], head_dim: int, context: int
+) -> tuple[tuple[RopeSpec, ...], tuple[int, ...]]:
+    full, local = read_rope_specs(fields, head_dim, context)
+    unrotated = family.unrotated_layers(fields)
+    chosen = [
+        None if layer in unrotated else local if layer in sliding else full
+        for layer in range(fields.size("num_hidden_layers"))
+    ]
+    distinct = tuple(dict.fromkeys(spec for spec in chosen if spec is not None))
+    return distinct, tuple(-1 if spec is None else distinct.index(spec) for spec in chosen)
+
+
+def _experts(fields: ConfigFields, names: ExpertNames) -> ExpertsConfig:
+    # transformers 5 writes Qwen's num_experts under Mixtral's name for it.
+    count = fields.size("num_experts" if fields.get("num_experts") else "num_local_experts")
+    per_token = fields.size("num_experts_per_tok")
+    if per_token > count:
+        raise ConfigError(f"{fields.path}: num_experts_per_tok {per_token} of {count} experts")
+    dense, step = fields.list("mlp_only_layers"), fields.size("decoder_sparse_step", 1)
+    return ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        intermediate_size=fields.size(names.intermediate_size),
+        normalised=names.always_normalised or fields.flag("norm_topk_prob"),
+        layers=frozenset(
+            layer
+            for layer in range(fields.size("num_hidden_layers"))
+            if layer not in dense and (layer + 1) % step == 0
+        ),
+    )
+
+
+def _eos_ids(folder: Path, whole: ConfigFields, fields: ConfigFields) -> tuple[int, ...]:
     generation = folder / "generation_config.json"
-    found = _Fields.read(generation).get("eos_token_id") if generation.is_file() else None
+    found = ConfigFields.read(generation).get("eos_token_id") if generation.is_file() else None
     if found is None:
-        found = fields.get("eos_token_id", [])
+        found = whole.get("eos_token_id", fields.get("eos_token_id", []))
     return tuple(found) if isinstance(found, list) else (int(found),)

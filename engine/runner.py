@@ -10,7 +10,7 @@ import torch
 from baton.sampling_params import SamplingParams
 from engine.attention import attention_meta
 from engine.kv_cache import KvCache
-from engine.model import Batch, LlamaModel
+from engine.model import Batch, DecoderModel
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.sampling import SampleRow, sample
 
@@ -28,7 +28,7 @@ class _Known:
 class ModelRunner:
     """Holds the model, the cache and the tokens of the sequences it was told of."""
 
-    def __init__(self, model: LlamaModel, cache: KvCache, device: torch.device) -> None:
+    def __init__(self, model: DecoderModel, cache: KvCache, device: torch.device) -> None:
         self.model = model
         self.cache = cache
         self.device = device

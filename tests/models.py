@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,45 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.errors import BatonError
 from deploy import model_store
+from engine.model_config import ModelConfig
+from engine.rope_spec import RopeSpec
 
 VOCAB = 320
 EOS = 319
+
+
+def plain_config(**changes: Any) -> ModelConfig:
+    """A Llama's config with ``changes``; what depends on them follows."""
+    fields: dict[str, Any] = {
+        "architecture": "LlamaForCausalLM",
+        "vocab_size": 8,
+        "hidden_size": 16,
+        "intermediate_size": 8,
+        "layers": 1,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "context_length": 4096,
+        "rms_norm_eps": 1e-5,
+        "tied_embeddings": True,
+        "eos_ids": (),
+        "activation": "silu",
+        "norm_offset": 0.0,
+        "norm_placement": "pre",
+        "qk_norm": "none",
+        "embedding_scale": 1.0,
+        "attention_softcap": 0.0,
+        "logits_softcap": 0.0,
+        "experts": None,
+    } | changes
+    layers, dim = fields["layers"], fields["head_dim"]
+    following: dict[str, Any] = {
+        "attention_scale": dim**-0.5,
+        "windows": (0,) * layers,
+        "ropes": (RopeSpec(10000.0, dim, None),),
+        "layer_ropes": (0,) * layers,
+    }
+    return ModelConfig(**(following | fields))
 
 
 def make_tiny_model(folder: Path, *, layers: int = 2, context: int = 512, seed: int = 0) -> Path:

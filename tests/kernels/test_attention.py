@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from engine.attention import attend, attend_dense, attention_meta
 from engine.kv_cache import KvCache
 from engine.model_config import ModelConfig
 from engine.plan import PlanRow
+from tests.models import plain_config
 
 CPU = torch.device("cpu")
 LAYERS = 2
@@ -43,27 +45,26 @@ class Shape:
 
     def config(self) -> ModelConfig:
         hidden = self.heads * self.dim
-        return ModelConfig(
-            vocab_size=8,
+        return plain_config(
             hidden_size=hidden,
-            intermediate_size=8,
             layers=LAYERS,
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.dim,
-            context_length=4096,
-            rms_norm_eps=1e-5,
-            rope_theta=10000.0,
-            rope_scaling=None,
-            tied_embeddings=True,
-            eos_ids=(),
         )
 
 
 def check_batch(
-    shape: Shape, spans: list[tuple[int, int]], dtype: torch.dtype, seed: int = 0
+    shape: Shape,
+    spans: list[tuple[int, int]],
+    dtype: torch.dtype,
+    seed: int = 0,
+    **scoring: Any,
 ) -> None:
-    """One batch of sequences, each with ``(start, count)``, in blocks scattered over the cache."""
+    """One batch of sequences, each with ``(start, count)``, in blocks scattered over the cache.
+
+    ``scoring``: scale, window and softcap.
+    """
     torch.manual_seed(seed)
     size = shape.block_size
     needed = [-(-(start + count) // size) for start, count in spans]
@@ -92,10 +93,11 @@ def check_batch(
             cache,
             layer,
             meta,
+            **scoring,
         )
         expected = torch.cat(
             [
-                attend_dense(query, key + layer, value - layer, start)
+                attend_dense(query, key + layer, value - layer, start, **scoring)
                 for query, key, value, (start, _) in zip(queries, keys, values, spans, strict=True)
             ]
         )
@@ -125,6 +127,38 @@ def test_any_batch_attends_as_the_definition_says(
     shape: Shape, spans: list[tuple[int, int]]
 ) -> None:
     check_batch(shape, spans, torch.float32)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(SHAPES, SPANS, st.integers(0, 50), st.sampled_from((0.0, 1.5)), st.floats(0.1, 2.0))
+def test_windows_soft_caps_and_scales_are_as_the_definition_says(
+    shape: Shape, spans: list[tuple[int, int]], window: int, softcap: float, scale: float
+) -> None:
+    check_batch(shape, spans, torch.float32, window=window, softcap=softcap, scale=scale)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("offset", [-1, 0, 1])
+def test_windows_that_end_around_block_boundaries(block_size: int, offset: int) -> None:
+    shape = Shape(block_size, kv_heads=2, group=2, dim=16)
+    for window in {max(1, blocks * block_size + offset) for blocks in range(1, 4)}:
+        spans = [(window + more, 1) for more in range(block_size + 2)]
+        check_batch(shape, spans, torch.float32, window=window)
+        chunks = [(more, 9) for more in range(block_size + 2)]
+        check_batch(shape, chunks, torch.float32, window=window)
+
+
+@pytest.mark.parametrize("scoring", [{"window": 300}, {"softcap": 2.0}, {"window": 40}])
+@pytest.mark.parametrize("span", [(0, 700), (130, 600)])
+def test_a_chunk_of_many_tiles(span: tuple[int, int], scoring: dict[str, Any]) -> None:
+    check_batch(Shape(16, kv_heads=1, group=2, dim=8), [span], torch.float32, **scoring)
+
+
+@pytest.mark.parametrize("scoring", [{"window": 20}, {"softcap": 2.0}, {"scale": 0.05}])
+def test_the_cpu_kernel_computes_only_what_it_knows(scoring: dict[str, Any]) -> None:
+    """In a shape and type that it takes."""
+    spans = [(0, 40), (33, 1), (16, 17), (0, 1), (31, 1)]
+    check_batch(Shape(16, kv_heads=3, group=3, dim=64), spans, torch.bfloat16, **scoring)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -164,24 +198,35 @@ def test_a_row_of_a_batch_does_not_depend_on_the_others() -> None:
     torch.testing.assert_close(both[:1], alone, atol=1e-6, rtol=0)
 
 
-def test_the_definition_is_softmax_of_scaled_products() -> None:
+@pytest.mark.parametrize(
+    ("window", "softcap", "scale"), [(0, 0.0, None), (3, 0.0, 0.7), (0, 1.2, None), (2, 0.8, 1.5)]
+)
+def test_the_definition_is_softmax_of_scaled_products(
+    window: int, softcap: float, scale: float | None
+) -> None:
     """Written out number by number."""
     torch.manual_seed(0)
     start, count, heads, kv_heads, dim = 3, 4, 4, 2, 5
+    factor = 1 / math.sqrt(dim) if scale is None else scale
     queries = torch.randn(count, heads, dim)
     keys = torch.randn(start + count, kv_heads, dim)
     values = torch.randn(start + count, kv_heads, dim)
-    found = attend_dense(queries, keys, values, start).view(count, heads, dim)
+    found = attend_dense(
+        queries, keys, values, start, scale=scale, window=window, softcap=softcap
+    ).view(count, heads, dim)
     for i in range(count):
         for head in range(heads):
             kv_head = head // (heads // kv_heads)
-            seen = range(start + i + 1)
-            scores = [
-                sum(float(queries[i, head, d] * keys[j, kv_head, d]) for d in range(dim))
-                / math.sqrt(dim)
+            last = start + i
+            seen = range(max(0, last - window + 1) if window else 0, last + 1)
+            scores = {
+                j: sum(float(queries[i, head, d] * keys[j, kv_head, d]) for d in range(dim))
+                * factor
                 for j in seen
-            ]
-            total = sum(math.exp(score) for score in scores)
+            }
+            if softcap:
+                scores = {j: softcap * math.tanh(s / softcap) for j, s in scores.items()}
+            total = sum(math.exp(score) for score in scores.values())
             for d in range(dim):
                 expected = sum(
                     math.exp(scores[j]) / total * float(values[j, kv_head, d]) for j in seen

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from baton.errors import ConfigError
 from engine.attention import attention_meta
 from engine.kv_cache import KvCache
-from engine.model import Batch, LlamaModel
+from engine.model import Batch, DecoderModel
 from engine.model_config import load_model_config
 from engine.plan import PlanRow
 from engine.weights import load_weights
@@ -80,7 +80,7 @@ class Pair:
     """One folder in both implementations."""
 
     reference: Any
-    model: LlamaModel
+    model: DecoderModel
 
     @torch.inference_mode()
     def expected(self, tokens: list[int]) -> torch.Tensor:
@@ -89,8 +89,8 @@ class Pair:
         return logits
 
 
-def load(folder: Path) -> LlamaModel:
-    return LlamaModel(load_model_config(folder), load_weights(folder, CPU, torch.float32), CPU)
+def load(folder: Path) -> DecoderModel:
+    return DecoderModel(load_model_config(folder), load_weights(folder, CPU, torch.float32), CPU)
 
 
 def make_pair(folder: Path, shard: str = "1GB", **changes: Any) -> Pair:
@@ -221,7 +221,7 @@ def test_half_precision_is_near(tmp_path: Path, plain: Pair) -> None:
     plain.reference.save_pretrained(tmp_path)
     config = load_model_config(tmp_path)
     tokens = some_tokens(40)
-    model = LlamaModel(config, load_weights(tmp_path, CPU, torch.bfloat16), CPU)
+    model = DecoderModel(config, load_weights(tmp_path, CPU, torch.bfloat16), CPU)
     pair = Pair(plain.reference, model)
     cache = KvCache(config, 4, 16, torch.bfloat16, CPU)
     found = compute(pair, cache, [(tokens, PlanRow(0, 0, 40, (0, 1, 2), True))])
@@ -259,7 +259,7 @@ def test_a_missing_tensor_is_named(folder: Path, name: str) -> None:
     weights = load_weights(folder, CPU, torch.float32)
     del weights[name]
     with pytest.raises(ConfigError, match=name):
-        LlamaModel(load_model_config(folder), weights, CPU)
+        DecoderModel(load_model_config(folder), weights, CPU)
 
 
 @pytest.mark.parametrize(
@@ -279,4 +279,4 @@ def test_a_tensor_that_does_not_fit_the_config_is_named(
     weights = load_weights(folder, CPU, torch.float32)
     weights[name] = change(weights[name])
     with pytest.raises(ConfigError, match=name):
-        LlamaModel(load_model_config(folder), weights, CPU)
+        DecoderModel(load_model_config(folder), weights, CPU)

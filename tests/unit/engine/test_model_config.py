@@ -10,7 +10,8 @@ import pytest
 from transformers import LlamaConfig
 
 from baton.errors import ConfigError
-from engine.model_config import ModelConfig, RopeScaling, load_model_config
+from engine.model_config import ModelConfig, load_model_config
+from engine.rope_spec import LinearScaling, Llama3Scaling, RopeScaling, RopeSpec
 
 PLAIN: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -40,6 +41,7 @@ def load(folder: Path, generation: dict[str, Any] | None = None, **changes: Any)
 
 def test_what_is_absent_has_llamas_defaults(tmp_path: Path) -> None:
     assert load(tmp_path) == ModelConfig(
+        architecture="LlamaForCausalLM",
         vocab_size=100,
         hidden_size=64,
         intermediate_size=128,
@@ -49,10 +51,20 @@ def test_what_is_absent_has_llamas_defaults(tmp_path: Path) -> None:
         head_dim=16,
         context_length=2048,
         rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        rope_scaling=None,
         tied_embeddings=False,
         eos_ids=(),
+        activation="silu",
+        norm_offset=0.0,
+        norm_placement="pre",
+        qk_norm="none",
+        embedding_scale=1.0,
+        attention_scale=0.25,
+        attention_softcap=0.0,
+        logits_softcap=0.0,
+        windows=(0, 0, 0),
+        ropes=(RopeSpec(10000.0, 16, None),),
+        layer_ropes=(0, 0, 0),
+        experts=None,
     )
 
 
@@ -68,7 +80,8 @@ def test_what_is_there_is_read(tmp_path: Path) -> None:
         eos_token_id=7,
     )
     assert (found.kv_heads, found.head_dim, found.context_length) == (2, 24, 512)
-    assert (found.rms_norm_eps, found.rope_theta) == (1e-5, 500000.0)
+    assert found.rms_norm_eps == 1e-5
+    assert found.ropes == (RopeSpec(500000.0, 24, None),)
     assert found.tied_embeddings
     assert found.eos_ids == (7,)
 
@@ -88,24 +101,24 @@ def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
     )
     config.save_pretrained(tmp_path)
     found = load_model_config(tmp_path)
-    assert found.rope_theta == 500000.0
-    assert found.rope_scaling == RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)
+    assert found.ropes == (RopeSpec(500000.0, 16, Llama3Scaling(32.0, 1.0, 4.0, 8192)),)
     assert (found.kv_heads, found.head_dim, found.eos_ids) == (2, 16, (5, 6))
 
 
 @pytest.mark.parametrize(
     ("rope", "expected"),
     [
-        ({"type": "linear", "factor": 2.0}, RopeScaling("linear", 2.0)),
-        ({"rope_type": "linear", "factor": 2}, RopeScaling("linear", 2.0)),
+        ({"type": "linear", "factor": 2.0}, LinearScaling(2.0)),
+        ({"rope_type": "linear", "factor": 2}, LinearScaling(2.0)),
         ({"rope_type": "default"}, None),
-        (LLAMA3, RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)),
+        (LLAMA3, Llama3Scaling(32.0, 1.0, 4.0, 8192)),
     ],
 )
 def test_the_older_name_of_rope_scaling(
     tmp_path: Path, rope: dict[str, Any], expected: RopeScaling | None
 ) -> None:
-    assert load(tmp_path, rope_scaling=rope, rope_theta=50.0).rope_scaling == expected
+    (spec,) = load(tmp_path, rope_scaling=rope, rope_theta=50.0).ropes
+    assert spec == RopeSpec(50.0, 16, expected)
 
 
 def test_where_two_fields_say_different_things_transformers_decides(tmp_path: Path) -> None:
@@ -118,8 +131,8 @@ def test_where_two_fields_say_different_things_transformers_decides(tmp_path: Pa
         chosen = {name: fields[name] for name in names}
         found = load(tmp_path, **chosen)
         rope: Any = LlamaConfig.from_pretrained(tmp_path).rope_parameters
-        assert found.rope_theta == rope["rope_theta"], chosen
-        assert found.rope_scaling == RopeScaling("linear", rope["factor"]), chosen
+        expected = RopeSpec(rope["rope_theta"], 16, LinearScaling(rope["factor"]))
+        assert found.ropes == (expected,), chosen
 
 
 @pytest.mark.parametrize(
@@ -165,7 +178,7 @@ def test_a_damaged_generation_config_names_its_file(tmp_path: Path) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
         ({"architectures": None}, "architecture"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "xpos", "factor": 2.0}}, "xpos"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),

@@ -9,29 +9,16 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from engine.model_config import ModelConfig, RopeScaling
 from engine.rope import apply_rope, rope_table
+from engine.rope_spec import (
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    RopeSpec,
+)
 
 CPU = torch.device("cpu")
 CONTEXT = 4096
-
-
-def config_of(dim: int, theta: float, scaling: RopeScaling | None) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=8,
-        hidden_size=2 * dim,
-        intermediate_size=8,
-        layers=1,
-        heads=2,
-        kv_heads=1,
-        head_dim=dim,
-        context_length=CONTEXT,
-        rms_norm_eps=1e-5,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tied_embeddings=True,
-        eos_ids=(),
-    )
 
 
 def reference(dim: int, theta: float, rope: dict[str, Any]) -> LlamaRotaryEmbedding:
@@ -55,10 +42,10 @@ LLAMA3 = {
 }
 CASES = [
     pytest.param(None, {"rope_type": "default"}, id="default"),
-    pytest.param(RopeScaling("linear", 3.0), {"rope_type": "linear", "factor": 3.0}, id="linear"),
-    pytest.param(RopeScaling("llama3", 8.0, 1.0, 4.0, 1024), LLAMA3, id="llama3"),
+    pytest.param(LinearScaling(3.0), {"rope_type": "linear", "factor": 3.0}, id="linear"),
+    pytest.param(Llama3Scaling(8.0, 1.0, 4.0, 1024), LLAMA3, id="llama3"),
     pytest.param(
-        RopeScaling("llama3", 32.0, 2.0, 8.0, 512),
+        Llama3Scaling(32.0, 2.0, 8.0, 512),
         LLAMA3
         | {
             "factor": 32.0,
@@ -78,7 +65,7 @@ def test_the_table_is_that_of_transformers(
     dim: int, theta: float, scaling: RopeScaling | None, rope: dict[str, Any]
 ) -> None:
     cos, sin = reference(dim, theta, rope)(torch.zeros(1), torch.arange(CONTEXT)[None])
-    table = rope_table(config_of(dim, theta, scaling), CPU)
+    table = rope_table(RopeSpec(theta, dim, scaling), CONTEXT, CPU)
     assert table.shape == (CONTEXT, 2, dim // 2)
     assert table.dtype == torch.float32
     # Angles reach thousands of radians, where 32-bit numbers are 2⁻¹² apart.
@@ -88,8 +75,9 @@ def test_the_table_is_that_of_transformers(
 
 
 def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between() -> None:
-    plain = rope_table(config_of(128, 500_000.0, None), CPU)
-    stretched = rope_table(config_of(128, 500_000.0, RopeScaling("llama3", 8.0, 1, 4, 1024)), CPU)
+    plain = rope_table(RopeSpec(500_000.0, 128, None), CONTEXT, CPU)
+    scaling = Llama3Scaling(8.0, 1.0, 4.0, 1024)
+    stretched = rope_table(RopeSpec(500_000.0, 128, scaling), CONTEXT, CPU)
     ratio = torch.atan2(stretched[1, 1], stretched[1, 0]) / torch.atan2(plain[1, 1], plain[1, 0])
     assert ratio[0].item() == pytest.approx(1.0, abs=1e-4)
     assert ratio[-1].item() == pytest.approx(1 / 8, abs=1e-4)
@@ -104,7 +92,7 @@ def test_rotation_is_that_of_transformers(dtype: torch.dtype) -> None:
     cos, sin = reference(16, 10_000.0, {"rope_type": "default"})(torch.zeros(1), positions[None])
     batched = x.float().transpose(0, 1)[None]
     expected = apply_rotary_pos_emb(batched, batched, cos, sin)[0][0].transpose(0, 1)
-    found = apply_rope(x, rope_table(config_of(16, 10_000.0, None), CPU)[positions])
+    found = apply_rope(x, rope_table(RopeSpec(10_000.0, 16, None), CONTEXT, CPU)[positions])
     assert found.dtype == dtype
     torch.testing.assert_close(
         found.float(), expected, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=1e-2
@@ -113,7 +101,7 @@ def test_rotation_is_that_of_transformers(dtype: torch.dtype) -> None:
 
 def test_products_depend_on_the_distance_alone() -> None:
     torch.manual_seed(1)
-    table = rope_table(config_of(32, 10_000.0, None), CPU)
+    table = rope_table(RopeSpec(10_000.0, 32, None), CONTEXT, CPU)
     query, key = torch.randn(1, 1, 32), torch.randn(1, 1, 32)
 
     def product(at: int, to: int) -> float:
