@@ -25,6 +25,8 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+bench_app = typer.Typer(help="Benchmarks on this machine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 _DEFAULT_HTTP = "127.0.0.1:8000"
 _DEFAULT_GRPC = "127.0.0.1:8001"
@@ -216,6 +218,84 @@ def model_list() -> None:
     Console().print(drawn)
 
 
+@bench_app.command("peers")
+def bench_peers(
+    model: Annotated[
+        str,
+        typer.Option(help="As for `baton up`. Default: smollm2-135m-instruct.", show_default=False),
+    ] = "smollm2-135m-instruct",
+    vllm_bin: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="vLLM's command: the client, and a peer. Default: `vllm` on the path.",
+        ),
+    ] = None,
+    llama_server: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="llama.cpp's server. Default: the one on the path."),
+    ] = None,
+    gguf: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The model for llama.cpp in bf16.")
+    ] = None,
+    gguf_q8: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The model for llama.cpp in Q8_0.")
+    ] = None,
+    workloads: Annotated[
+        str, typer.Option(help="Out of a,b,c,d,e,s (docs/performance.md).")
+    ] = "a,b,c,d",
+    repetitions: Annotated[int, typer.Option(min=1, help="Runs of each workload.")] = 3,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            help="Out of baton, vllm, vllm-one-core, llamacpp, baton-int8, llamacpp-q8."
+            " Default: all, the last two if --gguf-q8 is given."
+        ),
+    ] = None,
+    alternate: Annotated[
+        bool, typer.Option("--alternate", help="Start every server afresh for each repetition.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first run's prompts.")] = 1,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write every run there, as JSON.")
+    ] = None,
+    baton_args: Annotated[
+        str, typer.Option(metavar="OPTIONS", help="More options for `baton up`.")
+    ] = "",
+) -> None:
+    """Start Baton and other servers in turn, drive each with `vllm bench serve`, print ratios."""
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy import model_store  # noqa: PLC0415
+    from loadtest.peer_servers import Programs, find_program  # noqa: PLC0415
+    from loadtest.peers import Comparison, default_peers, run_comparison  # noqa: PLC0415
+    from loadtest.workload import choose_workloads  # noqa: PLC0415
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    try:
+        programs = Programs(
+            model=model_store.resolve(model, say).path,
+            vllm=find_program(vllm_bin, "vllm"),
+            llama_server=find_program(llama_server, "llama-server"),
+            gguf=gguf,
+            gguf_q8=gguf_q8,
+            baton_arguments=baton_args,
+        )
+        comparison = Comparison(
+            _names(peers) if peers is not None else default_peers(programs),
+            choose_workloads(_names(workloads)),
+            repetitions,
+            alternate,
+            seed,
+        )
+        run_comparison(comparison, programs, say, Console(), output)
+    except BatonError as error:
+        _fail(error.message)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
 @app.command()
 def version() -> None:
     """Show Baton's version."""
@@ -260,6 +340,11 @@ def _with_count(config: Config, role: Role, count: int | None) -> Config:
     counted = pools[0].model_copy(update={"count": count})
     changed = tuple(counted if pool is pools[0] else pool for pool in config.pools)
     return config.model_copy(update={"pools": changed})
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """The names of a list with commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _local_cluster(http: str | None = None) -> ClusterState | None:

@@ -1,0 +1,170 @@
+"""`baton bench peers`: Baton and other servers, driven by the same client on the same machine.
+
+Figures of different machines or days say little; what counts are the ratios of one run of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+from rich.table import Table
+
+from baton.errors import ConfigError
+from loadtest.bench_client import BenchClient
+from loadtest.machine import this_machine
+from loadtest.peer_servers import PEERS, Programs, Server, make_server, program_version, serving
+from loadtest.peer_table import Run, draw, summarise, write_runs
+from loadtest.workload import Workload
+
+Say = Callable[[str], None]
+_SEED_STEP = 1000
+_WIDEST = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What is to be measured."""
+
+    peers: tuple[str, ...]
+    workloads: tuple[Workload, ...]
+    repetitions: int
+    alternate: bool = False
+    """Start every server afresh for each repetition, one peer after the other."""
+    seed: int = 1
+
+
+def default_peers(programs: Programs) -> tuple[str, ...]:
+    """All; those in 8 bits where there is a peer to compare ours with."""
+    quantized = ("baton-int8", "llamacpp-q8")
+    return tuple(name for name in PEERS if programs.gguf_q8 is not None or name not in quantized)
+
+
+def run_comparison(
+    comparison: Comparison, programs: Programs, say: Say, console: Console, output: Path | None
+) -> None:
+    """Measure, print the table, and write the runs to ``output`` as they come, as JSON.
+
+    Raises ConfigError for what is unknown or missing, Unavailable where a server or the client
+    fails.
+    """
+    if programs.vllm is None:
+        raise ConfigError(
+            "`vllm bench serve` drives all servers: install vLLM in a virtual environment of its"
+            " own and name its command with --vllm-bin"
+        )
+    comparison = replace(comparison, peers=choose_peers(comparison.peers, programs, say))
+    machine, versions = this_machine(), _versions(programs, comparison.peers)
+
+    def keep(runs: Sequence[Run]) -> None:
+        if output is not None:
+            write_runs(output, machine, versions, runs)
+
+    keep(())
+    runs = compare(comparison, programs, BenchClient(programs.vllm, programs.model), say, keep)
+    _print(console, draw(runs, comparison.workloads))
+    said = ", ".join(f"{name} {text}" for name, text in versions.items())
+    line = f"Medians of {comparison.repetitions}. {machine.line()}. {said}."
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _versions(programs: Programs, peers: Sequence[str]) -> dict[str, str]:
+    found = {"vLLM": program_version(programs.vllm)}
+    if any(name.startswith("llamacpp") for name in peers):
+        found["llama.cpp"] = program_version(programs.llama_server)
+    return found
+
+
+def _print(console: Console, table: Table) -> None:
+    """As wide as the table is: one that a narrow terminal folds cannot be pasted."""
+    unbounded = console.options.update(max_width=_WIDEST)
+    console.width = max(console.width, console.measure(table, options=unbounded).maximum)
+    console.print(table)
+
+
+def choose_peers(names: Sequence[str], programs: Programs, say: Say) -> tuple[str, ...]:
+    """Those of ``names`` that can be started here; ``say`` is told why another one cannot.
+
+    Raises ConfigError for an unknown name, and where none is left.
+    """
+    chosen = []
+    for name in dict.fromkeys(names):
+        if name not in PEERS:
+            raise ConfigError(f"unknown peer {name!r}; known: {', '.join(PEERS)}")
+        try:
+            make_server(name, programs)
+        except ConfigError as error:
+            say(f"{PEERS[name]} is left out: {error.message}")
+        else:
+            chosen.append(name)
+    if not chosen:
+        raise ConfigError("no server is left to be measured")
+    return tuple(chosen)
+
+
+def compare(
+    comparison: Comparison,
+    programs: Programs,
+    client: BenchClient,
+    say: Say,
+    keep: Callable[[Sequence[Run]], None] = lambda _: None,
+) -> list[Run]:
+    """Start one server at a time and drive it; ``keep`` gets all runs so far after each.
+
+    Raises Unavailable where a server does not come up or the client fails. All that it started has
+    ended when it returns or raises, on SIGINT, SIGTERM and SIGHUP too (as KeyboardInterrupt).
+    """
+    runs: list[Run] = []
+    everything = range(comparison.repetitions)
+    rounds = [(number,) for number in everything] if comparison.alternate else [tuple(everything)]
+    with _signals_interrupt(), tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        for repetitions in rounds:
+            for name in comparison.peers:
+                server = make_server(name, programs)
+                log = Path(folder) / f"{name}.log"
+                say(f"{server.title}: starting")
+                with serving(server, log) as seconds:
+                    say(f"{server.title}: ready after {seconds:.1f} s")
+                    for run in _drive(comparison, repetitions, server, client):
+                        runs.append(run)
+                        keep(runs)
+                        say(f"{server.title}: {_progress(run)}")
+    return runs
+
+
+def _drive(
+    comparison: Comparison, repetitions: Sequence[int], server: Server, client: BenchClient
+) -> Iterator[Run]:
+    for repetition in repetitions:
+        for number, workload in enumerate(comparison.workloads):
+            # Another seed each time: a prefix cache shall not remember the last run.
+            seed = comparison.seed + _SEED_STEP * repetition + number
+            result = client.run(server, workload, seed)
+            yield Run(server.name, server.precision, workload.name, repetition, seed, result)
+
+
+def _progress(run: Run) -> str:
+    figures = summarise([run.result])
+    return f"workload {run.workload}, repetition {run.repetition + 1}: {figures.text()}"
+
+
+@contextlib.contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Whatever asks this process to end lets it end its servers first."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,104 @@
+"""A child process and its descendants, as one group that is ended as one.
+
+States: running → (ended by itself | asked to end → ended | killed).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from baton.errors import ConfigError
+
+GRACE_S = 30.0
+"""How long a group may take to end after SIGTERM before it is killed."""
+_KILL_S = 10.0
+_POLL_S = 0.05
+
+
+@contextlib.contextmanager
+def process_group(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, *, grace_s: float = GRACE_S
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start ``command`` in a session of its own, its output in ``log``; end all of it on the way
+
+    out, whatever the reason. Raises ConfigError where it cannot be started.
+    """
+    process = _start(command, environment, log)
+    try:
+        yield process
+    finally:
+        _end(process, grace_s)
+
+
+def last_lines(log: Path, count: int = 15) -> str:
+    """The end of a log for a message, without empty lines."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join([line for line in lines if line.strip()][-count:])
+
+
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    try:
+        with log.open("ab") as output:
+            return subprocess.Popen(  # noqa: S603 - a program that the operator named
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # The terminal's Ctrl-C is for the benchmark alone, which ends its children.
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise ConfigError(f"{command[0]} cannot be started: {error}") from error
+
+
+def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """SIGTERM, then SIGKILL. A Ctrl-C meanwhile shortens the first and is raised in the end."""
+    interrupted: KeyboardInterrupt | None = None
+    for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILL_S)):
+        try:
+            if not _gone(process):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+                _await_gone(process, time.monotonic() + patience_s)
+        except KeyboardInterrupt as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
+
+
+def _await_gone(process: subprocess.Popen[bytes], deadline: float) -> None:
+    while not _gone(process) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _gone(process: subprocess.Popen[bytes]) -> bool:
+    """Whether the process and all others of its group have ended."""
+    return process.poll() is not None and not any(map(_alive, _members(process.pid)))
+
+
+def _members(group: int) -> Iterator[psutil.Process]:
+    for candidate in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
+            if os.getpgid(candidate.pid) == group:
+                yield candidate
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
