@@ -6,33 +6,182 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import safe_open
 
 from baton.errors import ConfigError
+from engine.quantization.checkpoint_format import UNUSED, CheckpointFormat, checkpoint_format
+from engine.quantization.weight import KINDS, QuantizedWeight, QuantKind, dequantize, quantize
+
+Weight = torch.Tensor | QuantizedWeight
+
+_QUANTIZATIONS = ("auto", "none", *KINDS)
+_EMBEDDINGS = ("embed_tokens",)
+_ROUTERS = ("gate", "router")
+"""Modules that choose experts: small, and a wrong choice costs more than a wrong digit."""
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_PIECE_VALUES = 1 << 22
+"""Values that are dequantised at a time."""
 
 _PIECES, _PIECE = 8, 1024
 """How many parts of each tensor a fingerprint reads, and their bytes."""
 
 
-def load_weights(folder: Path, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All tensors of the folder's model by name.
+def load_weights(
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: str = "auto",
+    *,
+    quantize_tied: bool = False,
+) -> dict[str, Weight]:
+    """All weights of the folder's model by name; see ``iterate_weights``."""
+    return dict(iterate_weights(folder, device, dtype, quantization, quantize_tied=quantize_tied))
 
-    On the CPU, and where the file's type is ``dtype``, they are views of the mapped file; otherwise
-    they are converted copies. Raises ConfigError where there is no file or one cannot be read.
+
+def iterate_weights(
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: str = "auto",
+    *,
+    quantize_tied: bool = False,
+) -> Iterator[tuple[str, Weight]]:
+    """The weights of the folder's model, one after another, under Hugging Face's plain names.
+
+    ``quantization``: with ``auto`` they are what the files hold: a quantised matrix is a
+    QuantizedWeight under ``<module>.weight``. With ``none`` it is a tensor of ``dtype``. With
+    ``int8``, ``int4`` or ``fp8`` every matrix of a plain checkpoint is quantised but for embeddings
+    and the routers of experts. An embedding that is the head as well stays plain, unless
+    ``quantize_tied`` makes it ``int8``, whatever the others become: it is both looked up and
+    multiplied by, and 4 bits would cost quality twice.
+
+    On the CPU, and where the file's type is ``dtype`` or the weight is Baton's own quantised form,
+    tensors are views of the mapped file; otherwise they are copies. One weight is in fp32 at a time
+    at most. Raises ConfigError where there is no file, where one cannot be read, and for a
+    quantisation that is not served.
     """
-    weights: dict[str, torch.Tensor] = {}
-    for path in _files(folder):
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for name in file.keys():  # noqa: SIM118 - the file is no mapping
-                    weights[name] = file.get_tensor(name).to(device=device, dtype=dtype)
-        except Exception as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
-    return weights
+    if quantization not in _QUANTIZATIONS:
+        known = ", ".join(_QUANTIZATIONS)
+        raise ConfigError(f"quantization {quantization!r} is unknown; known: {known}")
+    layout = checkpoint_format(folder)
+    if layout is not None and quantization in KINDS:
+        raise ConfigError(
+            f"{folder}: the weights are quantised already ({layout.method}); take quantization "
+            f"auto to serve them as they are, or none, not {quantization}"
+        )
+    tied = quantize_tied and _is_tied(folder)
+    with ExitStack() as stack:
+        files = _TensorFiles(_files(folder), stack)
+        for name, weight in _stored(files, layout):
+            if isinstance(weight, QuantizedWeight):
+                yield name, _of_type(weight.to(device), dtype, quantization)
+            elif (kind := _kind_of(name, weight, quantization, tied)) is not None:
+                yield name, quantize(weight.to(device), kind)
+            else:
+                yield name, weight.to(device=device, dtype=dtype)
+
+
+def _of_type(weight: QuantizedWeight, dtype: torch.dtype, quantization: str) -> Weight:
+    """The weight as it is, or with ``none`` a plain tensor, made some rows at a time."""
+    if quantization != "none":
+        return weight
+    plain = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    step = max(1, _PIECE_VALUES // weight.shape[1])
+    for start in range(0, weight.shape[0], step):
+        rows = slice(start, start + step)
+        plain[rows] = dequantize(weight.rows(rows))
+    return plain
+
+
+def _kind_of(name: str, weight: torch.Tensor, quantization: str, tied: bool) -> QuantKind | None:
+    """What a plain weight is to be quantised to; None: it stays plain."""
+    wanted = next((kind for kind in KINDS if kind == quantization), None)
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    if weight.dim() != 2 or not name.endswith(".weight") or module in _ROUTERS:
+        return None
+    if module in _EMBEDDINGS:
+        return "int8" if tied and wanted else None
+    # Two codes of int4 share a byte.
+    return "int8" if wanted == "int4" and weight.shape[1] % 2 else wanted
+
+
+def _is_tied(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        return bool(config.get("tie_word_embeddings"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{folder / 'config.json'} cannot be read: {error}") from error
+
+
+class _TensorFiles:
+    """The tensors of several safetensors files by name. Its methods raise ConfigError."""
+
+    def __init__(self, paths: list[Path], stack: ExitStack) -> None:
+        """``stack`` closes the files."""
+        self._files: dict[str, tuple[Path, Any]] = {}
+        for path in paths:
+            with _read_errors(path):
+                file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+                self._files |= dict.fromkeys(file.keys(), (path, file))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        path, file = self._files[name]
+        with _read_errors(path):
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+
+@contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _stored(files: _TensorFiles, layout: CheckpointFormat | None) -> Iterator[tuple[str, Weight]]:
+    """Every weight as its file holds it, in the files' order."""
+    owners = {} if layout is None else _owners(files, layout)
+    done: set[str] = set()
+    for name in files:
+        module = owners.get(name)
+        if layout is not None and module is not None:
+            if module not in done:
+                done.add(module)
+                yield f"{module}.weight", _read(files, layout, module)
+        elif layout is None or not name.endswith(UNUSED):
+            tensor = files[name]
+            if tensor.dtype in _FLOAT8:
+                raise ConfigError(f"tensor {name} is fp8, and the checkpoint has no scale for it")
+            yield name, tensor
+
+
+def _owners(files: _TensorFiles, layout: CheckpointFormat) -> dict[str, str]:
+    """The quantised module that a tensor belongs to, by the tensor's name."""
+    modules = {module for name in files if (module := layout.module(name)) is not None}
+    return {name: module for module in modules for name in layout.names(module).values()}
+
+
+def _read(files: _TensorFiles, layout: CheckpointFormat, module: str) -> QuantizedWeight:
+    names = layout.names(module)
+    parts = {part: files[name] for part, name in names.items() if name in files}
+    try:
+        return layout.read(parts)
+    except KeyError as error:
+        raise ConfigError(f"{layout.method} weight {module} has no {error.args[0]}") from error
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"{layout.method} weight {module} cannot be read: {error}") from error
 
 
 def _files(folder: Path) -> list[Path]:
@@ -61,13 +210,13 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def fingerprint(folder: Path, dtype: str) -> str:
-    """A name for the weights, the tokenizer and the KV type: 32 hex digits.
+def fingerprint(folder: Path, dtype: str, quantization: str = "auto") -> str:
+    """A name for the weights, their quantisation, the tokenizer and the KV type: 32 hex digits.
 
     Of each tensor some pieces are read, so that a large model costs no full read. Raises
     ConfigError where a file is missing or damaged.
     """
-    digest = hashlib.blake2b(dtype.encode(), digest_size=16)
+    digest = hashlib.blake2b(f"{dtype}:{quantization}:".encode(), digest_size=16)
     for path in _files(folder):
         digest.update(f"{path.name}:{path.stat().st_size}".encode())
         try:

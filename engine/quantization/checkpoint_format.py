@@ -1,0 +1,246 @@
+"""What ``quantization_config`` of a checkpoint says: which tensors make up a quantised weight."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton.errors import ConfigError
+from engine.quantization.awq import read_awq
+from engine.quantization.compressed_tensors import read_int8, read_packed
+from engine.quantization.float8 import read_float8
+from engine.quantization.gptq import read_gptq
+from engine.quantization.native import CONFIG, METHOD, read_native
+from engine.quantization.weight import QuantizedWeight
+
+SERVED = (
+    "gptq of 4 and 8 bits, awq (gemm) of 4 bits, fp8 and fbgemm_fp8 (e4m3), compressed-tensors "
+    "(float-quantized of 8 bits, int-quantized of 8, pack-quantized of 4 and 8), and baton's own"
+)
+
+Parts = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFormat:
+    """How the weights of a quantised checkpoint are found and read."""
+
+    method: str
+    marks: tuple[str, ...]
+    """Endings of names, each of which tells that its module is quantised."""
+    parts: tuple[str, ...]
+    """Endings of names that belong to the module then, and that ``read`` gets the tensors by."""
+    read: Callable[[Parts], QuantizedWeight]
+    """It raises KeyError and ValueError where the parts do not fit."""
+    prefix: str = ""
+    """What stands between the module's name and the ending."""
+
+    def module(self, name: str) -> str | None:
+        """The module that a tensor's name says to be quantised."""
+        for mark in self.marks:
+            ending = f".{self.prefix}{mark}"
+            if name.endswith(ending):
+                return name.removesuffix(ending)
+        return None
+
+    def names(self, module: str) -> dict[str, str]:
+        """What the module's parts would be called in the file, by their endings."""
+        return {part: f"{module}.{self.prefix}{part}" for part in self.parts}
+
+
+UNUSED = ("input_scale", "input_zero_point", "activation_scale", "k_scale", "v_scale", "q_scale")
+"""Endings of what a checkpoint holds for quantised activations and KV: Baton's are its own."""
+
+
+def checkpoint_format(folder: Path) -> CheckpointFormat | None:
+    """The format that the folder's config.json names; None where the weights are plain.
+
+    Raises ConfigError where it is none of those served.
+    """
+    path = folder / "config.json"
+    config = _quantization_config(path)
+    if not config:
+        return None
+    method = config.get("quant_method")
+    reader = _METHODS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        raise ConfigError(f"{path}: weights quantised with {method} are not served; {_served()}")
+    return reader(_Config(path, config))
+
+
+def _served() -> str:
+    return f"served are {SERVED}"
+
+
+def _quantization_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        whole = json.loads(path.read_text())
+        config = whole.get("quantization_config") or whole.get("compression_config") or {}
+        if not isinstance(config, dict):
+            raise TypeError("quantization_config is no object")
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """A ``quantization_config``, or an object within it."""
+
+    path: Path
+    values: dict[str, Any]
+
+    def one_of(self, name: str, served: tuple[Any, ...], default: Any = None) -> Any:
+        """The value; raises ConfigError unless it is one of those served."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if isinstance(value, list | dict) or value not in served:
+            known = ", ".join(str(one) for one in served)
+            raise ConfigError(
+                f"{self.path}: quantised weights with {name} {value} are not served; "
+                f"with {name} {known} they are"
+            )
+        return value
+
+    def object(self, name: str) -> _Config:
+        value = self.values.get(name) or {}
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.path}: {name} must be an object, and is {value!r}")
+        return _Config(self.path, value)
+
+    def refuse(self, *names: str) -> None:
+        """Raises ConfigError where one of them says something."""
+        for name in names:
+            if self.values.get(name):
+                raise ConfigError(
+                    f"{self.path}: quantised weights with {name} are not served; {_served()}"
+                )
+
+    def block(self, name: str) -> tuple[int, int] | None:
+        """[rows, columns] of a block, or None."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if (
+            not isinstance(value, list)
+            or len(value) != 2
+            or not all(isinstance(size, int) and size > 0 for size in value)
+        ):
+            raise ConfigError(f"{self.path}: {name} must be two sizes, and is {value!r}")
+        return value[0], value[1]
+
+
+def _gptq(config: _Config) -> CheckpointFormat:
+    bits = config.one_of("bits", (4, 8))
+    v2 = config.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq_v2"
+    _refuse_mixed_bits(config, bits)
+    return CheckpointFormat(
+        "gptq",
+        ("qweight",),
+        ("qweight", "qzeros", "scales", "g_idx"),
+        lambda parts: read_gptq(parts, bits, v2=v2),
+    )
+
+
+def _refuse_mixed_bits(config: _Config, bits: int) -> None:
+    """GPTQModel's ``dynamic`` gives some modules settings of their own; the tensors show groups."""
+    for pattern, settings in config.object("dynamic").values.items():
+        if isinstance(settings, dict) and settings.get("bits", bits) != bits:
+            raise ConfigError(
+                f"{config.path}: bits {settings['bits']} for {pattern} beside bits {bits} are not "
+                "served; one number of bits is"
+            )
+
+
+def _awq(config: _Config) -> CheckpointFormat:
+    config.one_of("bits" if "bits" in config.values else "w_bit", (4,))
+    config.one_of("version", ("gemm", "GEMM"), "gemm")
+    return CheckpointFormat("awq", ("qweight",), ("qweight", "qzeros", "scales"), read_awq)
+
+
+def _fp8(config: _Config) -> CheckpointFormat:
+    config.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    block = config.block("weight_block_size")
+
+    def read(parts: Parts) -> QuantizedWeight:
+        scales = parts.get("weight_scale_inv")
+        return read_float8(
+            parts["weight"], parts["weight_scale"] if scales is None else scales, block
+        )
+
+    marks = ("weight_scale_inv", "weight_scale")
+    return CheckpointFormat("fp8", marks, ("weight", *marks), read)
+
+
+def _compressed(config: _Config) -> CheckpointFormat:
+    config.refuse("transform_config")
+    if config.object("sparsity_config").values.get("format", "dense") != "dense":
+        config.refuse("sparsity_config")
+    schemes = [_Config(config.path, group) for group in _groups(config)]
+    layout = config.one_of("format", ("float-quantized", "int-quantized", "pack-quantized"))
+    weights = [scheme.object("weights") for scheme in schemes]
+    kind = "float" if layout == "float-quantized" else "int"
+    served = (4, 8) if layout == "pack-quantized" else (8,)
+    settings = {
+        (
+            scheme.one_of("type", (kind,), "int"),
+            scheme.one_of("num_bits", served, 8),
+            scheme.block("block_structure"),
+        )
+        for scheme in weights
+    }
+    if len(settings) != 1:
+        raise ConfigError(
+            f"{config.path}: config_groups of {len(settings)} kinds are not served; one kind is"
+        )
+    ((_type, bits, block),) = settings
+    return _compressed_format(layout, bits, block)
+
+
+def _groups(config: _Config) -> list[dict[str, Any]]:
+    groups = list(config.object("config_groups").values.values())
+    if not groups or not all(isinstance(group, dict) for group in groups):
+        raise ConfigError(f"{config.path}: config_groups must hold an object per group of layers")
+    return groups
+
+
+def _compressed_format(layout: str, bits: int, block: tuple[int, int] | None) -> CheckpointFormat:
+    def read(parts: Parts) -> QuantizedWeight:
+        if layout == "pack-quantized":
+            return read_packed(parts, bits)
+        if layout == "int-quantized":
+            return read_int8(parts)
+        if "weight_zero_point" in parts:
+            raise ValueError("it has a zero point, which float weights lack")
+        return read_float8(parts["weight"], parts["weight_scale"], block)
+
+    packed = ("weight_packed", "weight_shape", "weight_g_idx")
+    return CheckpointFormat(
+        f"compressed-tensors {layout}",
+        ("weight_scale",),
+        ("weight", *packed, "weight_scale", "weight_zero_point"),
+        read,
+    )
+
+
+def _native(config: _Config) -> CheckpointFormat:
+    config.one_of("version", (CONFIG["version"],))
+    parts = ("codes", "scales", "mins", "columns")
+    return CheckpointFormat(METHOD, ("codes",), parts, read_native, prefix="weight.")
+
+
+_METHODS: dict[str, Callable[[_Config], CheckpointFormat]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "compressed-tensors": _compressed,
+    METHOD: _native,
+}

@@ -1,0 +1,111 @@
+"""Loading weights quantised, or quantising them while they are loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from baton.errors import ConfigError
+from engine.quantization.weight import KINDS, QuantizedWeight, QuantKind, dequantize
+from engine.weights import fingerprint, iterate_weights, load_weights
+from tests.models import make_tiny_model
+from tests.unit.engine.quantization import checkpoints
+
+CPU = torch.device("cpu")
+GPTQ = {"quant_method": "gptq", "bits": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_matrices_are_quantised(model: Path, kind: QuantKind) -> None:
+    plain = load_weights(model, CPU, torch.float32)
+    found = load_weights(model, CPU, torch.bfloat16, kind)
+    assert found.keys() == plain.keys()
+    for name, weight in found.items():
+        source = plain[name]
+        assert isinstance(source, torch.Tensor)
+        if "proj" in name or name == "lm_head.weight":
+            assert isinstance(weight, QuantizedWeight)
+            assert weight.kind == kind
+            error = (dequantize(weight) - source).norm() / source.norm()
+            assert error < {"int8": 0.01, "int4": 0.09, "fp8": 0.04}[kind]
+        else:
+            assert isinstance(weight, torch.Tensor)
+            assert weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("quantization", ["auto", "none"])
+def test_a_plain_checkpoint_stays_plain(model: Path, quantization: str) -> None:
+    found = load_weights(model, CPU, torch.float32, quantization)
+    assert all(isinstance(weight, torch.Tensor) for weight in found.values())
+
+
+def test_routers_and_experts(tmp_path: Path) -> None:
+    names = ("mlp.gate", "mlp.experts.0.up_proj", "block_sparse_moe.gate", "mlp.gate_proj")
+    tensors = {f"model.layers.0.{name}.weight": torch.randn(8, 32) for name in names}
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.randn(8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = load_weights(tmp_path, CPU, torch.float32, "int8")
+    quantized = {name for name, weight in found.items() if isinstance(weight, QuantizedWeight)}
+    assert quantized == {
+        "model.layers.0.mlp.experts.0.up_proj.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tied_embedding(tmp_path: Path, kind: QuantKind) -> None:
+    save_file({"model.embed_tokens.weight": torch.randn(40, 32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    (plain,) = load_weights(tmp_path, CPU, torch.bfloat16, kind).values()
+    assert isinstance(plain, torch.Tensor)
+    (weight,) = load_weights(tmp_path, CPU, torch.bfloat16, kind, quantize_tied=True).values()
+    assert isinstance(weight, QuantizedWeight)
+    assert weight.kind == "int8"
+
+
+def test_an_embedding_of_its_own_stays_plain(model: Path) -> None:
+    found = load_weights(model, CPU, torch.bfloat16, "int8", quantize_tied=True)
+    assert isinstance(found["model.embed_tokens.weight"], torch.Tensor)
+
+
+def test_none_makes_a_quantised_checkpoint_plain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.weights._PIECE_VALUES", 5 * 64)
+    parts, expected = checkpoints.gptq(act_order=True)
+    checkpoints.write(tmp_path, GPTQ, ("a", parts))
+    found = load_weights(tmp_path, CPU, torch.bfloat16, "none")["a.weight"]
+    assert isinstance(found, torch.Tensor)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected.bfloat16())
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
+    checkpoints.write(tmp_path, GPTQ, ("a", checkpoints.gptq()[0]))
+    with pytest.raises(ConfigError, match=r"already \(gptq\).*auto"):
+        load_weights(tmp_path, CPU, torch.bfloat16, "int8")
+
+
+def test_an_unknown_quantisation(model: Path) -> None:
+    with pytest.raises(ConfigError, match="known: auto, none, int8, int4, fp8"):
+        load_weights(model, CPU, torch.bfloat16, "int3")
+
+
+def test_weights_come_one_by_one(model: Path) -> None:
+    weights = iterate_weights(model, CPU, torch.float32)
+    assert next(weights)[0] in load_weights(model, CPU, torch.float32)
+    weights.close()  # type: ignore[attr-defined]
+
+
+def test_the_quantisation_changes_the_fingerprint(model: Path) -> None:
+    kinds = ("auto", "none", *KINDS)
+    assert len({fingerprint(model, "bfloat16", kind) for kind in kinds}) == len(kinds)
