@@ -297,6 +297,50 @@ def bench_peers(
 
 
 @app.command()
+def profile(
+    model: Annotated[
+        str,
+        typer.Option(help="As for `baton up`. Default: smollm2-135m-instruct.", show_default=False),
+    ] = "smollm2-135m-instruct",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float16.")] = "bfloat16",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU where there is one.")
+    ] = "auto",
+    threads: Annotated[
+        int, typer.Option(min=0, help="Compute threads on the CPU; 0 takes one for each core.")
+    ] = 0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 1024,
+    context_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens in the cache of each sequence that decodes.")
+    ] = 1024,
+    batches: Annotated[str, typer.Option(help="Sequences that decode at a time.")] = "1,8,32",
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a trace there, for chrome://tracing or Perfetto."),
+    ] = None,
+) -> None:
+    """Prefill and decode steps of one engine, without a cluster, against the machine's limits."""
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy import model_store  # noqa: PLC0415
+    from engine.engine import EngineSettings  # noqa: PLC0415
+    from loadtest.profile import ProfileSettings, draw, profile_engine  # noqa: PLC0415
+    from loadtest.whole_table import print_whole  # noqa: PLC0415
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    try:
+        path = model_store.resolve(model, say).path
+        engine = EngineSettings(path, dtype=dtype, device=device, threads=threads)
+        sizes = _counts(batches)
+        settings = ProfileSettings(engine, prompt_tokens, context_tokens, sizes, output)
+        found = profile_engine(settings, say)
+    except BatonError as error:
+        _fail(error.message)
+    print_whole(Console(), draw(found))
+
+
+@app.command()
 def version() -> None:
     """Show Baton's version."""
     typer.echo(installed_version("baton"))
@@ -345,6 +389,14 @@ def _with_count(config: Config, role: Role, count: int | None) -> Config:
 def _names(text: str) -> tuple[str, ...]:
     """The names of a list with commas."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """The whole numbers of a list with commas."""
+    try:
+        return tuple(int(name) for name in _names(text))
+    except ValueError:
+        _fail(f"{text!r} is no list of whole numbers, as in 1,8,32")
 
 
 def _local_cluster(http: str | None = None) -> ClusterState | None:

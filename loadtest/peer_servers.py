@@ -119,7 +119,7 @@ def serving(server: Server, log: Path, *, ready_s: float = _READY_S) -> Iterator
 
 
 def program_version(program: Path | None) -> str:
-    """What ``PROGRAM --version`` says in its last line; empty where it says nothing."""
+    """What ``PROGRAM --version`` says; empty where it says nothing."""
     if program is None:
         return ""
     try:
@@ -135,8 +135,9 @@ def program_version(program: Path | None) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    # llama-server says version, then compiler; vLLM logs, then says its version.
-    return next((line for line in lines if line.startswith("version")), lines[-1] if lines else "")
+    # llama-server says the version, then the compiler; vLLM may log, then says the version.
+    named = next((line for line in lines if line.startswith("version")), "")
+    return named.removeprefix("version:").strip() or (lines[-1] if lines else "")
 
 
 def _baton(name: str, programs: Programs) -> Server:

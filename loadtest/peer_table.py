@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich import box
 from rich.table import Table
 
 from baton.errors import ConfigError
 from loadtest.bench_client import ClientResult
 from loadtest.machine import Machine
 from loadtest.peer_servers import PEERS, Precision
+from loadtest.whole_table import whole_table
 from loadtest.workload import Workload
 
 
@@ -105,14 +105,11 @@ def draw(runs: Sequence[Run], workloads: Sequence[Workload]) -> Table:
 
     The lines are those of a Markdown table, to be pasted into a document.
     """
-    table = Table(
+    table = whole_table(
         "server",
         *(workload.title for workload in workloads),
         title="output tokens/s · TTFT p50 ms · TPOT p99 ms",
-        box=box.MARKDOWN,
     )
-    for column in table.columns:
-        column.no_wrap = True
     figures = tabulate(runs)
     for peer, row in figures.items():
         cells = [row[w.name].text() if w.name in row else "" for w in workloads]

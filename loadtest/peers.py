@@ -14,18 +14,17 @@ from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
-from rich.table import Table
 
 from baton.errors import ConfigError
 from loadtest.bench_client import BenchClient
 from loadtest.machine import this_machine
 from loadtest.peer_servers import PEERS, Programs, Server, make_server, program_version, serving
 from loadtest.peer_table import Run, draw, summarise, write_runs
+from loadtest.whole_table import print_whole
 from loadtest.workload import Workload
 
 Say = Callable[[str], None]
 _SEED_STEP = 1000
-_WIDEST = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ def run_comparison(
 
     keep(())
     runs = compare(comparison, programs, BenchClient(programs.vllm, programs.model), say, keep)
-    _print(console, draw(runs, comparison.workloads))
+    print_whole(console, draw(runs, comparison.workloads))
     said = ", ".join(f"{name} {text}" for name, text in versions.items())
     line = f"Medians of {comparison.repetitions}. {machine.line()}. {said}."
     console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -79,13 +78,6 @@ def _versions(programs: Programs, peers: Sequence[str]) -> dict[str, str]:
     if any(name.startswith("llamacpp") for name in peers):
         found["llama.cpp"] = program_version(programs.llama_server)
     return found
-
-
-def _print(console: Console, table: Table) -> None:
-    """As wide as the table is: one that a narrow terminal folds cannot be pasted."""
-    unbounded = console.options.update(max_width=_WIDEST)
-    console.width = max(console.width, console.measure(table, options=unbounded).maximum)
-    console.print(table)
 
 
 def choose_peers(names: Sequence[str], programs: Programs, say: Say) -> tuple[str, ...]:

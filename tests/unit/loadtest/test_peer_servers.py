@@ -75,7 +75,7 @@ def test_a_program_is_looked_for_on_the_path(
 
 def test_versions(tmp_path: Path) -> None:
     programs = make_fakes(tmp_path).programs
-    assert program_version(programs.vllm) == "version: 1.2 of vllm"
+    assert program_version(programs.vllm) == "1.2 of vllm"
     assert program_version(None) == ""
     assert program_version(tmp_path / "absent") == ""
 

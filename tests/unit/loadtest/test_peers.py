@@ -90,7 +90,7 @@ def test_the_table_the_machine_and_the_file(fakes: Fakes, tmp_path: Path) -> Non
     text = captured.get()
     assert "1.25× · 0.80× · 0.80×" in text
     assert "Medians of 2." in text
-    assert "vLLM version: 1.2 of vllm, llama.cpp version: 1.2 of llama-server." in text
+    assert "vLLM 1.2 of vllm, llama.cpp 1.2 of llama-server." in text
     assert len(json.loads(output.read_text())["runs"]) == 12
 
 
