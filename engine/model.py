@@ -18,7 +18,8 @@ from engine.kv_cache import KvCache
 from engine.linear import Linear
 from engine.mlp import GatedMlp, gated_mlp
 from engine.model_config import ExpertsConfig, ModelConfig
-from engine.named_tensors import NamedTensors
+from engine.named_tensors import Matrix, NamedTensors
+from engine.quantization.weight import QuantizedWeight, dequantize
 from engine.rope import apply_rope, rope_table
 
 _NORMS: Mapping[NormPlacement, tuple[str | None, str | None, str | None, str | None]] = {
@@ -66,7 +67,7 @@ class DecoderModel:
     """Computes hidden states and logits; holds no state but its weights."""
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, torch.Tensor], device: torch.device
+        self, config: ModelConfig, weights: Mapping[str, Matrix], device: torch.device
     ) -> None:
         """``weights`` has Hugging Face's names.
 
@@ -76,15 +77,17 @@ class DecoderModel:
         tensors = NamedTensors(weights)
         prefix = _prefix(config, tensors)
         hidden, vocab = config.hidden_size, config.vocab_size
-        self.embedding = tensors.take(f"{prefix}embed_tokens.weight", vocab, hidden)
-        self.embedding_scale = torch.tensor(config.embedding_scale).to(self.embedding.dtype).item()
+        self.embedding = tensors.matrix(f"{prefix}embed_tokens.weight", vocab, hidden)
+        self.dtype = tensors.take(f"{prefix}norm.weight", hidden).dtype
+        """Of the weights, where they are not quantised, and of what linear layers take."""
+        self.embedding_scale = torch.tensor(config.embedding_scale).to(self.dtype).item()
         """Rounded to the weights' type, as the models were trained."""
         self.layers = [_layer(config, tensors, prefix, n) for n in range(config.layers)]
         self.norm = _norm(config, tensors, f"{prefix}norm", hidden)
         self.head = Linear(
             self.embedding
             if config.tied_embeddings
-            else tensors.take("lm_head.weight", vocab, hidden)
+            else tensors.matrix("lm_head.weight", vocab, hidden)
         )
         self.ropes = tuple(rope_table(spec, config.context_length, device) for spec in config.ropes)
         """fp32 [context_length, 2, rotary_dim / 2] each."""
@@ -95,9 +98,7 @@ class DecoderModel:
         The residual stream is fp32 whatever the weights are: in bf16 its rounding would be about
         half of the logits' error, and it is too small to cost time.
         """
-        x = F.embedding(batch.token_ids, self.embedding).float()
-        if self.embedding_scale != 1.0:
-            x = x * self.embedding_scale
+        x = self._embed(batch.token_ids)
         rotations = [table[batch.positions] for table in self.ropes]
         for index, layer in enumerate(self.layers):
             rope = self.config.layer_ropes[index]
@@ -109,6 +110,14 @@ class DecoderModel:
             x = x + self._after(mixed, layer.mlp_post_norm)
         return x
 
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """fp32 [tokens, hidden_size]."""
+        if isinstance(self.embedding, QuantizedWeight):
+            x = dequantize(self.embedding.rows(token_ids))
+        else:
+            x = F.embedding(token_ids, self.embedding).float()
+        return x if self.embedding_scale == 1.0 else x * self.embedding_scale
+
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """fp32, of ``x`` in fp32."""
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
@@ -116,7 +125,7 @@ class DecoderModel:
     def _before(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """What goes into linear layers: of the weights' type."""
         normed = x if weight is None else self._norm(x, weight)
-        return normed.to(self.embedding.dtype)
+        return normed.to(self.dtype)
 
     def _after(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """What is added to the residual stream: fp32."""

@@ -174,8 +174,9 @@ def _ropes(
 
 
 def _experts(fields: ConfigFields, names: ExpertNames) -> ExpertsConfig:
-    # transformers 5 writes Qwen's num_experts under Mixtral's name for it.
-    count = fields.size("num_experts" if fields.get("num_experts") else "num_local_experts")
+    # Mixtral's name for it; transformers 5 may write Qwen's num_experts under it too.
+    local = fields.get("num_local_experts") is not None
+    count = fields.size("num_local_experts" if local else "num_experts")
     per_token = fields.size("num_experts_per_tok")
     if per_token > count:
         raise ConfigError(f"{fields.path}: num_experts_per_tok {per_token} of {count} experts")

@@ -155,8 +155,7 @@ def test_a_chunk_of_many_tiles(span: tuple[int, int], scoring: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("scoring", [{"window": 20}, {"softcap": 2.0}, {"scale": 0.05}])
-def test_the_cpu_kernel_computes_only_what_it_knows(scoring: dict[str, Any]) -> None:
-    """In a shape and type that it takes."""
+def test_half_precision_windows_soft_caps_and_scales(scoring: dict[str, Any]) -> None:
     spans = [(0, 40), (33, 1), (16, 17), (0, 1), (31, 1)]
     check_batch(Shape(16, kv_heads=3, group=3, dim=64), spans, torch.bfloat16, **scoring)
 

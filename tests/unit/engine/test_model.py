@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,25 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from baton.errors import ConfigError
-from engine.attention import attention_meta
 from engine.kv_cache import KvCache
-from engine.model import Batch, DecoderModel
+from engine.model import DecoderModel
 from engine.model_config import load_model_config
 from engine.plan import PlanRow
 from engine.weights import load_weights
 from tests.models import make_tiny_model
+from tests.unit.engine.model_pair import (
+    CPU,
+    VOCAB,
+    Pair,
+    close,
+    compute,
+    load,
+    new_cache,
+    randomise,
+    save_pair,
+    some_tokens,
+)
 
-CPU = torch.device("cpu")
-VOCAB = 120
-TOLERANCE = 1e-4
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -57,7 +64,6 @@ def one_thread() -> None:
 
 def make_reference(**changes: Any) -> Any:
     """A tiny Llama whose every weight, norms and biases too, is random."""
-    torch.manual_seed(0)
     fields: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -69,74 +75,17 @@ def make_reference(**changes: Any) -> Any:
         "tie_word_embeddings": False,
     }
     model: Any = LlamaForCausalLM(LlamaConfig(**(fields | changes)))
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.normal_(1.0 if "norm" in name else 0.0, 0.25)
+    randomise(model)
     return model
 
 
-@dataclass(frozen=True)
-class Pair:
-    """One folder in both implementations."""
-
-    reference: Any
-    model: DecoderModel
-
-    @torch.inference_mode()
-    def expected(self, tokens: list[int]) -> torch.Tensor:
-        """Logits of all positions, fp32 [tokens, VOCAB]."""
-        logits: torch.Tensor = self.reference(torch.tensor([tokens]), use_cache=False).logits[0]
-        return logits
-
-
-def load(folder: Path) -> DecoderModel:
-    return DecoderModel(load_model_config(folder), load_weights(folder, CPU, torch.float32), CPU)
-
-
 def make_pair(folder: Path, shard: str = "1GB", **changes: Any) -> Pair:
-    reference = make_reference(**changes)
-    reference.save_pretrained(folder, max_shard_size=shard)
-    return Pair(reference, load(folder))
+    return save_pair(make_reference(**changes), folder, shard)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("plain"))
-
-
-def new_cache(pair: Pair, block_size: int, blocks: int = 64) -> KvCache:
-    cache = KvCache(pair.model.config, blocks, block_size, torch.float32, CPU)
-    # What others have left there must not matter.
-    cache.data.fill_(50.0)
-    return cache
-
-
-@torch.inference_mode()
-def compute(pair: Pair, cache: KvCache, rows: list[tuple[list[int], PlanRow]]) -> torch.Tensor:
-    """Logits of every computed token; a row comes with all tokens of its sequence."""
-    size = cache.block_size
-    token_ids: list[int] = []
-    positions: list[int] = []
-    blocks: list[int] = []
-    for tokens, row in rows:
-        span = range(row.start, row.start + row.count)
-        token_ids += tokens[span.start : span.stop]
-        positions += span
-        blocks += [row.block_table[position // size] for position in span]
-    where = torch.tensor(positions)
-    meta = attention_meta(tuple(row for _, row in rows), size, CPU)
-    batch = Batch(torch.tensor(token_ids), where, torch.tensor(blocks), where % size, meta)
-    return pair.model.logits(pair.model.hidden_states(batch, cache))
-
-
-def some_tokens(count: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCAB, (count,), generator=generator).tolist()
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -274,7 +223,7 @@ def test_a_missing_tensor_is_named(folder: Path, name: str) -> None:
     ],
 )
 def test_a_tensor_that_does_not_fit_the_config_is_named(
-    folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]
+    folder: Path, name: str, change: Callable[[Any], torch.Tensor]
 ) -> None:
     weights = load_weights(folder, CPU, torch.float32)
     weights[name] = change(weights[name])

@@ -10,8 +10,9 @@ import pytest
 from transformers import LlamaConfig
 
 from baton.errors import ConfigError
-from engine.model_config import ModelConfig, load_model_config
-from engine.rope_spec import LinearScaling, Llama3Scaling, RopeScaling, RopeSpec
+from engine.families import FAMILIES
+from engine.model_config import ExpertsConfig, ModelConfig, load_model_config
+from engine.rope_spec import LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, RopeSpec
 
 PLAIN: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -27,6 +28,14 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}
+
+MISTRAL = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2}
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_key_value_heads": 2,
+    "use_sliding_window": True,
 }
 
 
@@ -172,6 +181,54 @@ def test_a_damaged_generation_config_names_its_file(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_an_unknown_architecture_is_told_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, architectures=["FalconForCausalLM"])
+    assert "FalconForCausalLM" in caught.value.message
+    assert all(name in caught.value.message for name in FAMILIES)
+
+
+def test_equal_tables_are_one_and_windows_beyond_the_context_none(tmp_path: Path) -> None:
+    gemma: dict[str, Any] = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_hidden_layers": 7,
+        "head_dim": 8,
+    }
+    found = load(tmp_path, **gemma)
+    assert found.windows == (4096,) * 5 + (0, 4096)
+    assert found.layer_ropes == (0,) * 5 + (1, 0)
+    assert [spec.theta for spec in found.ropes] == [1e4, 1e6]
+    found = load(tmp_path, **gemma, rope_local_base_freq=1e6, max_position_embeddings=4096)
+    assert found.windows == (0,) * 7
+    assert found.layer_ropes == (0,) * 7
+
+
+def test_older_names_of_longrope(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    phi: dict[str, Any] = {
+        "architectures": ["Phi3ForCausalLM"],
+        "original_max_position_embeddings": 1024,
+        "max_position_embeddings": 4096,
+    }
+    expected = load(tmp_path, **phi, rope_scaling={"type": "longrope", **factors})
+    for kind in ("su", "yarn"):
+        assert load(tmp_path, **phi, rope_scaling={"type": kind, **factors}) == expected
+    # Two octaves more than 2**10.
+    scaling = LongRopeScaling((1.0,) * 8, (2.0,) * 8, 1024, (1 + 2 / 10) ** 0.5)
+    assert expected.ropes == (RopeSpec(10000.0, 16, scaling),)
+
+
+def test_which_layers_have_experts(tmp_path: Path) -> None:
+    moe: dict[str, Any] = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 6,
+        "num_experts": 8,
+    }
+    found = load(tmp_path, **moe, decoder_sparse_step=2, mlp_only_layers=[3]).experts
+    assert found == ExpertsConfig(8, 8, 768, normalised=False, layers=frozenset({1, 5}))
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -183,6 +240,22 @@ def test_a_damaged_generation_config_names_its_file(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"partial_rotary_factor": 0.2}, "head_dim"),
+        ({"partial_rotary_factor": 1.5}, "head_dim"),
+        ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0]}}, "short_factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "short_factor"),
+        (MISTRAL | {"sliding_window": -1}, "sliding_window"),
+        (QWEN | {"layer_types": ["full_attention"]}, "layer_types"),
+        (QWEN | {"layer_types": ["linear_attention"] * 3}, "linear_attention"),
+        (QWEN | {"use_sliding_window": "yes"}, "use_sliding_window"),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]}, "no_rope_layers"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
+            "use_bidirectional_attention",
+        ),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "hidden_size"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 2}, "num_experts"),
+        (MIXTRAL | {"num_local_experts": 1}, "num_experts_per_tok"),
         ({"hidden_size": None}, "hidden_size"),
         ({"vocab_size": "many"}, "vocab_size"),
         ({"num_hidden_layers": [3]}, "num_hidden_layers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from engine.model_config import load_model_config
 from engine.rope import apply_rope, rope_table
 from engine.rope_spec import (
     LinearScaling,
@@ -72,6 +74,59 @@ def test_the_table_is_that_of_transformers(
     torch.testing.assert_close(table[:, 0], cos[0, :, : dim // 2], atol=5e-4, rtol=0)
     torch.testing.assert_close(table[:, 1], sin[0, :, : dim // 2], atol=5e-4, rtol=0)
     torch.testing.assert_close(table[:64, 0], cos[0, :64, : dim // 2], atol=1e-5, rtol=0)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + n / 20 for n in range(16)],
+    "long_factor": [1.0 + n for n in range(16)],
+    "original_max_position_embeddings": 1024,
+}
+LONGER: dict[str, dict[str, Any]] = {
+    "yarn": YARN,
+    "yarn with another blend": YARN | {"beta_fast": 8.0, "beta_slow": 2.0},
+    "yarn between dimensions": YARN | {"truncate": False},
+    "yarn with magnitudes": YARN | {"mscale": 0.8, "mscale_all_dim": 0.5},
+    "yarn with an attention factor": YARN | {"attention_factor": 1.3},
+    "yarn of a part": YARN | {"partial_rotary_factor": 0.5},
+    "longrope": LONGROPE,
+    "longrope within its context": LONGROPE | {"original_max_position_embeddings": CONTEXT},
+    "longrope with a factor": LONGROPE | {"factor": 32.0},
+    "longrope with an attention factor": LONGROPE | {"attention_factor": 0.9},
+    "llama3 of a part": LLAMA3 | {"partial_rotary_factor": 0.25},
+}
+
+
+@pytest.mark.parametrize("name", LONGER)
+@pytest.mark.filterwarnings("ignore")
+def test_a_config_makes_the_table_of_transformers(tmp_path: Path, name: str) -> None:
+    rope = {"rope_theta": 10_000.0, **LONGER[name]}
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=64,
+        num_attention_heads=2,
+        max_position_embeddings=CONTEXT,
+        rope_parameters=rope,
+    )
+    config.save_pretrained(tmp_path)
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(CONTEXT)[None])
+    (spec,) = load_model_config(tmp_path).ropes
+    table = rope_table(spec, CONTEXT, CPU)
+    half = cos.shape[-1] // 2
+    assert table.shape == (CONTEXT, 2, half)
+    torch.testing.assert_close(table[:, 0], cos[0, :, :half], atol=5e-4, rtol=0)
+    torch.testing.assert_close(table[:, 1], sin[0, :, :half], atol=5e-4, rtol=0)
+
+
+def test_what_is_not_rotated_stays() -> None:
+    torch.manual_seed(2)
+    x = torch.randn(5, 2, 16)
+    table = rope_table(RopeSpec(10_000.0, 12, None), 5, CPU)
+    found = apply_rope(x, table)
+    assert torch.equal(found[..., 12:], x[..., 12:])
+    torch.testing.assert_close(found[..., :12], apply_rope(x[..., :12], table))
+    assert (found[1:, :, :12] != x[1:, :, :12]).any()
 
 
 def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between() -> None:
