@@ -1,4 +1,4 @@
-"""A GGUF file of Llama architecture → a Hugging Face folder in bfloat16."""
+"""A GGUF file of Llama architecture → a Hugging Face folder, in bfloat16 or in the file's codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from deploy.gguf_tokenizer import TokenizerMetadata, build_tokenizer, tokenizer_
 CONVERTER_VERSION = 1
 """Part of a converted folder's cache key: raised whenever the same file gives another folder."""
 
-_SUPPORTED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
+_WITH_CODES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+_SUPPORTED = ("F32", "F16", "BF16", *_WITH_CODES)
 _PIECE_VALUES = 1 << 22
 """Values that are dequantised at a time; so the memory does not depend on the model's size."""
 
@@ -93,14 +94,21 @@ class _Weight:
 
     @property
     def n_bytes(self) -> int:
+        """In bfloat16."""
         return 2 * math.prod(self.shape)
 
+    @property
+    def has_codes(self) -> bool:
+        return self.tensor.tensor_type.name in _WITH_CODES and len(self.shape) == 2
 
-def convert(gguf: Path, folder: Path) -> None:
+
+def convert(gguf: Path, folder: Path, *, keep_codes: bool = False) -> None:
     """Write the model in ``gguf`` into ``folder``, which exists and is empty.
 
-    Raises ConfigError when the file is damaged or holds anything that a plain Llama decoder in
-    bfloat16 cannot express.
+    With ``keep_codes`` a quantised matrix stays what it is, in Baton's own form
+    (``engine.quantization.native``), the embedding too; a tied one serves as the head as well. All
+    else becomes bfloat16. Raises ConfigError when the file is damaged or holds anything that a
+    plain Llama decoder cannot express.
     """
     try:
         reader = GGUFReader(gguf)
@@ -115,9 +123,14 @@ def convert(gguf: Path, folder: Path) -> None:
         _write_tokenizer(folder, vocabulary, model.context_length, config["vocab_size"])
     except ConfigError as error:
         raise ConfigError(f"{gguf} cannot be converted: {error.message}") from error
+    keep_codes = keep_codes and any(weight.has_codes for weight in weights)
+    path = folder / "model.safetensors"
+    if keep_codes:
+        config["quantization_config"] = _write_codes(path, weights)
+    else:
+        _write_safetensors(path, weights)
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", _generation_config(config))
-    _write_safetensors(folder / "model.safetensors", weights)
 
 
 Metadata = TypeVar("Metadata", bound=BaseModel)
@@ -321,8 +334,31 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def _write_codes(path: Path, weights: list[_Weight]) -> dict[str, Any]:
+    """Codes of quantised matrices, the others in bfloat16; returns the ``quantization_config``."""
+    # Imported here: the launcher has no other use for torch, which takes a second to import.
+    import torch  # noqa: PLC0415
+
+    from engine.quantization.gguf_blocks import read_blocks  # noqa: PLC0415
+    from engine.quantization.native import CONFIG, native_tensors  # noqa: PLC0415
+    from engine.quantization.tensor_file import write_tensors  # noqa: PLC0415
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for weight in weights:
+            if weight.has_codes:
+                raw = torch.from_numpy(_rows(weight, slice(None)).copy())
+                read = read_blocks(raw, weight.tensor.tensor_type.name)
+                yield from native_tensors(weight.name, read)
+            else:
+                bits = np.concatenate([piece.reshape(-1) for piece in _bfloat16_pieces(weight)])
+                yield weight.name, torch.from_numpy(bits).view(torch.bfloat16).view(weight.shape)
+
+    write_tensors(path, tensors(), {"format": "pt"})
+    return CONFIG
+
+
 def _write_safetensors(path: Path, weights: list[_Weight]) -> None:
-    """Tensor by tensor: the library's own writer wants all of them in memory at once."""
+    """Piece by piece: the library's own writer wants all tensors in memory at once."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for weight in weights:
@@ -340,15 +376,25 @@ def _write_safetensors(path: Path, weights: list[_Weight]) -> None:
 
 
 def _bfloat16_pieces(weight: _Weight) -> Iterator[npt.NDArray[np.uint16]]:
-    rows = weight.shape[0] if weight.heads or len(weight.shape) > 1 else 1
-    # Quantisation runs along rows, so rows can be put in order before they are dequantised.
-    data = weight.tensor.data.reshape(rows, -1)
+    rows = _row_count(weight)
     step = max(1, _PIECE_VALUES * rows // math.prod(weight.shape))
-    order = _plain_order(rows, weight.heads) if weight.heads else None
     for start in range(0, rows, step):
-        part = slice(start, start + step)
-        raw = data[part] if order is None else data[order[part]]
+        raw = _rows(weight, slice(start, start + step))
         yield _to_bfloat16(dequantize(raw, weight.tensor.tensor_type))
+
+
+def _row_count(weight: _Weight) -> int:
+    return weight.shape[0] if weight.heads or len(weight.shape) > 1 else 1
+
+
+def _rows(weight: _Weight, part: slice) -> npt.NDArray[Any]:
+    """Some rows as the file holds them, in plain order.
+
+    Quantisation runs along rows, so that they can be put in order before they are dequantised.
+    """
+    rows = _row_count(weight)
+    data: npt.NDArray[Any] = weight.tensor.data.reshape(rows, -1)
+    return data[_plain_order(rows, weight.heads)[part]] if weight.heads else data[part]
 
 
 def _plain_order(rows: int, heads: int) -> npt.NDArray[np.intp]:

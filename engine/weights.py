@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from baton.errors import ConfigError
 from engine.quantization.checkpoint_format import UNUSED, CheckpointFormat, checkpoint_format
+from engine.quantization.tensor_file import PADDING
 from engine.quantization.weight import KINDS, QuantizedWeight, QuantKind, dequantize, quantize
 
 Weight = torch.Tensor | QuantizedWeight
@@ -127,7 +128,8 @@ class _TensorFiles:
         for path in paths:
             with _read_errors(path):
                 file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-                self._files |= dict.fromkeys(file.keys(), (path, file))
+                names = (name for name in file.keys() if not name.startswith(PADDING))  # noqa: SIM118
+                self._files |= dict.fromkeys(names, (path, file))
 
     def __contains__(self, name: str) -> bool:
         return name in self._files

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from gguf import GGMLQuantizationType
@@ -14,6 +15,10 @@ from safetensors.torch import load_file
 from baton.errors import ConfigError
 from deploy import gguf_convert
 from deploy.gguf_convert import convert
+from engine.quantization.gguf_blocks import BLOCK_FORMATS
+from engine.quantization.weight import QuantizedWeight
+from engine.quantization.weight import dequantize as dequantize_weight
+from engine.weights import load_weights
 from tests.unit.deploy import tiny_gguf
 from tests.unit.deploy.tiny_gguf import (
     HEAD_DIM,
@@ -25,13 +30,18 @@ from tests.unit.deploy.tiny_gguf import (
     write_gguf,
 )
 
-KINDS = [GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")]
+KINDS = [
+    GGMLQuantizationType[name]
+    for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+]
+K_QUANTS = [GGMLQuantizationType[name] for name in ("Q4_K", "Q5_K", "Q6_K")]
+CPU = torch.device("cpu")
 
 
-def converted(tmp_path: Path, **options: Any) -> Path:
-    folder = tmp_path / "folder"
+def converted(tmp_path: Path, *, keep_codes: bool = False, **options: Any) -> Path:
+    folder = tmp_path / ("codes" if keep_codes else "folder")
     folder.mkdir()
-    convert(write_gguf(tmp_path / "tiny.gguf", **options), folder)
+    convert(write_gguf(tmp_path / "tiny.gguf", **options), folder, keep_codes=keep_codes)
     return folder
 
 
@@ -67,6 +77,66 @@ def test_every_type_gives_the_values_that_it_holds(
     for name, values in originals.items():
         assert found[name].dtype == torch.bfloat16
         assert torch.equal(found[name], stored(values, kind)), name
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name[0] == "Q"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_codes_are_kept(tmp_path: Path, kind: GGMLQuantizationType, tied: bool) -> None:
+    """In fp32 they are the very values that the file holds, Q's and K's rows in plain order."""
+    rng = np.random.default_rng(1)
+    originals = {
+        name: rng.normal(size=values.shape).astype(np.float32)
+        for name, values in random_tensors(tied=tied).items()
+    }
+    folder = converted(tmp_path, tensors=to_llama_cpp(originals), kind=kind, keep_codes=True)
+    found = load_weights(folder, CPU, torch.bfloat16)
+    assert found.keys() == originals.keys()
+    for name, values in originals.items():
+        weight = found[name]
+        if values.ndim == 1:
+            assert isinstance(weight, torch.Tensor)
+            assert torch.equal(weight, stored(values, kind))
+            continue
+        assert isinstance(weight, QuantizedWeight)
+        assert weight.codes.data_ptr() % 64 == 0
+        expected = torch.from_numpy(dequantize(quantize(values, kind), kind).copy())
+        assert torch.equal(dequantize_weight(weight), expected), name
+
+
+def random_blocks(values: tiny_gguf.Array, kind: GGMLQuantizationType) -> npt.NDArray[Any]:
+    """Blocks of a K-quant, which the gguf package cannot make: any bits with scales of 1/64."""
+    if kind not in K_QUANTS:
+        return quantize(values, kind)
+    rng = np.random.default_rng(values.size)
+    width = BLOCK_FORMATS[kind.name].size
+    raw = rng.integers(0, 256, (values.shape[0], values.shape[1] // 256, width), dtype=np.uint8)
+    scale = np.array([2.0**-6], dtype=np.float16).view(np.uint8)
+    for start in (208,) if kind.name == "Q6_K" else (0, 2):
+        raw[:, :, start : start + 2] = scale
+    return raw.reshape(values.shape[0], -1)
+
+
+@pytest.mark.parametrize("kind", K_QUANTS)
+def test_k_quants_are_kept_and_converted(
+    tmp_path: Path, kind: GGMLQuantizationType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in (("HIDDEN", 256), ("INTERMEDIATE", 256), ("HEAD_DIM", 64), ("LAYERS", 1)):
+        monkeypatch.setattr(tiny_gguf, name, size)
+    monkeypatch.setattr(tiny_gguf, "quantize", random_blocks)
+    tensors = to_llama_cpp(random_tensors())
+    plain = load_file(converted(tmp_path, tensors=tensors, kind=kind) / "model.safetensors")
+    (tmp_path / "tiny.gguf").unlink()
+    folder = converted(tmp_path, tensors=tensors, kind=kind, keep_codes=True)
+    for name, weight in load_weights(folder, CPU, torch.bfloat16).items():
+        values = dequantize_weight(weight) if isinstance(weight, QuantizedWeight) else weight
+        assert torch.equal(values.bfloat16(), plain[name]), name
+        assert isinstance(weight, QuantizedWeight) == (values.dim() == 2)
+
+
+def test_a_file_without_codes_is_converted_plainly(tmp_path: Path) -> None:
+    folder = converted(tmp_path, keep_codes=True)
+    assert "quantization_config" not in config_of(folder)
+    assert load_file(folder / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -205,7 +275,7 @@ def with_extra(name: str, shape: tuple[int, ...]) -> tiny_gguf.Tensors:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": GGMLQuantizationType.Q5_0}, "has type Q5_0; supported are F32, F16, BF16"),
+        ({"kind": GGMLQuantizationType.MXFP4}, "has type MXFP4; supported are F32, F16"),
         ({"architecture": "qwen2"}, "architecture 'qwen2' is not supported"),
         ({"tensors": without("blk.1.ffn_up.weight")}, "model.layers.1.mlp.up_proj.weight among"),
         ({"tensors": without("token_embd.weight")}, "model.embed_tokens.weight among them"),

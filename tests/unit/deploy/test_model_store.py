@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from gguf import GGMLQuantizationType
 from huggingface_hub import constants
 
 from baton.cache import cache_dir
@@ -165,6 +166,32 @@ def test_a_gguf_file_is_converted_once(gguf: Path) -> None:
     assert resolve(str(gguf), again) == first
     assert again == []
     assert resolve(str(first.path), again).path == first.path
+
+
+def test_a_gguf_file_may_keep_its_codes(tmp_path: Path) -> None:
+    gguf = write_gguf(tmp_path / "tiny.gguf", kind=GGMLQuantizationType.Q8_0)
+    plain = resolve(str(gguf), Told()).path
+    told = Told()
+    codes = resolve(str(gguf), told, "auto").path
+    assert told == ["converting tiny.gguf"]
+    config = json.loads((codes / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "baton"
+    assert "quantization_config" not in json.loads((plain / "config.json").read_text())
+    again = Told()
+    assert resolve(str(gguf), again, "auto").path == codes
+    assert resolve(str(gguf), again, "int8").path == plain
+    assert again == []
+    listed = {entry.path: entry.source for entry in list_models()}
+    assert listed[codes] == f"{listed[plain]}, in its own codes"
+
+
+def test_a_known_model_is_not_fetched_again_for_its_codes(known: KnownModel) -> None:
+    plain = pull("tiny", Told())
+    told = Told()
+    codes = pull("tiny", told, "auto")
+    assert codes != plain
+    assert not told.has("downloading")
+    assert pull("tiny", Told(), "int4") == plain
 
 
 def test_the_same_content_elsewhere_shares_the_folder(gguf: Path, tmp_path: Path) -> None:
