@@ -84,11 +84,8 @@ class DecoderModel:
         """Rounded to the weights' type, as the models were trained."""
         self.layers = [_layer(config, tensors, prefix, n) for n in range(config.layers)]
         self.norm = _norm(config, tensors, f"{prefix}norm", hidden)
-        self.head = Linear(
-            self.embedding
-            if config.tied_embeddings
-            else tensors.matrix("lm_head.weight", vocab, hidden)
-        )
+        tied = config.tied_embeddings
+        self.head = Linear(self.embedding) if tied else tensors.linear("lm_head", vocab, hidden)
         self.ropes = tuple(rope_table(spec, config.context_length, device) for spec in config.ropes)
         """fp32 [context_length, 2, rotary_dim / 2] each."""
 

@@ -80,7 +80,8 @@ class ModelConfig:
 def load_model_config(folder: Path) -> ModelConfig:
     """Read ``config.json`` (and ``generation_config.json`` for its end-of-sequence ids).
 
-    Raises ConfigError for a folder without one, and for what this engine does not compute.
+    Raises ConfigError for a folder without one, and for what this engine does not compute. Whether
+    quantised weights can be read is for ``engine.weights`` to say.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -88,7 +89,7 @@ def load_model_config(folder: Path) -> ModelConfig:
     whole = ConfigFields.read(path)
     architecture, family = family_of(whole)
     fields = (whole.object("text_config") if family.text_config else whole).over(family.defaults)
-    _refuse_unknown(whole, fields)
+    _refuse_bidirectional(fields)
     heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
     kv_heads = fields.size("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -127,15 +128,11 @@ def load_model_config(folder: Path) -> ModelConfig:
     )
 
 
-def _refuse_unknown(whole: ConfigFields, fields: ConfigFields) -> None:
-    """Raises ConfigError for a model that this engine would compute wrongly."""
-    quantized = whole.object("quantization_config")
-    if quantized.values:
-        method = quantized.get("quant_method", "an unnamed method")
-        raise ConfigError(f"{whole.path}: weights quantised with {method} are not served")
+def _refuse_bidirectional(fields: ConfigFields) -> None:
+    """Raises ConfigError for an encoder, such as EmbeddingGemma."""
     if fields.get("use_bidirectional_attention", False):
         raise ConfigError(
-            f"{whole.path}: use_bidirectional_attention is not served: answers are made from left"
+            f"{fields.path}: use_bidirectional_attention is not served: answers are made from left"
             " to right"
         )
 

@@ -262,9 +262,6 @@ def test_which_layers_have_experts(tmp_path: Path) -> None:
         ({"num_attention_heads": 0}, "num_attention_heads"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 7}, "head_dim"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
-        ({"quantization_config": {"load_in_8bit": True}}, "quantised"),
     ],
 )
 def test_what_cannot_be_served_is_named(
