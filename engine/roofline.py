@@ -51,7 +51,9 @@ class Storage:
     """How a model is held."""
 
     weight_bytes: float
-    """Of one weight, its part of a scale included."""
+    """Of one weight of the layers' matrices, its part of a scale included."""
+    head_weight_bytes: float
+    """The same of the head's."""
     kv_token_bytes: float
     """KV of one token in all layers."""
 
@@ -105,7 +107,8 @@ def step_work(config: ModelConfig, storage: Storage, rows: Sequence[PlanRow]) ->
     attention = [_attention(config, row) for row in rows]
     kv_layer = storage.kv_token_bytes / config.layers
     return Work(
-        weight_bytes=storage.weight_bytes * (held + (head if sampled else 0)),
+        weight_bytes=storage.weight_bytes * held
+        + storage.head_weight_bytes * (head if sampled else 0),
         kv_bytes=kv_layer * sum(moved for moved, _ in attention),
         operations=2.0 * (used * tokens + head * sampled)
         # Queries times keys, and weights times values.

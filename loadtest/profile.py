@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from engine.kv_cache import block_bytes
 from engine.model_config import load_model_config
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.roofline import Ceilings, Roof, Storage, Work, step_work, total
+from engine.weights import Weight, iterate_weights
 from loadtest.whole_table import whole_table
 
 Say = Callable[[str], None]
@@ -33,6 +34,7 @@ _DECODE_STEPS = 16
 _WARM_STEPS = 2
 _TRACED_STEPS = 4
 _PREFILLS = 3
+_GPU_FRACTION = 0.8
 _LOWEST_ID = 100
 """Plain tokens: control tokens come first in a vocabulary."""
 
@@ -77,11 +79,11 @@ def profile_engine(settings: ProfileSettings, say: Say) -> Profile:
     _check(settings)
     say("loading the model")
     engine = build_engine(_with_room(settings))
-    bench = _Bench(engine)
+    bench = _Bench(engine, _storage(settings.engine, engine))
     _check_fit(settings, engine)
     warm_up(engine)
     say("measuring memory bandwidth and matrix products")
-    ceilings = measure_ceilings(bench.device, engine.cache.data.dtype)
+    ceilings = measure_ceilings(bench.device, _dtype(settings.engine))
     phases = []
     say(f"measuring {_prefill_name(settings.prompt_tokens)}")
     phases.append(_prefill_phase(bench, settings.prompt_tokens, ceilings))
@@ -122,11 +124,10 @@ def draw(profile: Profile) -> Table:
 class _Bench:
     """An engine that runs plans made by hand. They take the first blocks of the cache."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, storage: Storage) -> None:
         self.engine = engine
         self.device = engine.runner.device
-        cache = engine.cache
-        self._storage = Storage(cache.data.dtype.itemsize, cache.block_bytes / cache.block_size)
+        self._storage = storage
         self._dice = random.Random(0)  # noqa: S311 - prompts, no secret
 
     def prefill(self, tokens: int) -> tuple[float, Work]:
@@ -194,6 +195,38 @@ class _Bench:
             self.engine.runner.forget(number)
 
 
+def _storage(settings: EngineSettings, engine: Engine) -> Storage:
+    weights = iterate_weights(settings.model_path, torch.device("cpu"), _dtype(settings))
+    layers, head = bytes_per_weight(weights)
+    return Storage(layers, head, engine.cache.block_bytes / engine.cache.block_size)
+
+
+def _dtype(settings: EngineSettings) -> torch.dtype:
+    """That of a name that the engine has accepted."""
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    return dtype
+
+
+def bytes_per_weight(weights: Iterable[tuple[str, Weight]]) -> tuple[float, float]:
+    """Mean bytes of a weight, scales included: of the layers' matrices, and of the head.
+
+    A model without a head of its own takes its embedding for it.
+    """
+    values, held = 0, 0
+    embedding = head = 0.0
+    for name, weight in weights:
+        if len(weight.shape) != 2:
+            continue
+        count = weight.shape[0] * weight.shape[1]
+        if ".layers." in name:
+            values, held = values + count, held + weight.nbytes
+        elif name.endswith("embed_tokens.weight"):
+            embedding = weight.nbytes / count
+        elif name.endswith("lm_head.weight"):
+            head = weight.nbytes / count
+    return held / values, head or embedding
+
+
 def _prefill_phase(bench: _Bench, tokens: int, ceilings: Ceilings) -> Phase:
     """The median prompt of three, after one that does not count."""
     runs = [bench.prefill(tokens) for _ in range(1 + _PREFILLS)][1:]
@@ -257,12 +290,20 @@ def _check_fit(settings: ProfileSettings, engine: Engine) -> None:
 
 
 def _with_room(settings: ProfileSettings) -> EngineSettings:
-    """The engine's settings, with a KV pool on the CPU that holds the largest batch."""
+    """The engine's settings, with a KV pool on the CPU that holds the largest batch, and memory
+
+    left on a GPU for measuring its ceilings.
+    """
     engine = settings.engine
     config = load_model_config(engine.model_path)
     size = block_bytes(config, engine.block_size, torch.float32)
     room = _cache_blocks(settings) * size
-    return replace(engine, kv_pool_bytes=room, max_sequences=max(64, *settings.batches))
+    return replace(
+        engine,
+        kv_pool_bytes=room,
+        gpu_memory_fraction=min(engine.gpu_memory_fraction, _GPU_FRACTION),
+        max_sequences=max(engine.max_sequences, *settings.batches),
+    )
 
 
 def _cache_blocks(settings: ProfileSettings) -> int:

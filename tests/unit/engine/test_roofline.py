@@ -16,7 +16,7 @@ HIDDEN, INNER, HEADS, KV_HEADS, DIM, LAYERS, VOCAB = 48, 96, 6, 2, 8, 2, 320
 ATTENTION = HIDDEN * (2 * HEADS + 2 * KV_HEADS) * DIM
 MLP = 3 * HIDDEN * INNER
 KV_TOKEN = 2 * LAYERS * KV_HEADS * DIM * 2
-STORAGE = Storage(weight_bytes=2.0, kv_token_bytes=KV_TOKEN)
+STORAGE = Storage(weight_bytes=2.0, head_weight_bytes=2.0, kv_token_bytes=KV_TOKEN)
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,14 @@ def test_decoding_reads_every_weight_once_and_every_key(config: ModelConfig) -> 
     assert work.weight_bytes == 2 * weights
     assert work.kv_bytes == KV_TOKEN * (100 + 10)
     assert work.operations == 2 * 2 * weights + 4 * HEADS * DIM * LAYERS * (100 + 10)
+
+
+def test_the_head_may_be_held_in_another_way(config: ModelConfig) -> None:
+    storage = replace(STORAGE, weight_bytes=0.5)
+    work = step_work(config, storage, [_row(0, 1)])
+    assert work.weight_bytes == 0.5 * (ATTENTION + MLP) * LAYERS + 2 * VOCAB * HIDDEN
+    unsampled = step_work(config, storage, [_row(0, 1, sample=False)])
+    assert unsampled.weight_bytes == 0.5 * (ATTENTION + MLP) * LAYERS
 
 
 def test_a_prompt_computes_its_logits_once(config: ModelConfig) -> None:

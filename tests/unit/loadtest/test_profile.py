@@ -7,15 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 from baton.errors import ConfigError
 from deploy.cli import app
 from engine.engine import EngineSettings
+from engine.quantization.weight import quantize
 from engine.roofline import Ceilings
+from engine.weights import Weight
 from loadtest import profile
-from loadtest.profile import ProfileSettings, draw, profile_engine
+from loadtest.profile import ProfileSettings, bytes_per_weight, draw, profile_engine
 from loadtest.whole_table import print_whole
 from tests.models import make_tiny_model
 
@@ -76,6 +79,20 @@ def test_sizes_that_do_not_fit_are_refused(settings: ProfileSettings) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             profile_engine(replace(settings, **change), lambda _: None)
+
+
+def test_quantised_weights_count_with_their_scales() -> None:
+    weights: dict[str, Weight] = {
+        "model.layers.0.mlp.up_proj.weight": quantize(torch.randn(64, 64), "int8", 32),
+        "model.layers.0.mlp.down_proj.weight": torch.zeros(64, 64, dtype=torch.bfloat16),
+        "model.layers.0.input_layernorm.weight": torch.zeros(64),
+        "model.embed_tokens.weight": torch.zeros(10, 64, dtype=torch.bfloat16),
+    }
+    quantised = weights["model.layers.0.mlp.up_proj.weight"].nbytes / 64**2
+    assert 1.0 < quantised < 1.2
+    assert bytes_per_weight(weights.items()) == ((quantised + 2.0) / 2, 2.0)
+    own_head = weights | {"lm_head.weight": torch.zeros(10, 64)}
+    assert bytes_per_weight(own_head.items())[1] == 4.0
 
 
 def test_the_command(model: Path) -> None:
