@@ -22,6 +22,7 @@ Weight = torch.Tensor | QuantizedWeight
 
 _QUANTIZATIONS = ("auto", "none", *KINDS)
 _EMBEDDINGS = ("embed_tokens",)
+_HEAD = ".lm_head."
 _ROUTERS = ("gate", "router")
 """Modules that choose experts: small, and a wrong choice costs more than a wrong digit."""
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -75,9 +76,10 @@ def iterate_weights(
             f"{folder}: the weights are quantised already ({layout.method}); take quantization "
             f"auto to serve them as they are, or none, not {quantization}"
         )
-    tied = quantize_tied and _is_tied(folder)
     with ExitStack() as stack:
         files = _TensorFiles(_files(folder), stack)
+        # A model without a head of its own multiplies by the embedding.
+        tied = quantize_tied and not any(_HEAD in f".{name}" for name in files)
         for name, weight in _stored(files, layout):
             if isinstance(weight, QuantizedWeight):
                 yield name, _of_type(weight.to(device), dtype, quantization)
@@ -109,14 +111,6 @@ def _kind_of(name: str, weight: torch.Tensor, quantization: str, tied: bool) -> 
         return "int8" if tied and wanted else None
     # Two codes of int4 share a byte.
     return "int8" if wanted == "int4" and weight.shape[1] % 2 else wanted
-
-
-def _is_tied(folder: Path) -> bool:
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        return bool(config.get("tie_word_embeddings"))
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{folder / 'config.json'} cannot be read: {error}") from error
 
 
 class _TensorFiles:

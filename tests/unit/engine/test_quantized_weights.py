@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -64,7 +63,6 @@ def test_routers_and_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tied_embedding(tmp_path: Path, kind: QuantKind) -> None:
     save_file({"model.embed_tokens.weight": torch.randn(40, 32)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
     (plain,) = load_weights(tmp_path, CPU, torch.bfloat16, kind).values()
     assert isinstance(plain, torch.Tensor)
     (weight,) = load_weights(tmp_path, CPU, torch.bfloat16, kind, quantize_tied=True).values()
