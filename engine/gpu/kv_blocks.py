@@ -1,0 +1,167 @@
+"""KV blocks as the GPU kernels see them: codes in one of several types, with or without scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+PLAIN, INT8, FP8, FP8_BITS = 0, 1, 2, 3
+"""How a kernel reads KV: as floats; as int8; as fp8 that the GPU converts; as fp8 bit by bit."""
+
+FP8_MAX = 448.0
+INT8_MAX = 127.0
+
+_HARDWARE_FP8 = 89
+_KINDS = {
+    torch.float32: PLAIN,
+    torch.bfloat16: PLAIN,
+    torch.float16: PLAIN,
+    torch.int8: INT8,
+    torch.float8_e4m3fn: FP8,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KvBlocks:
+    """Blocks ``[block, layer, K/V, head, slot, dim]``, read by strides, the last one contiguous.
+
+    ``data`` is fp32, bf16, fp16, int8 or float8_e4m3fn; the last two have ``scales``, fp32
+    ``[block, layer, K/V, head, slot]``: a value is its code times the scale of its token and head.
+    Raises ValueError where the two do not fit.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.data.dim() != 6 or self.data.shape[2] != 2:
+            raise ValueError("KV blocks are [block, layer, 2, head, slot, dim]")
+        if self.data.dtype not in _KINDS:
+            raise ValueError(f"KV blocks cannot be {self.data.dtype}")
+        if self.data.stride(-1) != 1:
+            raise ValueError("KV blocks must be contiguous in their last dimension")
+        if (self.scales is not None) != self.quantised:
+            raise ValueError("int8 and fp8 KV blocks have scales, and others have none")
+        if self.scales is not None and (
+            self.scales.shape != self.data.shape[:-1] or self.scales.dtype != torch.float32
+        ):
+            raise ValueError("scales are fp32 [block, layer, 2, head, slot]")
+
+    @property
+    def quantised(self) -> bool:
+        return _KINDS[self.data.dtype] != PLAIN
+
+    @property
+    def heads(self) -> int:
+        return self.data.shape[3]
+
+    @property
+    def block_size(self) -> int:
+        """Slots of a block."""
+        return self.data.shape[4]
+
+    @property
+    def dim(self) -> int:
+        return self.data.shape[5]
+
+    def kind(self, capability: int) -> int:
+        """How a kernel for GPUs of ``capability`` reads these blocks."""
+        kind = _KINDS[self.data.dtype]
+        return FP8_BITS if kind == FP8 and capability < _HARDWARE_FP8 else kind
+
+    def codes(self, kind: int) -> torch.Tensor:
+        """``data`` of the type that a kernel of ``kind`` takes."""
+        return self.data.view(torch.uint8) if kind == FP8_BITS else self.data
+
+
+def empty_kv_blocks(
+    shape: tuple[int, int, int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> KvBlocks:
+    """Uninitialised blocks ``[block, layer, 2, head, slot, dim]``, with scales if quantised."""
+    quantised = _KINDS.get(dtype, PLAIN) != PLAIN
+    return KvBlocks(
+        torch.empty(shape, dtype=dtype, device=device),
+        torch.empty(shape[:-1], dtype=torch.float32, device=device) if quantised else None,
+    )
+
+
+def dequantise(blocks: KvBlocks) -> torch.Tensor:
+    """The values of all blocks in plain torch: fp32 ``[block, layer, 2, head, slot, dim]``."""
+    values = blocks.data.float()
+    return values if blocks.scales is None else values * blocks.scales[..., None]
+
+
+def quantise(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``values`` [..., dim] as ``dtype`` and, for int8 and float8_e4m3fn, fp32 scales [...].
+
+    The definition in plain torch: absolute maximum, round half to even.
+    """
+    if _KINDS[dtype] == PLAIN:
+        return values.to(dtype), None
+    values = values.float()
+    most = values.abs().amax(dim=-1)
+    scales = most / (INT8_MAX if dtype == torch.int8 else FP8_MAX)
+    scales = torch.where(most > 0, scales, torch.ones_like(scales))
+    scaled = values / scales[..., None]
+    if dtype == torch.int8:
+        return scaled.round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scales
+    return scaled.clamp(-FP8_MAX, FP8_MAX).to(dtype), scales
+
+
+@triton.jit
+def fp8_value(bits):  # type: ignore[no-untyped-def]
+    """uint8 bits of e4m3fn → fp32, exact: fp16 with the exponent 8 too small. No NaN."""
+    wide = bits.to(tl.uint16)
+    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def fp8_bits(value):  # type: ignore[no-untyped-def]
+    """fp32 within ±448 → uint8 bits of e4m3fn, rounded half to even, on every GPU."""
+    bits = value.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    bits = bits & 0x7FFFFFFF
+    # Subnormal results: adding 2^14 makes the sum's last mantissa bit worth 2^-9.
+    shifted = bits.to(tl.float32, bitcast=True) + 16384.0
+    small = shifted.to(tl.uint32, bitcast=True) - 0x46800000
+    # Others: exponent bias 127 → 7, half of what is cut off added, less one where that is even.
+    odd = (bits >> 20) & 1
+    large = (bits - 0x3C000000 + 0x7FFFF + odd) >> 20
+    return (tl.where(bits < 0x3C800000, small, large) | sign).to(tl.uint8)
+
+
+@triton.jit
+def round_half_even(value):  # type: ignore[no-untyped-def]
+    """fp32 of at most 2^22 in size → the nearest integer, in fp32."""
+    return (value + 12582912.0) - 12582912.0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def as_number(codes, kind: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Loaded KV codes as ``dtype``, without their scale: exact for codes in bf16 and fp16."""
+    if kind == 3:
+        return fp8_value(codes).to(dtype)
+    return codes.to(dtype)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scale_of(most, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scales of rows whose absolute maxima are ``most``, fp32: as ``quantise`` makes them."""
+    limit = 127.0 if kind == 1 else 448.0
+    return tl.where(most > 0, tl.div_rn(most, tl.full(most.shape, limit, tl.float32)), 1.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def encode(x, scale, kind: tl.constexpr, element: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes of fp32 numbers [rows, some] under their rows' scales, or as ``element``."""
+    if kind == 0:
+        return x.to(element)
+    scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    if kind == 1:
+        return round_half_even(scaled).to(tl.int8)
+    # The quotient may be above 448 by a rounding.
+    return fp8_bits(tl.minimum(tl.maximum(scaled, -448.0), 448.0))
