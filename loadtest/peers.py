@@ -50,8 +50,8 @@ def run_comparison(
 ) -> None:
     """Measure, print the table, and write the runs to ``output`` as they come, as JSON.
 
-    Raises ConfigError for what is unknown or missing, Unavailable where a server or the client
-    fails.
+    A failure or a Ctrl-C leaves the table and the file of what was measured until then. Raises
+    ConfigError for what is unknown or missing, Unavailable where a server or the client fails.
     """
     if programs.vllm is None:
         raise ConfigError(
@@ -60,17 +60,25 @@ def run_comparison(
         )
     comparison = replace(comparison, peers=choose_peers(comparison.peers, programs, say))
     machine, versions = this_machine(), _versions(programs, comparison.peers)
+    measured: list[Run] = []
 
-    def keep(runs: Sequence[Run]) -> None:
+    def keep(run: Run) -> None:
+        measured.append(run)
         if output is not None:
-            write_runs(output, machine, versions, runs)
+            write_runs(output, machine, versions, measured)
 
-    keep(())
-    runs = compare(comparison, programs, BenchClient(programs.vllm, programs.model), say, keep)
-    print_whole(console, draw(runs, comparison.workloads))
-    said = ", ".join(f"{name} {text}" for name, text in versions.items())
-    line = f"Medians of {comparison.repetitions}. {machine.line()}. {said}."
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    client = BenchClient(programs.vllm, programs.model)
+    if output is not None:
+        # Whether it can be written is better known before than after the first run.
+        write_runs(output, machine, versions, ())
+    try:
+        compare(comparison, programs, client, say, keep)
+    finally:
+        if measured:
+            print_whole(console, draw(measured, comparison.workloads))
+            said = ", ".join(f"{name} {text}" for name, text in versions.items())
+            line = f"Medians of {comparison.repetitions}. {machine.line()}. {said}."
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _versions(programs: Programs, peers: Sequence[str]) -> dict[str, str]:
@@ -105,14 +113,13 @@ def compare(
     programs: Programs,
     client: BenchClient,
     say: Say,
-    keep: Callable[[Sequence[Run]], None] = lambda _: None,
-) -> list[Run]:
-    """Start one server at a time and drive it; ``keep`` gets all runs so far after each.
+    keep: Callable[[Run], None],
+) -> None:
+    """Start one server at a time and drive it; ``keep`` gets each run as it ends.
 
     Raises Unavailable where a server does not come up or the client fails. All that it started has
     ended when it returns or raises, on SIGINT, SIGTERM and SIGHUP too (as KeyboardInterrupt).
     """
-    runs: list[Run] = []
     everything = range(comparison.repetitions)
     rounds = [(number,) for number in everything] if comparison.alternate else [tuple(everything)]
     with _signals_interrupt(), tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
@@ -124,10 +131,8 @@ def compare(
                 with serving(server, log) as seconds:
                     say(f"{server.title}: ready after {seconds:.1f} s")
                     for run in _drive(comparison, repetitions, server, client):
-                        runs.append(run)
-                        keep(runs)
+                        keep(run)
                         say(f"{server.title}: {_progress(run)}")
-    return runs
 
 
 def _drive(

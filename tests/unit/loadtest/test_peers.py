@@ -36,7 +36,9 @@ def _comparison(*peers: str, alternate: bool = False) -> Comparison:
 
 def _compare(fakes: Fakes, comparison: Comparison) -> list[Run]:
     client = BenchClient(fakes.folder / "vllm", fakes.folder)
-    return compare(comparison, fakes.programs, client, lambda _: None)
+    runs: list[Run] = []
+    compare(comparison, fakes.programs, client, lambda _: None, runs.append)
+    return runs
 
 
 def test_each_server_is_started_once(fakes: Fakes) -> None:
@@ -101,13 +103,26 @@ def test_what_was_measured_before_a_failure_is_kept(fakes: Fakes, tmp_path: Path
         if text.startswith("vLLM") and "ready" in text:
             fakes.set_mode("client", "fails")
 
-    with pytest.raises(Unavailable, match="connection refused by a fake"):
-        run_comparison(
-            _comparison("baton", "vllm"), fakes.programs, say, Console(quiet=True), output
-        )
+    console = Console(width=40)
+    comparison = _comparison("baton", "vllm")
+    with (
+        console.capture() as captured,
+        pytest.raises(Unavailable, match="connection refused by a fake"),
+    ):
+        run_comparison(comparison, fakes.programs, say, console, output)
+    assert "Baton, bf16" in captured.get()
     rows = json.loads(output.read_text())["runs"]
     assert [row["peer"] for row in rows] == ["baton"] * 4
     assert fakes.left() == []
+
+
+def test_a_file_that_cannot_be_written_is_known_before_anything_starts(fakes: Fakes) -> None:
+    output = fakes.folder / "absent" / "runs.json"
+    with pytest.raises(ConfigError, match="cannot be written"):
+        run_comparison(
+            _comparison("baton"), fakes.programs, lambda _: None, Console(quiet=True), output
+        )
+    assert fakes.calls == []
 
 
 def test_without_a_client_nothing_starts(fakes: Fakes) -> None:
@@ -128,7 +143,8 @@ def test_a_signal_ends_server_and_client(fakes: Fakes, number: signal.Signals) -
         "from tests.unit.loadtest.fake_programs import make_fakes\n"
         f"fakes = make_fakes(Path({str(fakes.folder)!r}))\n"
         "client = BenchClient(fakes.folder / 'vllm', fakes.folder)\n"
-        "compare(Comparison(('vllm',), (WORKLOADS['a'],), 1), fakes.programs, client, print)\n"
+        "comparison = Comparison(('vllm',), (WORKLOADS['a'],), 1)\n"
+        "compare(comparison, fakes.programs, client, print, print)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
