@@ -31,6 +31,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from baton.cache import cache_dir
 from baton.errors import ConfigError
 from deploy.gguf_convert import CONVERTER_VERSION, convert
+from engine.config_fields import ConfigFields
+from engine.families import family_of
 
 Progress = Callable[[str], None]
 
@@ -387,19 +389,13 @@ def _read_memory(memory: Path) -> dict[str, list[int | str]]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raises ConfigError unless ``folder`` holds a Llama model that can be served."""
+    """Raises ConfigError unless ``folder`` holds a model that can be served."""
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
     if not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors")
     if missing:
         raise ConfigError(f"{folder} is not a Hugging Face model: no {', no '.join(missing)}")
-    config = _read_json(folder / "config.json")
-    architectures = config.get("architectures") or [config.get("model_type")]
-    if "LlamaForCausalLM" not in architectures and architectures != ["llama"]:
-        raise ConfigError(
-            f"{folder / 'config.json'}: architecture {', '.join(map(str, architectures))} is not "
-            "supported; LlamaForCausalLM is"
-        )
+    family_of(ConfigFields.read(folder / "config.json"))
     _check_shards(folder)
 
 

@@ -139,7 +139,10 @@ class _Config:
 
 def _gptq(config: _Config) -> CheckpointFormat:
     bits = config.one_of("bits", (4, 8))
-    v2 = config.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq_v2"
+    config.refuse("is_marlin_format")
+    # GPTQModel's newer versions call it by the second name.
+    field = "checkpoint_format" if config.values.get("checkpoint_format") else "format"
+    v2 = config.one_of(field, ("gptq", "gptq_v2"), "gptq") == "gptq_v2"
     _refuse_mixed_bits(config, bits)
     return CheckpointFormat(
         "gptq",

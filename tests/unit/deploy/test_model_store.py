@@ -270,15 +270,23 @@ def test_a_model_folder_is_served_as_it_is(gguf: Path, tmp_path: Path) -> None:
     assert (resolved.name, resolved.path) == ("my-model", folder)
 
 
+def test_a_folder_of_another_family_is_served(gguf: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    convert(gguf, folder)
+    (folder / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    assert resolve(str(folder), Told()).path == folder
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         ({"tokenizer.json": None, "model.safetensors": None}, "no tokenizer.json, no .*safetens"),
         ({"config.json": None}, "no config.json"),
-        ({"config.json": "{"}, "is not JSON"),
-        ({"config.json": "[]"}, "not a JSON object"),
+        ({"config.json": "{"}, "config.json cannot be read"),
+        ({"config.json": "[]"}, "holds no JSON object"),
         ({"config.json": '{"architectures": ["GPT2LMHeadModel"]}'}, "GPT2LMHeadModel is not"),
-        ({"config.json": "{}"}, "architecture None is not"),
+        ({"config.json": "{}"}, r"architecture \? is not"),
         (
             {"model.safetensors.index.json": '{"weight_map": {"a": "model-2.safetensors"}}'},
             "lacks shards .*: model-2.safetensors",

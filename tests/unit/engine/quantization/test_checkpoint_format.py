@@ -168,6 +168,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "None": {"bits": 4},
     "bits 3": {"quant_method": "gptq", "bits": 3},
     "checkpoint_format marlin": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+    "format marlin": {"quant_method": "gptq", "bits": 4, "format": "marlin"},
+    "is_marlin_format": {"quant_method": "gptq", "bits": 4, "is_marlin_format": True},
     "bits 8 for": {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down": {"bits": 8}}},
     "version gemv": {"quant_method": "awq", "bits": 4, "version": "gemv"},
     "fmt e5m2": {"quant_method": "fp8", "fmt": "e5m2"},
