@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch.nn.attention.bias import causal_lower_right
 
-from engine.cpu_attention import AttentionKernel
 from engine.kv_cache import KvCache
 from engine.plan import PlanRow
 
@@ -145,12 +144,6 @@ def attend(
     return output.view(tokens, heads * dim)
 
 
-def _kernel(cache: KvCache, dim: int, scoring: Scoring) -> AttentionKernel | None:
-    """The CPU's kernel, where it computes what is asked for."""
-    plain = scoring == Scoring(dim**-0.5, window=0, softcap=0.0)
-    return cache.attention_kernel if plain else None
-
-
 def _attend_chunk(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -161,9 +154,6 @@ def _attend_chunk(
     scoring: Scoring,
 ) -> torch.Tensor:
     """Attention of a prompt's chunk: [count, heads, head_dim]."""
-    kernel = _kernel(cache, queries.shape[2], scoring)
-    if kernel is not None:
-        return kernel(queries, chunk.table, chunk.lengths, layer)
     end = chunk.start + chunk.count
     if chunk.start == 0:
         origin = 0
@@ -224,9 +214,6 @@ def _attend_singles(
     queries: torch.Tensor, cache: KvCache, layer: int, meta: AttentionMeta, scoring: Scoring
 ) -> torch.Tensor:
     """Attention of sequences with one query token each: [sequences, heads, head_dim]."""
-    kernel = _kernel(cache, queries.shape[2], scoring)
-    if kernel is not None:
-        return kernel(queries, meta.decode_tables, meta.decode_lengths, layer)
     tables, mask = meta.decode_tables, meta.decode_mask
     if scoring.window:
         tables, mask = _windowed(meta, cache.block_size, scoring.window)

@@ -7,15 +7,20 @@ from pathlib import Path
 
 import torch
 
+from baton.cache import cache_dir
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
+from engine.cpu.decoder import cpu_decoder
 from engine.kv_cache import KvCache, block_bytes
 from engine.model import DecoderModel
 from engine.model_config import ModelConfig, load_model_config
 from engine.plan import NewSequence, PlanRow, StepPlan
+from engine.quantization.packed_cache import PackedCache
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerLimits
+from engine.step import StepModel
+from engine.torch_step import TorchStepModel
 from engine.weights import fingerprint, load_weights
 
 _CHUNK_KEYS = {"cpu": 1 << 19, "cuda": 0}
@@ -84,13 +89,12 @@ def build_engine(settings: EngineSettings) -> Engine:
         max_sequences=settings.max_sequences,
         context_length=min(config.context_length, blocks * settings.block_size),
     )
-    return Engine(
-        config,
-        ModelRunner(model, cache, device),
-        pool,
-        Scheduler(pool, limits),
-        fingerprint(settings.model_path, settings.dtype),
-    )
+    name = fingerprint(settings.model_path, settings.dtype)
+    step_model: StepModel | None = cpu_decoder(model, cache, PackedCache(cache_dir()), name)
+    if step_model is None:
+        step_model = TorchStepModel(model, cache, device)
+    runner = ModelRunner(step_model, cache, device)
+    return Engine(config, runner, pool, Scheduler(pool, limits), name)
 
 
 def warm_up(engine: Engine) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from baton.request import Geometry
-from engine.cpu_attention import attention_kernel
 from engine.model_config import ModelConfig
 
 
@@ -31,8 +30,6 @@ class KvCache:
         shape = (blocks, config.layers, 2, config.kv_heads, block_size, config.head_dim)
         # Zeros, so that slots past a sequence's end, which are masked, hold no NaN.
         self.data = torch.zeros(shape, dtype=dtype, device=device)
-        self.attention_kernel = attention_kernel(self.data)
-        """Attention of single queries over these blocks, where the CPU has a kernel for it."""
         self._bytes = self.data.view(torch.uint8).view(blocks, -1)
 
     @property

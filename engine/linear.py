@@ -1,32 +1,34 @@
-"""A linear layer: torch's, or the CPU kernel where that is faster."""
+"""A linear layer, in plain torch."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
-from engine.cpu_linear import MOST_ROWS, LinearKernel, linear_kernel
+from engine.quantization.weight import QuantizedWeight, dequantize
 
 
 class Linear:
     """``x @ weight.T + bias``; weight [out, in], x [rows, in]."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._weight = weight
-        self._bias = bias
-        self._kernel: LinearKernel | None = None
-        plain = weight.is_contiguous() and (bias is None or bias.is_contiguous())
-        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and plain:
-            self._kernel = linear_kernel()
+    def __init__(
+        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None
+    ) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._dense = weight if isinstance(weight, torch.Tensor) else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, out], of the weight's type."""
-        if self._kernel is not None and x.shape[0] <= MOST_ROWS:
-            return self._kernel(x.contiguous(), self._weight, self._bias, torch.bfloat16)
-        return F.linear(x, self._weight, self._bias)
+        """[rows, out], of the type of ``x``."""
+        return F.linear(x, self._matrix(x.dtype), self.bias)
 
     def to_float(self, x: torch.Tensor) -> torch.Tensor:
-        """fp32 [rows, out]; not rounded to the weight's type first where the kernel runs."""
-        if self._kernel is not None and x.shape[0] <= MOST_ROWS:
-            return self._kernel(x.contiguous(), self._weight, self._bias, torch.float32)
-        return F.linear(x, self._weight, self._bias).float()
+        """fp32 [rows, out]."""
+        return self(x).float()
+
+    def _matrix(self, dtype: torch.dtype) -> torch.Tensor:
+        """A quantised weight is dequantised once, when torch is first asked to multiply by it."""
+        if self._dense is None:
+            assert isinstance(self.weight, QuantizedWeight)
+            self._dense = dequantize(self.weight).to(dtype)
+        return self._dense

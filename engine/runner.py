@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from baton.sampling_params import SamplingParams
-from engine.attention import attention_meta
 from engine.kv_cache import KvCache
-from engine.model import Batch, DecoderModel
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.sampling import SampleRow, sample
+from engine.step import StepInput, StepModel
 
 
 @dataclass(slots=True)
@@ -28,7 +27,7 @@ class _Known:
 class ModelRunner:
     """Holds the model, the cache and the tokens of the sequences it was told of."""
 
-    def __init__(self, model: DecoderModel, cache: KvCache, device: torch.device) -> None:
+    def __init__(self, model: StepModel, cache: KvCache, device: torch.device) -> None:
         self.model = model
         self.cache = cache
         self.device = device
@@ -42,8 +41,7 @@ class ModelRunner:
             self.forget(sequence_id)
         for new in plan.new:
             self._learn(new)
-        hidden = self.model.hidden_states(self._batch(plan.rows), self.cache)
-        tokens = self._sample(plan.rows, hidden)
+        tokens = self._compute(plan.rows)
         if self.device.type == "cuda":
             # A result says that the step's KV is there: transfers read it on another stream.
             torch.cuda.current_stream(self.device).synchronize()
@@ -58,49 +56,25 @@ class ModelRunner:
             list(new.token_ids), new.prompt_length, new.sampling, new.stop_ids
         )
 
-    def _batch(self, rows: tuple[PlanRow, ...]) -> Batch:
-        size = self.cache.block_size
+    def _compute(self, rows: tuple[PlanRow, ...]) -> tuple[tuple[int, ...], ...]:
         token_ids: list[int] = []
-        positions: list[int] = []
-        blocks: list[int] = []
+        outputs: list[int] = []
+        sampled: list[_Known] = []
         for row in rows:
-            span = range(row.start, row.start + row.count)
-            token_ids.extend(self._known[row.sequence_id].token_ids[span.start : span.stop])
-            positions.extend(span)
-            blocks.extend(row.block_table[position // size] for position in span)
-        where = torch.tensor(positions, device=self.device)
-        return Batch(
-            torch.tensor(token_ids, device=self.device),
-            where,
-            torch.tensor(blocks, device=self.device),
-            where % size,
-            attention_meta(rows, size, self.device),
-        )
-
-    def _sample(
-        self, rows: tuple[PlanRow, ...], hidden: torch.Tensor
-    ) -> tuple[tuple[int, ...], ...]:
-        last, sampled, end = [], [], 0
-        for row in rows:
-            end += row.count
+            known = self._known[row.sequence_id]
+            token_ids += known.token_ids[row.start : row.start + row.count]
             if row.sample:
-                last.append(end - 1)
-                sampled.append(self._known[row.sequence_id])
-        if not sampled:
-            return tuple(() for _ in rows)
-        logits = self.model.logits(hidden[last])
-        drawn = iter(
-            sample(
-                logits,
-                [SampleRow(k.sampling, k.token_ids, k.prompt_length, k.stop_ids) for k in sampled],
-            )
-        )
-        tokens: list[tuple[int, ...]] = []
-        for row in rows:
-            if row.sample:
-                token = next(drawn)
-                self._known[row.sequence_id].token_ids.append(token)
-                tokens.append((token,))
-            else:
-                tokens.append(())
-        return tuple(tokens)
+                outputs.append(len(token_ids) - 1)
+                sampled.append(known)
+        draws = [SampleRow(k.sampling, k.token_ids, k.prompt_length, k.stop_ids) for k in sampled]
+        greedy = all(draw.plain and draw.sampling.greedy for draw in draws)
+        found = self.model.run(StepInput(rows, token_ids, outputs, greedy))
+        if found.best is not None:
+            drawn = found.best
+        else:
+            assert found.logits is not None, "a step gives the one or the other"
+            drawn = sample(found.logits, draws)
+        for known, token in zip(sampled, drawn, strict=True):
+            known.token_ids.append(token)
+        tokens = iter(drawn)
+        return tuple((next(tokens),) if row.sample else () for row in rows)

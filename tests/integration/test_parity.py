@@ -20,8 +20,8 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.local import generate
-from engine.plan import PlanRow
 from engine.runner import ModelRunner
+from engine.step import StepInput, StepModel, StepOutput
 from router.tokenizer import Tokenizer
 from tests.models import real_model
 
@@ -34,29 +34,29 @@ CLEAR_GAP = 1.0
 """In logits, between the two likeliest tokens: bfloat16 does not turn such an order."""
 
 
-class RecordingRunner(ModelRunner):
-    """Keeps the hidden states of all that it computes, by sequence."""
+class RecordingModel:
+    """Keeps the logits of all that it computes, by sequence."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine.runner.model, engine.cache, engine.runner.device)
-        self.hidden: dict[int, list[torch.Tensor]] = {}
-        self.spans: dict[int, list[tuple[int, int]]] = {}
+    def __init__(self, inner: StepModel) -> None:
+        self._inner = inner
+        self._logits: dict[int, list[torch.Tensor]] = {}
+        self._spans: dict[int, list[tuple[int, int]]] = {}
 
-    def _sample(
-        self, rows: tuple[PlanRow, ...], hidden: torch.Tensor
-    ) -> tuple[tuple[int, ...], ...]:
-        pieces = torch.split(hidden, [row.count for row in rows])
-        for row, piece in zip(rows, pieces, strict=True):
-            self.hidden.setdefault(row.sequence_id, []).append(piece)
-            self.spans.setdefault(row.sequence_id, []).append((row.start, row.start + row.count))
-        return super()._sample(rows, hidden)
+    def run(self, step: StepInput) -> StepOutput:
+        everything = replace(step, outputs=list(range(len(step.token_ids))), greedy=False)
+        logits = self._inner.run(everything).logits
+        assert logits is not None
+        pieces = torch.split(logits.clone(), [row.count for row in step.rows])
+        for row, piece in zip(step.rows, pieces, strict=True):
+            self._logits.setdefault(row.sequence_id, []).append(piece)
+            self._spans.setdefault(row.sequence_id, []).append((row.start, row.start + row.count))
+        return StepOutput(None, logits[step.outputs])
 
-    @torch.inference_mode()
     def logits(self, sequence_id: int) -> torch.Tensor:
         """fp32 [computed tokens, vocab_size], without the tokens that came from the cache."""
-        spans = self.spans[sequence_id]
+        spans = self._spans[sequence_id]
         assert all(before[1] == after[0] for before, after in pairwise(spans)), spans
-        return self.model.logits(torch.cat(self.hidden[sequence_id]))
+        return torch.cat(self._logits[sequence_id])
 
 
 @dataclass(frozen=True)
@@ -113,14 +113,15 @@ def answer(
     built = build_engine(
         EngineSettings(model, dtype, "cpu", threads=1, kv_pool_bytes=512 << 20, **settings)
     )
-    runner = RecordingRunner(built)
+    recording = RecordingModel(built.runner.model)
+    runner = ModelRunner(recording, built.cache, built.runner.device)
     engine = replace(built, runner=runner)
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     outputs = generate(
         engine, [SequenceSpec("", 0, "", prompt, len(prompt), sampling) for prompt in prompts]
     )
     return [
-        Answered(prompt, output.token_ids, runner.logits(number))
+        Answered(prompt, output.token_ids, recording.logits(number))
         for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
     ]
 

@@ -50,10 +50,8 @@ def engine(folder: Path) -> Engine:
 
 @pytest.fixture
 def runner(engine: Engine) -> ModelRunner:
-    """On the shared model, with no sequences and a cache of its own."""
-    cache = engine.cache
-    fresh = type(cache)(engine.config, 64, 16, torch.float32, torch.device("cpu"))
-    return ModelRunner(engine.runner.model, fresh, engine.runner.device)
+    """On the shared engine's model and cache, with no sequences."""
+    return ModelRunner(engine.runner.model, engine.cache, engine.runner.device)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,466 @@
+// One step of a decoder: embedding, layers, logits. The plain-torch model in engine/model.py is the
+// definition; this computes the same for bf16 weights, without a trip through Python for each of the
+// thousand small operations of a step.
+//
+// The residual stream and all sums are fp32; what enters a matrix product is bf16.
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+#include "quantized.h"
+#include "threads.h"
+
+enum QkNorm { QK_NONE = 0, QK_HEAD = 1, QK_FULL = 2 };
+enum Activation { SILU = 0, GELU_TANH = 1 };
+
+struct Layer {
+  const float *attention_norm, *query_norm, *key_norm, *attention_post_norm, *mlp_norm,
+      *mlp_post_norm;     // [hidden] or as wide as what they norm; null: none
+  const float* rope;      // [context][2][rotary / 2], or null: no rotation
+  int64_t rotary, window;  // window 0: all keys
+  Matrix query, key, value, output;
+  int64_t experts;  // 0: one dense MLP, the first of gate, up, down
+  Matrix router;
+  const Matrix *gate, *up, *down;
+};
+
+struct Model {
+  int64_t layers, hidden, heads, kv_heads, dim, vocab, qk_norm, activation, experts_per_token,
+      experts_normalised;
+  float eps, attention_scale, attention_softcap, logits_softcap, embedding_scale;
+  const bf16* embedding;  // [vocab, hidden]
+  const float* norm;
+  Matrix head;
+  const Layer* layer;
+};
+
+// The tokens of one step, all sequences after one another.
+struct Step {
+  int64_t tokens, rows, outputs, threads;
+  const int64_t *token_ids, *positions;  // [tokens]
+  const int32_t *blocks, *slots;         // [tokens]: where each token's keys and values go
+  const int32_t *first, *count, *start, *table;  // [rows]; table: offsets into tables
+  const int32_t* tables;
+  const int64_t* output;  // [outputs]: tokens whose logits are wanted
+  const float* embedded;  // [tokens, hidden] in place of the table's rows, or null
+  float* logits;          // [outputs, vocab], or null
+  int64_t* best;          // [outputs]: the likeliest token, the lowest of equals; or null
+};
+
+namespace {
+
+class Decoder {
+ public:
+  Decoder(const Model& model, const Cache& cache) : model_(model), cache_(cache) {
+    layers_.assign(model.layer, model.layer + model.layers);
+  }
+
+  void run(const Step& step) {
+    step_ = &step;
+    make_room();
+    embed();
+    for (const Layer& layer : layers_) {
+      attend(layer);
+      if (layer.experts) mix(layer);
+      else feed(layer);
+    }
+    finish();
+  }
+
+ private:
+  long tokens() const { return step_->tokens; }
+
+  template <class Body>
+  void parallel(long count, Body&& body) {
+    threads_.run(count, (int)step_->threads, body);
+  }
+
+  // Rows are cheap one by one: only many of them are worth several threads.
+  template <class Body>
+  void over_rows(long rows, Body&& body) {
+    const long part = 16;
+    if (rows <= part) {
+      for (long i = 0; i < rows; i++) body(i);
+      return;
+    }
+    parallel((rows + part - 1) / part, [&](long n) {
+      for (long i = n * part; i < std::min(rows, (n + 1) * part); i++) body(i);
+    });
+  }
+
+  void make_room() {
+    const Model& m = model_;
+    const size_t wide = m.heads * m.dim, narrow = m.kv_heads * m.dim, n = tokens();
+    residual_.resize(n * m.hidden);
+    normed_.resize(n * m.hidden);
+    projected_.resize(n * std::max<size_t>(wide + 2 * narrow, m.hidden));
+    queries_.resize(n * wide);
+    attended_.resize(n * wide);
+  }
+
+  void embed() {
+    const long hidden = model_.hidden;
+    over_rows(tokens(), [&](long t) {
+      float* to = residual_.data() + t * hidden;
+      if (step_->embedded) {
+        memcpy(to, step_->embedded + t * hidden, hidden * sizeof(float));
+      } else {
+        const bf16* from = model_.embedding + step_->token_ids[t] * hidden;
+        for (long i = 0; i < hidden; i++) to[i] = float_of(from[i]);
+      }
+      if (model_.embedding_scale != 1.0f)
+        for (long i = 0; i < hidden; i++) to[i] *= model_.embedding_scale;
+    });
+  }
+
+  // Root mean square (Zhang & Sennrich, 2019): the factor for a row.
+  float factor_of(const float* x, long width) const {
+    f32x16 sums = {};
+    long i = 0;
+    for (; i + 16 <= width; i += 16) {
+      const f32x16 v = load<f32x16>(x + i);
+      sums += v * v;
+    }
+    float total = sum_of(sums);
+    for (; i < width; i++) total += x[i] * x[i];
+    return 1.0f / sqrtf(total / width + model_.eps);
+  }
+
+  void norm_to_half(const float* x, const float* weight, long width, bf16* to) const {
+    const float factor = weight ? factor_of(x, width) : 1.0f;
+    long i = 0;
+    for (; i + 16 <= width; i += 16) {
+      f32x16 v = load<f32x16>(x + i) * factor;
+      if (weight) v = v * load<f32x16>(weight + i);
+      store(to + i, half_of(v));
+    }
+    for (; i < width; i++) to[i] = half_of(x[i] * factor * (weight ? weight[i] : 1.0f));
+  }
+
+  void norm_in_place(float* x, const float* weight, long width) const {
+    const float factor = factor_of(x, width);
+    for (long i = 0; i < width; i++) x[i] = x[i] * factor * weight[i];
+  }
+
+  void norm_rows(const float* weight) {
+    const long hidden = model_.hidden;
+    over_rows(tokens(), [&](long t) {
+      norm_to_half(residual_.data() + t * hidden, weight, hidden, normed_.data() + t * hidden);
+    });
+  }
+
+  // Products of rows [rows, stride] with a matrix: `each(m, n, count, values)` gets up to 32
+  // neighbouring outputs n … of row m, bias added. Panels are shared out in runs.
+  template <class Each>
+  void multiply(const Matrix* matrices, int number, const bf16* x, long stride, long rows,
+                Each&& each) {
+    long panels = 0;
+    const bf16* inputs[3];
+    for (int i = 0; i < number; i++) {
+      panels += matrices[i].panels();
+      inputs[i] = ordered(matrices[i], x, stride, rows, ordered_[i]);
+    }
+    const long threads = step_->threads;
+    const long run = std::max<long>(1, threads > 1 ? panels / (threads * 6) : panels);
+    parallel((panels + run - 1) / run, [&](long part) {
+      for (long i = part * run; i < std::min(panels, (part + 1) * run); i++) {
+        long panel = i;
+        int which = 0;
+        while (panel >= matrices[which].panels()) panel -= matrices[which++].panels();
+        const Matrix& w = matrices[which];
+        multiply_panel(w, panel, inputs[which], stride, rows, [&](long m, long count, float* tile) {
+          const long n = panel * PANEL, width = std::min<long>(PANEL, w.outputs - n);
+          for (long r = 0; r < count; r++) {
+            float* values = tile + r * PANEL;
+            if (w.bias)
+              for (long c = 0; c < width; c++) values[c] += w.bias[n + c];
+            each(which, m + r, n, width, values);
+          }
+        });
+      }
+    });
+  }
+
+  // Adds a block's output to the residual stream; with a norm in between, it is kept for that.
+  auto adder(const float* post_norm) {
+    float* to = post_norm ? projected_.data() : residual_.data();
+    const long hidden = model_.hidden;
+    return [to, hidden, post_norm](int, long t, long n, long width, const float* values) {
+      float* at = to + t * hidden + n;
+      if (post_norm) memcpy(at, values, width * sizeof(float));
+      else
+        for (long i = 0; i < width; i++) at[i] += values[i];
+    };
+  }
+
+  // Rows in the order of a weight's columns (GPTQ's act-order): `x` itself where that is plain.
+  const bf16* ordered(const Matrix& w, const bf16* x, long stride, long rows,
+                      std::vector<bf16>& memory) {
+    if (!w.columns) return x;
+    memory.resize(std::max<size_t>(memory.size(), rows * stride));
+    over_rows(rows, [&](long m) {
+      for (long k = 0; k < w.inputs; k++) memory[m * stride + k] = x[m * stride + w.columns[k]];
+    });
+    return memory.data();
+  }
+
+  void attend(const Layer& layer) {
+    const Model& m = model_;
+    const long hidden = m.hidden, wide = m.heads * m.dim, narrow = m.kv_heads * m.dim;
+    const long row = wide + 2 * narrow;
+    norm_rows(layer.attention_norm);
+    const long offset[3] = {0, wide, wide + narrow};
+    const Matrix matrices[3] = {layer.query, layer.key, layer.value};
+    multiply(matrices, 3, normed_.data(), hidden, tokens(),
+             [&](int which, long t, long n, long width, const float* values) {
+               memcpy(projected_.data() + t * row + offset[which] + n, values, width * sizeof(float));
+             });
+    over_rows(tokens(), [&](long t) { place(layer, t, projected_.data() + t * row); });
+    look_back(layer);
+    multiply(&layer.output, 1, attended_.data(), wide, tokens(), adder(layer.attention_post_norm));
+    add_normed(layer.attention_post_norm);
+  }
+
+  void add_normed(const float* post_norm) {
+    if (!post_norm) return;
+    const long hidden = model_.hidden;
+    over_rows(tokens(), [&](long t) {
+      float* from = projected_.data() + t * hidden;
+      norm_in_place(from, post_norm, hidden);
+      for (long i = 0; i < hidden; i++) residual_[t * hidden + i] += from[i];
+    });
+  }
+
+  // A token's query, rotated, for the attention; its key and value into the cache.
+  void place(const Layer& layer, long t, float* projected) {
+    const Model& m = model_;
+    const long dim = m.dim, wide = m.heads * dim, narrow = m.kv_heads * dim;
+    if (m.qk_norm == QK_FULL) {
+      norm_in_place(projected, layer.query_norm, wide);
+      norm_in_place(projected + wide, layer.key_norm, narrow);
+    } else if (m.qk_norm == QK_HEAD) {
+      for (long h = 0; h < m.heads; h++) norm_in_place(projected + h * dim, layer.query_norm, dim);
+      for (long h = 0; h < m.kv_heads; h++)
+        norm_in_place(projected + wide + h * dim, layer.key_norm, dim);
+    }
+    if (layer.rope) {
+      const float* table = layer.rope + step_->positions[t] * layer.rotary;
+      for (long h = 0; h < m.heads + m.kv_heads; h++) rotate(projected + h * dim, table, layer.rotary);
+    }
+    halve(projected, wide, queries_.data() + t * wide);
+    bf16* block = layer_cache(layer) + step_->blocks[t] * cache_.block_stride;
+    const long head = cache_.block_size * dim, slot = step_->slots[t] * dim;
+    for (long h = 0; h < m.kv_heads; h++) {
+      halve(projected + wide + h * dim, dim, block + h * head + slot);
+      halve(projected + wide + narrow + h * dim, dim, block + (m.kv_heads + h) * head + slot);
+    }
+  }
+
+  static void rotate(float* x, const float* table, long rotary) {
+    const long half = rotary / 2;
+    for (long i = 0; i < half; i++) {
+      const float a = x[i], b = x[half + i], cosine = table[i], sine = table[half + i];
+      x[i] = a * cosine - b * sine;
+      x[half + i] = b * cosine + a * sine;
+    }
+  }
+
+  static void halve(const float* from, long count, bf16* to) {
+    for (long i = 0; i < count; i += 16) store(to + i, half_of(load<f32x16>(from + i)));
+  }
+
+  bf16* layer_cache(const Layer& layer) const {
+    return (bf16*)cache_.data + (&layer - layers_.data()) * cache_.layer_stride;
+  }
+
+  void look_back(const Layer& layer) {
+    const Model& m = model_;
+    const attention::Problem problem = {
+        queries_.data(),     attended_.data(), layer_cache(layer), cache_.block_stride,
+        cache_.block_size,   m.heads,          m.kv_heads,         m.dim,
+        layer.window,        m.attention_scale, m.attention_softcap};
+    const long group = m.heads / m.kv_heads, most = std::max<long>(1, QUERY_ROWS / group);
+    parts_.clear();
+    for (long r = 0; r < step_->rows; r++)
+      for (long at = 0; at < step_->count[r]; at += most)
+        parts_.push_back({step_->first[r] + at, std::min<long>(most, step_->count[r] - at),
+                          step_->start[r] + at, step_->tables + step_->table[r]});
+    // The last parts of a prompt see the most keys: they go first, so that threads end together.
+    const long count = (long)parts_.size();
+    parallel(count * m.kv_heads, [&](long i) {
+      static thread_local attention::Memory memory;
+      attention::attend(problem, parts_[count - 1 - i / m.kv_heads], i % m.kv_heads, memory);
+    });
+  }
+
+  f32x16 activate(f32x16 x) const { return model_.activation == SILU ? silu(x) : gelu_tanh(x); }
+
+  // act(gate(x)) * up(x) for rows of x → inner [rows, inner].
+  void gate(const Matrix& gate, const Matrix& up, const bf16* x, long rows, bf16* inner) {
+    const long hidden = model_.hidden, width = gate.outputs, panels = gate.panels();
+    const bf16* to_gate = ordered(gate, x, hidden, rows, ordered_[0]);
+    const bf16* to_up = ordered(up, x, hidden, rows, ordered_[1]);
+    const long threads = step_->threads;
+    const long run = std::max<long>(1, threads > 1 ? panels / (threads * 6) : panels);
+    parallel((panels + run - 1) / run, [&](long part) {
+      static thread_local std::vector<float> gated;
+      gated.resize(std::max<size_t>(gated.size(), rows * PANEL));
+      for (long i = part * run; i < std::min(panels, (part + 1) * run); i++) {
+        multiply_panel(gate, i, to_gate, hidden, rows, [&](long m, long count, float* tile) {
+          add_bias(gate, i, count, tile);
+          memcpy(gated.data() + m * PANEL, tile, count * PANEL * sizeof(float));
+        });
+        multiply_panel(up, i, to_up, hidden, rows, [&](long m, long count, float* tile) {
+          add_bias(up, i, count, tile);
+          for (long r = 0; r < count; r++) {
+            bf16 halves[PANEL];
+            for (int c = 0; c < PANEL; c += 16) {
+              const f32x16 g = load<f32x16>(gated.data() + (m + r) * PANEL + c);
+              store(halves + c, half_of(activate(g) * load<f32x16>(tile + r * PANEL + c)));
+            }
+            const long n = i * PANEL;
+            memcpy(inner + (m + r) * width + n, halves,
+                   std::min<long>(PANEL, width - n) * sizeof(bf16));
+          }
+        });
+      }
+    });
+  }
+
+  static void add_bias(const Matrix& w, long panel, long count, float* tile) {
+    if (!w.bias) return;
+    const long n = panel * PANEL, width = std::min<long>(PANEL, w.outputs - n);
+    for (long r = 0; r < count; r++)
+      for (long c = 0; c < width; c++) tile[r * PANEL + c] += w.bias[n + c];
+  }
+
+  void feed(const Layer& layer) {
+    const long inner = layer.gate->outputs;
+    norm_rows(layer.mlp_norm);
+    inner_.resize(tokens() * inner);
+    gate(*layer.gate, *layer.up, normed_.data(), tokens(), inner_.data());
+    multiply(layer.down, 1, inner_.data(), inner, tokens(), adder(layer.mlp_post_norm));
+    add_normed(layer.mlp_post_norm);
+  }
+
+  // A mixture of experts: each token's rows go through the experts that its router chose, the
+  // tokens of one expert together; the results are added in the order of the choice.
+  void mix(const Layer& layer) {
+    const Model& m = model_;
+    const long hidden = m.hidden, chosen = m.experts_per_token, n = tokens(), experts = layer.experts;
+    norm_rows(layer.mlp_norm);
+    scores_.resize(n * experts);
+    multiply(&layer.router, 1, normed_.data(), hidden, n,
+             [&](int, long t, long at, long width, const float* values) {
+               memcpy(scores_.data() + t * experts + at, values, width * sizeof(float));
+             });
+    choices_.resize(n * chosen);
+    shares_.resize(n * chosen);
+    for (long t = 0; t < n; t++) choose(t, experts);
+    std::vector<std::vector<long>> places(experts);
+    for (long i = 0; i < n * chosen; i++) places[choices_[i]].push_back(i);
+    mixed_.resize(n * chosen * hidden);
+    for (long e = 0; e < experts; e++) {
+      const std::vector<long>& mine = places[e];
+      if (mine.empty()) continue;
+      const long rows = (long)mine.size(), inner = layer.gate[e].outputs;
+      gathered_.resize(rows * hidden);
+      for (long r = 0; r < rows; r++)
+        memcpy(gathered_.data() + r * hidden, normed_.data() + mine[r] / chosen * hidden,
+               hidden * sizeof(bf16));
+      inner_.resize(std::max<size_t>(inner_.size(), rows * inner));
+      gate(layer.gate[e], layer.up[e], gathered_.data(), rows, inner_.data());
+      multiply(layer.down + e, 1, inner_.data(), inner, rows,
+               [&](int, long r, long at, long width, const float* values) {
+                 memcpy(mixed_.data() + mine[r] * hidden + at, values, width * sizeof(float));
+               });
+    }
+    over_rows(n, [&](long t) {
+      float* to = (layer.mlp_post_norm ? projected_.data() : residual_.data()) + t * hidden;
+      if (layer.mlp_post_norm) std::fill(to, to + hidden, 0.0f);
+      for (long c = 0; c < chosen; c++) {
+        const float share = shares_[t * chosen + c];
+        const float* from = mixed_.data() + (t * chosen + c) * hidden;
+        for (long i = 0; i < hidden; i++) to[i] += share * from[i];
+      }
+    });
+    add_normed(layer.mlp_post_norm);
+  }
+
+  // The likeliest experts of a token, the lowest of equals first, and their shares.
+  void choose(long t, long experts) {
+    const long chosen = model_.experts_per_token;
+    float* scores = scores_.data() + t * experts;
+    const float most = *std::max_element(scores, scores + experts);
+    float total = 0;
+    for (long e = 0; e < experts; e++) total += scores[e] = expf(scores[e] - most);
+    std::vector<int> order(experts);
+    std::iota(order.begin(), order.end(), 0);
+    std::partial_sort(order.begin(), order.begin() + chosen, order.end(), [&](int a, int b) {
+      return scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
+    });
+    if (model_.experts_normalised) {
+      total = 0;
+      for (long c = 0; c < chosen; c++) total += scores[order[c]];
+    }
+    for (long c = 0; c < chosen; c++) {
+      choices_[t * chosen + c] = order[c];
+      shares_[t * chosen + c] = scores[order[c]] / total;
+    }
+  }
+
+  void finish() {
+    const long hidden = model_.hidden, rows = step_->outputs, vocab = model_.vocab;
+    if (!rows) return;
+    for (long r = 0; r < rows; r++)
+      norm_to_half(residual_.data() + step_->output[r] * hidden, model_.norm, hidden,
+                   normed_.data() + r * hidden);
+    const long panels = model_.head.panels();
+    best_.resize(rows * panels);
+    where_.resize(rows * panels);
+    const float cap = model_.logits_softcap;
+    multiply(&model_.head, 1, normed_.data(), hidden, rows,
+             [&](int, long r, long n, long width, float* values) {
+               if (cap > 0)
+                 for (long i = 0; i < width; i++) values[i] = cap * tanhf(values[i] / cap);
+               if (step_->logits) memcpy(step_->logits + r * vocab + n, values, width * sizeof(float));
+               long most = 0;
+               for (long i = 1; i < width; i++) most = values[i] > values[most] ? i : most;
+               best_[r * panels + n / PANEL] = values[most];
+               where_[r * panels + n / PANEL] = n + most;
+             });
+    if (!step_->best) return;
+    for (long r = 0; r < rows; r++) {
+      const float* best = best_.data() + r * panels;
+      step_->best[r] = where_[r * panels + (std::max_element(best, best + panels) - best)];
+    }
+  }
+
+  // Query rows of one part: enough that turning the keys costs little beside them.
+  static const long QUERY_ROWS = 192;
+
+  const Model model_;
+  const Cache cache_;
+  std::vector<Layer> layers_;
+  Threads threads_;
+  const Step* step_ = nullptr;
+  std::vector<float> residual_, projected_, scores_, shares_, mixed_, best_;
+  std::vector<bf16> ordered_[3];
+  std::vector<bf16> normed_, queries_, attended_, inner_, gathered_;
+  std::vector<int> choices_;
+  std::vector<int64_t> where_;
+  std::vector<attention::Part> parts_;
+};
+
+}  // namespace
+
+extern "C" {
+
+// The model's tensors and the cache must outlive the decoder; the structs are copied.
+void* baton_decoder_new(const Model* model, const Cache* cache) { return new Decoder(*model, *cache); }
+void baton_decoder_free(void* decoder) { delete (Decoder*)decoder; }
+void baton_decoder_run(void* decoder, const Step* step) { ((Decoder*)decoder)->run(*step); }
+}

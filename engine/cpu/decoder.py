@@ -1,0 +1,263 @@
+"""Steps on the CPU: decoder.cpp over packed bf16 weights and a bf16 cache."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.cpu import structs
+from engine.cpu.library import cpu_library
+from engine.cpu.packing import LAYOUT_VERSION, packed_parts
+from engine.cpu.structs import address
+from engine.experts import Experts
+from engine.kv_cache import KvCache
+from engine.linear import Linear
+from engine.mlp import GatedMlp
+from engine.model import DecoderModel
+from engine.quantization.packed_cache import PackedCache
+from engine.quantization.weight import QuantizedWeight, dequantize
+from engine.step import StepInput, StepOutput
+
+_QK_NORMS = {"none": 0, "head": 1, "full": 2}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+_KINDS = {"int8": 1, "int4": 2, "fp8": 3}
+_WIDEST_HEAD = 512
+_LANES = 16
+
+
+def cpu_decoder(
+    model: DecoderModel, cache: KvCache, packed: PackedCache | None = None, key: str = ""
+) -> CpuDecoder | None:
+    """The C++ decoder for a model and a cache, or None where torch is to compute.
+
+    Packed weights are kept in ``packed`` under ``key``, which names the weights; without it they
+    are packed into this process's memory.
+    """
+    library = cpu_library() if _fits(model, cache) else None
+    return None if library is None else CpuDecoder(library, model, cache, packed, key)
+
+
+def _fits(model: DecoderModel, cache: KvCache) -> bool:
+    config, data = model.config, cache.data
+    dim, size = config.head_dim, cache.block_size
+    return (
+        data.device.type == "cpu"
+        and data.dtype == model.dtype == torch.bfloat16
+        and dim % _LANES == 0
+        and dim <= _WIDEST_HEAD
+        and size % _LANES == 0
+        and all(_multiplies(linear.weight) for _, linear in _linears(model))
+    )
+
+
+def _multiplies(weight: torch.Tensor | QuantizedWeight) -> bool:
+    """Whether the C++ has this form: pairs of inputs, of one group each."""
+    even = weight.shape[1] % 2 == 0
+    if isinstance(weight, torch.Tensor):
+        return even
+    return even and weight.group % 2 == 0 and not (weight.kind == "fp8" and weight.mins is not None)
+
+
+class CpuDecoder:
+    """Implements ``engine.step.StepModel``. ``threads`` may be changed between steps."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        model: DecoderModel,
+        cache: KvCache,
+        packed: PackedCache | None,
+        key: str,
+    ) -> None:
+        self.threads = torch.get_num_threads()
+        self._vocab = model.config.vocab_size
+        self._block_size = cache.block_size
+        embedding = model.embedding
+        self._quantized_embedding = embedding if isinstance(embedding, QuantizedWeight) else None
+        self._run = library.baton_decoder_run
+        self._run.argtypes = [ctypes.c_void_p, ctypes.POINTER(structs.Step)]
+        self._run.restype = None
+        # What the structs point to, besides the model and the cache themselves.
+        self._kept: list[object] = [model, cache]
+        self._parts = self._pack(model, packed, key)
+        create, free = library.baton_decoder_new, library.baton_decoder_free
+        create.argtypes = [ctypes.POINTER(structs.Model), ctypes.POINTER(structs.Cache)]
+        create.restype = ctypes.c_void_p
+        free.argtypes = [ctypes.c_void_p]
+        free.restype = None
+        self._decoder: int = create(self._model(model), self._cache(cache))
+        weakref.finalize(self, free, self._decoder)
+
+    def run(self, step: StepInput) -> StepOutput:
+        """Compute the tokens, and store their KV. Without the interpreter's lock."""
+        tokens, outputs = len(step.token_ids), len(step.outputs)
+        size = self._block_size
+        rows = np.array([(row.start, row.count, len(row.block_table)) for row in step.rows])
+        start, count, width = rows.astype(np.int32).T.copy()
+        first, table = _before(count), _before(width)
+        tables = np.fromiter(
+            (block for row in step.rows for block in row.block_table), np.int32, int(width.sum())
+        )
+        positions = np.arange(tokens) + np.repeat(start - first, count)
+        blocks = tables[np.repeat(table, count) + positions // size]
+        slots = (positions % size).astype(np.int32)
+        token_ids = np.array(step.token_ids, dtype=np.int64)
+        output = np.array(step.outputs, dtype=np.int64)
+        best = np.empty(outputs, dtype=np.int64) if step.greedy else None
+        logits = None if step.greedy else torch.empty(outputs, self._vocab)
+        embedded = None
+        if self._quantized_embedding is not None:
+            embedded = dequantize(self._quantized_embedding.rows(torch.from_numpy(token_ids)))
+        arrays = (token_ids, positions, blocks, slots, first, count, start, table, tables, output)
+        self._run(
+            self._decoder,
+            structs.Step(
+                tokens,
+                len(step.rows),
+                outputs,
+                self.threads,
+                *(address(array) for array in arrays),
+                address(embedded),
+                address(logits),
+                address(best),
+            ),
+        )
+        return StepOutput(None if best is None else best.tolist(), logits)
+
+    @staticmethod
+    def _pack(model: DecoderModel, packed: PackedCache | None, key: str) -> dict[str, torch.Tensor]:
+        def build() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, linear in _linears(model):
+                yield from packed_parts(name, linear.weight)
+
+        if packed is None:
+            return dict(build())
+        return packed.get_or_build(f"{key}-cpu{LAYOUT_VERSION}", build)
+
+    def _keep(self, tensor: torch.Tensor | None) -> int | None:
+        """The address of a tensor as fp32, which is kept alive."""
+        if tensor is None:
+            return None
+        tensor = tensor.float().contiguous()
+        self._kept.append(tensor)
+        return address(tensor)
+
+    def _matrix(self, name: str, linear: Linear) -> structs.Matrix:
+        outputs, inputs = linear.weight.shape
+        parts = self._parts
+        scales = parts.get(f"{name}.scales")
+        quantized = linear.weight if isinstance(linear.weight, QuantizedWeight) else None
+        return structs.Matrix(
+            kind=_KINDS[quantized.kind] if quantized else 0,
+            outputs=outputs,
+            inputs=inputs,
+            group=quantized.group if quantized else 0,
+            half_scales=scales is not None and scales.dtype == torch.float16,
+            data=address(parts[f"{name}.data"]),
+            scales=address(scales),
+            mins=address(parts.get(f"{name}.mins")),
+            bias=self._keep(linear.bias),
+            columns=address(parts.get(f"{name}.columns")),
+        )
+
+    def _matrices(self, named: Iterable[tuple[str, Linear]]) -> ctypes.Array[structs.Matrix]:
+        found = [self._matrix(name, linear) for name, linear in named]
+        array = (structs.Matrix * len(found))(*found)
+        self._kept.append(array)
+        return array
+
+    def _model(self, model: DecoderModel) -> structs.Model:
+        config = model.config
+        layers = (structs.Layer * config.layers)(
+            *(self._layer(model, number) for number in range(config.layers))
+        )
+        experts = config.experts
+        return structs.Model(
+            layers=config.layers,
+            hidden=config.hidden_size,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            dim=config.head_dim,
+            vocab=config.vocab_size,
+            qk_norm=_QK_NORMS[config.qk_norm],
+            activation=_ACTIVATIONS[config.activation],
+            experts_per_token=experts.per_token if experts else 0,
+            experts_normalised=bool(experts and experts.normalised),
+            eps=config.rms_norm_eps,
+            attention_scale=config.attention_scale,
+            attention_softcap=config.attention_softcap,
+            logits_softcap=config.logits_softcap,
+            embedding_scale=model.embedding_scale,
+            embedding=None
+            if isinstance(model.embedding, QuantizedWeight)
+            else address(model.embedding),
+            norm=self._keep(model.norm),
+            head=self._matrix("head", model.head),
+            layer=layers,
+        )
+
+    def _layer(self, model: DecoderModel, number: int) -> structs.Layer:
+        layer, config = model.layers[number], model.config
+        rope = config.layer_ropes[number]
+        table = None if rope < 0 else model.ropes[rope]
+        fields: dict[str, object] = {
+            name: self._keep(getattr(layer, name))
+            for name in (
+                "attention_norm",
+                "query_norm",
+                "key_norm",
+                "attention_post_norm",
+                "mlp_norm",
+                "mlp_post_norm",
+            )
+        }
+        fields |= {
+            name: self._matrix(f"{number}.{name}", getattr(layer, name))
+            for name in ("query", "key", "value", "output")
+        }
+        mlps: tuple[GatedMlp, ...]
+        if isinstance(layer.mlp, Experts):
+            mlps = layer.mlp.experts
+            fields["router"] = self._matrix(f"{number}.router", layer.mlp.router)
+            fields["experts"] = len(mlps)
+        else:
+            mlps = (layer.mlp,)
+        for part in ("gate", "up", "down"):
+            fields[part] = self._matrices(
+                (f"{number}.{n}.{part}", getattr(mlp, part)) for n, mlp in enumerate(mlps)
+            )
+        return structs.Layer(
+            rope=self._keep(table),
+            rotary=0 if table is None else 2 * table.shape[-1],
+            window=config.windows[number],
+            **fields,
+        )
+
+    @staticmethod
+    def _cache(cache: KvCache) -> structs.Cache:
+        data = cache.data
+        return structs.Cache(address(data), data.stride(0), data.stride(1), cache.block_size)
+
+
+def _linears(model: DecoderModel) -> Iterator[tuple[str, Linear]]:
+    """All linear layers by the names that ``CpuDecoder`` gives their packed weights."""
+    for number, layer in enumerate(model.layers):
+        for name in ("query", "key", "value", "output"):
+            yield f"{number}.{name}", getattr(layer, name)
+        mlps = (layer.mlp,) if isinstance(layer.mlp, GatedMlp) else layer.mlp.experts
+        if isinstance(layer.mlp, Experts):
+            yield f"{number}.router", layer.mlp.router
+        for n, mlp in enumerate(mlps):
+            for part in ("gate", "up", "down"):
+                yield f"{number}.{n}.{part}", getattr(mlp, part)
+    yield "head", model.head
+
+
+def _before(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """The sums of all counts before each."""
+    return (np.cumsum(counts) - counts).astype(np.int32)

@@ -1,0 +1,148 @@
+// Sixteen numbers at a time, in the compiler's own vector types: one source for AVX-512, AVX2 and
+// whatever else the compiler is told to build for. Intrinsics only where they are worth it.
+//
+// bf16 is the upper half of an fp32; rounding is to nearest even.
+
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+typedef uint16_t bf16;
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef int8_t i8x16 __attribute__((vector_size(16)));
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+
+template <class V>
+static inline V load(const void* from) {
+  V v;
+  memcpy(&v, from, sizeof v);
+  return v;
+}
+
+template <class V>
+static inline void store(void* to, V v) {
+  memcpy(to, &v, sizeof v);
+}
+
+static inline f32x16 all(float x) { return x - (f32x16){}; }
+static inline f32x16 larger(f32x16 a, f32x16 b) { return a > b ? a : b; }
+static inline f32x16 smaller(f32x16 a, f32x16 b) { return a < b ? a : b; }
+
+static inline float float_of(bf16 half) {
+  const uint32_t bits = (uint32_t)half << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+static inline f32x16 float_of(u16x16 halves) {
+  return (f32x16)(__builtin_convertvector(halves, u32x16) << 16);
+}
+
+static inline u16x16 half_of(f32x16 x) {
+#ifdef __AVX512BF16__
+  return (u16x16)_mm512_cvtneps_pbh((__m512)x);
+#else
+  const u32x16 bits = (u32x16)x;
+  return __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, u16x16);
+#endif
+}
+
+static inline bf16 half_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// Adds to each lane the products of its pair of bf16: the whole arithmetic of a matrix product.
+static inline f32x16 add_products(f32x16 sum, u32x16 a, u32x16 b) {
+#ifdef __AVX512BF16__
+  return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+  sum += (f32x16)(a << 16) * (f32x16)(b << 16);
+  return sum + (f32x16)(a & 0xffff0000u) * (f32x16)(b & 0xffff0000u);
+#endif
+}
+
+// In halves: lane i and lane i + 8, then i + 4, and so on.
+static inline float sum_of(f32x16 x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps((__m512)x);
+#endif
+  float lanes[16];
+  store(lanes, x);
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+static inline float largest_of(f32x16 x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)x);
+#endif
+  float lanes[16];
+  store(lanes, x);
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; i++)
+      lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+  return lanes[0];
+}
+
+// e^x to about one unit in the last place: 2^n * p(f) with x = (n + f) ln 2 and the polynomial of
+// Cephes' expf (Moshier). Beyond ±87 it stays at the value there.
+static inline f32x16 exp_of(f32x16 x) {
+  x = smaller(larger(x, all(-87.0f)), all(87.0f));
+  const f32x16 shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const f32x16 n = (x * 1.44269504f + shift) - shift;
+  f32x16 f = x - n * 0.693359375f;
+  f = f - n * -2.12194440e-4f;
+  f32x16 p = all(1.9875691500e-4f);
+  p = p * f + 1.3981999507e-3f;
+  p = p * f + 8.3334519073e-3f;
+  p = p * f + 4.1665795894e-2f;
+  p = p * f + 1.6666665459e-1f;
+  p = p * f + 5.0000001201e-1f;
+  p = p * f * f + (f + 1.0f);
+  const i32x16 power = (__builtin_convertvector(n, i32x16) + 127) << 23;
+  return p * (f32x16)power;
+}
+
+// 2^x for x <= 0, to about 2^-23: far finer than the bf16 that it is rounded to. -inf gives 0.
+static inline f32x16 power_of_two(f32x16 x) {
+#ifdef __AVX512F__
+  const f32x16 n = (f32x16)_mm512_roundscale_ps((__m512)x, 0);
+#else
+  x = larger(x, all(-126.0f));
+  const f32x16 shift = all(12582912.0f);
+  const f32x16 n = (x + shift) - shift;
+#endif
+  const f32x16 f = x - n;
+  f32x16 p = all(1.32186725e-03f);
+  p = p * f + 9.67169794e-03f;
+  p = p * f + 5.55089295e-02f;
+  p = p * f + 2.40222380e-01f;
+  p = p * f + 6.93146856e-01f;
+  p = p * f + 1.0f;
+#ifdef __AVX512F__
+  return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  return p * (f32x16)((__builtin_convertvector(n, i32x16) + 127) << 23);
+#endif
+}
+
+static inline f32x16 tanh_of(f32x16 x) { return 1.0f - 2.0f / (exp_of(2.0f * x) + 1.0f); }
+
+static inline f32x16 silu(f32x16 x) { return x / (1.0f + exp_of(-x)); }
+
+// Hendrycks & Gimpel, 2016, in its approximation by tanh.
+static inline f32x16 gelu_tanh(f32x16 x) {
+  return 0.5f * x * (1.0f + tanh_of(0.7978845608f * (x + 0.044715f * x * x * x)));
+}

@@ -1,0 +1,90 @@
+// A pool of threads that take the parts of a loop one by one.
+//
+// States of a loop: open (parts are left) → closed (all were taken) → done (nobody is inside).
+// The caller takes parts like everybody else and waits only for those who hold one, so a helper
+// that the kernel has put aside before it came in delays nobody. Waits spin for some microseconds
+// and then sleep: on a shared host the core is free for others.
+//
+// Owned by one caller; only `run` may be called, by one thread at a time.
+
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <thread>
+#include <vector>
+
+class Threads {
+ public:
+  typedef std::function<void(long part)> Body;
+
+  ~Threads() {
+    leaving_ = true;
+    loop_++;
+    loop_.notify_all();
+    for (auto& thread : helpers_) thread.join();
+  }
+
+  // Calls body(0) … body(count - 1) with up to `threads` threads.
+  void run(long count, int threads, const Body& body) {
+    if (threads <= 1 || count <= 1) {
+      for (long i = 0; i < count; i++) body(i);
+      return;
+    }
+    while ((int)helpers_.size() < threads - 1) {
+      const int number = (int)helpers_.size() + 1;
+      helpers_.emplace_back([this, number] { help(number); });
+    }
+    body_ = &body;
+    count_ = count;
+    threads_ = threads;
+    next_.store(0);
+    open_.store(true);
+    loop_++;
+    if (sleeping_.load()) loop_.notify_all();
+    work();
+    open_.store(false);
+    for (int inside, tries = 0; (inside = inside_.load());)
+      if (++tries < SPINS) pause();
+      else inside_.wait(inside);
+  }
+
+ private:
+  static const int SPINS = 2000;
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+
+  void work() {
+    for (long i; (i = next_.fetch_add(1)) < count_;) (*body_)(i);
+  }
+
+  void help(int number) {
+    for (unsigned seen = 0;;) {
+      for (int tries = 0; loop_.load() == seen && tries < SPINS; tries++) pause();
+      if (loop_.load() == seen) {
+        sleeping_++;
+        loop_.wait(seen);
+        sleeping_--;
+      }
+      seen = loop_.load();
+      if (leaving_) return;
+      // Entered before looking: the caller closes the loop and then waits for who is inside.
+      inside_++;
+      if (open_.load() && number < threads_) work();
+      if (--inside_ == 0) inside_.notify_one();
+    }
+  }
+
+  std::vector<std::thread> helpers_;
+  const Body* body_ = nullptr;
+  long count_ = 0;
+  int threads_ = 0;
+  std::atomic<long> next_{0};
+  std::atomic<bool> open_{false}, leaving_{false};
+  std::atomic<unsigned> loop_{0};
+  std::atomic<int> inside_{0}, sleeping_{0};
+};

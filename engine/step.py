@@ -1,0 +1,40 @@
+"""What a step asks of a model, whatever computes it: torch, the CPU's C++ or the GPU's kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.plan import PlanRow
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """The tokens of one step, all sequences after one another."""
+
+    rows: tuple[PlanRow, ...]
+    token_ids: list[int]
+    """[tokens]: of every row its ``count`` tokens."""
+    outputs: list[int]
+    """Which of the tokens' logits are wanted."""
+    greedy: bool
+    """Whether their likeliest tokens are all that is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """One of the two: ``best`` for a greedy step, else ``logits``."""
+
+    best: list[int] | None
+    """The likeliest token of each output; of equals the lowest."""
+    logits: torch.Tensor | None
+    """fp32 [outputs, vocab_size]; it may be overwritten by the next step."""
+
+
+class StepModel(Protocol):
+    """A decoder over a KV cache. Called by the engine thread alone."""
+
+    def run(self, step: StepInput) -> StepOutput:
+        """Compute the tokens, and store their KV."""
