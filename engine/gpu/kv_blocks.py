@@ -143,9 +143,8 @@ def round_half_even(value):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def as_number(codes, kind: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Loaded KV codes as ``dtype``, without their scale: exact for codes in bf16 and fp16."""
-    if kind == 3:
-        return fp8_value(codes).to(dtype)
-    return codes.to(dtype)
+    numbers = fp8_value(codes) if kind == 3 else codes
+    return numbers.to(dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -159,9 +158,12 @@ def scale_of(most, kind: tl.constexpr):  # type: ignore[no-untyped-def]
 def encode(x, scale, kind: tl.constexpr, element: tl.constexpr):  # type: ignore[no-untyped-def]
     """Codes of fp32 numbers [rows, some] under their rows' scales, or as ``element``."""
     if kind == 0:
-        return x.to(element)
-    scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-    if kind == 1:
-        return round_half_even(scaled).to(tl.int8)
-    # The quotient may be above 448 by a rounding.
-    return fp8_bits(tl.minimum(tl.maximum(scaled, -448.0), 448.0))
+        codes = x.to(element)
+    else:
+        scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+        if kind == 1:
+            codes = round_half_even(scaled).to(tl.int8)
+        else:
+            # The quotient may be above 448 by a rounding.
+            codes = fp8_bits(tl.minimum(tl.maximum(scaled, -448.0), 448.0))
+    return codes

@@ -21,10 +21,12 @@ def slots_of(  # type: ignore[no-untyped-def]
     if block_size % tile == 0:
         # One block: one scalar read, and neighbouring rows of one piece of memory.
         block = tl.load(table + start // block_size).to(tl.int64)
+        blocks = tl.full((tile,), 0, tl.int64) + block
         slots = start % block_size + tl.arange(0, tile)
-        return tokens, inside, tl.full((tile,), 0, tl.int64) + block, slots
-    blocks = tl.load(table + tokens // block_size, mask=inside, other=0).to(tl.int64)
-    return tokens, inside, blocks, tokens % block_size
+    else:
+        blocks = tl.load(table + tokens // block_size, mask=inside, other=0).to(tl.int64)
+        slots = tokens % block_size
+    return tokens, inside, blocks, slots
 
 
 @triton.jit  # type: ignore[untyped-decorator]

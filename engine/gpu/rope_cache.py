@@ -34,13 +34,15 @@ def _load_parts(  # type: ignore[no-untyped-def]
 ):
     """The rotated halves of some heads [heads, 1] pointers, and the rest: fp32."""
     at = tl.arange(0, tile_half)[None, :]
-    some = inside & (at < half)
+    some = inside[:, None] & (at < half)
     first = tl.load(source + at, mask=some, other=0.0).to(tl.float32)
     second = tl.load(source + half + at, mask=some, other=0.0).to(tl.float32)
     after = 2 * half + tl.arange(0, tile_rest)[None, :]
     rest = first
     if 2 * half < dim:
-        rest = tl.load(source + after, mask=inside & (after < dim), other=0.0).to(tl.float32)
+        rest = tl.load(source + after, mask=inside[:, None] & (after < dim), other=0.0).to(
+            tl.float32
+        )
     return first, second, rest
 
 
@@ -156,7 +158,7 @@ def rope_cache_kernel(  # type: ignore[no-untyped-def]
     sin = tl.load(turn + half, mask=at < half, other=0.0)[None, :]
     if part < query_parts:
         head = part * tile + tl.arange(0, tile)
-        inside = (head < heads)[:, None]
+        inside = head < heads
         first, second, rest = _load_parts(
             queries + token * stride_query + head[:, None] * dim,
             inside,
@@ -197,7 +199,7 @@ def rope_cache_kernel(  # type: ignore[no-untyped-def]
             scale_target += slot % block_size * scale_slot
         first, second, rest = _load_parts(
             keys + token * stride_key + head[:, None] * dim,
-            inside[:, None],
+            inside,
             half,
             tile_half,
             dim,
@@ -232,7 +234,7 @@ def rope_cache_kernel(  # type: ignore[no-untyped-def]
         )
         first, second, rest = _load_parts(
             values + token * stride_value_token + head[:, None] * dim,
-            inside[:, None],
+            inside,
             half,
             tile_half,
             dim,
