@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tomllib
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -335,6 +336,69 @@ def profile(
         sizes = _counts(batches)
         settings = ProfileSettings(engine, prompt_tokens, context_tokens, sizes, output)
         found = profile_engine(settings, say)
+    except BatonError as error:
+        _fail(error.message)
+    print_whole(Console(), draw(found))
+
+
+@bench_app.command("quality")
+def bench_quality(
+    text: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="A text, or a .jsonl file whose rows have `turns`."),
+    ],
+    model: Annotated[
+        str,
+        typer.Option(help="As for `baton up`. Default: smollm2-135m-instruct.", show_default=False),
+    ] = "smollm2-135m-instruct",
+    quantizations: Annotated[
+        str, typer.Option(help="Out of none,int8,int4,fp8,auto; compared with the first.")
+    ] = "none,int8,int4,auto",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float16.")] = "bfloat16",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU where there is one.")
+    ] = "auto",
+    threads: Annotated[
+        int, typer.Option(min=0, help="Compute threads on the CPU; 0 takes one for each core.")
+    ] = 0,
+    tokens: Annotated[int, typer.Option(min=2, help="Where the text is cut.")] = 8192,
+    window: Annotated[int, typer.Option(min=2, help="Tokens that are computed together.")] = 512,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of each compared answer.")] = 64,
+) -> None:
+    """Perplexity and greedy agreement of a model's quantisations, without a cluster."""
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy import model_store  # noqa: PLC0415
+    from engine.engine import Engine, EngineSettings, build_engine  # noqa: PLC0415
+    from loadtest.quality import (  # noqa: PLC0415
+        Candidate,
+        QualitySettings,
+        draw,
+        measure,
+        read_tokens,
+    )
+    from loadtest.whole_table import print_whole  # noqa: PLC0415
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    def build(quantization: str) -> Engine:
+        path = model_store.resolve(model, say, quantization).path
+        settings = EngineSettings(
+            path, dtype=dtype, device=device, threads=threads, quantization=quantization
+        )
+        return build_engine(settings)
+
+    names = _names(quantizations)
+    if not names:
+        _fail("--quantizations names none")
+    try:
+        tokenizer = model_store.resolve(model, say, names[0]).path / "tokenizer.json"
+        found = measure(
+            [Candidate(name, functools.partial(build, name)) for name in names],
+            read_tokens(text, tokenizer),
+            QualitySettings(tokens, window, answer=answer),
+            say,
+        )
     except BatonError as error:
         _fail(error.message)
     print_whole(Console(), draw(found))

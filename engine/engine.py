@@ -47,6 +47,8 @@ class EngineSettings:
     chunk_tokens: int = 0
     """Most tokens of a step; 0 takes 512 on the CPU and 8192 on a GPU."""
     max_sequences: int = 64
+    quantization: str = "auto"
+    """As ``engine.weights.load_weights`` takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,8 @@ def build_engine(settings: EngineSettings) -> Engine:
     device = _device(settings.device)
     dtype = _dtype(settings.dtype)
     config = load_model_config(settings.model_path)
-    model = DecoderModel(config, load_weights(settings.model_path, device, dtype), device)
+    weights = load_weights(settings.model_path, device, dtype, settings.quantization)
+    model = DecoderModel(config, weights, device)
     size = block_bytes(config, settings.block_size, dtype)
     blocks = _pool_bytes(settings, config, device, dtype) // size
     if blocks < 2:
@@ -89,7 +92,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         max_sequences=settings.max_sequences,
         context_length=min(config.context_length, blocks * settings.block_size),
     )
-    name = fingerprint(settings.model_path, settings.dtype)
+    name = fingerprint(settings.model_path, settings.dtype, settings.quantization)
     step_model: StepModel | None = cpu_decoder(model, cache, PackedCache(cache_dir()), name)
     if step_model is None:
         step_model = TorchStepModel(model, cache, device)
