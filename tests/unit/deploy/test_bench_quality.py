@@ -1,0 +1,36 @@
+"""`baton bench quality` on a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from deploy.cli import app
+from tests.models import make_tiny_model
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("the baton is passed on. " * 20)
+    return [
+        *("bench", "quality", "--text", str(tmp_path / "text.txt"), "--device", "cpu"),
+        *("--model", str(make_tiny_model(tmp_path / "model")), "--window", "100"),
+        *("--tokens", "200", "--answer", "4", "--dtype", "float32"),
+    ]
+
+
+def test_each_quantisation_has_a_row(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, [*arguments, "--quantizations", "none,int4"])
+    assert result.exit_code == 0, result.output
+    rows = [line.split("|")[1].strip() for line in result.stdout.splitlines() if "%" in line]
+    assert rows == ["none", "int4"]
+
+
+@pytest.mark.parametrize(("names", "message"), [("", "names none"), ("int3", "known: auto, none")])
+def test_quantisations_that_are_not_known(arguments: list[str], names: str, message: str) -> None:
+    result = CliRunner().invoke(app, [*arguments, "--quantizations", names])
+    assert result.exit_code == 1
+    assert message in result.output
