@@ -12,8 +12,7 @@ from tests.models import make_tiny_model
 
 
 @pytest.fixture
-def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path / "cache"))
+def arguments(tmp_path: Path) -> list[str]:
     (tmp_path / "text.txt").write_text("the baton is passed on. " * 20)
     return [
         *("bench", "quality", "--text", str(tmp_path / "text.txt"), "--device", "cpu"),
