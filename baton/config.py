@@ -33,7 +33,8 @@ class PoolConfig(_Section):
     count: int = Field(default=1, ge=1, le=1024)
     """How many workers."""
     threads: int = Field(default=0, ge=0, le=1024)
-    """Compute threads of a worker on the CPU; 0 divides the machine's cores among the workers."""
+    """Compute threads of a worker on the CPU; 0 shares the machine's cores among the workers, step
+    by step, decode first."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; ``auto`` takes a GPU where there is one."""
     kv_pool_mib: int = Field(default=1024, ge=1)

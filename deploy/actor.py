@@ -48,6 +48,7 @@ class ActorSettings(BaseModel):
     redis_url: str
     cluster_id: str
     threads: int
+    core_board: str
     number: int
     """Its place among the workers of this machine, from 0."""
     workers_here: int
@@ -154,6 +155,7 @@ def _build(settings: ActorSettings) -> WorkerProcess:
         redis_url=settings.redis_url,
         cluster_id=settings.cluster_id,
         threads=settings.threads,
+        core_board=settings.core_board,
         number=settings.number,
         workers_here=settings.workers_here,
     )

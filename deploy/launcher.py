@@ -227,6 +227,7 @@ class Launcher:
             redis_url=self._redis_url,
             cluster_id=self._mark.cluster_id,
             threads=pool.threads or _share_of_cores(self._config),
+            core_board="" if pool.threads else str(self._run.path / "cores"),
             number=number,
             workers_here=workers_here,
             log_file=str(self._run.log(slot)),

@@ -44,6 +44,11 @@ class StepPlan:
     def tokens(self) -> int:
         return sum(row.count for row in self.rows)
 
+    @property
+    def decodes_only(self) -> bool:
+        """Whether every sequence computes one token: a short step."""
+        return all(row.count == 1 for row in self.rows)
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

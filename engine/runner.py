@@ -47,6 +47,10 @@ class ModelRunner:
             torch.cuda.current_stream(self.device).synchronize()
         return StepResult(plan.step, tokens, time.perf_counter() - began)
 
+    def use_threads(self, threads: int) -> None:
+        """How many threads the next steps take, where the model can change that between steps."""
+        self.model.use_threads(threads)
+
     def forget(self, sequence_id: int) -> None:
         """Drop a sequence's tokens."""
         del self._known[sequence_id]

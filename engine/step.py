@@ -38,3 +38,6 @@ class StepModel(Protocol):
 
     def run(self, step: StepInput) -> StepOutput:
         """Compute the tokens, and store their KV."""
+
+    def use_threads(self, threads: int) -> None:
+        """Take this many threads of the CPU from the next step on."""

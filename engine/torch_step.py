@@ -26,6 +26,9 @@ class TorchStepModel:
             return StepOutput(logits.argmax(dim=-1).tolist(), None)
         return StepOutput(None, logits)
 
+    def use_threads(self, threads: int) -> None:
+        """Torch keeps the threads that it has: its pool waits busily, and others need the cores."""
+
     def _batch(self, step: StepInput) -> Batch:
         size = self._cache.block_size
         positions: list[int] = []

@@ -15,8 +15,12 @@ from engine.engine import Engine
 from engine.plan import StepPlan, StepResult
 from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
+from worker.cores import CoreBoard
 from worker.engine_thread import EngineThread
 from worker.gauges import WorkerGauges
+
+_DEPTH = 2
+"""Most plans in flight."""
 
 
 class SequenceListener(Protocol):
@@ -32,7 +36,15 @@ class SequenceListener(Protocol):
 class ControlLoop:
     """See the module's text."""
 
-    def __init__(self, engine: Engine, gauges: WorkerGauges, incarnation: str) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        gauges: WorkerGauges,
+        incarnation: str,
+        board: CoreBoard | None = None,
+        niceness: int = 0,
+    ) -> None:
+        """See ``EngineThread`` for ``board`` and ``niceness``."""
         self.engine = engine
         self.scheduler = engine.scheduler
         self.pool = engine.pool
@@ -40,10 +52,9 @@ class ControlLoop:
         self.steps = 0
         self._gauges = gauges
         self._loop = asyncio.get_running_loop()
-        self._thread = EngineThread(engine.runner, self._hand_over)
-        # On a GPU the next step is planned while one runs; on a CPU the two share the cores, and
-        # a second plan would only make a new sequence wait longer.
-        self._depth = 2 if engine.runner.device.type == "cuda" else 1
+        self._thread = EngineThread(engine.runner, self._hand_over, board, niceness)
+        self._is_cpu = engine.runner.device.type == "cpu"
+        self._last_plan: StepPlan | None = None
         self._listener: SequenceListener | None = None
         self._next_id = 0
 
@@ -77,13 +88,24 @@ class ControlLoop:
 
     def pump(self) -> None:
         """Give the engine thread what there is to do."""
-        while self.scheduler.plans_in_flight < self._depth:
+        while self._may_plan():
             plan = self.scheduler.schedule()
             if plan is None:
                 break
             self._note_plan(plan)
+            self._last_plan = plan
             self._thread.submit(plan)
         self._gauges.refresh(self.scheduler, self.pool)
+
+    def _may_plan(self) -> bool:
+        """The next step is planned while one runs, so that the engine never waits for its plan.
+
+        On a CPU not behind a long step: whoever comes meanwhile would wait for the next one too.
+        """
+        in_flight = self.scheduler.plans_in_flight
+        if in_flight != 1 or not self._is_cpu:
+            return in_flight < _DEPTH
+        return self._last_plan is not None and self._last_plan.decodes_only
 
     def _note_plan(self, plan: StepPlan) -> None:
         now = time.monotonic()

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import secrets
+import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +32,7 @@ from baton.redis_client import redis_client
 from baton.registry import Registry, WorkerRecord
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from worker.control_loop import ControlLoop
+from worker.cores import PREFILL_NICENESS, CoreBoard, host_cores
 from worker.gauges import WorkerGauges
 from worker.index_publisher import IndexPublisher
 from worker.kv_memory import KvMemory
@@ -44,6 +47,11 @@ PUBLISH_EVERY_S = 0.05
 STOP_DEADLINE_S = 10.0
 """The longest that stopping waits for anything."""
 _TRANSFER_THREADS = 2
+
+
+_SWITCH_INTERVAL_S = 0.0005
+"""How long one thread may keep the interpreter from another: a decode step that has ended must not
+wait the default 5 ms for the event loop to let go."""
 
 
 class WorkerProcess:
@@ -68,7 +76,10 @@ class WorkerProcess:
         incarnation = f"{self.settings.slot}:{secrets.token_hex(6)}"
         metrics = WorkerMetrics(CollectorRegistry())
         gauges = WorkerGauges(metrics, self.settings.slot, self.settings.pool.role)
-        control = ControlLoop(engine, gauges, incarnation)
+        prefills = self.settings.pool.role == "prefill"
+        board = self._board()
+        niceness = PREFILL_NICENESS if prefills and board is not None else 0
+        control = ControlLoop(engine, gauges, incarnation, board, niceness)
         self.context = WorkerContext(
             settings=self.settings,
             engine=engine,
@@ -97,8 +108,16 @@ class WorkerProcess:
             asyncio.create_task(self._heartbeat(), name="heartbeat"),
             asyncio.create_task(self._publish(publisher), name="publish"),
         ]
+        _spare_the_interpreter()
         log.info("%s serves on %s", incarnation, self.record.address)
         return self.record
+
+    def _board(self) -> CoreBoard | None:
+        settings = self.settings
+        if not settings.core_board:
+            return None
+        path = Path(settings.core_board)
+        return CoreBoard(path, settings.number, settings.workers_here, host_cores())
 
     def _build(self) -> Engine:
         pool, config = self.settings.pool, self.settings.config
@@ -199,3 +218,10 @@ class WorkerProcess:
                 log.warning("the prefix index cannot be reached: %s", error)
                 await asyncio.sleep(self.settings.config.heartbeat_s)
             await asyncio.sleep(PUBLISH_EVERY_S)
+
+
+def _spare_the_interpreter() -> None:
+    """All that was loaded stays: looking through it for garbage would only stop the steps."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()

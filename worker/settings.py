@@ -19,7 +19,9 @@ class WorkerSettings:
     redis_url: str
     cluster_id: str
     threads: int
-    """Compute threads on the CPU."""
+    """Compute threads on the CPU, where the engine cannot change them from step to step."""
+    core_board: str = ""
+    """The host's board: a file by which its workers share the cores. None: ``threads`` holds."""
     number: int = 0
     """Its place among the workers of this machine, from 0."""
     workers_here: int = 1

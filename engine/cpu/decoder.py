@@ -1,4 +1,4 @@
-"""Steps on the CPU: decoder.cpp over packed bf16 weights and a bf16 cache."""
+"""Steps on the CPU: decoder.cpp over packed weights and a cache of bf16, int8 or fp8."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from engine.step import StepInput, StepOutput
 _QK_NORMS = {"none": 0, "head": 1, "full": 2}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _KINDS = {"int8": 1, "int4": 2, "fp8": 3}
+_KV_KINDS = {torch.bfloat16: 0, torch.int8: _KINDS["int8"], torch.float8_e4m3fn: _KINDS["fp8"]}
 _WIDEST_HEAD = 512
 _LANES = 16
 
@@ -47,7 +48,8 @@ def _fits(model: DecoderModel, cache: KvCache) -> bool:
     dim, size = config.head_dim, cache.block_size
     return (
         data.device.type == "cpu"
-        and data.dtype == model.dtype == torch.bfloat16
+        and data.dtype in _KV_KINDS
+        and model.dtype == torch.bfloat16
         and dim % _LANES == 0
         and dim <= _WIDEST_HEAD
         and size % _LANES == 0
@@ -92,6 +94,10 @@ class CpuDecoder:
         free.restype = None
         self._decoder: int = create(self._model(model), self._cache(cache))
         weakref.finalize(self, free, self._decoder)
+
+    def use_threads(self, threads: int) -> None:
+        """Take this many threads from the next step on."""
+        self.threads = threads
 
     def run(self, step: StepInput) -> StepOutput:
         """Compute the tokens, and store their KV. Without the interpreter's lock."""
@@ -240,8 +246,17 @@ class CpuDecoder:
 
     @staticmethod
     def _cache(cache: KvCache) -> structs.Cache:
-        data = cache.data
-        return structs.Cache(address(data), data.stride(0), data.stride(1), cache.block_size)
+        data, scales = cache.data, cache.scales
+        return structs.Cache(
+            kind=_KV_KINDS[data.dtype],
+            data=data.data_ptr(),
+            scales=None if scales is None else scales.data_ptr(),
+            block_stride=data.stride(0),
+            layer_stride=data.stride(1),
+            scale_block_stride=0 if scales is None else scales.stride(0),
+            scale_layer_stride=0 if scales is None else scales.stride(1),
+            block_size=cache.block_size,
+        )
 
 
 def _linears(model: DecoderModel) -> Iterator[tuple[str, Linear]]:

@@ -52,6 +52,9 @@ class RecordingModel:
             self._spans.setdefault(row.sequence_id, []).append((row.start, row.start + row.count))
         return StepOutput(None, logits[step.outputs])
 
+    def use_threads(self, threads: int) -> None:
+        self._inner.use_threads(threads)
+
     def logits(self, sequence_id: int) -> torch.Tensor:
         """fp32 [computed tokens, vocab_size], without the tokens that came from the cache."""
         spans = self._spans[sequence_id]
