@@ -1,0 +1,207 @@
+"""Steps on a GPU: Triton kernels, decode steps captured as CUDA graphs, tokens drawn on the device.
+
+A step may be started before the one before it has ended, and may be given tokens that are still
+being drawn: they never go by way of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.gpu.draws import GREEDY, Draw, keep_allowed
+from engine.gpu.forward import Forward
+from engine.gpu.graphs import Bucket, Capture, CudaCapture, DecodeGraphs
+from engine.gpu.sample import draw
+from engine.gpu.step_tensors import (
+    StepShape,
+    StepTensors,
+    buffer_bytes,
+    fill_step,
+    ordered_rows,
+    step_shape,
+    step_tensors,
+)
+from engine.kv_cache import KvCache
+from engine.model import DecoderModel
+from engine.step import StepInput, StepOutput
+
+
+def gpu_decoder(
+    model: DecoderModel, cache: KvCache, most_rows: int, *, deterministic: bool = False
+) -> GpuStepModel | None:
+    """The GPU's decoder for a model and a cache that lie on one; None where they do not.
+
+    Takes the layers out of ``model``. ``most_rows`` bounds the sequences of a step.
+    """
+    device = cache.data.device
+    if device.type != "cuda":
+        return None
+    return GpuStepModel(
+        model, cache, most_rows, capture=CudaCapture(device), deterministic=deterministic
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StartedStep:
+    """A step that may still run."""
+
+    _drawn: torch.Tensor
+    """int64 [outputs], on the host; filled when the event has come."""
+    _ended: torch.cuda.Event | None
+
+    def has_ended(self) -> bool:
+        """Whether the tokens are there. Never waits."""
+        return self._ended is None or bool(self._ended.query())  # type: ignore[no-untyped-call]
+
+    def token_ids(self) -> list[int]:
+        """The token of each output; waits for the step's end. Its KV is in the cache then."""
+        if self._ended is not None:
+            self._ended.synchronize()
+        found: list[int] = self._drawn.tolist()
+        return found
+
+
+class GpuStepModel:
+    """Implements ``engine.step.StepModel``, and ``start`` beside it."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        cache: KvCache,
+        most_rows: int,
+        *,
+        capture: Capture | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        """Takes the layers out of ``model``. Without ``capture`` no step is captured.
+
+        With ``deterministic`` a row's logits depend on its sequence alone, bit for bit.
+        """
+        config = model.config
+        self._device = cache.data.device
+        self._block_size = cache.block_size
+        self._singles_first = not deterministic
+        self._forward = Forward(model, cache, deterministic=deterministic)
+        self._drawn = torch.zeros(most_rows, dtype=torch.int64, device=self._device)
+        self._graphs: DecodeGraphs | None = None
+        if capture is not None and not self._forward.waits:
+            context = min(config.context_length, cache.blocks * cache.block_size)
+            self._graphs = DecodeGraphs(self._decode, capture, most_rows, context)
+            largest = self._decode_shape(self._graphs.largest)
+            self._inputs = torch.zeros(
+                buffer_bytes(largest), dtype=torch.uint8, device=self._device
+            )
+            self._logits = torch.zeros(largest.tokens, config.vocab_size, device=self._device)
+
+    def use_threads(self, threads: int) -> None:
+        """A GPU's steps take one thread of the CPU."""
+
+    @torch.inference_mode()
+    def run(self, step: StepInput) -> StepOutput:
+        """Compute the tokens, and store their KV. Waits for the end of a greedy step."""
+        if not step.greedy:
+            logits, _ = self._compute(step, ())
+            return StepOutput(None, logits)
+        logits, tensors = self._compute(step, [GREEDY] * len(step.outputs))
+        return StepOutput(self._draw(logits, tensors).tolist(), None)
+
+    @torch.inference_mode()
+    def start(self, step: StepInput, draws: Sequence[Draw]) -> StartedStep:
+        """Begin a step that draws the token of each output.
+
+        A token id of -1 - n stands for the token that the step started last draws for its output n.
+        At most ``most_rows`` outputs.
+        """
+        logits, tensors = self._compute(step, draws)
+        drawn = self._draw(keep_allowed(logits, draws), tensors)
+        self._drawn[: len(drawn)].copy_(drawn)
+        return self._brought(drawn)
+
+    def warm_up(self) -> None:
+        """Capture the steps of the usual sizes; nothing is written into any block."""
+        if self._graphs is None:
+            return
+        nothing = StepInput((), [], [], True)
+        for bucket in self._graphs.warm_sizes():
+            self._replay(bucket, nothing, ())
+
+    def _draw(self, logits: torch.Tensor, tensors: StepTensors) -> torch.Tensor:
+        """int64 [outputs] of logits, fp32 [outputs, vocab_size]."""
+        count = len(logits)
+        if not count:
+            return torch.zeros(0, dtype=torch.int64, device=self._device)
+        return draw(logits, tensors.temperatures[:count], tensors.keys[:count])
+
+    def _brought(self, drawn: torch.Tensor) -> StartedStep:
+        if self._device.type != "cuda":
+            return StartedStep(drawn.clone(), None)
+        host = torch.empty(drawn.shape, dtype=torch.int64, pin_memory=True)
+        host.copy_(drawn, non_blocking=True)
+        # Whoever waits sleeps: other threads of the process need the CPU.
+        ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        ended.record(torch.cuda.current_stream(self._device))
+        return StartedStep(host, ended)
+
+    def _compute(self, step: StepInput, draws: Sequence[Draw]) -> tuple[torch.Tensor, StepTensors]:
+        """Logits fp32 [outputs, vocab_size], and the step's tensors on the device."""
+        bucket = self._bucket(step)
+        if bucket is None:
+            return self._eager(step, draws)
+        tensors = self._replay(bucket, step, draws)
+        logits = self._logits[: len(step.outputs)]
+        if step.outputs != list(range(len(step.outputs))):
+            logits = self._logits[tensors.outputs[: len(step.outputs)]]
+        return logits, tensors
+
+    def _bucket(self, step: StepInput) -> Bucket | None:
+        """The size of the graph for a step; None for one that is not captured."""
+        if self._graphs is None or any(row.count > 1 for row in step.rows):
+            return None
+        longest = max(row.start + 1 for row in step.rows)
+        return self._graphs.bucket(len(step.rows), longest)
+
+    def _eager(self, step: StepInput, draws: Sequence[Draw]) -> tuple[torch.Tensor, StepTensors]:
+        shape = step_shape(
+            step.rows, len(step.outputs), self._block_size, singles_first=self._singles_first
+        )
+        host = self._host_buffer(shape)
+        order = ordered_rows(step.rows, singles_first=self._singles_first)
+        fill_step(step_tensors(host, shape), step, order, self._block_size, draws)
+        tensors = step_tensors(host.to(self._device, non_blocking=True), shape)
+        return self._forward.logits(tensors, self._drawn, tensors.outputs).float(), tensors
+
+    def _replay(self, bucket: Bucket, step: StepInput, draws: Sequence[Draw]) -> StepTensors:
+        assert self._graphs is not None, "a bucket comes from them"
+        shape = self._decode_shape(bucket)
+        host = self._host_buffer(shape)
+        fill_step(step_tensors(host, shape), step, range(len(step.rows)), self._block_size, draws)
+        self._inputs[: len(host)].copy_(host, non_blocking=True)
+        self._graphs.run(bucket)
+        return step_tensors(self._inputs, shape)
+
+    def _decode(self, bucket: Bucket) -> None:
+        """A decode step on tensors that are always the same: what is captured."""
+        tensors = step_tensors(self._inputs, self._decode_shape(bucket))
+        logits = self._forward.logits(tensors, self._drawn, None)
+        self._logits[: bucket.rows].copy_(logits)
+
+    def _decode_shape(self, bucket: Bucket) -> StepShape:
+        singles = bucket.rows if self._singles_first else 0
+        chunks = bucket.rows - singles
+        return StepShape(
+            singles=singles,
+            longest_single=bucket.longest,
+            chunks=chunks,
+            chunk_tokens=chunks,
+            longest_chunk=1,
+            width=-(-bucket.longest // self._block_size),
+            outputs=bucket.rows,
+        )
+
+    def _host_buffer(self, shape: StepShape) -> torch.Tensor:
+        """Pinned where there is a GPU: torch's allocator keeps one until its copy has ended."""
+        pinned = self._device.type == "cuda"
+        return torch.empty(buffer_bytes(shape), dtype=torch.uint8, pin_memory=pinned)

@@ -1,0 +1,101 @@
+"""What a drawn token depends on beside its logits, and which tokens a draw may take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.noise import noise_keys
+from engine.sampling import SampleRow
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One draw from logits as they are: without penalties or biases."""
+
+    temperature: float
+    """0 for the likeliest token."""
+    keys: tuple[int, int]
+    """Of the noise (``engine.noise.noise_keys``)."""
+    top_k: int
+    """0: all tokens."""
+    top_p: float
+    min_p: float
+
+    @property
+    def limited(self) -> bool:
+        """Whether some tokens may not be drawn."""
+        return bool(self.temperature) and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+GREEDY = Draw(0.0, (0, 0), 0, 1.0, 0.0)
+
+
+def draw_of(row: SampleRow) -> Draw:
+    """The draw of a row whose logits are taken as they are (``row.plain``)."""
+    sampling = row.sampling
+    if sampling.greedy:
+        return GREEDY
+    return Draw(
+        sampling.temperature,
+        noise_keys(sampling.seed, 0, len(row.token_ids)),
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+    )
+
+
+def keep_allowed(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """The logits, fp32 [rows, vocab], with -inf for each token that its draw may not take.
+
+    As ``engine.sampling`` chooses them, for all rows at once and without waiting for a GPU.
+    """
+    numbers = [n for n, draw in enumerate(draws) if draw.limited]
+    if not numbers:
+        return logits
+    limited = [draws[n] for n in numbers]
+    rows = _on_device(torch.tensor(numbers), logits.device)
+    taken = logits[rows]
+    allowed = _allowed(taken, _limits(limited, taken))
+    return logits.index_copy(0, rows, taken.masked_fill(~allowed, -torch.inf))
+
+
+def _limits(draws: Sequence[Draw], logits: torch.Tensor) -> torch.Tensor:
+    """fp32 [4, rows, 1]: temperatures, ranks that are left, top_p, logarithms of min_p."""
+    vocab = logits.shape[1]
+    rows = [
+        [draw.temperature for draw in draws],
+        # Up to 2^24 a rank is exact in fp32.
+        [draw.top_k if 0 < draw.top_k < vocab else vocab for draw in draws],
+        [draw.top_p for draw in draws],
+        [draw.min_p for draw in draws],
+    ]
+    limits = torch.tensor(rows, dtype=torch.float32)
+    limits[3].log_()
+    return _on_device(limits, logits.device)[:, :, None]
+
+
+def _allowed(logits: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+    """bool [rows, vocab]"""
+    temperatures, ranks, top_p, log_min_p = limits
+    scores = logits / temperatures
+    # Stable: of equal scores the lower id comes first, as it does in a greedy draw.
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    kept = rank < ranks
+    probabilities = ordered.masked_fill(~kept, -torch.inf).softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    counts = ((before < top_p) & kept).sum(dim=-1, keepdim=True).clamp(min=1)
+    # Where top_p is 1, rounding of the sum must not drop a token.
+    kept &= (rank < counts) | (top_p >= 1.0)
+    near = ~(ordered < ordered[:, :1] + log_min_p)
+    return torch.zeros_like(kept).scatter(1, order, kept & near)
+
+
+def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy that nobody waits for."""
+    if device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

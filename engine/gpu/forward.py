@@ -1,0 +1,208 @@
+"""One pass of the decoder on a GPU: ``engine.model`` with fused kernels.
+
+What a kernel does not cover, torch computes at its place.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+
+from engine.gpu.attention_reference import Scoring
+from engine.gpu.chunk_attention import chunk_launch
+from engine.gpu.decode_attention import SPLIT, decode_launches
+from engine.gpu.embedding import embed, known_tokens
+from engine.gpu.fused_weights import FusedMlp, GpuLayer, SeparateExperts, fuse, take_layers
+from engine.gpu.kv_blocks import KvBlocks
+from engine.gpu.launch import capability_of
+from engine.gpu.mixture import fused_mlp, mix_separate, mix_stacked
+from engine.gpu.norm import add_norm
+from engine.gpu.rope_cache import rope_cache
+from engine.gpu.step_tensors import StepTensors
+from engine.kv_cache import KvCache
+from engine.model import DecoderModel
+from engine.quantization.weight import QuantizedWeight, dequantize
+
+_MOST_TILE_ROWS = 128
+"""Rows of the largest tile of ``chunk_attention``."""
+
+
+class Forward:
+    """A decoder's weights, and the blocks that it reads and writes."""
+
+    def __init__(self, model: DecoderModel, cache: KvCache, *, deterministic: bool) -> None:
+        """Takes the layers out of ``model``. With ``deterministic`` a row's bits depend on the row
+
+        alone: every sum has one order, and attention is that of chunks for single tokens too.
+        """
+        config = model.config
+        self._config = config
+        self._dtype = model.dtype
+        self._blocks = KvBlocks(cache.data, cache.scales)
+        self._capability = capability_of(cache.data)
+        self._embedding = model.embedding
+        self._embedding_scale = model.embedding_scale
+        self._head = fuse((model.head,), model.dtype, deterministic=deterministic)
+        self._norm = model.norm
+        self._layers = list(take_layers(model, deterministic=deterministic))
+        self._scorings = [
+            Scoring(config.attention_scale, window, config.attention_softcap)
+            for window in config.windows
+        ]
+        unrotated = torch.tensor([[1.0], [0.0]], device=cache.data.device)
+        unrotated = unrotated.expand(config.context_length, 2, 1).contiguous()
+        self._tables = [
+            unrotated if rope < 0 else model.ropes[rope].contiguous() for rope in config.layer_ropes
+        ]
+        group = config.heads // config.kv_heads
+        self._least_longest = -(-_MOST_TILE_ROWS // group) if deterministic else 1
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host must wait for the GPU amid a pass, so that it cannot be captured."""
+        return any(isinstance(layer.mlp, SeparateExperts) for layer in self._layers)
+
+    def logits(
+        self, step: StepTensors, drawn: torch.Tensor, outputs: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Compute the tokens and store their KV: fp32 or the weights' type [outputs, vocab_size].
+
+        ``drawn`` int64 holds tokens that the host may not know (``engine.gpu.embedding``);
+        ``outputs`` says which tokens' logits are wanted, None: all.
+        """
+        residual = self._embed(step.token_ids, drawn)
+        added: torch.Tensor | None = None
+        post_norm: torch.Tensor | None = None
+        for number, layer in enumerate(self._layers):
+            h = self._enter(residual, added, post_norm, layer.attention_norm)
+            added = layer.output(self._attention(h, layer, number, step))
+            h = self._enter(residual, added, layer.attention_post_norm, layer.mlp_norm)
+            added, post_norm = self._mlp(h, layer), layer.mlp_post_norm
+        if outputs is not None:
+            residual, added = residual[outputs], None if added is None else added[outputs]
+        found = self._head(self._enter(residual, added, post_norm, self._norm))
+        cap = self._config.logits_softcap
+        return torch.tanh(found.float() / cap) * cap if cap else found
+
+    def _embed(self, token_ids: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+        """fp32 [tokens, hidden_size]."""
+        if isinstance(self._embedding, QuantizedWeight):
+            found = dequantize(self._embedding.rows(known_tokens(token_ids, drawn)))
+            return found * self._embedding_scale
+        return embed(token_ids, drawn, self._embedding, self._embedding_scale)
+
+    def _enter(
+        self,
+        residual: torch.Tensor,
+        added: torch.Tensor | None,
+        post_norm: torch.Tensor | None,
+        norm: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Add to the residual stream what the last sublayer gave, and norm it for the next one.
+
+        Returns [tokens, hidden_size] of the weights' type.
+        """
+        eps = self._config.rms_norm_eps
+        if norm is not None:
+            return add_norm(residual, added, norm, eps, self._dtype, post_norm)
+        if added is not None:
+            more = added.float()
+            if post_norm is not None:
+                more = F.rms_norm(more, post_norm.shape, post_norm, eps)
+            residual += more
+        return residual.to(self._dtype)
+
+    def _attention(
+        self, h: torch.Tensor, layer: GpuLayer, number: int, step: StepTensors
+    ) -> torch.Tensor:
+        """[tokens, heads * head_dim]"""
+        query, key, value = self._heads(layer.query_key_value(h), layer)
+        by_head = self._config.qk_norm == "head"
+        queries = rope_cache(
+            query,
+            key,
+            value,
+            self._blocks,
+            number,
+            self._tables[number],
+            step.positions,
+            step.slots,
+            query_weight=layer.query_norm if by_head else None,
+            key_weight=layer.key_norm if by_head else None,
+            eps=self._config.rms_norm_eps,
+        )
+        out = torch.empty_like(queries)
+        self._attend_singles(out, queries, number, step)
+        self._attend_chunks(out, queries, number, step)
+        return out.view(len(h), -1)
+
+    def _heads(
+        self, projected: torch.Tensor, layer: GpuLayer
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [tokens, heads, head_dim]; normed, if all heads are together."""
+        config = self._config
+        wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        query, key, value = torch.split(projected, [wide, narrow, narrow], dim=1)
+        if config.qk_norm == "full":
+            query, key = (
+                self._full_norm(query, layer.query_norm),
+                self._full_norm(key, layer.key_norm),
+            )
+        shape = (len(projected), -1, config.head_dim)
+        return query.view(shape), key.view(shape), value.view(shape)
+
+    def _full_norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        assert weight is not None, "the config says that there is one"
+        normed = F.rms_norm(x.float(), weight.shape, weight, self._config.rms_norm_eps)
+        return normed.to(x.dtype)
+
+    def _attend_singles(
+        self, out: torch.Tensor, queries: torch.Tensor, number: int, step: StepTensors
+    ) -> None:
+        count = step.shape.singles
+        if not count:
+            return
+        for launch in decode_launches(
+            out[:count],
+            queries[:count],
+            self._blocks,
+            number,
+            step.tables[:count],
+            step.lengths,
+            self._scorings[number],
+            step.shape.longest_single,
+            None,
+            SPLIT,
+            self._capability,
+        ):
+            launch.run()
+
+    def _attend_chunks(
+        self, out: torch.Tensor, queries: torch.Tensor, number: int, step: StepTensors
+    ) -> None:
+        count = step.shape.singles
+        if not step.shape.chunks:
+            return
+        chunk_launch(
+            out[count:],
+            queries[count:],
+            self._blocks,
+            number,
+            step.tables[count:],
+            step.query_starts,
+            step.contexts,
+            self._scorings[number],
+            # The tiles follow the longest chunk: with a full one their size is always the same.
+            max(step.shape.longest_chunk, self._least_longest),
+            self._capability,
+        ).run()
+
+    def _mlp(self, h: torch.Tensor, layer: GpuLayer) -> torch.Tensor:
+        """[tokens, hidden_size]"""
+        activation, experts = self._config.activation, self._config.experts
+        if isinstance(layer.mlp, FusedMlp):
+            return fused_mlp(layer.mlp, h, activation)
+        assert experts is not None, "the config says that there are some"
+        if isinstance(layer.mlp, SeparateExperts):
+            return mix_separate(layer.mlp, h, experts, activation)
+        return mix_stacked(layer.mlp, h, experts, activation)

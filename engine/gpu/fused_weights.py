@@ -1,0 +1,244 @@
+"""A decoder's weights as the GPU's kernels take them: layers with the same input made one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+
+from engine.experts import Experts
+from engine.gpu.fixed_linear import fixed_linear
+from engine.gpu.quantized_linear import (
+    MOST_ROWS,
+    GpuWeight,
+    dequantized,
+    gpu_weight,
+    quantized_linear,
+)
+from engine.linear import Linear
+from engine.mlp import GatedMlp
+from engine.model import DecoderModel, Layer
+from engine.quantization.weight import QuantizedWeight, can_concat, concat_rows, dequantize
+
+_PIECE_VALUES = 1 << 25
+"""Weights that are dequantised at a time for a large batch."""
+
+
+class PlainLinear:
+    """A layer with weights as they are; by cuBLAS, or with sums in one order."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, deterministic: bool
+    ) -> None:
+        self._weight = weight
+        self._bias = bias
+        self._deterministic = deterministic
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, out] of ``x`` [rows, in], and of its type."""
+        if self._deterministic:
+            return fixed_linear(x, self._weight, self._bias)
+        return F.linear(x, self._weight, self._bias)
+
+
+class QuantizedLinear:
+    """A layer with codes: by a kernel for small batches, dequantised for others."""
+
+    def __init__(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None, *, deterministic: bool
+    ) -> None:
+        """Raises ValueError for groups that the kernel does not have."""
+        self._weight = gpu_weight(weight.kind, weight.codes, weight.scales, weight.mins)
+        self._columns = weight.columns
+        self._bias = bias
+        self._deterministic = deterministic
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, out] of ``x`` [rows, in], and of its type."""
+        if self._columns is not None:
+            x = x[:, self._columns]
+        if self._deterministic:
+            parts = (
+                quantized_linear(part, self._weight, self._bias, tile_rows=MOST_ROWS)
+                for part in torch.split(x, MOST_ROWS)
+            )
+            return torch.cat(list(parts))
+        if len(x) <= MOST_ROWS:
+            return quantized_linear(x, self._weight, self._bias)
+        return self._dense(x)
+
+    def _dense(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self._weight
+        out = torch.empty((len(x), weight.outputs), dtype=x.dtype, device=x.device)
+        step = max(1, _PIECE_VALUES // weight.inputs)
+        for start in range(0, weight.outputs, step):
+            rows = slice(start, start + step)
+            values = dequantized(_outputs(weight, rows)).to(x.dtype)
+            out[:, rows] = F.linear(x, values, None if self._bias is None else self._bias[rows])
+        return out
+
+
+def _outputs(weight: GpuWeight, rows: slice) -> GpuWeight:
+    """Some outputs of a weight; views."""
+    return replace(
+        weight,
+        codes=weight.codes[:, rows],
+        scales=weight.scales[:, rows],
+        mins=None if weight.mins is None else weight.mins[:, rows],
+    )
+
+
+class SeveralLinears:
+    """Layers with the same input whose weights are of unlike kinds."""
+
+    def __init__(self, layers: Sequence[GpuLinear]) -> None:
+        self._layers = layers
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, all outputs] of ``x`` [rows, in], and of its type."""
+        return torch.cat([layer(x) for layer in self._layers], dim=1)
+
+
+GpuLinear = PlainLinear | QuantizedLinear | SeveralLinears
+
+
+@dataclass(frozen=True, slots=True)
+class FusedMlp:
+    """A gated MLP: ``gate_up`` gives the gate's outputs, then those of ``up``."""
+
+    gate_up: GpuLinear
+    down: GpuLinear
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """Experts with plain weights: ``gate_up`` [experts, 2 * inner, hidden], ``down`` [experts,
+
+    hidden, inner].
+    """
+
+    router: Linear
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SeparateExperts:
+    """Experts that are computed one after another."""
+
+    router: GpuLinear
+    experts: tuple[FusedMlp, ...]
+
+
+GpuMlp = FusedMlp | StackedExperts | SeparateExperts
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLayer:
+    """``engine.model.Layer`` with query, key and value made one, and gate and up."""
+
+    attention_norm: torch.Tensor | None
+    query_key_value: GpuLinear
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    output: GpuLinear
+    attention_post_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor | None
+    mlp: GpuMlp
+    mlp_post_norm: torch.Tensor | None
+
+
+def take_layers(model: DecoderModel, *, deterministic: bool) -> Iterator[GpuLayer]:
+    """The model's layers, taken out of it one by one, so that no weight is held twice for long."""
+    model.layers.reverse()
+    while model.layers:
+        yield _gpu_layer(model.layers.pop(), model.dtype, deterministic=deterministic)
+
+
+def _gpu_layer(layer: Layer, dtype: torch.dtype, *, deterministic: bool) -> GpuLayer:
+    return GpuLayer(
+        attention_norm=layer.attention_norm,
+        query_key_value=fuse(
+            (layer.query, layer.key, layer.value), dtype, deterministic=deterministic
+        ),
+        query_norm=layer.query_norm,
+        key_norm=layer.key_norm,
+        output=fuse((layer.output,), dtype, deterministic=deterministic),
+        attention_post_norm=layer.attention_post_norm,
+        mlp_norm=layer.mlp_norm,
+        mlp=_gpu_mlp(layer.mlp, dtype, deterministic=deterministic),
+        mlp_post_norm=layer.mlp_post_norm,
+    )
+
+
+def _gpu_mlp(mlp: GatedMlp | Experts, dtype: torch.dtype, *, deterministic: bool) -> GpuMlp:
+    if isinstance(mlp, GatedMlp):
+        return _fused_mlp(mlp, dtype, deterministic=deterministic)
+    if not deterministic:
+        # The tiles of the grouped kernel follow the batch.
+        stacked = _stacked(mlp)
+        if stacked is not None:
+            return stacked
+    return SeparateExperts(
+        fuse((mlp.router,), dtype, deterministic=deterministic),
+        tuple(_fused_mlp(one, dtype, deterministic=deterministic) for one in mlp.experts),
+    )
+
+
+def _fused_mlp(mlp: GatedMlp, dtype: torch.dtype, *, deterministic: bool) -> FusedMlp:
+    return FusedMlp(
+        fuse((mlp.gate, mlp.up), dtype, deterministic=deterministic),
+        fuse((mlp.down,), dtype, deterministic=deterministic),
+    )
+
+
+def _stacked(experts: Experts) -> StackedExperts | None:
+    """None where a weight is quantised or has a bias."""
+    gate_up, down = [], []
+    for expert in experts.experts:
+        parts = (expert.gate, expert.up, expert.down)
+        weights = [part.weight for part in parts if isinstance(part.weight, torch.Tensor)]
+        if len(weights) < len(parts) or any(part.bias is not None for part in parts):
+            return None
+        gate_up.append(torch.cat(weights[:2]))
+        down.append(weights[2])
+    return StackedExperts(experts.router, torch.stack(gate_up), torch.stack(down))
+
+
+def fuse(linears: Sequence[Linear], dtype: torch.dtype, *, deterministic: bool) -> GpuLinear:
+    """One layer with the outputs of all, in their order. Raises ValueError where inputs differ."""
+    weights = [linear.weight for linear in linears]
+    bias = _bias(linears, dtype)
+    plain = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    if len(plain) == len(weights):
+        weight = plain[0] if len(plain) == 1 else torch.cat(plain)
+        return PlainLinear(weight, bias, deterministic=deterministic)
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    if len(quantized) == len(weights) and can_concat(quantized):
+        return _quantized(concat_rows(quantized), bias, dtype, deterministic=deterministic)
+    return SeveralLinears([fuse((one,), dtype, deterministic=deterministic) for one in linears])
+
+
+def _quantized(
+    weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, deterministic: bool
+) -> GpuLinear:
+    try:
+        return QuantizedLinear(weight, bias, deterministic=deterministic)
+    except ValueError:
+        # Groups that the kernel does not have.
+        return PlainLinear(dequantize(weight).to(dtype), bias, deterministic=deterministic)
+
+
+def _bias(linears: Sequence[Linear], dtype: torch.dtype) -> torch.Tensor | None:
+    """Zeros where some have none. Of the type that the layer computes in."""
+    if all(linear.bias is None for linear in linears):
+        return None
+    parts = [
+        torch.zeros(linear.weight.shape[0], dtype=dtype, device=linear.weight.device)
+        if linear.bias is None
+        else linear.bias.to(dtype)
+        for linear in linears
+    ]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,56 @@
+"""Mixtures of experts on a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.experts import route as choose
+from engine.families import Activation
+from engine.gpu.activation import gated
+from engine.gpu.fused_weights import FusedMlp, SeparateExperts, StackedExperts
+from engine.gpu.grouped_linear import add_choices, grouped_linear, route
+from engine.model_config import ExpertsConfig
+
+
+def fused_mlp(mlp: FusedMlp, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """[rows, hidden] of ``x`` [rows, hidden], and of its type."""
+    return mlp.down(_gated(mlp.gate_up(x), activation))
+
+
+def _gated(both: torch.Tensor, activation: Activation) -> torch.Tensor:
+    gate, up = both.chunk(2, dim=1)
+    return gated(gate, up, activation)
+
+
+def mix_stacked(
+    experts: StackedExperts, x: torch.Tensor, config: ExpertsConfig, activation: Activation
+) -> torch.Tensor:
+    """fp32 [rows, hidden] of ``x`` [rows, hidden], without waiting for the GPU."""
+    factors, chosen = choose(experts.router, x, config)
+    routing = route(chosen, config.count)
+    both = grouped_linear(x, experts.gate_up, routing, gathers=True)
+    rows = grouped_linear(_gated(both, activation), experts.down, routing, gathers=False)
+    return add_choices(rows, routing, factors)
+
+
+def mix_separate(
+    experts: SeparateExperts, x: torch.Tensor, config: ExpertsConfig, activation: Activation
+) -> torch.Tensor:
+    """fp32 [rows, hidden] of ``x`` [rows, hidden]; the host waits to know who was chosen.
+
+    Tokens are sorted by expert, so that each that has any runs once over all of them; a token's
+    results are added in the order of its own choice.
+    """
+    probabilities = experts.router(x).float().softmax(dim=-1)
+    factors, chosen = probabilities.topk(config.per_token, dim=-1)
+    if config.normalised:
+        factors = factors / factors.sum(dim=-1, keepdim=True)
+    routing = route(chosen, config.count)
+    rows = x[routing.order.long() // config.per_token]
+    counts = routing.offsets.diff().tolist()
+    found = [
+        fused_mlp(expert, part, activation)
+        for expert, part in zip(experts.experts, torch.split(rows, counts), strict=True)
+        if len(part)
+    ]
+    return add_choices(torch.cat(found), routing, factors)
