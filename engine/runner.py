@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,8 @@ from engine.kv_cache import KvCache
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.sampling import SampleRow, sample
 from engine.step import StepInput, StepModel
+
+Ending = Callable[[], StepResult]
 
 
 @dataclass(slots=True)
@@ -27,6 +30,9 @@ class _Known:
 class ModelRunner:
     """Holds the model, the cache and the tokens of the sequences it was told of."""
 
+    overlaps = False
+    """Whether a step may be started before the one before it has ended."""
+
     def __init__(self, model: StepModel, cache: KvCache, device: torch.device) -> None:
         self.model = model
         self.cache = cache
@@ -37,15 +43,17 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step. Deterministic in the plan and what came before."""
         began = time.perf_counter()
-        for sequence_id in plan.dropped:
-            self.forget(sequence_id)
-        for new in plan.new:
-            self._learn(new)
+        self._take_news(plan)
         tokens = self._compute(plan.rows)
         if self.device.type == "cuda":
             # A result says that the step's KV is there: transfers read it on another stream.
             torch.cuda.current_stream(self.device).synchronize()
         return StepResult(plan.step, tokens, time.perf_counter() - began)
+
+    def start(self, plan: StepPlan) -> Ending:
+        """Begin a step; what is returned waits for its end, and may be called on another thread."""
+        result = self.run(plan)
+        return lambda: result
 
     def use_threads(self, threads: int) -> None:
         """How many threads the next steps take, where the model can change that between steps."""
@@ -55,30 +63,50 @@ class ModelRunner:
         """Drop a sequence's tokens."""
         del self._known[sequence_id]
 
+    def _take_news(self, plan: StepPlan) -> None:
+        for sequence_id in plan.dropped:
+            self.forget(sequence_id)
+        for new in plan.new:
+            self._learn(new)
+
     def _learn(self, new: NewSequence) -> None:
         self._known[new.sequence_id] = _Known(
             list(new.token_ids), new.prompt_length, new.sampling, new.stop_ids
         )
 
     def _compute(self, rows: tuple[PlanRow, ...]) -> tuple[tuple[int, ...], ...]:
-        token_ids: list[int] = []
-        outputs: list[int] = []
-        sampled: list[_Known] = []
-        for row in rows:
-            known = self._known[row.sequence_id]
-            token_ids += known.token_ids[row.start : row.start + row.count]
-            if row.sample:
-                outputs.append(len(token_ids) - 1)
-                sampled.append(known)
-        draws = [SampleRow(k.sampling, k.token_ids, k.prompt_length, k.stop_ids) for k in sampled]
-        greedy = all(draw.plain and draw.sampling.greedy for draw in draws)
-        found = self.model.run(StepInput(rows, token_ids, outputs, greedy))
+        step, draws = self._gather(rows)
+        found = self.model.run(step)
         if found.best is not None:
             drawn = found.best
         else:
             assert found.logits is not None, "a step gives the one or the other"
             drawn = sample(found.logits, draws)
-        for known, token in zip(sampled, drawn, strict=True):
-            known.token_ids.append(token)
-        tokens = iter(drawn)
-        return tuple((next(tokens),) if row.sample else () for row in rows)
+        for draw, token in zip(draws, drawn, strict=True):
+            draw.token_ids.append(token)
+        return by_row(rows, drawn)
+
+    def _gather(self, rows: tuple[PlanRow, ...]) -> tuple[StepInput, list[SampleRow]]:
+        """What the model is asked, and what each of its outputs is drawn with.
+
+        The draws' tokens are the lists that the runner keeps.
+        """
+        token_ids: list[int] = []
+        outputs: list[int] = []
+        draws: list[SampleRow] = []
+        for row in rows:
+            known = self._known[row.sequence_id]
+            token_ids += known.token_ids[row.start : row.start + row.count]
+            if row.sample:
+                outputs.append(len(token_ids) - 1)
+                draws.append(
+                    SampleRow(known.sampling, known.token_ids, known.prompt_length, known.stop_ids)
+                )
+        greedy = all(draw.plain and draw.sampling.greedy for draw in draws)
+        return StepInput(rows, token_ids, outputs, greedy), draws
+
+
+def by_row(rows: tuple[PlanRow, ...], drawn: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each row: one for each that samples, in their order."""
+    tokens = iter(drawn)
+    return tuple((next(tokens),) if row.sample else () for row in rows)

@@ -6,19 +6,20 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable
+import time
+from functools import partial
+from typing import NoReturn
 
 from engine.plan import StepPlan, StepResult
-from engine.runner import ModelRunner
+from engine.runner import Ending, ModelRunner
 from worker.cores import CoreBoard
+from worker.step_waiter import Done, StepWaiter
 
 log = logging.getLogger(__name__)
 
-Done = Callable[[StepPlan, StepResult | Exception], None]
-
 
 class EngineThread:
-    """Owns the runner. ``done`` is called on the engine thread: it must only hand over."""
+    """Owns the runner. ``done`` is called on a thread of the engine: it must only hand over."""
 
     def __init__(
         self, runner: ModelRunner, done: Done, board: CoreBoard | None = None, niceness: int = 0
@@ -33,9 +34,13 @@ class EngineThread:
         self._niceness = niceness
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        # Steps that end while the next one is started are waited for by another thread.
+        self._waiter = StepWaiter(done) if runner.overlaps else None
 
     def start(self) -> None:
         self._thread.start()
+        if self._waiter is not None:
+            self._waiter.start()
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a step. Never blocks."""
@@ -43,8 +48,11 @@ class EngineThread:
 
     def stop(self, timeout_s: float) -> None:
         """End after the steps that are queued. Blocks up to ``timeout_s`` seconds."""
+        deadline = time.monotonic() + timeout_s
         self._plans.put(None)
         self._thread.join(timeout_s)
+        if self._waiter is not None:
+            self._waiter.stop(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
         if self._niceness:
@@ -54,12 +62,22 @@ class EngineThread:
                 os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._niceness
             )
         while (plan := self._plans.get()) is not None:
+            if self._waiter is not None:
+                self._waiter.submit(plan, self._begun(plan))
+                continue
             try:
                 result: StepResult | Exception = self._step(plan)
             except Exception as error:
                 log.exception("engine step %d failed", plan.step)
                 result = error
             self._done(plan, result)
+
+    def _begun(self, plan: StepPlan) -> Ending:
+        """A step's ending; that of one that could not begin raises why."""
+        try:
+            return self._runner.start(plan)
+        except Exception as error:
+            return partial(_fail, error)
 
     def _step(self, plan: StepPlan) -> StepResult:
         if self._board is None:
@@ -69,3 +87,7 @@ class EngineThread:
             return self._runner.run(plan)
         finally:
             self._board.end()
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error

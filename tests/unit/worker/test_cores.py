@@ -57,6 +57,8 @@ def test_a_board_may_grow(tmp_path: Path) -> None:
 class _Runner:
     """Notes how it is run."""
 
+    overlaps = False
+
     def __init__(self) -> None:
         self.threads: list[int] = []
         self.niceness: list[int] = []

@@ -1,0 +1,90 @@
+"""Runs step plans on a GPU: a step is started while the one before it still runs.
+
+The token that a running step draws is named by where it will lie on the GPU (-1 - n) until the step
+has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from engine.gpu.decoder import GpuStepModel, StartedStep
+from engine.gpu.draws import draw_of
+from engine.kv_cache import KvCache
+from engine.plan import StepPlan, StepResult
+from engine.runner import Ending, ModelRunner, by_row
+from engine.sampling import SampleRow
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsettled:
+    """A step whose tokens the sequences have by name only: each list, and the place in it."""
+
+    step: StartedStep
+    places: tuple[tuple[list[int], int], ...]
+
+
+class GpuRunner(ModelRunner):
+    """At most two steps run at a time: the results of those before must have been asked for."""
+
+    overlaps = True
+
+    def __init__(self, model: GpuStepModel, cache: KvCache, device: torch.device) -> None:
+        super().__init__(model, cache, device)
+        self._gpu = model
+        self._unsettled: list[_Unsettled] = []
+        self._last_end = 0.0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute one step, and wait for its end."""
+        return self.start(plan)()
+
+    @torch.inference_mode()
+    def start(self, plan: StepPlan) -> Ending:
+        """Begin a step. Waits for the one before where a draw needs its tokens on the host."""
+        began = time.perf_counter()
+        self._settle(running=1)
+        self._take_news(plan)
+        step, draws = self._gather(plan.rows)
+        if not all(draw.plain for draw in draws):
+            self._settle(running=0)
+            tokens = self._compute(plan.rows)
+            if self.device.type == "cuda":
+                # A result says that the step's KV is there: transfers read it on another stream.
+                torch.cuda.current_stream(self.device).synchronize()
+            result = self._finished(plan, began, tokens)
+            return lambda: result
+        started = self._gpu.start(step, [draw_of(draw) for draw in draws])
+        self._unsettled.append(_Unsettled(started, _named(draws)))
+
+        def ending() -> StepResult:
+            return self._finished(plan, began, by_row(plan.rows, started.token_ids()))
+
+        return ending
+
+    def _finished(
+        self, plan: StepPlan, began: float, tokens: tuple[tuple[int, ...], ...]
+    ) -> StepResult:
+        ended = time.perf_counter()
+        # While the step before ran, this one only waited.
+        seconds = ended - max(began, self._last_end)
+        self._last_end = ended
+        return StepResult(plan.step, tokens, seconds)
+
+    def _settle(self, running: int) -> None:
+        """Give tokens their ids, but for those of the last ``running`` steps."""
+        while len(self._unsettled) > running:
+            unsettled = self._unsettled.pop(0)
+            token_ids = unsettled.step.token_ids()
+            for (sequence, place), token in zip(unsettled.places, token_ids, strict=True):
+                sequence[place] = token
+
+
+def _named(draws: list[SampleRow]) -> tuple[tuple[list[int], int], ...]:
+    """Append to each sequence the name of its drawn token; where they were put."""
+    for number, draw in enumerate(draws):
+        draw.token_ids.append(-1 - number)
+    return tuple((draw.token_ids, len(draw.token_ids) - 1) for draw in draws)
