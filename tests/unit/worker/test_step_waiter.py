@@ -1,4 +1,4 @@
-"""The engine thread with a runner whose steps overlap: each is started before the last has ended."""
+"""The engine thread with steps that overlap: each is started before the last one has ended."""
 
 from __future__ import annotations
 
