@@ -12,6 +12,9 @@ from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.cpu.decoder import cpu_decoder
+from engine.gpu.decoder import gpu_decoder
+from engine.gpu.graphs import GRAPH_BYTES
+from engine.gpu.runner import GpuRunner
 from engine.kv_cache import KvCache, block_bytes
 from engine.model import DecoderModel
 from engine.model_config import ModelConfig, load_model_config
@@ -93,11 +96,20 @@ def build_engine(settings: EngineSettings) -> Engine:
         context_length=min(config.context_length, blocks * settings.block_size),
     )
     name = fingerprint(settings.model_path, settings.dtype, settings.quantization)
-    step_model: StepModel | None = cpu_decoder(model, cache, PackedCache(cache_dir()), name)
-    if step_model is None:
-        step_model = TorchStepModel(model, cache, device)
-    runner = ModelRunner(step_model, cache, device)
+    runner = _runner(model, cache, settings, name)
     return Engine(config, runner, pool, Scheduler(pool, limits), name)
+
+
+def _runner(
+    model: DecoderModel, cache: KvCache, settings: EngineSettings, name: str
+) -> ModelRunner:
+    """With the fastest step model that there is for the device."""
+    device = cache.data.device
+    gpu_model = gpu_decoder(model, cache, settings.max_sequences)
+    if gpu_model is not None:
+        return GpuRunner(gpu_model, cache, device)
+    step_model: StepModel | None = cpu_decoder(model, cache, PackedCache(cache_dir()), name)
+    return ModelRunner(step_model or TorchStepModel(model, cache, device), cache, device)
 
 
 def warm_up(engine: Engine) -> None:
@@ -109,6 +121,8 @@ def warm_up(engine: Engine) -> None:
     engine.runner.run(StepPlan(0, (new,), (), (PlanRow(0, 0, count, table, True),)))
     engine.runner.run(StepPlan(0, (), (), (PlanRow(0, count, 1, table, True),)))
     engine.runner.forget(0)
+    if isinstance(engine.runner, GpuRunner):
+        engine.runner.capture()
 
 
 def _device(name: str) -> torch.device:
@@ -148,6 +162,7 @@ def _pool_bytes(
     taken = torch.cuda.memory_allocated(device) + _activation_bytes(
         config, _chunk_tokens(settings, device), settings.max_sequences, dtype
     )
+    taken += GRAPH_BYTES
     return min(int(total * settings.gpu_memory_fraction) - taken, int(free * 0.95))
 
 

@@ -65,6 +65,10 @@ class GpuRunner(ModelRunner):
 
         return ending
 
+    def capture(self) -> None:
+        """Capture the decode steps of the usual sizes; see ``GpuStepModel.warm_up``."""
+        self._gpu.warm_up()
+
     def _finished(
         self, plan: StepPlan, began: float, tokens: tuple[tuple[int, ...], ...]
     ) -> StepResult:
