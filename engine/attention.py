@@ -125,10 +125,10 @@ def attend(
     """Causal attention of every row to its own sequence's tokens.
 
     ``queries`` [tokens, heads, head_dim]; ``keys`` and ``values`` [tokens, kv_heads, head_dim] are
-    in the cache already and are used as they are where a chunk begins its sequence. Scores are
-    multiplied by ``scale`` (1 / sqrt(head_dim) if None), then capped where ``softcap`` is not 0. A
-    query attends to the last ``window`` tokens, its own included; 0: to all. Returns
-    [tokens, heads * head_dim].
+    in the cache already and are used as they are where a chunk begins its sequence, unless the
+    cache holds codes: every query sees what was rounded once. Scores are multiplied by ``scale``
+    (1 / sqrt(head_dim) if None), then capped where ``softcap`` is not 0. A query attends to the
+    last ``window`` tokens, its own included; 0: to all. Returns [tokens, heads * head_dim].
     """
     tokens, heads, dim = queries.shape
     scoring = Scoring(dim**-0.5 if scale is None else scale, window, softcap)
@@ -155,13 +155,13 @@ def _attend_chunk(
 ) -> torch.Tensor:
     """Attention of a prompt's chunk: [count, heads, head_dim]."""
     end = chunk.start + chunk.count
-    if chunk.start == 0:
+    if chunk.start == 0 and cache.scales is None:
         origin = 0
         key, value = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
     else:
         first_block = scoring.first_key(chunk.start) // cache.block_size
         origin = first_block * cache.block_size
-        found = cache.gather(layer, chunk.table[:, first_block:])
+        found = cache.gather(layer, chunk.table[:, first_block:], queries.dtype)
         key, value = (x[:, :, : end - origin] for x in found)
     if not scoring.softcap and not scoring.first_key(end - 1):
         return _attend_causal(queries, key, value, scoring.scale)
@@ -217,7 +217,7 @@ def _attend_singles(
     tables, mask = meta.decode_tables, meta.decode_mask
     if scoring.window:
         tables, mask = _windowed(meta, cache.block_size, scoring.window)
-    key, value = cache.gather(layer, tables)
+    key, value = cache.gather(layer, tables, queries.dtype)
     sequences, heads, dim = queries.shape
     # The query heads of a group take the place of query tokens: one pass over the keys each.
     group = heads // key.shape[1]

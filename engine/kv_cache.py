@@ -1,14 +1,22 @@
 """The memory of the KV blocks: ``[block, layer, K/V, head, slot, dim]``.
 
-A block is one contiguous piece across all layers, so that it moves in one piece.
+A block is one contiguous piece of bytes across all layers, so that it moves in one piece: the codes
+``[layer, K/V, head, slot, dim]``, then, where they are int8 or fp8, their scales ``[layer, K/V,
+head, slot]`` in fp32, then what fills it up to a multiple of 64.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from baton.request import Geometry
+from engine.kv_quantization import dequantize_kv, has_scales, kv_dtype_name, quantize_kv
 from engine.model_config import ModelConfig
+
+_ALIGNMENT = 64
+"""Blocks begin at multiples of a CPU's cache line."""
 
 
 class KvCache:
@@ -25,12 +33,24 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """``dtype`` is the model's, or int8 or float8_e4m3fn: then the codes have scales."""
         self.block_size = block_size
         self.blocks = blocks
-        shape = (blocks, config.layers, 2, config.kv_heads, block_size, config.head_dim)
+        shape = _shape(config, block_size)
+        codes = math.prod(shape) * dtype.itemsize
+        size = block_bytes(config, block_size, dtype)
         # Zeros, so that slots past a sequence's end, which are masked, hold no NaN.
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
-        self._bytes = self.data.view(torch.uint8).view(blocks, -1)
+        self._bytes = torch.zeros(blocks, size, dtype=torch.uint8, device=device)
+        self.data = self._bytes[:, :codes].view(dtype).view(blocks, *shape)
+        """``[block, layer, K/V, head, slot, dim]``, by strides."""
+        self.scales: torch.Tensor | None = None
+        """fp32 ``[block, layer, K/V, head, slot]``, by strides: a value is its code times that."""
+        self._bits = self.data
+        if has_scales(dtype):
+            scales = self._bytes[:, codes : codes + math.prod(shape[:-1]) * 4]
+            self.scales = scales.view(torch.float32).view(blocks, *shape[:-1])
+            # torch has no indexing of fp8.
+            self._bits = self._bytes[:, :codes].view(blocks, *shape)
 
     @property
     def block_bytes(self) -> int:
@@ -38,7 +58,7 @@ class KvCache:
 
     def geometry(self) -> Geometry:
         _, layers, _, heads, size, dim = self.data.shape
-        return Geometry(size, layers, heads, dim, str(self.data.dtype).removeprefix("torch."))
+        return Geometry(size, layers, heads, dim, kv_dtype_name(self.data.dtype))
 
     def block(self, block: int) -> torch.Tensor:
         """A block's bytes: a uint8 view [block_bytes] on the cache's device."""
@@ -53,23 +73,40 @@ class KvCache:
         slots: torch.Tensor,
     ) -> None:
         """Store keys and values [tokens, kv_heads, head_dim] at (block, slot) [tokens] each."""
-        self.data[blocks, layer, 0, :, slots] = keys
-        self.data[blocks, layer, 1, :, slots] = values
+        for which, found in enumerate((keys, values)):
+            if self.scales is None:
+                self.data[blocks, layer, which, :, slots] = found
+                continue
+            codes, scales = quantize_kv(found, self.data.dtype)
+            self._bits[blocks, layer, which, :, slots] = codes.view(torch.uint8)
+            self.scales[blocks, layer, which, :, slots] = scales
 
-    def gather(self, layer: int, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(
+        self, layer: int, tables: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of whole block tables [sequences, blocks], contiguous per head:
 
-        twice [sequences, kv_heads, blocks * block_size, head_dim].
+        twice [sequences, kv_heads, blocks * block_size, head_dim] of ``dtype``.
         """
         sequences, count = tables.shape
         _, _, _, heads, size, dim = self.data.shape
-        by_head = self.data[:, layer].permute(1, 2, 0, 3, 4)
-        found = by_head.index_select(2, tables.reshape(-1))
-        both = found.view(2, heads, sequences, count * size, dim).transpose(1, 2)
+        chosen = tables.reshape(-1)
+        found = self._bits[:, layer].permute(1, 2, 0, 3, 4).index_select(2, chosen)
+        if self.scales is not None:
+            scales = self.scales[:, layer].permute(1, 2, 0, 3).index_select(2, chosen)
+            found = dequantize_kv(found.view(self.data.dtype), scales)
+        both = found.to(dtype).view(2, heads, sequences, count * size, dim).transpose(1, 2)
         return both[0], both[1]
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block."""
-    per_slot = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
-    return per_slot * block_size
+    """Bytes of one block, scales included: a multiple of 64."""
+    shape = _shape(config, block_size)
+    size = math.prod(shape) * dtype.itemsize
+    if has_scales(dtype):
+        size += math.prod(shape[:-1]) * 4
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _shape(config: ModelConfig, block_size: int) -> tuple[int, int, int, int, int]:
+    return config.layers, 2, config.kv_heads, block_size, config.head_dim

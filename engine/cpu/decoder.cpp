@@ -251,11 +251,23 @@ class Decoder {
       for (long h = 0; h < m.heads + m.kv_heads; h++) rotate(projected + h * dim, table, layer.rotary);
     }
     halve(projected, wide, queries_.data() + t * wide);
-    bf16* block = layer_cache(layer) + step_->blocks[t] * cache_.block_stride;
-    const long head = cache_.block_size * dim, slot = step_->slots[t] * dim;
-    for (long h = 0; h < m.kv_heads; h++) {
-      halve(projected + wide + h * dim, dim, block + h * head + slot);
-      halve(projected + wide + narrow + h * dim, dim, block + (m.kv_heads + h) * head + slot);
+    keep(layer, t, projected + wide);
+  }
+
+  // A token's keys and values [K/V, head, dim] into the cache.
+  void keep(const Layer& layer, long t, const float* projected) {
+    const Cache& c = cache_;
+    const long dim = model_.dim, number = &layer - layers_.data();
+    const long block = step_->blocks[t] * c.block_stride + number * c.layer_stride;
+    const long scales = step_->blocks[t] * c.scale_block_stride + number * c.scale_layer_stride;
+    for (long h = 0; h < 2 * model_.kv_heads; h++) {
+      const float* from = projected + h * dim;
+      const long place = h * c.block_size + step_->slots[t], at = block + place * dim;
+      if (c.kind == BF16) halve(from, dim, (bf16*)c.data + at);
+      else
+        c.scales[scales + place] = c.kind == INT8
+                                       ? kv::encode<INT8>(from, dim, (uint8_t*)c.data + at)
+                                       : kv::encode<FP8>(from, dim, (uint8_t*)c.data + at);
     }
   }
 
@@ -272,16 +284,24 @@ class Decoder {
     for (long i = 0; i < count; i += 16) store(to + i, half_of(load<f32x16>(from + i)));
   }
 
-  bf16* layer_cache(const Layer& layer) const {
-    return (bf16*)cache_.data + (&layer - layers_.data()) * cache_.layer_stride;
-  }
-
   void look_back(const Layer& layer) {
     const Model& m = model_;
+    const Cache& c = cache_;
+    const long number = &layer - layers_.data(), width = c.kind == BF16 ? sizeof(bf16) : 1;
     const attention::Problem problem = {
-        queries_.data(),     attended_.data(), layer_cache(layer), cache_.block_stride,
-        cache_.block_size,   m.heads,          m.kv_heads,         m.dim,
-        layer.window,        m.attention_scale, m.attention_softcap};
+        queries_.data(),
+        attended_.data(),
+        (const char*)c.data + number * c.layer_stride * width,
+        c.scales ? c.scales + number * c.scale_layer_stride : nullptr,
+        c.block_stride,
+        c.scale_block_stride,
+        c.block_size,
+        m.heads,
+        m.kv_heads,
+        m.dim,
+        layer.window,
+        m.attention_scale,
+        m.attention_softcap};
     const long group = m.heads / m.kv_heads, most = std::max<long>(1, QUERY_ROWS / group);
     parts_.clear();
     for (long r = 0; r < step_->rows; r++)
@@ -292,7 +312,7 @@ class Decoder {
     const long count = (long)parts_.size();
     parallel(count * m.kv_heads, [&](long i) {
       static thread_local attention::Memory memory;
-      attention::attend(problem, parts_[count - 1 - i / m.kv_heads], i % m.kv_heads, memory);
+      attention::attend(c.kind, problem, parts_[count - 1 - i / m.kv_heads], i % m.kv_heads, memory);
     });
   }
 

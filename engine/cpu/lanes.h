@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -60,6 +60,41 @@ static inline bf16 half_of(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
   return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// Bytes to 32 bits. With intrinsics: the compiler takes its own conversion apart, byte by byte, where
+// the bytes come from memory (seen with GCC 12).
+static inline i32x16 wide(i8x16 x) {
+#if defined(__AVX512F__)
+  return (i32x16)_mm512_cvtepi8_epi32((__m128i)x);
+#elif defined(__AVX2__)
+  const __m256i parts[2] = {_mm256_cvtepi8_epi32((__m128i)x),
+                            _mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)x, 8))};
+  return load<i32x16>(parts);
+#else
+  return __builtin_convertvector(x, i32x16);
+#endif
+}
+
+static inline u32x16 wide(u8x16 x) {
+#if defined(__AVX512F__)
+  return (u32x16)_mm512_cvtepu8_epi32((__m128i)x);
+#elif defined(__AVX2__)
+  const __m256i parts[2] = {_mm256_cvtepu8_epi32((__m128i)x),
+                            _mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)x, 8))};
+  return load<u32x16>(parts);
+#else
+  return __builtin_convertvector(x, u32x16);
+#endif
+}
+
+// The lower bytes of 32 bits each.
+static inline u8x16 narrow(u32x16 x) {
+#ifdef __AVX512F__
+  return (u8x16)_mm512_cvtepi32_epi8((__m512i)x);
+#else
+  return __builtin_convertvector(x, u8x16);
+#endif
 }
 
 // Adds to each lane the products of its pair of bf16: the whole arithmetic of a matrix product.

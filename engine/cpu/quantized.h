@@ -22,12 +22,12 @@ const int BYTES = KIND == INT4 ? 32 : 64;  // of a pair's codes
 // Codes 16 q … 16 q + 15 of a pair.
 template <int KIND>
 inline __attribute__((always_inline)) f32x16 values(const uint8_t* codes, int q) {
-  if (KIND == INT8) return __builtin_convertvector(load<i8x16>(codes + 16 * q), f32x16);
+  if (KIND == INT8) return __builtin_convertvector(wide(load<i8x16>(codes + 16 * q)), f32x16);
   if (KIND == INT4) {
-    const u32x16 both = __builtin_convertvector(load<u8x16>(codes + 16 * (q % 2)), u32x16);
+    const u32x16 both = wide(load<u8x16>(codes + 16 * (q % 2)));
     return __builtin_convertvector((i32x16)(q < 2 ? both & 15 : both >> 4), f32x16);
   }
-  const u32x16 bits = __builtin_convertvector(load<u8x16>(codes + 16 * q), u32x16);
+  const u32x16 bits = wide(load<u8x16>(codes + 16 * q));
   return (f32x16)((bits & 0x7f) << 20 | (bits & 0x80) << 24) * 0x1p120f;
 }
 

@@ -85,11 +85,21 @@ class Model(ctypes.Structure):
 
 
 class Cache(ctypes.Structure):
-    """The memory of the KV blocks; strides count elements."""
+    """The memory of the KV blocks: see engine/cpu/kv_codes.h."""
 
     _fields_: ClassVar[_Fields] = [
-        ("data", _POINTER),
-        *((name, _SIZE) for name in ("block_stride", "layer_stride", "block_size")),
+        ("kind", _SIZE),
+        *((name, _POINTER) for name in ("data", "scales")),
+        *(
+            (name, _SIZE)
+            for name in (
+                "block_stride",
+                "layer_stride",
+                "scale_block_stride",
+                "scale_layer_stride",
+                "block_size",
+            )
+        ),
     ]
 
 

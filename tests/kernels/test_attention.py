@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.attention import attend, attend_dense, attention_meta
 from engine.kv_cache import KvCache
+from engine.kv_quantization import dequantize_kv, quantize_kv
 from engine.model_config import ModelConfig
 from engine.plan import PlanRow
 from tests.models import plain_config
@@ -59,17 +60,27 @@ def check_batch(
     spans: list[tuple[int, int]],
     dtype: torch.dtype,
     seed: int = 0,
+    codes: torch.dtype | None = None,
     **scoring: Any,
 ) -> None:
     """One batch of sequences, each with ``(start, count)``, in blocks scattered over the cache.
 
-    ``scoring``: scale, window and softcap.
+    ``codes``: the cache's type, if not ``dtype``; ``scoring``: scale, window and softcap.
     """
     torch.manual_seed(seed)
     size = shape.block_size
     needed = [-(-(start + count) // size) for start, count in spans]
-    cache = KvCache(shape.config(), sum(needed) + 3, size, dtype, CPU)
-    cache.data.fill_(GARBAGE)
+    cache = KvCache(shape.config(), sum(needed) + 3, size, codes or dtype, CPU)
+    if cache.scales is None:
+        cache.data.fill_(GARBAGE)
+    else:
+        cache.data.view(torch.uint8).fill_(100)
+        cache.scales.fill_(GARBAGE)
+
+    def kept(values: torch.Tensor) -> torch.Tensor:
+        """What the cache makes of keys or values."""
+        return values if codes is None else dequantize_kv(*quantize_kv(values, codes))
+
     free = iter(torch.randperm(cache.blocks).tolist())
     rows, keys, values, queries = [], [], [], []
     for number, (start, count) in enumerate(spans):
@@ -97,7 +108,7 @@ def check_batch(
         )
         expected = torch.cat(
             [
-                attend_dense(query, key + layer, value - layer, start, **scoring)
+                attend_dense(query, kept(key + layer), kept(value - layer), start, **scoring)
                 for query, key, value, (start, _) in zip(queries, keys, values, spans, strict=True)
             ]
         )
@@ -165,6 +176,14 @@ def test_half_precision_windows_soft_caps_and_scales(scoring: dict[str, Any]) ->
 def test_half_precision_is_near_the_definition(block_size: int, dtype: torch.dtype) -> None:
     shape = Shape(block_size, kv_heads=3, group=3, dim=64)
     check_batch(shape, [(0, 40), (33, 1), (16, 17), (0, 1), (31, 1)], dtype)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(SHAPES, SPANS, st.sampled_from((0, 20)), st.sampled_from((torch.int8, torch.float8_e4m3fn)))
+def test_codes_count_for_what_they_stand_for(
+    shape: Shape, spans: list[tuple[int, int]], window: int, codes: torch.dtype
+) -> None:
+    check_batch(shape, spans, torch.float32, codes=codes, window=window)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])

@@ -37,6 +37,8 @@ TABLE = tuple(range(40, 20, -1))
 NOISE = 1.2
 """How much larger than that of torch in bf16 the median error may be: both are roundings. Not the
 mean: where rounding sends a token to another expert, that one token outweighs all others."""
+CODES = [torch.int8, torch.float8_e4m3fn]
+"""What a cache may hold instead of bf16."""
 CXX = shutil.which("g++")
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler")
@@ -50,7 +52,11 @@ def one_thread() -> None:
 def new_cache(model: DecoderModel, dtype: torch.dtype = torch.bfloat16) -> KvCache:
     cache = KvCache(model.config, BLOCKS, BLOCK, dtype, CPU)
     # What others have left there must not matter.
-    cache.data.fill_(50.0)
+    if cache.scales is None:
+        cache.data.fill_(50.0)
+    else:
+        cache.data.view(torch.uint8).fill_(100)
+        cache.scales.fill_(50.0)
     return cache
 
 
@@ -64,8 +70,8 @@ def load(folder: Path, dtype: torch.dtype = torch.bfloat16) -> DecoderModel:
     return DecoderModel(load_model_config(folder), weights, CPU)
 
 
-def decoder(model: DecoderModel) -> CpuDecoder:
-    found = cpu_decoder(model, new_cache(model))
+def decoder(model: DecoderModel, kv: torch.dtype = torch.bfloat16) -> CpuDecoder:
+    found = cpu_decoder(model, new_cache(model, kv))
     assert found is not None
     return found
 
@@ -101,11 +107,17 @@ def pieces(model: StepModel, tokens: list[int], counts: list[int]) -> torch.Tens
 
 
 def check_error(
-    model: DecoderModel, plain: DecoderModel, found: torch.Tensor, tokens: list[int]
+    model: DecoderModel,
+    plain: DecoderModel,
+    found: torch.Tensor,
+    tokens: list[int],
+    kv: torch.dtype | None = None,
 ) -> None:
-    """``found`` is as near to fp32 as torch in bf16 is."""
-    expected = prefill(TorchStepModel(plain, new_cache(plain, torch.float32), CPU), tokens)
-    half = prefill(TorchStepModel(model, new_cache(model), CPU), tokens)
+    """``found`` is as near to fp32 as torch in bf16 is; ``kv`` are the codes of all caches."""
+    exact = new_cache(plain, kv or torch.float32)
+    expected = prefill(TorchStepModel(plain, exact, CPU), tokens)
+    rounded = new_cache(model, kv or torch.bfloat16)
+    half = prefill(TorchStepModel(model, rounded, CPU), tokens)
     assert expected.std() > 0.3, "logits that are all alike would prove nothing"
     assert (found - expected).abs().median() < NOISE * (half - expected).abs().median()
 
@@ -179,8 +191,9 @@ def test_strangers_in_the_batch_change_no_bit(
 ) -> None:
     """Sequences of all lengths, some in chunks and some one token at a time, in any order."""
     chance = random.Random(seed)
-    ours = decoder(model)
-    whole = prefill(decoder(model), tokens)
+    kv = (torch.bfloat16, *CODES)[seed % 3]
+    ours = decoder(model, kv)
+    whole = prefill(decoder(model, kv), tokens)
     count = chance.randint(2, 32)
     sequences = [some_tokens(chance.randint(1, 30), VOCAB, 100 + n) for n in range(count - 1)]
     tables = [(n,) * 1 + (n + 32,) for n in range(count - 1) if n + 32 < BLOCKS]
@@ -202,6 +215,42 @@ def test_strangers_in_the_batch_change_no_bit(
         found.append(logits[mine])
         start += step
     assert torch.equal(torch.cat(found), whole)
+
+
+@pytest.mark.parametrize("kv", CODES, ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
+def test_caches_of_codes(tmp_path: Path, name: str, kv: torch.dtype) -> None:
+    """With windows and soft caps too; chunks and single tokens give the same bits."""
+    reference = make_reference(CASES[name], max_position_embeddings=512, head_dim=32)
+    reference.save_pretrained(tmp_path)
+    model = load(tmp_path)
+    tokens = some_tokens(TOKENS, model.config.vocab_size)
+    whole = prefill(decoder(model, kv), tokens)
+    check_error(model, load(tmp_path, torch.float32), whole, tokens, kv)
+    for counts in ([129, 1, 1, TOKENS - 131], [13, 2, 30, 8, *(1,) * 20, TOKENS - 73]):
+        assert torch.equal(pieces(decoder(model, kv), tokens, counts), whole)
+    assert not torch.equal(whole, prefill(decoder(model), tokens)), "the cache held no codes"
+
+
+@pytest.mark.parametrize("kv", CODES, ids=str)
+@pytest.mark.parametrize(("head_dim", "heads"), [(48, (3, 1)), (80, (9, 1)), (64, (8, 2))])
+def test_shapes_of_heads_of_codes(
+    tmp_path: Path, head_dim: int, heads: tuple[int, int], kv: torch.dtype
+) -> None:
+    many, few = heads
+    make_reference(
+        CASES["llama"],
+        head_dim=head_dim,
+        num_attention_heads=many,
+        num_key_value_heads=few,
+        hidden_size=many * 16,
+        max_position_embeddings=512,
+    ).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    tokens = some_tokens(TOKENS, model.config.vocab_size)
+    whole = prefill(decoder(model, kv), tokens)
+    check_error(model, load(tmp_path, torch.float32), whole, tokens, kv)
+    assert torch.equal(pieces(decoder(model, kv), tokens, [129, 1, 1, TOKENS - 131]), whole)
 
 
 def test_threads_change_no_bit(model: DecoderModel, tokens: list[int]) -> None:
@@ -321,6 +370,9 @@ def test_other_cpus(
     _quantized(quantized, "int4", 32)
     _quantized(plain, "int4", 32)
     check_error(quantized, plain, prefill(decoder(quantized), tokens), tokens)
+    for kv in CODES:
+        coded = prefill(decoder(quantized, kv), tokens)
+        check_error(quantized, plain, coded, tokens, kv)
 
 
 def test_what_it_does_not_compute_is_left_to_torch(
