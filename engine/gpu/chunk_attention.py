@@ -17,6 +17,9 @@ from engine.gpu.kv_blocks import PLAIN, KvBlocks
 from engine.gpu.launch import Launch, capability_of, check_strides, interpreted, power_of_two
 from engine.gpu.paged_tile import add_values, key_scores, slots_of
 
+MOST_TILE_ROWS = 128
+"""Of the largest tile: tokens, times the query heads of a KV head."""
+
 _LEAST = 16
 _ASYNCHRONOUS_PRODUCTS = 90
 """From this compute capability on, tensor cores read shared memory, which leaves registers free."""
@@ -262,8 +265,10 @@ def chunk_attention(
     queries, and their end; ``contexts`` int32 [sequences]: tokens before each chunk. ``longest``
     bounds the chunks' tokens. Returns like queries, contiguous.
 
-    The size of the tiles follows ``longest``, so that a row's last bits may: for bits that do not,
-    use ``decode_attention`` with ``table_rows``. Raises ValueError where shapes or types do not
+    A row's sums have the order of its keys, in tiles that begin at multiples of their size. The
+    tiles' size follows ``longest``, up to ``MOST_TILE_ROWS`` rows (tokens times the heads of a
+    group): with a ``longest`` that fills them, a row's bits do not depend on how a prompt is cut
+    and what else there is. Raises ValueError where shapes or types do not
     fit.
     """
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
@@ -297,9 +302,9 @@ def _tiles(tile_dim: int, itemsize: int, rows: int, capability: int) -> _Tiles:
     if capability < _ASYNCHRONOUS_PRODUCTS:
         return _Tiles(min(rows, 64), 32, 4 if tile_dim <= 128 else 8, 4)
     if tile_dim <= 64:
-        return _Tiles(min(rows, 128), 64, 4, 4)
-    warps = 8 if rows >= 128 else 4
-    return _Tiles(min(rows, 128), 64 if tile_dim <= 128 else 32, warps, 4)
+        return _Tiles(min(rows, MOST_TILE_ROWS), 64, 4, 4)
+    warps = 8 if rows >= MOST_TILE_ROWS else 4
+    return _Tiles(min(rows, MOST_TILE_ROWS), 64 if tile_dim <= 128 else 32, warps, 4)
 
 
 def chunk_launch(
@@ -365,6 +370,8 @@ def chunk_launch(
         },
         warps=tiles.warps,
         stages=tiles.stages,
+        # The masked tiles and the others are two loops: a key counts the same in both.
+        fusion=False,
     )
 
 

@@ -78,7 +78,7 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
         options={
             "num_warps": launch.warps,
             "num_stages": launch.stages,
-            "enable_fp_fusion": True,
+            "enable_fp_fusion": launch.fusion,
         },
     )
     return Compiled(

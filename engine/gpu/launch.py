@@ -27,6 +27,9 @@ class Launch:
     constants: dict[str, Constant]
     warps: int = 4
     stages: int = 2
+    fusion: bool = True
+    """Whether a product and a sum may become one operation, rounded once, where the compiler will.
+    """
 
     def run(self) -> None:
         """Start the kernel on its tensors' device; a grid of nothing starts nothing."""
@@ -39,7 +42,7 @@ class Launch:
                 **self.constants,
                 num_warps=self.warps,
                 num_stages=self.stages,
-                enable_fp_fusion=True,
+                enable_fp_fusion=self.fusion,
             )
 
 

@@ -74,9 +74,10 @@ def gpu_weight(
     if kind == "int4":
         codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
     inputs = codes.shape[1]
-    group = -(-inputs // groups)
-    if codes.dtype != torch.uint8 or codes.shape[0] != outputs or inputs % groups:
+    whole = groups > 0 and inputs % groups == 0
+    if codes.dtype != torch.uint8 or codes.shape[0] != outputs or not whole:
         raise ValueError("codes are uint8, one row for each of scales', whole groups each")
+    group = inputs // groups
     if groups > 1 and group != 16 and group % 32:
         raise ValueError(f"groups of {group} inputs are not supported: 16, or a multiple of 32")
     if kind == "int4" and group == 16:
