@@ -1,0 +1,104 @@
+"""Overlapping steps: each is started before the one before has been waited for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.sampling_params import SamplingParams
+from engine.gpu.runner import GpuRunner
+from engine.plan import NewSequence, PlanRow, StepPlan
+from engine.runner import Ending, ModelRunner
+from tests.kernels.gpu.device import DEVICE
+from tests.kernels.gpu.steps.pairs import Recorder, gpu, load, reference, save, some_tokens
+
+GREEDY = SamplingParams(temperature=0.0)
+TABLES = ((1, 2), (4, 3), (6,), (7,))
+PROMPTS = (12, 5, 3, 1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=1)
+
+
+def new(number: int, **changes: Any) -> NewSequence:
+    tokens = tuple(some_tokens(PROMPTS[number], 120, number))
+    return NewSequence(number, tokens, len(tokens), replace(GREEDY, **changes), (2,))
+
+
+def row(number: int, start: int, count: int = 1, sample: bool = True) -> PlanRow:
+    return PlanRow(number, start, count, TABLES[number], sample)
+
+
+def plans(sampling: tuple[dict[str, Any], ...]) -> list[StepPlan]:
+    """Prompts that join sequences that decode; one leaves and comes back with what it has said."""
+    joined = [new(number, **changes) for number, changes in enumerate(sampling)]
+    return [
+        StepPlan(1, (joined[0],), (), (row(0, 0, 12),)),
+        StepPlan(2, (joined[1],), (), (row(0, 12), row(1, 0, 4, sample=False))),
+        StepPlan(3, (joined[2],), (), (row(0, 13), row(1, 4), row(2, 0, 3))),
+        StepPlan(4, (), (), (row(2, 3), row(0, 14), row(1, 5))),
+        StepPlan(5, (joined[3],), (1,), (row(3, 0), row(0, 15), row(2, 4))),
+        StepPlan(6, (), (), (row(0, 16), row(2, 5), row(3, 1))),
+        StepPlan(7, (), (), (row(2, 6),)),
+        StepPlan(8, (), (), (row(0, 17), row(3, 2), row(2, 7))),
+    ]
+
+
+def overlapped(runner: ModelRunner, all_plans: list[StepPlan]) -> list[Any]:
+    """As the control loop does it: the next step is started, then the last one is waited for."""
+    endings: list[Ending] = []
+    found = []
+    for plan in all_plans:
+        endings.append(runner.start(plan))
+        if len(endings) == 2:
+            found.append(endings.pop(0)())
+    return found + [ending() for ending in endings]
+
+
+WARM = {"temperature": 1.0, "seed": 5}
+LIMITED = {"temperature": 1.5, "seed": 6, "top_p": 0.7, "top_k": 20}
+NEAR = {"temperature": 1.2, "seed": 7, "min_p": 0.05}
+PENALISED = {"repetition_penalty": 1.8, "frequency_penalty": 1.0}
+SHORT = {"temperature": 0.7, "seed": 8, "min_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        ({}, {}, {}, {}),
+        (WARM, {}, LIMITED, NEAR),
+        ({}, WARM, PENALISED, {}),
+        (LIMITED, SHORT, WARM, PENALISED),
+    ],
+    ids=["greedy", "drawn on the device", "one on the host", "all kinds"],
+)
+def test_overlapping_steps_draw_what_single_ones_do(
+    folder: Path, sampling: tuple[dict[str, Any], ...]
+) -> None:
+    expected_steps = reference(load(folder))
+    plain = ModelRunner(expected_steps.model, expected_steps.cache, DEVICE)
+    expected = [plain.run(plan).token_ids for plan in plans(sampling)]
+    steps = gpu(load(folder), capture=Recorder())
+    runner = GpuRunner(steps.model, steps.cache, DEVICE)
+    found = overlapped(runner, plans(sampling))
+    assert [result.step for result in found] == list(range(1, 9))
+    assert [result.token_ids for result in found] == expected
+    assert all(result.seconds >= 0 for result in found)
+    torch.testing.assert_close(
+        steps.cache.data[[1, 2, 6, 7]], expected_steps.cache.data[[1, 2, 6, 7]], atol=1e-4, rtol=0
+    )
+
+
+def test_a_step_waited_for_at_once(folder: Path) -> None:
+    steps = gpu(load(folder))
+    runner = GpuRunner(steps.model, steps.cache, DEVICE)
+    plain_steps = reference(load(folder))
+    plain = ModelRunner(plain_steps.model, plain_steps.cache, DEVICE)
+    for plan in plans(({}, WARM, {}, {}))[:3]:
+        assert runner.run(plan).token_ids == plain.run(plan).token_ids
