@@ -131,7 +131,8 @@ class Forward:
             key_weight=layer.key_norm if by_head else None,
             eps=self._config.rms_norm_eps,
         )
-        out = torch.empty_like(queries)
+        # Chunks of padding have no tokens: nothing is written for them.
+        out = torch.zeros_like(queries) if step.shape.chunks else torch.empty_like(queries)
         self._attend_singles(out, queries, number, step)
         self._attend_chunks(out, queries, number, step)
         return out.view(len(h), -1)

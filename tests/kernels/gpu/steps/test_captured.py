@@ -65,12 +65,12 @@ def test_the_likeliest_tokens_and_outputs_in_any_order(folder: Path) -> None:
     model = load(folder)
     vocab = model.config.vocab_size
     expected, steps = reference(model), gpu(load(folder), capture=Recorder())
-    for step in (((0, 0, 25), (1, 0, 1), (2, 0, 1)), ((0, 25, 1), (1, 1, 1), (2, 1, 1))):
+    for step in (((0, 0, 5), (1, 0, 1), (2, 0, 1)), ((0, 5, 1), (1, 1, 1), (2, 1, 1))):
         rows = rows_of(step, vocab)
         tokens = [t for ids, row in rows for t in ids[row.start : row.start + row.count]]
         plan = tuple(row for _, row in rows)
         last = len(tokens) - 1
-        for outputs in ([last, 0], [1], [], [0, last - 1, last]):
+        for outputs in ([last, 0], []):
             asked = StepInput(plan, tokens, outputs, True)
             assert steps.model.run(asked).best == expected.model.run(asked).best
             logits = steps.model.run(StepInput(plan, tokens, outputs, False)).logits
