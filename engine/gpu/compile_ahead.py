@@ -21,6 +21,8 @@ from engine.gpu.attention_reference import Scoring
 from engine.gpu.block_pack import move_launch
 from engine.gpu.chunk_attention import chunk_launch
 from engine.gpu.decode_attention import SPLIT, decode_launches
+from engine.gpu.embedding import embed_launch
+from engine.gpu.fixed_linear import fixed_linear_launch
 from engine.gpu.grouped_linear import Routing, grouped_linear_launch
 from engine.gpu.kv_blocks import KvBlocks, empty_kv_blocks
 from engine.gpu.launch import Launch
@@ -127,6 +129,8 @@ def few() -> Iterator[Configuration]:
     yield _linear("int4", 128, False, 1)
     yield _draw(128256)
     yield _experts(False, 1024)
+    yield _fixed_linear(_BF16, 14336)
+    yield _embed(_BF16)
 
 
 def matrix() -> Iterator[Configuration]:
@@ -160,6 +164,9 @@ def matrix() -> Iterator[Configuration]:
         yield _draw(vocab)
     for gathers, pairs in product((False, True), (16, 4096, 65536)):
         yield _experts(gathers, pairs)
+    for dtype, outputs in product((_BF16, _FP16, torch.float32), (4096, 128256)):
+        yield _fixed_linear(dtype, outputs)
+    yield _embed(_BF16)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -322,3 +329,20 @@ def _experts(gathers: bool, pairs: int) -> Configuration:
         return (grouped_linear_launch(out, x, weights, routing, gathers=gathers),)
 
     return Configuration(f"experts {gathers} {pairs}", launches)
+
+
+def _fixed_linear(dtype: torch.dtype, outputs: int) -> Configuration:
+    def launches(_capability: int) -> tuple[Launch, ...]:
+        out, x = _empty(64, outputs, dtype=dtype), _empty(64, 4096, dtype=dtype)
+        return (fixed_linear_launch(out, x, _empty(outputs, 4096, dtype=dtype), None),)
+
+    return Configuration(f"fixed linear {dtype} {outputs}", launches)
+
+
+def _embed(dtype: torch.dtype) -> Configuration:
+    def launches(_capability: int) -> tuple[Launch, ...]:
+        drawn = _empty(64, dtype=torch.int64)
+        table = _empty(128256, 4096, dtype=dtype)
+        return (embed_launch(_empty(64, 4096), _integers(64), drawn, table, 1.0),)
+
+    return Configuration(f"embed {dtype}", launches)
