@@ -78,6 +78,24 @@ def up(
         str | None,
         typer.Option(help="bfloat16, float32 or float16. Default: bfloat16."),
     ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="Weights: auto (as the files hold them), none, or quantised at load: int8, int4 or"
+            " fp8. Default: auto."
+        ),
+    ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(help="The KV cache: auto (as --dtype), int8 or fp8. Default: auto."),
+    ] = None,
+    deterministic: Annotated[
+        bool | None,
+        typer.Option(
+            "--deterministic",
+            help="Same bits whatever else is in the batch; refused where that cannot be promised.",
+        ),
+    ] = None,
     redis_url: Annotated[
         str | None,
         typer.Option(
@@ -107,6 +125,9 @@ def up(
         http=http,
         grpc=grpc,
         dtype=dtype,
+        quantization=quantization,
+        kv_dtype=kv_dtype,
+        deterministic=deterministic,
         redis_url=redis_url,
         local_prefill=local_prefill,
     )
@@ -198,7 +219,8 @@ def model_pull(
     from deploy import model_store  # noqa: PLC0415
 
     try:
-        path = model_store.pull(name, lambda text: typer.echo(text, err=True))
+        # As a start without --quantization wants it; other forms are made of it without a network.
+        path = model_store.pull(name, lambda text: typer.echo(text, err=True), "auto")
     except BatonError as error:
         _fail(error.message)
     typer.echo(path)
@@ -304,6 +326,10 @@ def profile(
         typer.Option(help="As for `baton up`. Default: smollm2-135m-instruct.", show_default=False),
     ] = "smollm2-135m-instruct",
     dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float16.")] = "bfloat16",
+    quantization: Annotated[
+        str, typer.Option(help="As for `baton up`: auto, none, int8, int4 or fp8.")
+    ] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="As for `baton up`: auto, int8 or fp8.")] = "auto",
     device: Annotated[
         str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU where there is one.")
     ] = "auto",
@@ -331,8 +357,15 @@ def profile(
         typer.echo(text, err=True)
 
     try:
-        path = model_store.resolve(model, say).path
-        engine = EngineSettings(path, dtype=dtype, device=device, threads=threads)
+        path = model_store.resolve(model, say, quantization).path
+        engine = EngineSettings(
+            path,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            quantization=quantization,
+            kv_dtype=kv_dtype,
+        )
         sizes = _counts(batches)
         settings = ProfileSettings(engine, prompt_tokens, context_tokens, sizes, output)
         found = profile_engine(settings, say)

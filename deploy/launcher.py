@@ -184,7 +184,10 @@ class Launcher:
 
         with self._progress.step(name):
             thread = DaemonThread("model")
-            model = await thread.call(lambda: model_store.resolve(self._config.model, tell))
+            config = self._config
+            model = await thread.call(
+                lambda: model_store.resolve(config.model, tell, config.quantization)
+            )
         served = self._config.served_model_name or model.name
         return ResolvedModel(served, model.path)
 

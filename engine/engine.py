@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.cpu.decoder import cpu_decoder
+from engine.cpu.library import library_build
 from engine.gpu.decoder import gpu_decoder
 from engine.gpu.graphs import GRAPH_BYTES
 from engine.gpu.runner import GpuRunner
 from engine.kv_cache import KvCache, block_bytes
+from engine.kv_quantization import kv_dtype, kv_dtype_name
 from engine.model import DecoderModel
 from engine.model_config import ModelConfig, load_model_config
 from engine.plan import NewSequence, PlanRow, StepPlan
@@ -52,6 +55,10 @@ class EngineSettings:
     max_sequences: int = 64
     quantization: str = "auto"
     """As ``engine.weights.load_weights`` takes it."""
+    kv_dtype: str = "auto"
+    """The cache's: ``auto`` for ``dtype``, ``int8`` or ``fp8``."""
+    deterministic: bool = False
+    """Whether what cannot keep a row's bits the same in every batch is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,8 @@ class Engine:
     pool: BlockPool
     scheduler: Scheduler
     fingerprint: str
+    """Of what decides the KV: weights, their quantisation, the tokenizer, the KV type, and, where a
+    row's bits are promised, what computes them. Engines with another one share no KV."""
 
     @property
     def cache(self) -> KvCache:
@@ -82,11 +91,12 @@ def build_engine(settings: EngineSettings) -> Engine:
     config = load_model_config(settings.model_path)
     weights = load_weights(settings.model_path, device, dtype, settings.quantization)
     model = DecoderModel(config, weights, device)
-    size = block_bytes(config, settings.block_size, dtype)
+    kv = kv_dtype(settings.kv_dtype, dtype)
+    size = block_bytes(config, settings.block_size, kv)
     blocks = _pool_bytes(settings, config, device, dtype) // size
     if blocks < 2:
         raise ConfigError(f"the KV pool holds {blocks} blocks of {size} bytes; raise kv_pool_mib")
-    cache = KvCache(config, blocks, settings.block_size, dtype, device)
+    cache = KvCache(config, blocks, settings.block_size, kv, device)
     pool = BlockPool(blocks)
     limits = SchedulerLimits(
         block_size=settings.block_size,
@@ -97,7 +107,22 @@ def build_engine(settings: EngineSettings) -> Engine:
     )
     name = fingerprint(settings.model_path, settings.dtype, settings.quantization)
     runner = _runner(model, cache, settings, name)
-    return Engine(config, runner, pool, Scheduler(pool, limits), name)
+    scheduler = Scheduler(pool, limits)
+    arithmetic = _arithmetic(device) if settings.deterministic else ""
+    return Engine(config, runner, pool, scheduler, _fingerprint(name, kv, arithmetic))
+
+
+def _fingerprint(weights: str, kv: torch.dtype, arithmetic: str) -> str:
+    """An engine's, of that of its weights: 32 hex digits."""
+    text = f"{weights}:{kv_dtype_name(kv)}:{arithmetic}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _arithmetic(device: torch.device) -> str:
+    """What decides the last bits: the GPU's model and torch, or the build of the CPU's decoder."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return f"cpu {library_build()}"
 
 
 def _runner(
@@ -105,11 +130,36 @@ def _runner(
 ) -> ModelRunner:
     """With the fastest step model that there is for the device."""
     device = cache.data.device
-    gpu_model = gpu_decoder(model, cache, settings.max_sequences)
+    most = settings.max_sequences
+    gpu_model = gpu_decoder(model, cache, most, deterministic=settings.deterministic)
     if gpu_model is not None:
         return GpuRunner(gpu_model, cache, device)
     step_model: StepModel | None = cpu_decoder(model, cache, PackedCache(cache_dir()), name)
-    return ModelRunner(step_model or TorchStepModel(model, cache, device), cache, device)
+    step_model = step_model or TorchStepModel(model, cache, device)
+    if settings.deterministic:
+        _check_deterministic(step_model, settings)
+    return ModelRunner(step_model, cache, device)
+
+
+def _check_deterministic(step_model: StepModel, settings: EngineSettings) -> None:
+    """Raises ConfigError where a row's bits depend on the batch that it is computed in.
+
+    The CPU's own decoder adds the products of a row in an order that the row alone decides, always:
+    there the promise costs nothing. The GPU's takes kernels of that kind when it is told. Torch's
+    matrix products split their sums by the shape of the batch.
+    """
+    if not isinstance(step_model, TorchStepModel):
+        return
+    if settings.dtype != "bfloat16":
+        raise ConfigError(
+            f"deterministic is kept in bfloat16 on a CPU, and dtype is {settings.dtype}: take dtype"
+            " bfloat16, or leave deterministic out"
+        )
+    raise ConfigError(
+        "deterministic needs Baton's own kernels, and torch is to compute this model here: install"
+        " a C++ compiler (g++), take a block_size that is a multiple of 16, or leave deterministic"
+        " out; heads whose size is no multiple of 16 cannot be served so"
+    )
 
 
 def warm_up(engine: Engine) -> None:

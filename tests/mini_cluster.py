@@ -177,13 +177,17 @@ async def collect(deltas: AsyncIterator[OutputDelta]) -> OutputDelta:
 async def mini_cluster(
     model: Path, redis_url: str, *, prefill: int = 1, decode: int = 1, **changes: object
 ) -> AsyncIterator[MiniCluster]:
-    """A running cluster in fp32; ``changes`` go to the pools (``kv_pool_mib``, …) or the config."""
+    """A running cluster, in fp32 if ``changes`` do not say otherwise; they go to the pools
+
+    (``kv_pool_mib``, …) or the config.
+    """
     pool_fields = {name: changes.pop(name) for name in list(changes) if name in _POOL_FIELDS}
     pools = (
         PoolConfig(name="prefill", role="prefill", count=prefill, **pool_fields),
         PoolConfig(name="decode", role="decode", count=decode, **pool_fields),
     )
-    config = Config(dtype="float32", pools=pools, **changes)  # type: ignore[arg-type]
+    fields: dict[str, object] = {"dtype": "float32"} | changes
+    config = Config(pools=pools, **fields)  # type: ignore[arg-type]
     cluster = MiniCluster(config, model, redis_url)
     try:
         await cluster.start()

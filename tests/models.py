@@ -54,13 +54,16 @@ def plain_config(**changes: Any) -> ModelConfig:
     return ModelConfig(**(following | fields))
 
 
-def make_tiny_model(folder: Path, *, layers: int = 2, context: int = 512, seed: int = 0) -> Path:
+def make_tiny_model(
+    folder: Path, *, layers: int = 2, context: int = 512, seed: int = 0, head_dim: int = 8
+) -> Path:
     """A Llama of random weights with a byte-level tokenizer, as a Hugging Face folder.
 
-    The weights are large enough that the likeliest token stands out.
+    The weights are large enough that the likeliest token stands out. The CPU's own kernels take it
+    in bfloat16 with a ``head_dim`` that is a multiple of 16.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    hidden, heads, kv_heads, dim, inner = 48, 6, 2, 8, 96
+    hidden, heads, kv_heads, dim, inner = 48, 6, 2, head_dim, 96
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -122,8 +125,8 @@ def _make_tokenizer() -> Tokenizer:
 
 
 def real_model() -> Path:
-    """The demo model's folder; skips the test where it cannot be had."""
+    """The demo model's folder, in bfloat16; skips the test where it cannot be had."""
     try:
-        return model_store.pull("smollm2-135m-instruct", lambda _: None)
+        return model_store.pull("smollm2-135m-instruct", lambda _: None, "none")
     except BatonError as error:
         pytest.skip(f"the demo model cannot be had: {error.message}")

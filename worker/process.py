@@ -139,6 +139,9 @@ class WorkerProcess:
                 gpu_memory_fraction=placement.memory_fraction,
                 chunk_tokens=pool.chunk_tokens,
                 max_sequences=pool.max_sequences,
+                quantization=config.quantization,
+                kv_dtype=config.kv_dtype,
+                deterministic=config.deterministic,
             )
         )
         warm_up(engine)

@@ -21,7 +21,6 @@ from baton.cache import cache_dir
 log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_SOURCE = _FOLDER / "decoder.cpp"
 _TARGET = "-march=native"
 _FLAGS = (
     "-O3",
@@ -54,6 +53,12 @@ def cpu_library() -> ctypes.CDLL | None:
         return None
 
 
+def library_build() -> str:
+    """What names the library: its sources, compiler and CPU. Two builds may differ in last bits."""
+    library = cpu_library()
+    return "" if library is None else Path(library._name).stem
+
+
 def build_library(compiler: str, target: str) -> Path:
     """The library for ``target`` (an ``-march`` flag), in the cache; built where it is not there.
 
@@ -63,7 +68,8 @@ def build_library(compiler: str, target: str) -> Path:
     command = [*shlex.split(compiler), *_FLAGS, target]
     digest = hashlib.sha256(_run([*command, "--version"]) + " ".join(command).encode())
     digest.update(_cpu_flags())
-    for path in sorted((_SOURCE, *_FOLDER.glob("*.h"))):
+    sources = sorted(_FOLDER.glob("*.cpp"))
+    for path in (*sources, *sorted(_FOLDER.glob("*.h"))):
         digest.update(path.read_bytes())
     library = cache_dir() / "kernels" / f"{digest.hexdigest()[:32]}.so"
     if library.is_file():
@@ -71,7 +77,7 @@ def build_library(compiler: str, target: str) -> Path:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         fresh = Path(folder) / "engine.so"
-        _run([*command, "-o", str(fresh), str(_SOURCE)])
+        _run([*command, "-o", str(fresh), *map(str, sources)])
         fresh.replace(library)
     return library
 

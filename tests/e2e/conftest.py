@@ -13,7 +13,7 @@ def cluster() -> Iterator[UpProcess]:
 
     In fp32: in bf16 a near-tie may fall one way with a cached prefix and another way without.
     """
-    with UpProcess("--dtype", "float32") as up:
+    with UpProcess("--dtype", "float32", "--quantization", "none") as up:
         yield up.wait_ready()
         up.terminate()
         assert up.wait() == 0, up.text
