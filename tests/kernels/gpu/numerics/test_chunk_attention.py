@@ -87,7 +87,7 @@ def test_any_batch_attends_as_the_definition_says(case: dict[str, Any]) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ANY)
 def test_many_batches_attend_as_the_definition_says(case: dict[str, Any]) -> None:
     check_any(case)
