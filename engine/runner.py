@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.sampling_params import SamplingParams
+from engine.cpu.sampler import cpu_sampler
 from engine.kv_cache import KvCache
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.sampling import SampleRow, sample
@@ -37,6 +38,8 @@ class ModelRunner:
         self.model = model
         self.cache = cache
         self.device = device
+        self._sampler = cpu_sampler() if device.type == "cpu" else None
+        self._sample = self._sampler.sample if self._sampler is not None else sample
         self._known: dict[int, _Known] = {}
 
     @torch.inference_mode()
@@ -58,6 +61,8 @@ class ModelRunner:
     def use_threads(self, threads: int) -> None:
         """How many threads the next steps take, where the model can change that between steps."""
         self.model.use_threads(threads)
+        if self._sampler is not None:
+            self._sampler.use_threads(threads)
 
     def forget(self, sequence_id: int) -> None:
         """Drop a sequence's tokens."""
@@ -81,7 +86,7 @@ class ModelRunner:
             drawn = found.best
         else:
             assert found.logits is not None, "a step gives the one or the other"
-            drawn = sample(found.logits, draws)
+            drawn = self._sample(found.logits, draws)
         for draw, token in zip(draws, drawn, strict=True):
             draw.token_ids.append(token)
         return by_row(rows, drawn)

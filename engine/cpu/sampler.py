@@ -1,0 +1,178 @@
+"""Drawing tokens on the CPU: sampling.cpp for all rows of a step in one call.
+
+``engine.sampling.sample`` is the definition; the tokens are the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from array import array
+from typing import ClassVar
+
+import torch
+
+from engine.cpu.library import cpu_library
+from engine.sampling import SampleRow
+
+_SEED_MASK = (1 << 64) - 1
+
+
+class _Draw(ctypes.Structure):
+    """How one row is drawn: sampling.cpp's struct of this name."""
+
+    _fields_: ClassVar[list[tuple[str, type]]] = [
+        ("seed", ctypes.c_uint64),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "position",
+                "top_k",
+                "ids",
+                "prompt",
+                "output",
+                "stops",
+                "biased",
+                "biases",
+            )
+        ),
+        *(
+            (name, ctypes.c_float)
+            for name in (
+                "temperature",
+                "top_p",
+                "min_p",
+                "presence",
+                "frequency",
+                "repetition",
+            )
+        ),
+    ]
+
+
+def cpu_sampler() -> CpuSampler | None:
+    """The C++ sampler, or None where torch is to draw."""
+    library = cpu_library()
+    return None if library is None else CpuSampler(library)
+
+
+class CpuSampler:
+    """Draws what ``engine.sampling.sample`` draws. Called by one thread at a time."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.threads = torch.get_num_threads()
+        self._draw = library.baton_sampler_draw
+        self._draw.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            *([ctypes.c_int64] * 3),
+            ctypes.POINTER(_Draw),
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.POINTER(ctypes.c_int64),
+        ]
+        self._draw.restype = None
+        create, free = library.baton_sampler_new, library.baton_sampler_free
+        create.argtypes = []
+        create.restype = ctypes.c_void_p
+        free.argtypes = [ctypes.c_void_p]
+        free.restype = None
+        self._sampler: int = create()
+        weakref.finalize(self, free, self._sampler)
+        self._prompts = _Prompts()
+
+    def use_threads(self, threads: int) -> None:
+        """Take this many threads from the next call on."""
+        self.threads = threads
+
+    def sample(self, logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
+        """One token for each row of ``logits``, fp32 [rows, vocab_size] on the CPU.
+
+        The logits are left as they are. Runs without the interpreter's lock.
+        """
+        assert logits.dtype == torch.float32
+        assert logits.device.type == "cpu"
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        ids, biases = array("i"), array("f")
+        self._prompts.begin_step()
+        draws = (_Draw * len(rows))(*(self._described(row, ids, biases) for row in rows))
+        tokens = (ctypes.c_int64 * len(rows))()
+        self._draw(
+            self._sampler,
+            logits.data_ptr(),
+            logits.stride(0),
+            logits.shape[1],
+            len(rows),
+            draws,
+            ids.buffer_info()[0],
+            biases.buffer_info()[0],
+            self.threads,
+            tokens,
+        )
+        return list(tokens)
+
+    def _described(self, row: SampleRow, ids: array[int], biases: array[float]) -> _Draw:
+        """A row's parameters; its tokens and biases are appended to ``ids`` and ``biases``."""
+        s = row.sampling
+        position = len(row.token_ids)
+        at, biases_at = len(ids), len(biases)
+        counts = (0, 0, 0, 0) if row.plain else self._lists(row, ids, biases)
+        return _Draw(
+            s.seed & _SEED_MASK,
+            position,
+            s.top_k,
+            at,
+            *counts,
+            biases_at,
+            s.temperature,
+            s.top_p,
+            s.min_p,
+            s.presence_penalty,
+            s.frequency_penalty,
+            s.repetition_penalty,
+        )
+
+    def _lists(
+        self, row: SampleRow, ids: array[int], biases: array[float]
+    ) -> tuple[int, int, int, int]:
+        """Appends the tokens that a row's adjustments need; how many of each there are."""
+        s, output = row.sampling, row.token_ids[row.prompt_length :]
+        repeats = s.repetition_penalty != 1.0
+        prompt = self._prompts.unique(row) if repeats else array("i")
+        stops = row.stop_ids if len(output) < s.min_tokens else ()
+        if not (repeats or s.presence_penalty or s.frequency_penalty):
+            output = []
+        ids.extend(prompt)
+        ids.extend(output)
+        ids.extend(stops)
+        ids.extend(token for token, _ in s.logit_bias)
+        biases.extend(bias for _, bias in s.logit_bias)
+        return len(prompt), len(output), len(stops), len(s.logit_bias)
+
+
+class _Prompts:
+    """The tokens of long prompts, found once for a sequence rather than at each of its steps.
+
+    A sequence's tokens are a list that only grows behind its prompt. What one step did not ask for
+    is forgotten at the next one's end.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[list[int], int, array[int]]] = {}
+        self._now: dict[int, tuple[list[int], int, array[int]]] = {}
+
+    def begin_step(self) -> None:
+        self._last, self._now = self._now, {}
+
+    def unique(self, row: SampleRow) -> array[int]:
+        """The different tokens of a row's prompt."""
+        key = id(row.token_ids)
+        found = self._now.get(key) or self._last.get(key)
+        # The list is kept with what was found, so that no other can have its id.
+        if found is None or found[1] != row.prompt_length:
+            prompt = row.token_ids[: row.prompt_length]
+            found = row.token_ids, row.prompt_length, array("i", set(prompt))
+        self._now[key] = found
+        return found[2]

@@ -1,0 +1,368 @@
+// Drawing the tokens of one step: engine/sampling.py is the definition, and the token found is the
+// one found there. Two things make it fast.
+//
+// Noise. A token can win only if its score and its noise together reach the best found so far. An
+// upper bound of the noise takes no logarithm (`noise_bound`), so the noise itself is computed in
+// double precision, as the definition does, for the few tokens alone that the bound lets through.
+//
+// top_p. Nothing is sorted: a token is drawn from all, and then one pass finds how much probability
+// lies before it. Tokens that may be drawn are a prefix of the order, so the winner among all tokens,
+// where it may be drawn, is the winner among those that may; where it may not, neither may anything
+// behind it, and the draw is repeated among those before it. In the mean that is 1 + ln(1 / top_p)
+// draws at most.
+
+#include <float.h>
+#include <math.h>
+
+#include <algorithm>
+#include <functional>
+#include <vector>
+
+#include "lanes.h"
+#include "threads.h"
+
+// How one row is drawn. Its token ids lie in `ids` one after another: those of the prompt, those of
+// the output, stop tokens, biased tokens; the biases in `biases`.
+struct Draw {
+  uint64_t seed;
+  int64_t position, top_k;
+  int64_t ids, prompt, output, stops, biased, biases;  // an offset, four counts, an offset
+  float temperature, top_p, min_p;                     // temperature 0: the likeliest token
+  float presence, frequency, repetition;
+};
+
+namespace {
+
+const long LANES = 16;
+const float INF = INFINITY;
+
+// Bit i: a_i >= b_i, where neither is NaN.
+inline uint32_t at_least(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GE_OQ);
+#elif defined(__AVX2__)
+  __m256 left[2], right[2];
+  memcpy(left, &a, sizeof a);
+  memcpy(right, &b, sizeof b);
+  return _mm256_movemask_ps(_mm256_cmp_ps(left[0], right[0], _CMP_GE_OQ)) |
+         _mm256_movemask_ps(_mm256_cmp_ps(left[1], right[1], _CMP_GE_OQ)) << 8;
+#else
+  const i32x16 found = a >= b;
+  uint64_t pairs[8], some = 0;
+  memcpy(pairs, &found, sizeof found);
+  for (uint64_t pair : pairs) some |= pair;
+  uint32_t bits = 0;
+  if (some)
+    for (int i = 0; i < LANES; i++) bits |= (uint32_t)(found[i] & 1) << i;
+  return bits;
+#endif
+}
+
+// Chris Wellons' lowbias32: see engine/noise.py.
+template <class U>
+inline U lowbias32(U x) {
+  x ^= x >> 16;
+  x *= 0x7FEB352Du;
+  x ^= x >> 15;
+  x *= 0x846CA68Bu;
+  return x ^ (x >> 16);
+}
+
+struct Keys {
+  uint32_t first, second;
+
+  Keys(uint64_t seed, uint32_t choice, uint32_t position) {
+    const uint32_t golden = 0x9E3779B9u, low = (uint32_t)seed, high = (uint32_t)(seed >> 32);
+    const uint32_t a = lowbias32(low ^ lowbias32(position + golden));
+    const uint32_t b = lowbias32(high ^ lowbias32(choice * golden + position));
+    first = lowbias32(a ^ b);
+    second = lowbias32(b + golden);
+  }
+
+  template <class U>
+  U bits(U token_ids) const {
+    return lowbias32(lowbias32(token_ids ^ first) + second);
+  }
+};
+
+// Standard Gumbel noise of a token's bits.
+inline double gumbel(uint32_t bits) { return -log(-log(((double)bits + 0.5) / 4294967296.0)); }
+
+// Never less than `gumbel`. With u = (bits + 0.5) / 2^32 and v = 1 - u: -log(u) >= v, so the noise
+// is -log(v) at most, and v >= h / 2^31 where h is the upper 31 bits of the complement. The bits of a
+// float, read as a whole number, are 2^23 (127 + log2 of it) or less, by up to 0.0861 * 2^23: so
+// ln 2 (158 - bits of h / 2^23) is a bound. Where u is near 1, and winners are, it is too large by
+// some 0.1 (by 0.6 for the last few bits), at u = 1/2 by 0.33, below by more: noise is negative there.
+// h = 0 gives 109, more than the largest noise, 22.9. Rounding (h to 24 bits; the whole number, 1.3e9
+// at most, to 24 bits; the constants; the products) is less than 3e-5, which the 1e-4 covers.
+inline f32x16 noise_bound(u32x16 bits) {
+  const f32x16 h = __builtin_convertvector((i32x16)(~bits >> 1), f32x16);
+  return (109.517254f + 1e-4f) - __builtin_convertvector((i32x16)h, f32x16) * 8.26295832e-8f;
+}
+
+// Memory that vectors may be loaded from without crossing a cache line.
+struct alignas(64) Line {
+  float at[LANES];
+};
+
+inline long lines(long count) { return (count + LANES - 1) / LANES; }
+
+// The scores to draw from, none of them NaN, in the order of their tokens, padded with -inf.
+struct Pool {
+  const float* scores;
+  const int32_t* ids;  // null: a score's place is its token
+  long count;          // a multiple of LANES
+
+  long token(long place) const { return ids ? ids[place] : place; }
+};
+
+// Whoever sorts before this place: the larger scores, of equal ones the lower tokens.
+struct Limit {
+  float score;
+  long place;
+};
+
+const i32x16 COUNTING = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+class Row {
+ public:
+  // The token of one row of logits, which are left as they are.
+  int64_t draw(const float* logits, long vocab, const Draw& how, const int32_t* ids,
+               const float* biases) {
+    how_ = &how;
+    vocab_ = vocab;
+    scores_.resize(lines(vocab));
+    const bool adjusted = adjust(logits, ids + how.ids, biases + how.biases);
+    return choose(adjusted ? scores() : logits);
+  }
+
+ private:
+  float* scores() { return scores_.data()->at; }
+
+  // Penalties, biases and stop tokens, on a copy of the logits; false: there are none. Each step
+  // rounds to fp32 where the definition does.
+  bool adjust(const float* logits, const int32_t* ids, const float* biases) {
+    const Draw& h = *how_;
+    if (!(h.prompt || h.output || h.stops || h.biased)) return false;
+    memcpy(scores(), logits, vocab_ * sizeof(float));
+    counts_.resize(vocab_);
+    if (h.repetition != 1.0f) penalise_seen(ids, h.prompt + h.output);
+    ids += h.prompt;
+    if (h.presence != 0.0f || h.frequency != 0.0f) penalise_output(ids, h.output);
+    ids += h.output;
+    for (long i = 0; i < h.biased; i++)
+      if (float* score = score_of(ids[h.stops + i])) *score += biases[i];
+    for (long i = 0; i < h.stops; i++)
+      if (float* score = score_of(ids[i])) *score = -INF;
+    return true;
+  }
+
+  // Null for what is no token of this model.
+  float* score_of(int32_t id) { return id >= 0 && id < vocab_ ? scores() + id : nullptr; }
+
+  void penalise_seen(const int32_t* ids, long count) {
+    const float penalty = how_->repetition;
+    for (long i = 0; i < count; i++) {
+      float* score = score_of(ids[i]);
+      if (score && !counts_[ids[i]]++) *score = *score > 0 ? *score / penalty : *score * penalty;
+    }
+    for (long i = 0; i < count; i++)
+      if (score_of(ids[i])) counts_[ids[i]] = 0;
+  }
+
+  void penalise_output(const int32_t* ids, long count) {
+    for (long i = 0; i < count; i++)
+      if (score_of(ids[i])) counts_[ids[i]]++;
+    for (long i = 0; i < count; i++) {
+      float* score = score_of(ids[i]);
+      if (!score || !counts_[ids[i]]) continue;
+      // By way of double, where the product is exact: so that it is rounded to fp32 before the sum.
+      const float product = (float)((double)how_->frequency * counts_[ids[i]]);
+      *score -= how_->presence + product;
+      counts_[ids[i]] = 0;
+    }
+  }
+
+  int64_t choose(const float* logits) {
+    const bool greedy = how_->temperature == 0.0f;
+    if (!divide(logits, greedy ? 1.0f : how_->temperature)) return first_broken();
+    // Where the largest are infinite, no noise changes that, and no filter takes the first of them.
+    if (greedy || fabsf(most_) == INF) return first_largest();
+    const float floor = how_->min_p > 0.0f ? std::min(most_, most_ + logf(how_->min_p)) : -FLT_MAX;
+    Pool pool = {scores(), nullptr, (long)scores_.size() * LANES};
+    if (how_->top_k > 0 && how_->top_k < vocab_) pool = largest(pool, how_->top_k);
+    const Keys keys(how_->seed, 0, (uint32_t)how_->position);
+    const Limit all = {-INF, -1};
+    if (how_->top_p >= 1.0f) return pool.token(winner(pool, keys, floor, all));
+    return nucleus(pool, keys, floor);
+  }
+
+  // Logits over the temperature into scores_, and the largest of them; false where one is NaN.
+  bool divide(const float* logits, float temperature) {
+    const f32x16 by = all(temperature);
+    f32x16 most[2] = {all(-INF), all(-INF)};
+    i32x16 broken = {};
+    for (long i = 0; i < vocab_; i += LANES) {
+      f32x16 v = all(-INF);
+      if (i + LANES <= vocab_) v = load<f32x16>(logits + i);
+      else memcpy(&v, logits + i, (vocab_ - i) * sizeof(float));
+      if (temperature != 1.0f) v = v / by;
+      store(scores() + i, v);
+      f32x16& largest = most[i / LANES % 2];
+      largest = larger(v, largest);
+      broken |= v != v;
+    }
+    most_ = largest_of(larger(most[0], most[1]));
+    int any = 0;
+    for (int i = 0; i < LANES; i++) any |= broken[i];
+    return !any;
+  }
+
+  // The definition's argmax takes NaN for the largest, and its filters leave the first one in.
+  int64_t first_broken() {
+    return std::find_if(scores(), scores() + vocab_, [](float v) { return v != v; }) - scores();
+  }
+
+  int64_t first_largest() { return std::find(scores(), scores() + vocab_, most_) - scores(); }
+
+  // The `count` largest scores and their tokens; of equal ones the lower tokens.
+  Pool largest(const Pool& from, long count) {
+    const float least = least_of_largest(from, count);
+    // Fewer than that are finite: the others are never drawn.
+    if (least == -INF) return from;
+    long equal = count - std::count_if(found_.begin(), found_.begin() + count,
+                                       [&](float v) { return v > least; });
+    kept_.assign(lines(count), Line{});
+    ids_.assign(kept_.size() * LANES, 0);
+    float* to = kept_.data()->at;
+    std::fill(to, to + kept_.size() * LANES, -INF);
+    long at = 0;
+    for (long i = 0; i < from.count; i += LANES) {
+      uint32_t some = at_least(load<f32x16>(from.scores + i), all(least));
+      for (; some; some &= some - 1) {
+        const long place = i + __builtin_ctz(some);
+        if (from.scores[place] == least && --equal < 0) continue;
+        to[at] = from.scores[place];
+        ids_[at++] = (int32_t)from.token(place);
+      }
+    }
+    return {to, ids_.data(), (long)kept_.size() * LANES};
+  }
+
+  // The score that `count - 1` others come before; found_ begins with those. -inf: there are fewer.
+  float least_of_largest(const Pool& from, long count) {
+    const size_t room = 2 * count + 256;
+    float least = -INF;
+    found_.clear();
+    const auto cut = [&] {
+      std::nth_element(found_.begin(), found_.begin() + count - 1, found_.end(),
+                       std::greater<float>());
+      least = found_[count - 1];
+    };
+    for (long i = 0; i < from.count; i += LANES) {
+      const f32x16 scores = load<f32x16>(from.scores + i);
+      uint32_t some = at_least(scores, all(least));
+      if (!some) continue;
+      for (; some; some &= some - 1) {
+        const float score = from.scores[i + __builtin_ctz(some)];
+        if (score > least) found_.push_back(score);
+      }
+      if (found_.size() < room) continue;
+      cut();
+      found_.resize(count);
+    }
+    if ((long)found_.size() < count) return -INF;
+    cut();
+    return least;
+  }
+
+  // The place of the largest sum of score and noise among the scores that are `floor` at least and
+  // sort before `limit`; of equal ones the first.
+  long winner(const Pool& pool, const Keys& keys, float floor, Limit limit) const {
+    const f32x16 lowest = all(std::max(floor, limit.score));
+    double best = -INFINITY;
+    f32x16 to_reach = all(-FLT_MAX);
+    long place = 0;
+    for (long i = 0; i < pool.count; i += LANES) {
+      const f32x16 scores = load<f32x16>(pool.scores + i);
+      uint32_t some = at_least(scores, lowest);
+      if (!some) continue;
+      const i32x16 ids = pool.ids ? load<i32x16>(pool.ids + i) : COUNTING + (int32_t)i;
+      const u32x16 bits = keys.bits((u32x16)ids);
+      some &= at_least(scores + noise_bound(bits), to_reach);
+      for (; some; some &= some - 1) {
+        const int lane = __builtin_ctz(some);
+        const float score = scores[lane];
+        if (score == limit.score && i + lane >= limit.place) continue;
+        const double value = (double)score + gumbel(bits[lane]);
+        if (value <= best) continue;
+        best = value;
+        place = i + lane;
+        // A float not above `best`: rounding is monotonic, so a sum that reaches the one in exact
+        // arithmetic reaches the other as rounded.
+        to_reach = all((float)best - fabsf((float)best) * FLT_EPSILON);
+      }
+    }
+    return place;
+  }
+
+  // The draw with top_p. The definition sums fp32 probabilities in another order; a token can be in
+  // here and out there only where the probability before it is within some 1e-6 of top_p.
+  int64_t nucleus(const Pool& pool, const Keys& keys, float floor) const {
+    const double within = how_->top_p * mass(pool, {-INF, pool.count});
+    if (within <= 1.0)  // of which the likeliest token is 1
+      return pool.token(std::find(pool.scores, pool.scores + pool.count, most_) - pool.scores);
+    for (Limit limit = {-INF, -1};;) {
+      const long place = winner(pool, keys, floor, limit);
+      limit = {pool.scores[place], place};
+      const double before = mass(pool, limit);
+      if (before == 0.0 || before < within) return pool.token(place);
+    }
+  }
+
+  // The sum of exp(score - most_) over what sorts before the limit. In fp32 over a few, then in
+  // double.
+  double mass(const Pool& pool, Limit limit) const {
+    const f32x16 score = all(limit.score), most = all(most_);
+    const i32x16 place = COUNTING * 0 + (int32_t)limit.place;
+    const long run = 16 * LANES;
+    double total = 0.0;
+    for (long start = 0; start < pool.count; start += run) {
+      f32x16 sums = {};
+      for (long i = start; i < std::min(start + run, pool.count); i += LANES) {
+        const f32x16 scores = load<f32x16>(pool.scores + i);
+        if (!at_least(scores, score)) continue;
+        const i32x16 before =
+            (scores > score) | ((scores == score) & (COUNTING + (int32_t)i < place));
+        sums += (f32x16)((i32x16)exp_of(scores - most) & before);
+      }
+      total += sum_of(sums);
+    }
+    return total;
+  }
+
+  const Draw* how_ = nullptr;
+  long vocab_ = 0;
+  float most_ = 0.0f;
+  std::vector<Line> scores_, kept_;
+  std::vector<int32_t> ids_, counts_;
+  std::vector<float> found_;
+};
+
+}  // namespace
+
+extern "C" {
+
+void* baton_sampler_new() { return new Threads; }
+void baton_sampler_free(void* sampler) { delete (Threads*)sampler; }
+
+// One token for each of `rows` rows of logits [vocab], `stride` floats apart.
+void baton_sampler_draw(void* sampler, const float* logits, int64_t stride, int64_t vocab,
+                        int64_t rows, const Draw* draws, const int32_t* ids, const float* biases,
+                        int64_t threads, int64_t* tokens) {
+  ((Threads*)sampler)->run(rows, (int)threads, [&](long i) {
+    static thread_local Row row;
+    tokens[i] = row.draw(logits + i * stride, vocab, draws[i], ids, biases);
+  });
+}
+}
