@@ -44,7 +44,7 @@ def _gumbel32(bits):  # type: ignore[no-untyped-def]
     uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     # Near 1 the logarithm is taken of the distance v from it, as 2 * artanh(v / (2 - v)): its
     # relative error counts.
-    rest = ((~bits).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     rest = tl.minimum(rest, 0.25)
     s = rest / (2.0 - rest)
     square = s * s
