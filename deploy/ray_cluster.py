@@ -41,6 +41,8 @@ def ray_environment(token_file: Path) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file),
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray would add 15: anything else that runs on the host would push the workers aside.
+        "RAY_worker_niceness": "0",
         # Workers that ask for no GPU of Ray still see the machine's.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }

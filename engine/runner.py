@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.sampling_params import SamplingParams
+from engine.cpu.decoder import CoreShare, CpuDecoder
 from engine.cpu.sampler import cpu_sampler
 from engine.kv_cache import KvCache
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
@@ -63,6 +64,11 @@ class ModelRunner:
         self.model.use_threads(threads)
         if self._sampler is not None:
             self._sampler.use_threads(threads)
+
+    def share_cores(self, share: CoreShare) -> None:
+        """Share the host's cores with other engines, where the model can."""
+        if isinstance(self.model, CpuDecoder):
+            self.model.share_cores(share)
 
     def forget(self, sequence_id: int) -> None:
         """Drop a sequence's tokens."""

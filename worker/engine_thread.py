@@ -61,6 +61,8 @@ class EngineThread:
             os.setpriority(
                 os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._niceness
             )
+        if self._board is not None:
+            self._runner.share_cores(self._board.share)
         while (plan := self._plans.get()) is not None:
             if self._waiter is not None:
                 self._waiter.submit(plan, self._begun(plan))
@@ -82,7 +84,7 @@ class EngineThread:
     def _step(self, plan: StepPlan) -> StepResult:
         if self._board is None:
             return self._runner.run(plan)
-        self._runner.use_threads(self._board.begin(prefilling=not plan.decodes_only))
+        self._runner.use_threads(self._board.begin())
         try:
             return self._runner.run(plan)
         finally:

@@ -76,9 +76,8 @@ class WorkerProcess:
         incarnation = f"{self.settings.slot}:{secrets.token_hex(6)}"
         metrics = WorkerMetrics(CollectorRegistry())
         gauges = WorkerGauges(metrics, self.settings.slot, self.settings.pool.role)
-        prefills = self.settings.pool.role == "prefill"
         board = self._board()
-        niceness = PREFILL_NICENESS if prefills and board is not None else 0
+        niceness = PREFILL_NICENESS if board is not None and board.share.yields else 0
         control = ControlLoop(engine, gauges, incarnation, board, niceness)
         self.context = WorkerContext(
             settings=self.settings,
@@ -117,7 +116,13 @@ class WorkerProcess:
         if not settings.core_board:
             return None
         path = Path(settings.core_board)
-        return CoreBoard(path, settings.number, settings.workers_here, host_cores())
+        return CoreBoard(
+            path,
+            settings.number,
+            settings.workers_here,
+            host_cores(),
+            yields=settings.pool.role == "prefill",
+        )
 
     def _build(self) -> Engine:
         pool, config = self.settings.pool, self.settings.config

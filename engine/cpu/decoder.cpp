@@ -58,6 +58,8 @@ class Decoder {
     layers_.assign(model.layer, model.layer + model.layers);
   }
 
+  void share(const Board& board, bool yields) { threads_.share(board, yields); }
+
   void run(const Step& step) {
     step_ = &step;
     make_room();
@@ -152,6 +154,13 @@ class Decoder {
     });
   }
 
+  // How many neighbouring panels a thread takes: few enough that threads end together, and that one
+  // can leave within some tens of microseconds.
+  long panels_at_once(long panels, long rows) const {
+    if (step_->threads == 1) return panels;
+    return std::max<long>(1, std::min<long>(panels / (step_->threads * 6), 512 / rows));
+  }
+
   // Products of rows [rows, stride] with a matrix: `each(m, n, count, values)` gets up to 32
   // neighbouring outputs n … of row m, bias added. Panels are shared out in runs.
   template <class Each>
@@ -163,8 +172,7 @@ class Decoder {
       panels += matrices[i].panels();
       inputs[i] = ordered(matrices[i], x, stride, rows, ordered_[i]);
     }
-    const long threads = step_->threads;
-    const long run = std::max<long>(1, threads > 1 ? panels / (threads * 6) : panels);
+    const long run = panels_at_once(panels, rows);
     parallel((panels + run - 1) / run, [&](long part) {
       for (long i = part * run; i < std::min(panels, (part + 1) * run); i++) {
         long panel = i;
@@ -323,8 +331,7 @@ class Decoder {
     const long hidden = model_.hidden, width = gate.outputs, panels = gate.panels();
     const bf16* to_gate = ordered(gate, x, hidden, rows, ordered_[0]);
     const bf16* to_up = ordered(up, x, hidden, rows, ordered_[1]);
-    const long threads = step_->threads;
-    const long run = std::max<long>(1, threads > 1 ? panels / (threads * 6) : panels);
+    const long run = panels_at_once(panels, rows);
     parallel((panels + run - 1) / run, [&](long part) {
       static thread_local std::vector<float> gated;
       gated.resize(std::max<size_t>(gated.size(), rows * PANEL));
@@ -482,5 +489,10 @@ extern "C" {
 // The model's tensors and the cache must outlive the decoder; the structs are copied.
 void* baton_decoder_new(const Model* model, const Cache* cache) { return new Decoder(*model, *cache); }
 void baton_decoder_free(void* decoder) { delete (Decoder*)decoder; }
+// Before a step: `lines` is the board, or null; see board.h.
+void baton_decoder_share(void* decoder, void* lines, int64_t count, int64_t mine, int64_t cores,
+                         int64_t yields) {
+  ((Decoder*)decoder)->share({(Line*)lines, count, mine, cores}, yields);
+}
 void baton_decoder_run(void* decoder, const Step* step) { ((Decoder*)decoder)->run(*step); }
 }

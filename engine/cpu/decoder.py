@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +66,19 @@ def _multiplies(weight: torch.Tensor | QuantizedWeight) -> bool:
     return even and weight.group % 2 == 0 and not (weight.kind == "fp8" and weight.mins is not None)
 
 
+@dataclass(frozen=True, slots=True)
+class CoreShare:
+    """How an engine shares its host's cores with others: see board.h."""
+
+    lines: int
+    """Address of the board; it stays mapped as long as the decoder runs."""
+    count: int
+    mine: int
+    cores: int
+    yields: bool
+    """Whether this engine's helpers leave when others are more urgent."""
+
+
 class CpuDecoder:
     """Implements ``engine.step.StepModel``. ``threads`` may be changed between steps."""
 
@@ -92,8 +106,16 @@ class CpuDecoder:
         create.restype = ctypes.c_void_p
         free.argtypes = [ctypes.c_void_p]
         free.restype = None
+        self._share = library.baton_decoder_share
+        self._share.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 4
+        self._share.restype = None
         self._decoder: int = create(self._model(model), self._cache(cache))
         weakref.finalize(self, free, self._decoder)
+
+    def share_cores(self, share: CoreShare) -> None:
+        """From the next step on."""
+        mine = (share.lines, share.count, share.mine, share.cores, share.yields)
+        self._share(self._decoder, *mine)
 
     def use_threads(self, threads: int) -> None:
         """Take this many threads from the next step on."""

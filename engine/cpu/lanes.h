@@ -33,8 +33,40 @@ static inline void store(void* to, V v) {
 }
 
 static inline f32x16 all(float x) { return x - (f32x16){}; }
-static inline f32x16 larger(f32x16 a, f32x16 b) { return a > b ? a : b; }
-static inline f32x16 smaller(f32x16 a, f32x16 b) { return a < b ? a : b; }
+
+// In parts as wide as the CPU's registers: the compiler takes comparisons of wider vectors apart,
+// number by number (seen with GCC 12).
+#if defined(__AVX512F__)
+#define PART_BYTES 64
+#elif defined(__AVX2__)
+#define PART_BYTES 32
+#else
+#define PART_BYTES 16
+#endif
+typedef float f32part __attribute__((vector_size(PART_BYTES)));
+
+template <class To, class Each>
+static inline To by_parts(f32x16 a, f32x16 b, Each each) {
+  f32part left[64 / PART_BYTES], right[64 / PART_BYTES];
+  memcpy(left, &a, sizeof a);
+  memcpy(right, &b, sizeof b);
+  decltype(each(left[0], right[0])) found[64 / PART_BYTES];
+  for (int i = 0; i < 64 / PART_BYTES; i++) found[i] = each(left[i], right[i]);
+  return load<To>(found);
+}
+
+static inline f32x16 larger(f32x16 a, f32x16 b) {
+  return by_parts<f32x16>(a, b, [](f32part x, f32part y) { return x > y ? x : y; });
+}
+
+static inline f32x16 smaller(f32x16 a, f32x16 b) {
+  return by_parts<f32x16>(a, b, [](f32part x, f32part y) { return x < y ? x : y; });
+}
+
+// All bits of a lane set where a >= b.
+static inline i32x16 reaches(f32x16 a, f32x16 b) {
+  return by_parts<i32x16>(a, b, [](f32part x, f32part y) { return x >= y; });
+}
 
 static inline float float_of(bf16 half) {
   const uint32_t bits = (uint32_t)half << 16;

@@ -31,6 +31,9 @@ _FLAGS = (
     "-fPIC",
     "-pthread",
 )
+# GCC copies vectors of 64 bytes 16 at a time where the CPU's registers have 32, and reading 32 that
+# were so written waits for the memory: without this a step takes more than twice as long on AVX2.
+_WIDE_COPIES = "-mmove-max=256"
 _BUILD_S = 300.0
 
 
@@ -66,6 +69,8 @@ def build_library(compiler: str, target: str) -> Path:
     subprocess.SubprocessError where it cannot be built.
     """
     command = [*shlex.split(compiler), *_FLAGS, target]
+    if _takes(command, _WIDE_COPIES):
+        command.append(_WIDE_COPIES)
     digest = hashlib.sha256(_run([*command, "--version"]) + " ".join(command).encode())
     digest.update(_cpu_flags())
     sources = sorted(_FOLDER.glob("*.cpp"))
@@ -80,6 +85,15 @@ def build_library(compiler: str, target: str) -> Path:
         _run([*command, "-o", str(fresh), *map(str, sources)])
         fresh.replace(library)
     return library
+
+
+def _takes(command: list[str], flag: str) -> bool:
+    """Whether the compiler knows a flag: older ones, others and those for other CPUs do not."""
+    try:
+        _run([*command, flag, "-fsyntax-only", "-x", "c++", os.devnull])
+    except subprocess.CalledProcessError:
+        return False
+    return True
 
 
 def _cpu_flags() -> bytes:

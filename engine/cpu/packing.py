@@ -11,7 +11,7 @@ from engine.quantization.weight import QuantizedWeight, unpack_nibbles
 
 PANEL = 32
 """Outputs of a panel; PANEL in linear.h."""
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Raised whenever the same weight is packed in another way."""
 
 

@@ -40,14 +40,8 @@ const float INF = INFINITY;
 inline uint32_t at_least(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
   return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GE_OQ);
-#elif defined(__AVX2__)
-  __m256 left[2], right[2];
-  memcpy(left, &a, sizeof a);
-  memcpy(right, &b, sizeof b);
-  return _mm256_movemask_ps(_mm256_cmp_ps(left[0], right[0], _CMP_GE_OQ)) |
-         _mm256_movemask_ps(_mm256_cmp_ps(left[1], right[1], _CMP_GE_OQ)) << 8;
 #else
-  const i32x16 found = a >= b;
+  const i32x16 found = reaches(a, b);
   uint64_t pairs[8], some = 0;
   memcpy(pairs, &found, sizeof found);
   for (uint64_t pair : pairs) some |= pair;
@@ -201,7 +195,7 @@ class Row {
   bool divide(const float* logits, float temperature) {
     const f32x16 by = all(temperature);
     f32x16 most[2] = {all(-INF), all(-INF)};
-    i32x16 broken = {};
+    i32x16 sound = COUNTING | -1;
     for (long i = 0; i < vocab_; i += LANES) {
       f32x16 v = all(-INF);
       if (i + LANES <= vocab_) v = load<f32x16>(logits + i);
@@ -210,12 +204,12 @@ class Row {
       store(scores() + i, v);
       f32x16& largest = most[i / LANES % 2];
       largest = larger(v, largest);
-      broken |= v != v;
+      sound &= reaches(v, v);
     }
     most_ = largest_of(larger(most[0], most[1]));
-    int any = 0;
-    for (int i = 0; i < LANES; i++) any |= broken[i];
-    return !any;
+    int every = -1;
+    for (int i = 0; i < LANES; i++) every &= sound[i];
+    return every;
   }
 
   // The definition's argmax takes NaN for the largest, and its filters leave the first one in.
@@ -309,32 +303,42 @@ class Row {
   // The draw with top_p. The definition sums fp32 probabilities in another order; a token can be in
   // here and out there only where the probability before it is within some 1e-6 of top_p.
   int64_t nucleus(const Pool& pool, const Keys& keys, float floor) const {
-    const double within = how_->top_p * mass(pool, {-INF, pool.count});
+    const double within = how_->top_p * mass(pool, 0, pool.count, -INF);
     if (within <= 1.0)  // of which the likeliest token is 1
       return pool.token(std::find(pool.scores, pool.scores + pool.count, most_) - pool.scores);
     for (Limit limit = {-INF, -1};;) {
       const long place = winner(pool, keys, floor, limit);
       limit = {pool.scores[place], place};
-      const double before = mass(pool, limit);
+      const double before = mass_before(pool, limit);
       if (before == 0.0 || before < within) return pool.token(place);
     }
   }
 
-  // The sum of exp(score - most_) over what sorts before the limit. In fp32 over a few, then in
-  // double.
-  double mass(const Pool& pool, Limit limit) const {
-    const f32x16 score = all(limit.score), most = all(most_);
-    const i32x16 place = COUNTING * 0 + (int32_t)limit.place;
+  // The sum of exp(score - most_) over what sorts before the limit: of equal scores those before it.
+  double mass_before(const Pool& pool, Limit limit) const {
+    const long line = limit.place / LANES * LANES;
+    double total = mass(pool, 0, line, limit.score) +
+                   mass(pool, line + LANES, pool.count, nextafterf(limit.score, INF));
+    for (long i = line; i < line + LANES; i++) {
+      const float score = pool.scores[i];
+      if (score > limit.score || (score == limit.score && i < limit.place))
+        total += exp((double)score - most_);
+    }
+    return total;
+  }
+
+  // The same over scores that are `least` at least. In fp32 over a few, then in double.
+  double mass(const Pool& pool, long from, long to, float least) const {
+    const f32x16 lowest = all(least), most = all(most_);
     const long run = 16 * LANES;
     double total = 0.0;
-    for (long start = 0; start < pool.count; start += run) {
+    for (long start = from; start < to; start += run) {
       f32x16 sums = {};
-      for (long i = start; i < std::min(start + run, pool.count); i += LANES) {
+      for (long i = start; i < std::min(start + run, to); i += LANES) {
         const f32x16 scores = load<f32x16>(pool.scores + i);
-        if (!at_least(scores, score)) continue;
-        const i32x16 before =
-            (scores > score) | ((scores == score) & (COUNTING + (int32_t)i < place));
-        sums += (f32x16)((i32x16)exp_of(scores - most) & before);
+        if (!at_least(scores, lowest)) continue;
+        const i32x16 shares = (i32x16)exp_of(scores - most);
+        sums += (f32x16)(shares & reaches(scores, lowest));
       }
       total += sum_of(sums);
     }

@@ -5,6 +5,8 @@
 // that the kernel has put aside before it came in delays nobody. Waits spin for some microseconds
 // and then sleep: on a shared host the core is free for others.
 //
+// With a board, helpers leave their cores to more urgent engines of the host between two parts.
+//
 // Owned by one caller; only `run` may be called, by one thread at a time.
 
 #pragma once
@@ -14,9 +16,17 @@
 #include <thread>
 #include <vector>
 
+#include "board.h"
+
 class Threads {
  public:
   typedef std::function<void(long part)> Body;
+
+  // Between runs. `yields`: whether helpers leave when others are more urgent.
+  void share(const Board& board, bool yields) {
+    board_ = board;
+    yields_ = yields;
+  }
 
   ~Threads() {
     leaving_ = true;
@@ -41,8 +51,8 @@ class Threads {
     next_.store(0);
     open_.store(true);
     loop_++;
-    if (sleeping_.load()) loop_.notify_all();
-    work();
+    if (sleeping_.load() && helpers() > 0) loop_.notify_all();
+    work([] { return true; });
     open_.store(false);
     for (int inside, tries = 0; (inside = inside_.load());)
       if (++tries < SPINS) pause();
@@ -58,8 +68,20 @@ class Threads {
 #endif
   }
 
-  void work() {
-    for (long i; (i = next_.fetch_add(1)) < count_;) (*body_)(i);
+  int helpers() const { return yields_ ? board_.helpers() : INT32_MAX; }
+
+  template <class May>
+  void work(May&& may) {
+    for (long i; may() && (i = next_.fetch_add(1)) < count_;) (*body_)(i);
+  }
+
+  // Said before it is looked whether one may: an urgent engine says that it comes, and then looks
+  // who is in the way.
+  void lend_hand(int number) {
+    std::atomic<int32_t>* helping = board_.helping();
+    if (helping) (*helping)++;
+    work([&] { return number <= helpers(); });
+    if (helping) (*helping)--;
   }
 
   void help(int number) {
@@ -74,7 +96,7 @@ class Threads {
       if (leaving_) return;
       // Entered before looking: the caller closes the loop and then waits for who is inside.
       inside_++;
-      if (open_.load() && number < threads_) work();
+      if (open_.load() && number < threads_) lend_hand(number);
       if (--inside_ == 0) inside_.notify_one();
     }
   }
@@ -83,6 +105,8 @@ class Threads {
   const Body* body_ = nullptr;
   long count_ = 0;
   int threads_ = 0;
+  Board board_;
+  bool yields_ = false;
   std::atomic<long> next_{0};
   std::atomic<bool> open_{false}, leaving_{false};
   std::atomic<unsigned> loop_{0};

@@ -2,56 +2,89 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from engine.cpu.decoder import CoreShare
 from engine.plan import StepPlan, StepResult
 from worker import cores
-from worker.cores import CoreBoard, threads_for
+from worker.cores import PAUSE, CoreBoard, pause_after, threads_for
 from worker.engine_thread import EngineThread
 
 
 def test_a_lone_step_takes_every_core() -> None:
-    assert threads_for(8, prefilling=True, others=0) == 8
-    assert threads_for(8, prefilling=False, others=0) == 8
+    assert threads_for(8, yields=True, others=0) == 8
+    assert threads_for(8, yields=False, others=0) == 8
 
 
-def test_decode_divides_the_cores_and_prefill_takes_what_is_left_by_priority() -> None:
-    assert threads_for(2, prefilling=False, others=1) == 1
-    assert threads_for(8, prefilling=False, others=1) == 4
-    assert threads_for(2, prefilling=False, others=5) == 1
-    assert threads_for(8, prefilling=True, others=5) == 8
+def test_decode_divides_the_cores_and_prefill_takes_what_is_left() -> None:
+    assert threads_for(2, yields=False, others=1) == 1
+    assert threads_for(8, yields=False, others=1) == 4
+    assert threads_for(2, yields=False, others=5) == 1
+    assert threads_for(8, yields=True, others=5) == 8
+
+
+def test_a_pause_is_a_part_of_the_step_and_never_long() -> None:
+    assert pause_after(0.01) == pytest.approx(0.006)
+    assert pause_after(60.0) == pytest.approx(0.1)
 
 
 def test_workers_see_each_other_on_the_board(tmp_path: Path) -> None:
     path = tmp_path / "cores"
-    prefill, decode = (CoreBoard(path, number, 2, 2) for number in range(2))
-    assert decode.begin(prefilling=False) == 2
+    prefill = CoreBoard(path, 0, 2, 2, yields=True)
+    decode = CoreBoard(path, 1, 2, 2, yields=False)
+    assert decode.begin() == 2
     decode.end()
-    assert prefill.begin(prefilling=True) == 2
-    assert decode.begin(prefilling=False) == 1
+    assert prefill.begin() == 2
+    assert decode.begin() == 1
+    decode.end()
     prefill.end()
-    assert decode.begin(prefilling=False) == 2
+    assert decode.begin() == 2
+
+
+def test_a_decode_step_beside_a_prefill_comes_after_a_pause(tmp_path: Path) -> None:
+    path = tmp_path / "cores"
+    prefill = CoreBoard(path, 0, 2, 2, yields=True)
+    decode = CoreBoard(path, 1, 2, 2, yields=False)
+    prefill.begin()
+    decode.begin()
+    time.sleep(0.05)
+    decode.end()
+    ended = time.monotonic()
+    decode.begin()
+    assert time.monotonic() - ended >= PAUSE * 0.05
 
 
 def test_what_a_dead_worker_left_does_not_count_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "cores"
-    CoreBoard(path, 0, 2, 2).begin(prefilling=True)
-    board = CoreBoard(path, 1, 2, 2)
-    assert board.begin(prefilling=False) == 1
+    CoreBoard(path, 0, 2, 2, yields=True).begin()
+    board = CoreBoard(path, 1, 2, 2, yields=False)
+    assert board.begin() == 1
     monkeypatch.setattr(cores, "_STALE_NS", 0)
-    assert board.begin(prefilling=False) == 2
+    assert board.begin() == 2
+
+
+def test_helpers_that_never_hand_in_are_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "cores"
+    prefill = CoreBoard(path, 0, 2, 2, yields=True)
+    decode = CoreBoard(path, 1, 2, 2, yields=False)
+    prefill.begin()
+    with path.open("r+b") as file:
+        file.seek(12)
+        file.write((1).to_bytes(4, "little"))
+    assert decode.begin() == 1
 
 
 def test_a_board_may_grow(tmp_path: Path) -> None:
     path = tmp_path / "cores"
-    first = CoreBoard(path, 0, 1, 4)
-    second = CoreBoard(path, 1, 2, 4)
-    first.begin(prefilling=False)
-    assert second.begin(prefilling=False) == 2
+    first = CoreBoard(path, 0, 1, 4, yields=False)
+    second = CoreBoard(path, 1, 2, 4, yields=False)
+    first.begin()
+    assert second.begin() == 2
 
 
 class _Runner:
@@ -63,6 +96,11 @@ class _Runner:
         self.threads: list[int] = []
         self.niceness: list[int] = []
 
+    overlaps = False
+
+    def share_cores(self, share: CoreShare) -> None:
+        self.share = share
+
     def use_threads(self, threads: int) -> None:
         self.threads.append(threads)
 
@@ -73,7 +111,7 @@ class _Runner:
 
 def test_the_engine_thread_alone_is_nicer_and_asks_the_board(tmp_path: Path) -> None:
     runner, done = _Runner(), threading.Event()
-    board = CoreBoard(tmp_path / "cores", 0, 1, 3)
+    board = CoreBoard(tmp_path / "cores", 0, 1, 3, yields=True)
     thread = EngineThread(runner, lambda _plan, _result: done.set(), board, niceness=1)  # type: ignore[arg-type]
     before = os.getpriority(os.PRIO_PROCESS, 0)
     thread.start()
@@ -81,5 +119,6 @@ def test_the_engine_thread_alone_is_nicer_and_asks_the_board(tmp_path: Path) -> 
     assert done.wait(10)
     thread.stop(10)
     assert runner.threads == [3]
+    assert runner.share == board.share
     assert runner.niceness == [before + 1]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
