@@ -18,7 +18,7 @@ from engine.kv_cache import KvCache
 from engine.linear import Linear
 from engine.mlp import GatedMlp, gated_mlp
 from engine.model_config import ExpertsConfig, ModelConfig
-from engine.named_tensors import Matrix, NamedTensors
+from engine.named_tensors import TIED_HEAD, Matrix, NamedTensors
 from engine.quantization.weight import QuantizedWeight, dequantize
 from engine.rope import apply_rope, rope_table
 
@@ -84,8 +84,7 @@ class DecoderModel:
         """Rounded to the weights' type, as the models were trained."""
         self.layers = [_layer(config, tensors, prefix, n) for n in range(config.layers)]
         self.norm = _norm(config, tensors, f"{prefix}norm", hidden)
-        tied = config.tied_embeddings
-        self.head = Linear(self.embedding) if tied else tensors.linear("lm_head", vocab, hidden)
+        self.head = _head(config, tensors, self.embedding)
         self.ropes = tuple(rope_table(spec, config.context_length, device) for spec in config.ropes)
         """fp32 [context_length, 2, rotary_dim / 2] each."""
 
@@ -184,6 +183,14 @@ def _prefix(config: ModelConfig, tensors: NamedTensors) -> str:
     """What the names of the decoder's tensors begin with."""
     prefixes = FAMILIES[config.architecture].tensor_prefixes
     return next((p for p in prefixes if f"{p}embed_tokens.weight" in tensors), prefixes[0])
+
+
+def _head(config: ModelConfig, tensors: NamedTensors, embedding: Matrix) -> Linear:
+    vocab, hidden = config.vocab_size, config.hidden_size
+    if not config.tied_embeddings:
+        return tensors.linear("lm_head", vocab, hidden)
+    copied = TIED_HEAD in tensors
+    return Linear(tensors.matrix(TIED_HEAD, vocab, hidden) if copied else embedding)
 
 
 def _layer(config: ModelConfig, tensors: NamedTensors, prefix: str, number: int) -> Layer:

@@ -12,6 +12,8 @@ from engine.linear import Linear
 from engine.quantization.weight import QuantizedWeight
 
 Matrix = torch.Tensor | QuantizedWeight
+TIED_HEAD = "tied_lm_head.weight"
+"""The name of a quantised copy of the embedding, for a model whose head that is."""
 Kind = TypeVar("Kind", bound=Matrix)
 
 

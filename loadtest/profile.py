@@ -196,7 +196,8 @@ class _Bench:
 
 
 def _storage(settings: EngineSettings, engine: Engine) -> Storage:
-    weights = iterate_weights(settings.model_path, torch.device("cpu"), _dtype(settings))
+    cpu, dtype = torch.device("cpu"), _dtype(settings)
+    weights = iterate_weights(settings.model_path, cpu, dtype, settings.quantization)
     layers, head = bytes_per_weight(weights)
     return Storage(layers, head, engine.cache.block_bytes / engine.cache.block_size)
 

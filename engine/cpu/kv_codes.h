@@ -39,10 +39,25 @@ inline const bf16* halves(const Code<KIND>* codes, bf16* room) {
 }
 
 #ifdef __AVX512F__
+// 32 codes of e4m3fn: the exponent's bias goes from 7 to 127. Those below 2^-6, multiples of 2^-9, are
+// looked up.
+inline __attribute__((always_inline)) __m512i fp8_halves(const uint8_t* codes) {
+  typedef uint16_t u16x32 __attribute__((vector_size(64)));
+  const u16x32 small = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+  const __m512i wide = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)codes));
+  const __m512i size = _mm512_and_si512(_mm512_slli_epi16(wide, 4), _mm512_set1_epi16(0x7f0));
+  const __mmask32 few = _mm512_testn_epi16_mask(wide, _mm512_set1_epi16(0x78));
+  const __m512i value = _mm512_mask_permutexvar_epi16(
+      _mm512_add_epi16(size, _mm512_set1_epi16(0x3c00)), few, wide, (__m512i)small);
+  const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(wide, 8), _mm512_set1_epi16((short)0x8000));
+  return _mm512_or_si512(value, sign);
+}
+
 // 32 codes as bf16.
 template <int KIND>
 inline __attribute__((always_inline)) __m512i halves(const Code<KIND>* codes) {
   if constexpr (KIND == BF16) return _mm512_loadu_si512(codes);
+  else if constexpr (KIND == FP8) return fp8_halves(codes);
   else
     return (__m512i)quantized::halves(quantized::values<KIND>(codes, 0),
                                       quantized::values<KIND>(codes, 1));

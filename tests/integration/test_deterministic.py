@@ -292,13 +292,16 @@ async def test_a_cluster_answers_as_one_engine_does(
         await cluster.until_idle()
 
 
-async def test_workers_with_and_without_the_promise_share_no_kv(
-    model: Path, redis_url: str
+@pytest.mark.parametrize(
+    "change", [{"deterministic": True}, {"kv_dtype": "int8"}, {"quantization": "int8"}], ids=str
+)
+async def test_workers_of_another_kind_share_no_kv(
+    model: Path, redis_url: str, change: dict[str, object]
 ) -> None:
     async with mini_cluster(model, redis_url, dtype="bfloat16", kv_pool_mib=8) as cluster:
         pool = next(pool for pool in cluster.config.pools if pool.role == "prefill")
         await cluster.workers["prefill-0"].stop()
-        cluster.config = cluster.config.model_copy(update={"deterministic": True})
+        cluster.config = cluster.config.model_copy(update=change)
         await cluster.start_worker(pool, "prefill-0")
         await cluster.until(lambda: cluster.dispatcher.health()[0] == "ok")
         with pytest.raises(HandoffError, match="serves"):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError
+from engine.model import DecoderModel
+from engine.model_config import load_model_config
+from engine.named_tensors import TIED_HEAD
 from engine.quantization.weight import KINDS, QuantizedWeight, QuantKind, dequantize
 from engine.weights import fingerprint, iterate_weights, load_weights
 from tests.models import make_tiny_model
@@ -61,17 +65,43 @@ def test_routers_and_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tied_embedding(tmp_path: Path, kind: QuantKind) -> None:
-    save_file({"model.embed_tokens.weight": torch.randn(40, 32)}, tmp_path / "model.safetensors")
-    (plain,) = load_weights(tmp_path, CPU, torch.bfloat16, kind).values()
+def test_a_tied_head_is_a_quantised_copy(tmp_path: Path, kind: QuantKind) -> None:
+    embedding = torch.randn(40, 32)
+    save_file({"model.embed_tokens.weight": embedding}, tmp_path / "model.safetensors")
+    found = load_weights(tmp_path, CPU, torch.float32, kind)
+    assert set(found) == {"model.embed_tokens.weight", TIED_HEAD}
+    plain, head = found["model.embed_tokens.weight"], found[TIED_HEAD]
     assert isinstance(plain, torch.Tensor)
-    (weight,) = load_weights(tmp_path, CPU, torch.bfloat16, kind, quantize_tied=True).values()
-    assert isinstance(weight, QuantizedWeight)
-    assert weight.kind == "int8"
+    assert torch.equal(plain, embedding)
+    assert isinstance(head, QuantizedWeight)
+    assert head.kind == "int8"
+    assert (dequantize(head) - embedding).norm() < 0.01 * embedding.norm()
+    for plainly in ("auto", "none"):
+        assert len(load_weights(tmp_path, CPU, torch.float32, plainly)) == 1
+
+
+def test_a_model_multiplies_by_the_copy(tmp_path: Path) -> None:
+    """Its hidden states are looked up in the embedding itself."""
+    make_tied_model(tmp_path)
+    config = load_model_config(tmp_path)
+    model = DecoderModel(config, load_weights(tmp_path, CPU, torch.float32, "int8"), CPU)
+    assert isinstance(model.embedding, torch.Tensor)
+    assert isinstance(model.head.weight, QuantizedWeight)
+    plain = DecoderModel(config, load_weights(tmp_path, CPU, torch.float32), CPU)
+    assert plain.head.weight is plain.embedding
+
+
+def make_tied_model(folder: Path) -> None:
+    make_tiny_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors")
 
 
 def test_an_embedding_of_its_own_stays_plain(model: Path) -> None:
-    found = load_weights(model, CPU, torch.bfloat16, "int8", quantize_tied=True)
+    found = load_weights(model, CPU, torch.bfloat16, "int8")
     assert isinstance(found["model.embed_tokens.weight"], torch.Tensor)
 
 

@@ -1,0 +1,89 @@
+"""What an engine's settings decide: types, quantisation, and the name that KV is shared under."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from baton.errors import ConfigError
+from baton.request import SequenceSpec
+from baton.sampling_params import SamplingParams
+from engine.engine import Engine, EngineSettings, build_engine, warm_up
+from engine.local import generate
+from tests.models import make_tiny_model
+
+ROW_BYTES = 2 * 2 * 2 * 16 * 16
+"""Of a block of the tiny model: layers, K and V, heads, slots, values of a head."""
+SCALES = 2 * 2 * 2 * 16 * 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
+    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), head_dim=16)
+    return EngineSettings(folder, device="cpu", threads=1, kv_pool_bytes=1 << 20)
+
+
+def answers(engine: Engine) -> list[tuple[int, ...]]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    prompts = [tuple(range(n, n + 30)) for n in range(4)]
+    specs = [SequenceSpec(f"{n}", 0, "", p, len(p), sampling) for n, p in enumerate(prompts)]
+    return [output.token_ids for output in generate(engine, specs)]
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "block_bytes"),
+    [("auto", 2 * ROW_BYTES), ("int8", ROW_BYTES + SCALES), ("fp8", ROW_BYTES + SCALES)],
+)
+def test_the_pool_is_counted_in_blocks_of_the_kv_type(
+    base: EngineSettings, kv_dtype: str, block_bytes: int
+) -> None:
+    engine = build_engine(replace(base, kv_dtype=kv_dtype))
+    assert engine.cache.block_bytes == block_bytes
+    assert engine.pool.total == (1 << 20) // block_bytes
+    expected = {"auto": "bfloat16"}.get(kv_dtype, kv_dtype)
+    assert engine.cache.geometry().kv_dtype == expected
+    warm_up(engine)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
+def test_every_combination_answers(
+    base: EngineSettings, dtype: str, kv_dtype: str, quantization: str
+) -> None:
+    """By the CPU's own decoder, and by torch in fp32; the answers stay near the plain ones."""
+    settings = replace(base, dtype=dtype, kv_dtype=kv_dtype, quantization=quantization)
+    found = answers(build_engine(settings))
+    plain = answers(build_engine(replace(base, dtype="float32")))
+    same = sum(one[0] == other[0] for one, other in zip(found, plain, strict=True))
+    assert same >= len(plain) - 1
+
+
+def test_what_decides_kv_is_in_the_fingerprint(base: EngineSettings) -> None:
+    changes: list[dict[str, object]] = [
+        {},
+        {"dtype": "float16"},
+        {"quantization": "int8"},
+        {"quantization": "none"},
+        {"kv_dtype": "int8"},
+        {"kv_dtype": "fp8"},
+        {"deterministic": True},
+        {"deterministic": True, "kv_dtype": "fp8"},
+    ]
+    names = [build_engine(replace(base, **change)).fingerprint for change in changes]  # type: ignore[arg-type]
+    assert len(set(names)) == len(changes)
+    assert build_engine(replace(base, max_sequences=3)).fingerprint == names[0]
+
+
+def test_unknown_types_are_named(base: EngineSettings) -> None:
+    with pytest.raises(ConfigError, match="known: auto, int8, fp8"):
+        build_engine(replace(base, kv_dtype="int4"))
+    with pytest.raises(ConfigError, match="known: auto, none, int8, int4, fp8"):
+        build_engine(replace(base, quantization="int3"))
