@@ -11,12 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.cpu import library
 from engine.cpu.library import cpu_library
 from engine.cpu.sampler import CpuSampler, cpu_sampler
+from engine.engine import EngineSettings, build_engine
+from engine.local import generate
 from engine.noise import lowbias32, noise_bits, noise_keys
 from engine.sampling import SampleRow, _adjust, sample
+from tests.models import make_tiny_model
 
 EDGE = 1e-5
 """Where the probability before a token is this near to top_p, or its score this near to min_p's
@@ -293,6 +297,19 @@ def test_other_cpus(other_target: pytest.MonkeyPatch, target: str) -> None:
         test_the_ends_of_the_noise(sampler, bits)
 
 
-def test_without_a_compiler_torch_draws(other_target: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_torch_draws_the_same_answers(
+    other_target: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mixes = (SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(repetition_penalty=1.3))
+    specs = [
+        SequenceSpec("", 0, "", (5, 6, 7), 3, replace(mix, seed=n, max_tokens=30, ignore_eos=True))
+        for n, mix in enumerate(mixes)
+    ]
+    settings = EngineSettings(
+        make_tiny_model(tmp_path), dtype="float32", device="cpu", threads=1, kv_pool_bytes=1 << 20
+    )
+    answers = generate(build_engine(settings), specs)
+    cpu_library.cache_clear()
     other_target.setenv("CXX", "false")
     assert cpu_sampler() is None
+    assert generate(build_engine(settings), specs) == answers
