@@ -7,7 +7,9 @@ head, slot]`` in fp32, then what fills it up to a multiple of 64.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 
 import torch
 
@@ -39,8 +41,7 @@ class KvCache:
         shape = _shape(config, block_size)
         codes = math.prod(shape) * dtype.itemsize
         size = block_bytes(config, block_size, dtype)
-        # Zeros, so that slots past a sequence's end, which are masked, hold no NaN.
-        self._bytes = torch.zeros(blocks, size, dtype=torch.uint8, device=device)
+        self._bytes = _zeros(blocks * size, device).view(blocks, size)
         self.data = self._bytes[:, :codes].view(dtype).view(blocks, *shape)
         """``[block, layer, K/V, head, slot, dim]``, by strides."""
         self.scales: torch.Tensor | None = None
@@ -97,6 +98,22 @@ class KvCache:
             found = dequantize_kv(found.view(self.data.dtype), scales)
         both = found.to(dtype).view(2, heads, sequences, count * size, dim).transpose(1, 2)
         return both[0], both[1]
+
+
+def _zeros(size: int, device: torch.device) -> torch.Tensor:
+    """uint8 [size]. Zeros, so that slots past a sequence's end, which are masked, hold no NaN.
+
+    On the CPU in large pages, where the kernel gives them: attention jumps from block to block, and
+    with small pages each jump would cost a search of the page table. Taken when first written.
+    """
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # A kernel without large pages refuses: it is a wish.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

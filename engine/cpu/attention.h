@@ -37,6 +37,12 @@ struct Part {
   const int32_t* table;
 };
 
+// What this thread most likely does next: its first keys are fetched meanwhile.
+struct Next {
+  const Part* part;  // or null
+  long kv_head;
+};
+
 struct Memory {
   std::vector<bf16> keys, values, weights, queries;
   std::vector<float> sums, high, total, scores;
@@ -378,7 +384,8 @@ inline void attend_rows(const Rows& rows, long run, long length, Memory& memory)
 
 // All queries of a part that belong to one KV head.
 template <int KIND>
-inline void attend(const Problem& p, const Part& part, long kv_head, Memory& memory) {
+inline void attend(const Problem& p, const Part& part, long kv_head, const Next& next,
+                   Memory& memory) {
   const Rows rows(p, part, kv_head);
   const long count = rows.count(), last = part.start + part.count;
   memory.keys.resize(RUN * p.dim);
@@ -392,9 +399,11 @@ inline void attend(const Problem& p, const Part& part, long kv_head, Memory& mem
   for (long r = 0; r < count; r++)
     memcpy(memory.queries.data() + r * p.dim, p.queries + rows.place(r), p.dim * sizeof(bf16));
   const long from = rows.first_key(0);
-  if (kv_head + 1 < p.kv_heads)  // most likely what this thread does next
-    for (long t = from - from % RUN; t < last && t < from - from % RUN + AHEAD; t += 16)
-      fetch<KIND>(p, part, t, 0, kv_head + 1);
+  if (next.part) {
+    const long first = Rows(p, *next.part, next.kv_head).first_key(0) / RUN * RUN;
+    for (long t = first; t < next.part->start + next.part->count && t < first + AHEAD; t += 16)
+      fetch<KIND>(p, *next.part, t, 0, next.kv_head);
+  }
   for (long run = from - from % RUN; run < last; run += RUN)
     attend_rows<KIND>(rows, run, last - run < RUN ? last - run : RUN, memory);
   for (long r = 0; r < count; r++) {
@@ -406,11 +415,12 @@ inline void attend(const Problem& p, const Part& part, long kv_head, Memory& mem
 }
 
 // The same by the kind of the cache.
-inline void attend(long kind, const Problem& p, const Part& part, long kv_head, Memory& memory) {
+inline void attend(long kind, const Problem& p, const Part& part, long kv_head, const Next& next,
+                   Memory& memory) {
   switch (kind) {
-    case INT8: return attend<INT8>(p, part, kv_head, memory);
-    case FP8: return attend<FP8>(p, part, kv_head, memory);
-    default: return attend<BF16>(p, part, kv_head, memory);
+    case INT8: return attend<INT8>(p, part, kv_head, next, memory);
+    case FP8: return attend<FP8>(p, part, kv_head, next, memory);
+    default: return attend<BF16>(p, part, kv_head, next, memory);
   }
 }
 

@@ -318,9 +318,13 @@ class Decoder {
                           step_->start[r] + at, step_->tables + step_->table[r]});
     // The last parts of a prompt see the most keys: they go first, so that threads end together.
     const long count = (long)parts_.size();
+    const auto part_of = [&](long i) { return &parts_[count - 1 - i / m.kv_heads]; };
     parallel(count * m.kv_heads, [&](long i) {
       static thread_local attention::Memory memory;
-      attention::attend(c.kind, problem, parts_[count - 1 - i / m.kv_heads], i % m.kv_heads, memory);
+      const long then = i + (step_->threads > 1 && count > 1 ? step_->threads : 1);
+      const bool more = then < count * m.kv_heads;
+      attention::attend(c.kind, problem, *part_of(i), i % m.kv_heads,
+                        {more ? part_of(then) : nullptr, then % m.kv_heads}, memory);
     });
   }
 
