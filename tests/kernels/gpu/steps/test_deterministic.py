@@ -64,9 +64,16 @@ def test_a_prompt_in_pieces_with_strangers_gives_the_same_bits(tmp_path: Path) -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["llama", "gemma3", "olmo2", "qwen3_moe", "smollm3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama", torch.bfloat16),
+        ("gemma3", torch.float32),
+        ("olmo2", torch.float32),
+        ("qwen3_moe", torch.bfloat16),
+        ("smollm3", torch.float32),
+    ],
+)
 def test_so_do_all_families_and_types(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    folder = save(tmp_path, name)
-    check(folder, [3, 14, 1, 1, 21], dtype)
-    check(folder, [17] + [1] * 23, dtype)
+    check(save(tmp_path, name), [3, 14, 1, 1, 21], dtype)

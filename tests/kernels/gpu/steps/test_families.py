@@ -17,6 +17,9 @@ from engine.quantization.weight import QuantKind, quantize
 from tests.kernels.gpu.steps.pairs import check_equal, gpu, load, reference, save
 from tests.unit.engine.test_families import CASES
 
+pytestmark = pytest.mark.timeout(400)
+"""Interpreted, a step takes seconds."""
+
 
 def check(folder: Path, **options: Any) -> None:
     model = load(folder)
