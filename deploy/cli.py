@@ -385,7 +385,11 @@ def bench_quality(
         typer.Option(help="As for `baton up`. Default: smollm2-135m-instruct.", show_default=False),
     ] = "smollm2-135m-instruct",
     quantizations: Annotated[
-        str, typer.Option(help="Out of none,int8,int4,fp8,auto; compared with the first.")
+        str,
+        typer.Option(
+            help="Out of none,int8,int4,fp8,auto, each perhaps with a KV type, as in none/int8;"
+            " compared with the first."
+        ),
     ] = "none,int8,int4,auto",
     dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float16.")] = "bfloat16",
     device: Annotated[
@@ -414,10 +418,16 @@ def bench_quality(
     def say(line: str) -> None:
         typer.echo(line, err=True)
 
-    def build(quantization: str) -> Engine:
+    def build(name: str) -> Engine:
+        quantization, _, kv_dtype = name.partition("/")
         path = model_store.resolve(model, say, quantization).path
         settings = EngineSettings(
-            path, dtype=dtype, device=device, threads=threads, quantization=quantization
+            path,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            quantization=quantization,
+            kv_dtype=kv_dtype or "auto",
         )
         return build_engine(settings)
 
@@ -425,7 +435,8 @@ def bench_quality(
     if not names:
         _fail("--quantizations names none")
     try:
-        tokenizer = model_store.resolve(model, say, names[0]).path / "tokenizer.json"
+        first = names[0].partition("/")[0]
+        tokenizer = model_store.resolve(model, say, first).path / "tokenizer.json"
         found = measure(
             [Candidate(name, functools.partial(build, name)) for name in names],
             read_tokens(text, tokenizer),

@@ -22,13 +22,16 @@ def arguments(tmp_path: Path) -> list[str]:
 
 
 def test_each_quantisation_has_a_row(arguments: list[str]) -> None:
-    result = CliRunner().invoke(app, [*arguments, "--quantizations", "none,int4"])
+    result = CliRunner().invoke(app, [*arguments, "--quantizations", "none,int4,none/fp8"])
     assert result.exit_code == 0, result.output
     rows = [line.split("|")[1].strip() for line in result.stdout.splitlines() if "%" in line]
-    assert rows == ["none", "int4"]
+    assert rows == ["none", "int4", "none/fp8"]
 
 
-@pytest.mark.parametrize(("names", "message"), [("", "names none"), ("int3", "known: auto, none")])
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [("", "names none"), ("int3", "known: auto, none"), ("none/int4", "known: auto, int8")],
+)
 def test_quantisations_that_are_not_known(arguments: list[str], names: str, message: str) -> None:
     result = CliRunner().invoke(app, [*arguments, "--quantizations", names])
     assert result.exit_code == 1
