@@ -23,10 +23,14 @@ from engine.gpu.step_tensors import (
     ordered_rows,
     step_shape,
     step_tensors,
+    table_width,
 )
 from engine.kv_cache import KvCache
 from engine.model import DecoderModel
 from engine.step import StepInput, StepOutput
+
+_CHUNKS = (2, 8, 16, 32, 128)
+"""Tokens of chunks whose attention has tiles of different sizes, whatever the group of heads is."""
 
 
 def gpu_decoder(
@@ -120,13 +124,19 @@ class GpuStepModel:
         self._drawn[: len(drawn)].copy_(drawn)
         return self._brought(drawn)
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture the steps of the usual sizes; nothing is written into any block."""
-        if self._graphs is None:
-            return
+        """Compile what chunks of several sizes take, and capture the steps of the usual sizes.
+
+        They are steps of padding alone: nothing is written into any block.
+        """
         nothing = StepInput((), [], [], True)
-        for bucket in self._graphs.warm_sizes():
-            self._replay(bucket, nothing, ())
+        for tokens in _CHUNKS:
+            width = table_width(tokens, self._block_size)
+            self._run(StepShape(0, 0, 1, tokens, tokens, width, 1), nothing, (), ())
+        if self._graphs is not None:
+            for bucket in self._graphs.warm_sizes():
+                self._replay(bucket, nothing, ())
 
     def _draw(self, logits: torch.Tensor, tensors: StepTensors) -> torch.Tensor:
         """int64 [outputs] of logits, fp32 [outputs, vocab_size]."""
@@ -167,8 +177,13 @@ class GpuStepModel:
         shape = step_shape(
             step.rows, len(step.outputs), self._block_size, singles_first=self._singles_first
         )
-        host = self._host_buffer(shape)
         order = ordered_rows(step.rows, singles_first=self._singles_first)
+        return self._run(shape, step, order, draws)
+
+    def _run(
+        self, shape: StepShape, step: StepInput, order: Sequence[int], draws: Sequence[Draw]
+    ) -> tuple[torch.Tensor, StepTensors]:
+        host = self._host_buffer(shape)
         fill_step(step_tensors(host, shape), step, order, self._block_size, draws)
         tensors = step_tensors(host.to(self._device, non_blocking=True), shape)
         return self._forward.logits(tensors, self._drawn, tensors.outputs).float(), tensors
@@ -197,7 +212,7 @@ class GpuStepModel:
             chunks=chunks,
             chunk_tokens=chunks,
             longest_chunk=1,
-            width=-(-bucket.longest // self._block_size),
+            width=table_width(bucket.longest, self._block_size),
             outputs=bucket.rows,
         )
 

@@ -16,6 +16,9 @@ from engine.gpu.draws import Draw
 from engine.plan import PlanRow
 from engine.step import StepInput
 
+_ALIGNMENT = 16
+"""Bytes. Triton compiles a kernel anew for a tensor that does not begin at such a multiple."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
@@ -69,7 +72,7 @@ class StepTensors:
 
 
 def _fields(shape: StepShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Types and sizes by name. The wide ones come first, so that all are aligned."""
+    """Types and sizes by name."""
     sequences = shape.singles + shape.chunks
     return {
         "slots": (torch.int64, (shape.tokens,)),
@@ -87,16 +90,28 @@ def _fields(shape: StepShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
 
 def buffer_bytes(shape: StepShape) -> int:
     """Bytes of the buffer that ``step_tensors`` takes."""
-    return sum(dtype.itemsize * math.prod(size) for dtype, size in _fields(shape).values())
+    return sum(_aligned(dtype, size) for dtype, size in _fields(shape).values())
 
 
 def step_tensors(buffer: torch.Tensor, shape: StepShape) -> StepTensors:
     """Views of a buffer, uint8 [at least buffer_bytes(shape)]."""
     views, end = {}, 0
     for name, (dtype, size) in _fields(shape).items():
-        start, end = end, end + dtype.itemsize * math.prod(size)
-        views[name] = buffer[start:end].view(dtype).view(size)
+        start, end = end, end + _aligned(dtype, size)
+        length = dtype.itemsize * math.prod(size)
+        views[name] = buffer[start : start + length].view(dtype).view(size)
     return StepTensors(shape, **views)
+
+
+def _aligned(dtype: torch.dtype, size: tuple[int, ...]) -> int:
+    """Bytes of a field, and those up to the next one."""
+    return -(-dtype.itemsize * math.prod(size) // _ALIGNMENT) * _ALIGNMENT
+
+
+def table_width(tokens: int, block_size: int) -> int:
+    """Blocks of a table for so many tokens: so many that every table is aligned."""
+    step = _ALIGNMENT // 4
+    return -(-tokens // (block_size * step)) * step
 
 
 def ordered_rows(rows: Sequence[PlanRow], *, singles_first: bool) -> list[int]:
@@ -118,7 +133,7 @@ def step_shape(
         chunks=len(chunks),
         chunk_tokens=sum(row.count for row in chunks),
         longest_chunk=max((row.count for row in chunks), default=0),
-        width=-(-longest // block_size),
+        width=table_width(longest, block_size),
         outputs=outputs,
     )
 

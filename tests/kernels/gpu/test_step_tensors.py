@@ -45,7 +45,7 @@ def test_single_tokens_come_before_chunks() -> None:
         chunks=2,
         chunk_tokens=5,
         longest_chunk=3,
-        width=2,
+        width=4,
         outputs=3,
     )
     found = filled(STEP, shape, singles_first=True)
@@ -55,7 +55,7 @@ def test_single_tokens_come_before_chunks() -> None:
     assert found.lengths.tolist() == [7, 1]
     assert found.query_starts.tolist() == [0, 2, 5]
     assert found.contexts.tolist() == [3, 0]
-    assert found.tables.tolist() == [[5, 7], [1, 0], [9, 8], [2, 0]]
+    assert found.tables.tolist() == [[5, 7, 6, 0], [1, 0, 0, 0], [9, 8, 0, 0], [2, 0, 0, 0]]
     # The plan's tokens 1, 2 and 6 are the step's 3, 0 and 1.
     assert found.outputs.tolist() == [3, 0, 1]
     assert found.temperatures.tolist() == [0.0, 0.5, 0.0]
@@ -98,3 +98,13 @@ def test_a_step_of_padding_alone() -> None:
     found = filled(StepInput((), [], [], True), shape, singles_first=True)
     assert found.slots.tolist() == [-1, -1]
     assert found.lengths.tolist() == [0, 0]
+
+
+def test_every_tensor_is_aligned() -> None:
+    shape = step_shape(ROWS, 3, SIZE, singles_first=True)
+    buffer = torch.empty(buffer_bytes(shape), dtype=torch.uint8)
+    tensors = step_tensors(buffer, shape)
+    found = [tensors.slots, tensors.outputs, tensors.keys, tensors.token_ids, tensors.positions]
+    found += [tensors.lengths, tensors.query_starts, tensors.contexts, tensors.temperatures]
+    found += list(tensors.tables)
+    assert all((one.data_ptr() - buffer.data_ptr()) % 16 == 0 for one in found)
