@@ -128,7 +128,9 @@ def _context_length(folder: Path) -> int:
 def _listen(address: str) -> socket.socket:
     host, port = split_host_port(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    # With its protocol said: asyncio switches Nagle's algorithm off only where it knows that it is
+    # TCP, and an answer's second packet would wait 40 ms for the client's acknowledgement.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind((host, port))
     return listening
