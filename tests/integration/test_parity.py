@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine
+from engine.engine import EngineSettings, build_engine
 from engine.local import generate
 from engine.runner import ModelRunner
 from engine.step import StepInput, StepModel, StepOutput
@@ -113,9 +113,8 @@ def answer(
     model: Path, dtype: str, prompts: list[tuple[int, ...]], tokens: int, **settings: int
 ) -> list[Answered]:
     """Greedy answers of one engine, all prompts queued at once."""
-    built = build_engine(
-        EngineSettings(model, dtype, "cpu", threads=1, kv_pool_bytes=512 << 20, **settings)
-    )
+    base = EngineSettings(model, dtype, "cpu", threads=1, kv_pool_bytes=512 << 20)
+    built = build_engine(replace(base, **settings))
     recording = RecordingModel(built.runner.model)
     runner = ModelRunner(recording, built.cache, built.runner.device)
     engine = replace(built, runner=runner)
