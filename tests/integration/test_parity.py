@@ -110,7 +110,7 @@ def reference_logits(reference: Any, answered: Answered) -> torch.Tensor:
 
 
 def answer(
-    model: Path, dtype: str, prompts: list[tuple[int, ...]], tokens: int, **settings: int
+    model: Path, dtype: str, prompts: list[tuple[int, ...]], tokens: int, **settings: Any
 ) -> list[Answered]:
     """Greedy answers of one engine, all prompts queued at once."""
     base = EngineSettings(model, dtype, "cpu", threads=1, kv_pool_bytes=512 << 20)
