@@ -42,9 +42,8 @@ class ControlLoop:
         gauges: WorkerGauges,
         incarnation: str,
         board: CoreBoard | None = None,
-        niceness: int = 0,
     ) -> None:
-        """See ``EngineThread`` for ``board`` and ``niceness``."""
+        """``board``: how the worker shares its host's cores; see ``EngineThread``."""
         self.engine = engine
         self.scheduler = engine.scheduler
         self.pool = engine.pool
@@ -52,7 +51,7 @@ class ControlLoop:
         self.steps = 0
         self._gauges = gauges
         self._loop = asyncio.get_running_loop()
-        self._thread = EngineThread(engine.runner, self._hand_over, board, niceness)
+        self._thread = EngineThread(engine.runner, self._hand_over, board)
         self._is_cpu = engine.runner.device.type == "cpu"
         self._last_plan: StepPlan | None = None
         self._listener: SequenceListener | None = None

@@ -8,9 +8,10 @@ there is; prefill can use whatever is left, and all of it. So decode is urgent a
   would be put aside by the kernel with a piece in hand, and hold up their whole step.
 - A decode step says that it comes, waits until helpers that are in the way have handed their piece
   in, and computes. It takes all cores while it is alone; while others compute it divides them.
-- While a prefill computes, decode pauses after each step for a part of the step's time: tokens come
-  a little slower, and the prompts that wait for the core come much sooner. Without it, two or three
-  sequences would hold a whole core that reads all the weights for each of their tokens.
+- While prompts have been computed without a break for a while, decode pauses after each step for as
+  long as the step took: tokens come slower, and prompts that are long or wait in line come much
+  sooner. Without it, two or three sequences would hold a core that reads all weights for each of
+  their tokens, and the more prompts waited, the fewer sequences would share that.
 
 The board is a file that the workers of a host have mapped, with a line for each, which only its
 owner writes; engine/cpu/board.h reads it between pieces. What a dead worker left there counts for
@@ -24,22 +25,24 @@ import mmap
 import os
 import struct
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine.cpu.decoder import CoreShare
 
-PREFILL_NICENESS = 3
-"""Of a prefill worker's compute threads: about half of what a decode thread gets of a core that
-both want."""
-PAUSE = 0.6
-"""Of a decode step's time, for the prefill that computes beside it: decode then has five eighths of
-its core."""
+PAUSE = 1.0
+"""Of a decode step's time, for the prefill beside it."""
+PATIENCE_S = 0.15
+"""How long prefill computes without a break before decode pauses for it."""
 
-_LINE = struct.Struct("=qii48x")
+_LINE = struct.Struct("=qiiq40x")
 """When the step began, in nanoseconds of the host's monotonic clock, 0 for none; its urgent
-threads; its helpers with work in hand (written by board.h)."""
-_BEGAN, _URGENT = struct.Struct("=q"), struct.Struct("=i")
+threads; its helpers with work in hand (written by board.h); since when there was no break."""
+_TIME, _THREADS = struct.Struct("=q"), struct.Struct("=i")
+_URGENT_AT, _BUSY_SINCE_AT = 8, 16
 _STALE_NS = 5 * 10**9
+_BREAK_S = 0.005
+"""Less than that between two steps is no break."""
 _LONGEST_PAUSE_S = 0.1
 _HAND_IN_S, _LOOK_AGAIN_S = 0.001, 0.00002
 
@@ -59,6 +62,16 @@ def host_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Another worker that computes."""
+
+    urgent: int
+    helping: int
+    busy_s: float
+    """For how long without a break."""
+
+
 class CoreBoard:
     """One worker's view of its host's board. Used by the engine thread alone."""
 
@@ -76,7 +89,7 @@ class CoreBoard:
                 file.truncate(size)
             self._lines = mmap.mmap(file.fileno(), size)
         self._others = [line for line in range(0, size, _LINE.size) if line != self._mine]
-        self._began = self._ended = 0.0
+        self._began = self._ended = self._busy_since = 0.0
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._lines))
         self.share = CoreShare(start, workers, number, cores, yields)
 
@@ -85,35 +98,42 @@ class CoreBoard:
 
         Waits for a pause that is due, and for helpers in the way: a tenth of a second at most.
         """
-        if not self._yields and self._prefills():
+        if not self._yields and self._prompts_wait():
             self._sleep_until(self._ended + pause_after(self._ended - self._began))
-        self._began = time.monotonic()
+        now = time.monotonic()
+        if now - self._ended > _BREAK_S:
+            self._busy_since = now
+        self._began = now
         threads = threads_for(self._cores, self._yields, len(self._running()))
-        _URGENT.pack_into(self._lines, self._mine + 8, 0 if self._yields else threads)
-        _BEGAN.pack_into(self._lines, self._mine, time.monotonic_ns())
+        urgent = 0 if self._yields else threads
+        _THREADS.pack_into(self._lines, self._mine + _URGENT_AT, urgent)
+        _TIME.pack_into(self._lines, self._mine + _BUSY_SINCE_AT, int(self._busy_since * 1e9))
+        _TIME.pack_into(self._lines, self._mine, int(now * 1e9))
         if not self._yields:
             self._wait_for_helpers(threads)
         return threads
 
     def end(self) -> None:
         """The step is over."""
-        _BEGAN.pack_into(self._lines, self._mine, 0)
-        _URGENT.pack_into(self._lines, self._mine + 8, 0)
+        _TIME.pack_into(self._lines, self._mine, 0)
+        _THREADS.pack_into(self._lines, self._mine + _URGENT_AT, 0)
         self._ended = time.monotonic()
 
-    def _running(self) -> list[tuple[int, int]]:
-        """Urgent threads and helpers of each other worker that computes."""
+    def _running(self) -> list[_Seen]:
+        """The other workers that compute."""
         now = time.monotonic_ns()
         lines = (_LINE.unpack_from(self._lines, line) for line in self._others)
         return [
-            (urgent, helping) for began, urgent, helping in lines if 0 < began > now - _STALE_NS
+            _Seen(urgent, helping, (now - busy_since) / 1e9)
+            for began, urgent, helping, busy_since in lines
+            if 0 < began > now - _STALE_NS
         ]
 
-    def _prefills(self) -> bool:
-        return any(not urgent for urgent, _ in self._running())
+    def _prompts_wait(self) -> bool:
+        return any(not seen.urgent and seen.busy_s > PATIENCE_S for seen in self._running())
 
     def _sleep_until(self, moment: float) -> None:
-        while (left := moment - time.monotonic()) > 0 and self._prefills():
+        while (left := moment - time.monotonic()) > 0 and self._prompts_wait():
             time.sleep(min(left, 0.001))
 
     def _wait_for_helpers(self, threads: int) -> None:
@@ -121,8 +141,8 @@ class CoreBoard:
         deadline = time.monotonic() + _HAND_IN_S
         while time.monotonic() < deadline:
             running = self._running()
-            taken = sum(urgent or 1 + helping for urgent, helping in running)
-            in_hand = sum(helping for _, helping in running)
+            taken = sum(seen.urgent or 1 + seen.helping for seen in running)
+            in_hand = sum(seen.helping for seen in running)
             if not in_hand or taken + threads <= self._cores:
                 return
             time.sleep(_LOOK_AGAIN_S)

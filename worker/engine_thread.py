@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
@@ -21,17 +20,11 @@ log = logging.getLogger(__name__)
 class EngineThread:
     """Owns the runner. ``done`` is called on a thread of the engine: it must only hand over."""
 
-    def __init__(
-        self, runner: ModelRunner, done: Done, board: CoreBoard | None = None, niceness: int = 0
-    ) -> None:
-        """With a ``board``, each step takes as many threads as it says.
-
-        ``niceness`` is added to that of the process, for this thread and those that compute for it.
-        """
+    def __init__(self, runner: ModelRunner, done: Done, board: CoreBoard | None = None) -> None:
+        """With a ``board``, each step takes as many threads as it says."""
         self._runner = runner
         self._done = done
         self._board = board
-        self._niceness = niceness
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         # Steps that end while the next one is started are waited for by another thread.
@@ -55,12 +48,6 @@ class EngineThread:
             self._waiter.stop(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
-        if self._niceness:
-            # Of this thread alone: Linux keeps it by thread, and threads that it starts inherit it.
-            thread = threading.get_native_id()
-            os.setpriority(
-                os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._niceness
-            )
         if self._board is not None:
             self._runner.share_cores(self._board.share)
         while (plan := self._plans.get()) is not None:

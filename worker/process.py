@@ -32,7 +32,7 @@ from baton.redis_client import redis_client
 from baton.registry import Registry, WorkerRecord
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from worker.control_loop import ControlLoop
-from worker.cores import PREFILL_NICENESS, CoreBoard, host_cores
+from worker.cores import CoreBoard, host_cores
 from worker.gauges import WorkerGauges
 from worker.index_publisher import IndexPublisher
 from worker.kv_memory import KvMemory
@@ -76,9 +76,7 @@ class WorkerProcess:
         incarnation = f"{self.settings.slot}:{secrets.token_hex(6)}"
         metrics = WorkerMetrics(CollectorRegistry())
         gauges = WorkerGauges(metrics, self.settings.slot, self.settings.pool.role)
-        board = self._board()
-        niceness = PREFILL_NICENESS if board is not None and board.share.yields else 0
-        control = ControlLoop(engine, gauges, incarnation, board, niceness)
+        control = ControlLoop(engine, gauges, incarnation, self._board())
         self.context = WorkerContext(
             settings=self.settings,
             engine=engine,

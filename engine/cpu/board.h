@@ -18,7 +18,8 @@ struct Line {
   std::atomic<int64_t> began;  // of the step that runs, in nanoseconds of CLOCK_MONOTONIC; 0: none
   std::atomic<int32_t> urgent;  // threads of it that yield to nobody
   std::atomic<int32_t> helping;  // threads of it, besides the first, that have work in hand
-  char rest[48];
+  std::atomic<int64_t> busy_since;  // for worker/cores.py alone
+  char rest[40];
 };
 static_assert(sizeof(Line) == 64, "worker/cores.py packs it");
 

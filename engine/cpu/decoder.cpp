@@ -62,10 +62,13 @@ class Decoder {
 
   void run(const Step& step) {
     step_ = &step;
+    tokens_ = step.tokens;
+    outputs_alone_ = false;
     make_room();
     embed();
     for (const Layer& layer : layers_) {
       attend(layer);
+      if (!tokens()) return;
       if (layer.experts) mix(layer);
       else feed(layer);
     }
@@ -73,7 +76,7 @@ class Decoder {
   }
 
  private:
-  long tokens() const { return step_->tokens; }
+  long tokens() const { return tokens_; }
 
   template <class Body>
   void parallel(long count, Body&& body) {
@@ -227,6 +230,8 @@ class Decoder {
                memcpy(projected_.data() + t * row + offset[which] + n, values, width * sizeof(float));
              });
     over_rows(tokens(), [&](long t) { place(layer, t, projected_.data() + t * row); });
+    if (&layer == &layers_.back()) keep_outputs();
+    if (!tokens()) return;
     look_back(layer);
     multiply(&layer.output, 1, attended_.data(), wide, tokens(), adder(layer.attention_post_norm));
     add_normed(layer.attention_post_norm);
@@ -292,6 +297,37 @@ class Decoder {
     for (long i = 0; i < count; i += 16) store(to + i, half_of(load<f32x16>(from + i)));
   }
 
+  // In the last layer, once all keys and values are in the cache, only the outputs' rows matter.
+  void keep_outputs() {
+    const Step& step = *step_;
+    if (step.outputs == tokens() || !std::is_sorted(step.output, step.output + step.outputs)) return;
+    const long hidden = model_.hidden, wide = model_.heads * model_.dim;
+    for (long r = 0; r < step.outputs; r++) {
+      const long from = step.output[r];
+      memmove(residual_.data() + r * hidden, residual_.data() + from * hidden, hidden * sizeof(float));
+      memmove(queries_.data() + r * wide, queries_.data() + from * wide, wide * sizeof(bf16));
+    }
+    tokens_ = step.outputs;
+    outputs_alone_ = true;
+  }
+
+  // Neighbouring queries that go through their sequence's keys together.
+  void divide() {
+    const Step& step = *step_;
+    const long most = std::max<long>(1, QUERY_ROWS / (model_.heads / model_.kv_heads));
+    parts_.clear();
+    for (long r = 0, output = 0; r < step.rows; r++) {
+      const int32_t* table = step.tables + step.table[r];
+      const long first = step.first[r], count = step.count[r], start = step.start[r];
+      if (!outputs_alone_)
+        for (long at = 0; at < count; at += most)
+          parts_.push_back({first + at, std::min(most, count - at), start + at, table});
+      else
+        for (; output < step.outputs && step.output[output] < first + count; output++)
+          parts_.push_back({output, 1, start + step.output[output] - first, table});
+    }
+  }
+
   void look_back(const Layer& layer) {
     const Model& m = model_;
     const Cache& c = cache_;
@@ -310,12 +346,7 @@ class Decoder {
         layer.window,
         m.attention_scale,
         m.attention_softcap};
-    const long group = m.heads / m.kv_heads, most = std::max<long>(1, QUERY_ROWS / group);
-    parts_.clear();
-    for (long r = 0; r < step_->rows; r++)
-      for (long at = 0; at < step_->count[r]; at += most)
-        parts_.push_back({step_->first[r] + at, std::min<long>(most, step_->count[r] - at),
-                          step_->start[r] + at, step_->tables + step_->table[r]});
+    divide();
     // The last parts of a prompt see the most keys: they go first, so that threads end together.
     const long count = (long)parts_.size();
     const auto part_of = [&](long i) { return &parts_[count - 1 - i / m.kv_heads]; };
@@ -447,8 +478,8 @@ class Decoder {
     const long hidden = model_.hidden, rows = step_->outputs, vocab = model_.vocab;
     if (!rows) return;
     for (long r = 0; r < rows; r++)
-      norm_to_half(residual_.data() + step_->output[r] * hidden, model_.norm, hidden,
-                   normed_.data() + r * hidden);
+      norm_to_half(residual_.data() + (outputs_alone_ ? r : step_->output[r]) * hidden, model_.norm,
+                   hidden, normed_.data() + r * hidden);
     const long panels = model_.head.panels();
     best_.resize(rows * panels);
     where_.resize(rows * panels);
@@ -478,6 +509,8 @@ class Decoder {
   std::vector<Layer> layers_;
   Threads threads_;
   const Step* step_ = nullptr;
+  long tokens_ = 0;  // rows that are still computed
+  bool outputs_alone_ = false;  // whether these are the outputs' rows
   std::vector<float> residual_, projected_, scores_, shares_, mixed_, best_;
   std::vector<bf16> ordered_[3];
   std::vector<bf16> normed_, queries_, attended_, inner_, gathered_;

@@ -262,6 +262,21 @@ def test_threads_change_no_bit(model: DecoderModel, tokens: list[int]) -> None:
         assert torch.equal(pieces(ours, tokens, [200, 1, 1, TOKENS - 202]), whole)
 
 
+@pytest.mark.parametrize("outputs", [[], [0], [TOKENS - 1], [3, 17, TOKENS - 1]])
+def test_few_outputs_are_those_of_all(
+    model: DecoderModel, tokens: list[int], outputs: list[int]
+) -> None:
+    """The last layer computes the outputs' rows alone, and keys and values of all."""
+    ours = decoder(model)
+    whole = prefill(decoder(model), tokens)
+    found = ours.run(StepInput((PlanRow(0, 0, TOKENS, TABLE, True),), tokens, outputs, False))
+    assert found.logits is not None
+    assert torch.equal(found.logits, whole[outputs])
+    more = tokens + [5]
+    row = PlanRow(0, TOKENS, 1, TABLE, True)
+    assert torch.equal(compute(ours, [(more, row)])[0], prefill(decoder(model), more)[-1:])
+
+
 def test_the_likeliest_tokens_are_those_of_the_logits(
     model: DecoderModel, tokens: list[int]
 ) -> None:
