@@ -272,7 +272,7 @@ def test_few_outputs_are_those_of_all(
     found = ours.run(StepInput((PlanRow(0, 0, TOKENS, TABLE, True),), tokens, outputs, False))
     assert found.logits is not None
     assert torch.equal(found.logits, whole[outputs])
-    more = tokens + [5]
+    more = [*tokens, 5]
     row = PlanRow(0, TOKENS, 1, TABLE, True)
     assert torch.equal(compute(ours, [(more, row)])[0], prefill(decoder(model), more)[-1:])
 
