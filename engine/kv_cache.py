@@ -17,6 +17,8 @@ from baton.request import Geometry
 from engine.kv_quantization import dequantize_kv, has_scales, kv_dtype_name, quantize_kv
 from engine.model_config import ModelConfig
 
+_MADV_POPULATE_WRITE = 23
+"""Of Linux 5.14 and later; Python's mmap has no name for it."""
 _ALIGNMENT = 64
 """Blocks begin at multiples of a CPU's cache line."""
 
@@ -104,15 +106,17 @@ def _zeros(size: int, device: torch.device) -> torch.Tensor:
     """uint8 [size]. Zeros, so that slots past a sequence's end, which are masked, hold no NaN.
 
     On the CPU in large pages, where the kernel gives them: attention jumps from block to block, and
-    with small pages each jump would cost a search of the page table. Taken when first written.
+    with small pages each jump would cost a search of the page table. Taken at once: a step that is
+    the first to write a page would wait until the kernel has cleared it.
     """
     if device.type != "cpu":
         return torch.zeros(size, dtype=torch.uint8, device=device)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # A kernel without large pages refuses: it is a wish.
+    for wish in (getattr(mmap, "MADV_HUGEPAGE", None), _MADV_POPULATE_WRITE):
+        # A kernel that does not know it refuses.
         with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            if wish is not None:
+                memory.madvise(wish)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
