@@ -193,7 +193,9 @@ def _cached_known(model: KnownModel, form: str) -> Path | None:
 def _kept_gguf(model: KnownModel) -> Path | None:
     """The file beside what was made of it, for the other form."""
     folders = (_converted_folder(model.sha256, form) for form in _FORMS)
-    return next((folder / model.gguf for folder in folders if _receipt(folder) is not None), None)
+    files = (folder / model.gguf for folder in folders if _receipt(folder) is not None)
+    # The folder may be another name's of the same file.
+    return next((file for file in files if file.is_file()), None)
 
 
 def _receipt(folder: Path) -> _Receipt | None:

@@ -89,13 +89,22 @@ def build_engine(settings: EngineSettings) -> Engine:
     device = _device(settings.device)
     dtype = _dtype(settings.dtype)
     config = load_model_config(settings.model_path)
-    weights = load_weights(settings.model_path, device, dtype, settings.quantization)
-    model = DecoderModel(config, weights, device)
+    # Held by the model alone: what is packed or fused in its place must not be kept twice.
+    model = DecoderModel(
+        config, load_weights(settings.model_path, device, dtype, settings.quantization), device
+    )
     kv = kv_dtype(settings.kv_dtype, dtype)
     size = block_bytes(config, settings.block_size, kv)
     blocks = _pool_bytes(settings, config, device, dtype) // size
     if blocks < 2:
-        raise ConfigError(f"the KV pool holds {blocks} blocks of {size} bytes; raise kv_pool_mib")
+        advice = (
+            "raise kv_pool_mib"
+            if device.type == "cpu"
+            else "raise gpu_memory_fraction, lower chunk_tokens, or quantise the weights"
+        )
+        raise ConfigError(
+            f"the KV pool holds {max(0, blocks)} blocks of {size} bytes, and needs 2; {advice}"
+        )
     cache = KvCache(config, blocks, settings.block_size, kv, device)
     pool = BlockPool(blocks)
     limits = SchedulerLimits(

@@ -13,6 +13,7 @@ import mmap
 
 import torch
 
+from baton.errors import ConfigError
 from baton.request import Geometry
 from engine.kv_quantization import dequantize_kv, has_scales, kv_dtype_name, quantize_kv
 from engine.model_config import ModelConfig
@@ -111,7 +112,12 @@ def _zeros(size: int, device: torch.device) -> torch.Tensor:
     """
     if device.type != "cpu":
         return torch.zeros(size, dtype=torch.uint8, device=device)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise ConfigError(
+            f"{size >> 20} MiB for KV blocks cannot be had ({error}); lower kv_pool_mib"
+        ) from error
     for wish in (getattr(mmap, "MADV_HUGEPAGE", None), _MADV_POPULATE_WRITE):
         # A kernel that does not know it refuses.
         with contextlib.suppress(OSError):

@@ -107,6 +107,9 @@ class ModelRunner:
         draws: list[SampleRow] = []
         for row in rows:
             known = self._known[row.sequence_id]
+            if len(known.token_ids) < row.start + row.count:
+                # This step was planned behind one that has failed, for a token that never came.
+                raise RuntimeError("the step before this one failed")
             token_ids += known.token_ids[row.start : row.start + row.count]
             if row.sample:
                 outputs.append(len(token_ids) - 1)

@@ -88,6 +88,8 @@ class CoreBoard:
             if file.seek(0, os.SEEK_END) < size:
                 file.truncate(size)
             self._lines = mmap.mmap(file.fileno(), size)
+        # A worker that died in the middle of a step has left its helpers counted.
+        self._lines[self._mine : self._mine + _LINE.size] = bytes(_LINE.size)
         self._others = [line for line in range(0, size, _LINE.size) if line != self._mine]
         self._began = self._ended = self._busy_since = 0.0
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._lines))

@@ -98,8 +98,9 @@ class CpuDecoder:
         self._run = library.baton_decoder_run
         self._run.argtypes = [ctypes.c_void_p, ctypes.POINTER(structs.Step)]
         self._run.restype = None
-        # What the structs point to, besides the model and the cache themselves.
-        self._kept: list[object] = [model, cache]
+        # What the structs point to. Not the model: its linear weights are packed, and one copy of
+        # them is enough.
+        self._kept: list[object] = [model.embedding, cache]
         self._parts = self._pack(model, packed, key)
         create, free = library.baton_decoder_new, library.baton_decoder_free
         create.argtypes = [ctypes.POINTER(structs.Model), ctypes.POINTER(structs.Cache)]
@@ -110,7 +111,8 @@ class CpuDecoder:
         self._share.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 4
         self._share.restype = None
         self._decoder: int = create(self._model(model), self._cache(cache))
-        weakref.finalize(self, free, self._decoder)
+        # Not at the process's end: the engine thread may still be inside.
+        weakref.finalize(self, free, self._decoder).atexit = False
 
     def share_cores(self, share: CoreShare) -> None:
         """From the next step on."""

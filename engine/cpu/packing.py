@@ -11,8 +11,8 @@ from engine.quantization.weight import QuantizedWeight, unpack_nibbles
 
 PANEL = 32
 """Outputs of a panel; PANEL in linear.h."""
-LAYOUT_VERSION = 2
-"""Raised whenever the same weight is packed in another way."""
+LAYOUT_VERSION = 3
+"""Raised whenever the same weight is packed, or quantised, in another way."""
 
 
 def pack_panels(values: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,8 @@ class CpuSampler:
         free.argtypes = [ctypes.c_void_p]
         free.restype = None
         self._sampler: int = create()
-        weakref.finalize(self, free, self._sampler)
+        # Not at the process's end: the engine thread may still be inside.
+        weakref.finalize(self, free, self._sampler).atexit = False
         self._prompts = _Prompts()
 
     def use_threads(self, threads: int) -> None:

@@ -110,6 +110,13 @@ def test_helpers_that_never_hand_in_are_not_waited_for(tmp_path: Path) -> None:
     assert decode.begin() == 1
 
 
+def test_a_worker_that_starts_anew_clears_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "cores"
+    CoreBoard(path, 0, 2, 2, yields=True).begin()
+    CoreBoard(path, 0, 2, 2, yields=True)
+    assert path.read_bytes()[:64] == bytes(64)
+
+
 def test_a_board_may_grow(tmp_path: Path) -> None:
     path = tmp_path / "cores"
     first = CoreBoard(path, 0, 1, 4, yields=False)
