@@ -153,6 +153,14 @@ def test_sequences_are_dropped_before_new_ones_come(
         runner.run(plan(PlanRow(1, 10, 1, (4,), True)))
 
 
+def test_a_step_behind_a_failed_one_fails_too(runner: ModelRunner) -> None:
+    """It was planned for a token that the failed one never drew."""
+    tokens = some_tokens(9)
+    runner.run(plan(PlanRow(1, 0, 9, (0,), True), arrivals=(new(1, tokens),)))
+    with pytest.raises(RuntimeError, match="before this one failed"):
+        runner.run(plan(PlanRow(1, 10, 1, (0,), True)))
+
+
 def test_the_border_between_prompt_and_answer_is_kept(runner: ModelRunner) -> None:
     """A moved sequence: penalties and min_tokens count its answer, not its prompt."""
     tokens = some_tokens(12)
