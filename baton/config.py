@@ -95,7 +95,7 @@ class Config(BaseSettings):
     served_model_name: str = ""
     """The model's id in the API; empty takes the name, or the folder's name of a path."""
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
-    """Type of weights that are not quantised, and of the KV cache."""
+    """Type of weights that are not quantised, and of the KV cache without ``kv_dtype``."""
     quantization: Literal["auto", "none", "int8", "int4", "fp8"] = "auto"
     """Weights: as the files hold them (``auto``), as ``dtype`` (``none``), or quantised at load."""
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"

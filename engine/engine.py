@@ -27,7 +27,7 @@ from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.step import StepModel
 from engine.torch_step import TorchStepModel
-from engine.weights import fingerprint, load_weights
+from engine.weights import fingerprint, load_weights, written_at
 
 _CHUNK_KEYS = {"cpu": 1 << 19, "cuda": 0}
 """512 tokens up to a context of 1024, and fewer behind that, so that a step stays short."""
@@ -143,7 +143,9 @@ def _runner(
     gpu_model = gpu_decoder(model, cache, most, deterministic=settings.deterministic)
     if gpu_model is not None:
         return GpuRunner(gpu_model, cache, device)
-    step_model: StepModel | None = cpu_decoder(model, cache, PackedCache(cache_dir()), name)
+    packed = PackedCache(cache_dir())
+    key = f"{name}-{written_at(settings.model_path)}"
+    step_model: StepModel | None = cpu_decoder(model, cache, packed, key)
     step_model = step_model or TorchStepModel(model, cache, device)
     if settings.deterministic:
         _check_deterministic(step_model, settings)

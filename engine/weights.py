@@ -212,7 +212,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def fingerprint(folder: Path, dtype: str, quantization: str = "auto") -> str:
-    """A name for the weights, their quantisation, the tokenizer and the KV type: 32 hex digits.
+    """A name for the weights, their type and quantisation, and the tokenizer: 32 hex digits.
 
     Of each tensor some pieces are read, so that a large model costs no full read. Raises
     ConfigError where a file is missing or damaged.
@@ -231,6 +231,16 @@ def fingerprint(folder: Path, dtype: str, quantization: str = "auto") -> str:
             digest.update(f"{path.name}:{path.stat().st_size}".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def written_at(folder: Path) -> str:
+    """When the model's files were last written: 16 hex digits.
+
+    A fingerprint reads parts of each tensor, and hosts with the same files agree on it. What one
+    host keeps of a folder needs this beside it, or an edit in place would go unnoticed.
+    """
+    times = ":".join(str(path.stat().st_mtime_ns) for path in _files(folder))
+    return hashlib.blake2b(times.encode(), digest_size=8).hexdigest()
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:

@@ -92,12 +92,15 @@ def _make_room(path: Path, file: BinaryIO, blob: bytes) -> None:
     """Exchange the file for one whose header is as long as it has to be."""
     room = -(-(8 + len(blob)) // ALIGNMENT) * ALIGNMENT
     longer = path.with_name(f"{path.name}.longer")
-    with longer.open("wb") as target:
-        _put_header(target, blob, room)
-        file.flush()
-        with path.open("rb") as source:
-            source.seek(_HEADER_ROOM)
-            shutil.copyfileobj(source, target, 1 << 20)
-        target.flush()
-        os.fsync(target.fileno())
-    longer.replace(path)
+    try:
+        with longer.open("wb") as target:
+            _put_header(target, blob, room)
+            file.flush()
+            with path.open("rb") as source:
+                source.seek(_HEADER_ROOM)
+                shutil.copyfileobj(source, target, 1 << 20)
+            target.flush()
+            os.fsync(target.fileno())
+        longer.replace(path)
+    finally:
+        longer.unlink(missing_ok=True)

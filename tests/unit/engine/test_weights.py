@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError
-from engine.weights import fingerprint, load_weights
+from engine.weights import fingerprint, load_weights, written_at
 from tests.models import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -80,6 +81,15 @@ def test_weights_of_another_type_are_converted(
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor, tensors[name].bfloat16())
         assert mapped_file(tensor.data_ptr()) != str(tmp_path / WEIGHTS)
+
+
+def test_an_edit_in_place_is_noticed(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Also where it misses the parts of a tensor that a fingerprint reads."""
+    save_file(tensors, tmp_path / WEIGHTS)
+    before = written_at(tmp_path)
+    assert written_at(tmp_path) == before
+    os.utime(tmp_path / WEIGHTS, ns=(1, 1))
+    assert written_at(tmp_path) != before
 
 
 def test_all_shards_are_read(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
