@@ -138,6 +138,9 @@ class CpuDecoder:
         slots = (positions % size).astype(np.int32)
         token_ids = np.array(step.token_ids, dtype=np.int64)
         output = np.array(step.outputs, dtype=np.int64)
+        # The C++ trusts what it is given; torch would raise for a row that is not there.
+        if tokens != int(count.sum()) or not 0 <= token_ids.min() <= token_ids.max() < self._vocab:
+            raise ValueError(f"{tokens} token ids for {int(count.sum())} places, or one unknown")
         best = np.empty(outputs, dtype=np.int64) if step.greedy else None
         logits = None if step.greedy else torch.empty(outputs, self._vocab)
         embedded = None

@@ -277,6 +277,12 @@ def test_few_outputs_are_those_of_all(
     assert torch.equal(compute(ours, [(more, row)])[0], prefill(decoder(model), more)[-1:])
 
 
+@pytest.mark.parametrize("token_ids", [[VOCAB], [-1], []])
+def test_token_ids_that_there_are_not(model: DecoderModel, token_ids: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"token ids|zero-size|broadcast"):
+        decoder(model).run(StepInput((PlanRow(0, 0, 1, TABLE, True),), token_ids, [0], True))
+
+
 def test_the_likeliest_tokens_are_those_of_the_logits(
     model: DecoderModel, tokens: list[int]
 ) -> None:
