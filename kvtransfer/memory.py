@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 
+@dataclass(frozen=True, slots=True)
+class SharedFile:
+    """Memory that other processes of the host can map."""
+
+    descriptor: int
+    """Of the file, in this process."""
+    bytes: int
+
+
 class BlockMemory(Protocol):
-    """The bytes of a worker's blocks. Called from transfer threads, never from an event loop."""
+    """The bytes of a worker's blocks. Its methods are called from transfer threads, never from an
+
+    event loop, and release the GIL while they copy. ``offset`` and ``length`` are in bytes.
+    """
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are."""
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
+        """Bytes of one block: a multiple of 64."""
 
-    def read(self, block: int, offset: int, length: int) -> bytes:
-        """A copy of part of a block."""
+    @property
+    def device(self) -> str:
+        """``cpu``, or ``cuda:<index>``."""
 
-    def write(self, block: int, offset: int, data: bytes) -> None:
-        """Overwrite part of a block."""
+    @property
+    def shared_file(self) -> SharedFile | None:
+        """Where the blocks lie, one after another; None: no other process can map them."""
+
+    def checksum(self, block: int, offset: int, length: int) -> int:
+        """``kvtransfer.checksum.checksum`` of part of a block."""
+
+    def read(self, block: int, offset: int, out: memoryview) -> int:
+        """Copy part of a block into ``out`` (bytes, writable). Returns its checksum."""
+
+    def write(self, block: int, offset: int, data: memoryview) -> int:
+        """Overwrite part of a block. Returns the checksum of what was written."""
