@@ -16,6 +16,7 @@ from pydantic_settings import (
 )
 
 Role = Literal["prefill", "decode"]
+TransportName = Literal["auto", "shm", "grpc", "gloo", "nccl", "cuda_ipc", "nixl"]
 MIB = 1 << 20
 
 
@@ -108,6 +109,10 @@ class Config(BaseSettings):
     """host:port of the gRPC front."""
     redis_url: str = ""
     """A Redis or Valkey server, ``redis://host:port/db``; empty starts an embedded Valkey."""
+    transport: TransportName = "auto"
+    """How KV blocks travel between workers; ``auto`` takes the best that both sides of a pair have."""
+    transfer_window_mib: int = Field(default=32, ge=1, le=4096)
+    """Most KV that a worker may be sending another one at a time, in MiB; bounds what is staged."""
     local_prefill: Literal["never"] = "never"
     """Whether decode workers compute prompts themselves; ``never`` hands every request off."""
     pools: tuple[PoolConfig, ...] = Field(default_factory=_default_pools)

@@ -11,7 +11,7 @@ from baton.request import (
     TokenOutput,
 )
 from baton.sampling_params import SCALAR_FIELDS, SamplingParams
-from baton.v1 import decode_pb2, inference_pb2, sampling_pb2, worker_pb2
+from baton.v1 import inference_pb2, sampling_pb2, transfer_pb2, worker_pb2
 
 _FINISH_TO_PROTO = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
@@ -116,8 +116,8 @@ def load_from_proto(message: worker_pb2.LoadSnapshot) -> LoadSnapshot:
     return LoadSnapshot(**{name: getattr(message, name) for name in _LOAD_FIELDS})
 
 
-def geometry_to_proto(geometry: Geometry) -> decode_pb2.Geometry:
-    return decode_pb2.Geometry(
+def geometry_to_proto(geometry: Geometry) -> transfer_pb2.Geometry:
+    return transfer_pb2.Geometry(
         block_size=geometry.block_size,
         layers=geometry.layers,
         kv_heads=geometry.kv_heads,
@@ -127,7 +127,7 @@ def geometry_to_proto(geometry: Geometry) -> decode_pb2.Geometry:
     )
 
 
-def geometry_from_proto(message: decode_pb2.Geometry) -> Geometry:
+def geometry_from_proto(message: transfer_pb2.Geometry) -> Geometry:
     return Geometry(
         block_size=message.block_size,
         layers=message.layers,

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
 import grpc
 import grpc.aio
+
+from baton.errors import ConfigError
 
 MESSAGE_LIMIT = 64 << 20
 """Bytes of one message, both ways; gRPC's own default of 4 MiB is too small for long prompts."""
@@ -38,16 +44,47 @@ _SERVER_OPTIONS = [
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files for mutual TLS: each side shows its certificate, and trusts the authority's."""
+
+    certificate: Path
+    key: Path
+    authority: Path
+
+
 def open_channel(address: str) -> grpc.aio.Channel:
     """A channel to ``host:port``; it connects on first use."""
     return grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS)
 
 
-def open_blocking_channel(address: str) -> grpc.Channel:
-    """As ``open_channel``, for programs without an event loop."""
-    return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
+def open_blocking_channel(address: str, tls: TlsFiles | None = None) -> grpc.Channel:
+    """As ``open_channel``, for threads and programs without an event loop."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(
+        tls.authority.read_bytes(), tls.key.read_bytes(), tls.certificate.read_bytes()
+    )
+    return grpc.secure_channel(address, credentials, options=_CLIENT_OPTIONS)
 
 
 def make_server() -> grpc.aio.Server:
     """A server without services and ports."""
     return grpc.aio.server(options=_SERVER_OPTIONS)
+
+
+def make_blocking_server(
+    threads: ThreadPoolExecutor, address: str, tls: TlsFiles | None = None
+) -> tuple[grpc.Server, int]:
+    """A server on threads without services, and its port. Raises ConfigError."""
+    server = grpc.server(threads, options=_SERVER_OPTIONS)
+    try:
+        if tls is None:
+            return server, server.add_insecure_port(address)
+        pairs = [(tls.key.read_bytes(), tls.certificate.read_bytes())]
+        credentials = grpc.ssl_server_credentials(
+            pairs, tls.authority.read_bytes(), require_client_auth=True
+        )
+        return server, server.add_secure_port(address, credentials)
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(f"nothing can listen on {address}: {error}") from error

@@ -79,6 +79,11 @@ async def _abort(
     await context.abort(grpc.StatusCode[error.grpc_status], error.message, tuple(trailers))
 
 
+def error_from_code(code: str, message: str) -> errors.BatonError:
+    """The error of that code; one that is not known here is a failed handoff."""
+    return _BY_CODE.get(code, errors.HandoffError)(message)
+
+
 def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> errors.BatonError:
     """The error that a peer meant; ``peer`` names it where the transport itself failed."""
     trailers = dict(error.trailing_metadata() or ())

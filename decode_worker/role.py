@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from collections import defaultdict
 
 import grpc.aio
 
+from baton.errors import BatonError
 from baton.request import FinishReason, TokenOutput
-from baton.v1 import decode_pb2_grpc, transfer_pb2_grpc
+from baton.v1 import decode_pb2_grpc
 from decode_worker.outbox import Outbox
 from decode_worker.receiver import HandoffReceiver, Offer
 from decode_worker.service import DecodeServicer
 from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
-from kvtransfer.grpc_transport import TransferServicer
 from kvtransfer.ticket import Attempt, Ticket
 from worker.role import WorkerContext
 
@@ -31,24 +33,21 @@ class DecodeRole:
         self.context = context
         self.receiver = HandoffReceiver(
             context.engine.scheduler,
-            context.metrics,
+            context.exchange.receiver,
             fingerprint=context.engine.fingerprint,
             geometry=context.engine.cache.geometry(),
             incarnation=context.incarnation,
-            block_bytes=context.memory.block_bytes,
-            lease_s=context.settings.config.lease_s,
         )
+        context.exchange.receiver.listeners.append(self)
         self.closing = False
         self._outboxes: dict[str, Outbox] = {}
         self._sequences: dict[Attempt, Sequence] = {}
         self._deadlines: dict[Attempt, float] = {}
+        self._commits: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
 
     def mount(self, server: grpc.aio.Server) -> None:
-        """Add DecodeService and TransferService."""
+        """Add DecodeService."""
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(self), server)
-        transfer_pb2_grpc.add_TransferServiceServicer_to_server(
-            TransferServicer(self.receiver, self.context.memory, self.context.transfers), server
-        )
 
     def outbox(self, router_id: str) -> Outbox:
         """A router's outbox, made when it is first needed."""
@@ -62,6 +61,35 @@ class DecodeRole:
         self._deadlines[ticket.attempt] = time.monotonic() + offer.spec.deadline_s
         self.context.control.pump()
         return ticket
+
+    async def commit_when_complete(self, ticket_id: str, writer: str, first_token: int) -> int:
+        """``commit``, as soon as every byte is in place. Raises what has ended the ticket."""
+        ticket = self.receiver.blocks.book.get(ticket_id)
+        if ticket.is_open and not ticket.is_complete:
+            await self._settled(ticket_id)
+        return self.commit(ticket_id, writer, first_token)
+
+    async def _settled(self, ticket_id: str) -> None:
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._commits[ticket_id].add(waiting)
+        try:
+            await waiting
+        finally:
+            self._commits[ticket_id].discard(waiting)
+            if not self._commits[ticket_id]:
+                del self._commits[ticket_id]
+
+    def completed(self, ticket: Ticket) -> None:
+        """Its commit need wait no longer."""
+        for waiting in self._commits.get(ticket.ticket_id, ()):
+            if not waiting.done():
+                waiting.set_result(None)
+
+    def released(self, ticket: Ticket, error: BatonError) -> None:
+        """Its commit will not come."""
+        for waiting in self._commits.get(ticket.ticket_id, ()):
+            if not waiting.done():
+                waiting.set_exception(error)
 
     def commit(self, ticket_id: str, writer: str, first_token: int) -> int:
         """Join a handed-off sequence to the batch. Returns the bytes that crossed the wire."""
@@ -78,7 +106,7 @@ class DecodeRole:
 
     def abort(self, attempt: Attempt) -> None:
         """End a request in whatever state it is; idempotent."""
-        self.receiver.abort(attempt, time.monotonic())
+        self.receiver.blocks.abort(attempt, time.monotonic())
         sequence = self._forget(attempt)
         if sequence is not None:
             self.context.control.remove(sequence)
@@ -90,7 +118,7 @@ class DecodeRole:
         A sequence that was committed runs on, since its writer may not know that it was: the
         router ends what runs.
         """
-        self.receiver.abort(attempt, time.monotonic())
+        self.receiver.blocks.abort(attempt, time.monotonic())
         if attempt not in self._sequences:
             self._deadlines.pop(attempt, None)
         self.context.control.pump()
@@ -138,7 +166,6 @@ class DecodeRole:
     async def heartbeat(self) -> None:
         """End what has expired, and check that nothing is lost when nothing runs."""
         now = time.monotonic()
-        self.receiver.sweep(now)
         for attempt, deadline in list(self._deadlines.items()):
             if deadline <= now:
                 sequence = self._sequences.get(attempt)
@@ -148,9 +175,6 @@ class DecodeRole:
         self._drop_lost_routers(now)
         self._flush()
         self.context.control.pump()
-        if self.context.control.scheduler.is_idle() and not len(self.receiver.book):
-            counts = self.context.engine.pool.counts()
-            assert counts.used == counts.quarantined == 0, f"blocks leaked: {counts}"
 
     def _drop_lost_routers(self, now: float) -> None:
         for router_id, outbox in list(self._outboxes.items()):
@@ -165,7 +189,7 @@ class DecodeRole:
     async def close(self) -> None:
         """End every sequence and ticket."""
         self.closing = True
-        self.receiver.close()
+        self.receiver.blocks.close()
         for sequence in list(self._sequences.values()):
             self._fail(sequence, "the decode worker is stopping")
             self.context.control.remove(sequence)

@@ -55,18 +55,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self, request: decode_pb2.CommitRequest, context: Context
     ) -> decode_pb2.CommitResponse:
         """See decode.proto."""
-        received = self._role.commit(request.ticket_id, request.writer, request.first_token)
-        return decode_pb2.CommitResponse(bytes=received)
-
-    @guarded
-    async def RenewLeases(  # noqa: N802
-        self, request: decode_pb2.RenewLeasesRequest, context: Context
-    ) -> decode_pb2.RenewLeasesResponse:
-        """See decode.proto."""
-        ended = self._role.receiver.renew(
-            request.writer, list(request.ticket_ids), time.monotonic()
+        received = await self._role.commit_when_complete(
+            request.ticket_id, request.writer, request.first_token
         )
-        return decode_pb2.RenewLeasesResponse(ended_ticket_ids=ended)
+        return decode_pb2.CommitResponse(bytes=received)
 
     @guarded
     async def Abort(  # noqa: N802

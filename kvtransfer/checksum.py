@@ -50,6 +50,11 @@ def segment_checksum(digest: int, ticket_id: str, block_index: int, offset: int)
     return (digest + place) & _MASK64
 
 
+def raw_checksum(sealed: int, ticket_id: str, block_index: int, offset: int) -> int:
+    """The ``checksum`` that ``segment_checksum`` was made of, for the same place."""
+    return (sealed - segment_checksum(0, ticket_id, block_index, offset)) & _MASK64
+
+
 def checksum(data: bytes | memoryview) -> int:
     """The 64-bit checksum of up to 16 GiB. Releases the GIL for most of its time."""
     words = np.frombuffer(data, dtype=np.uint8)

@@ -1,152 +1,329 @@
-"""The gRPC transport: blocks travel in checksummed segments over one client stream a ticket.
+"""The gRPC transport: bytes over one client stream a pair, to a server of their own.
 
-The receiver copies, never the writer: a stale segment is dropped before it is copied.
+It works wherever two workers reach each other over TCP. The server runs on threads, apart from the
+control loop: bytes never pass through an event loop, and gRPC's Python runtime moves twice as many
+of them that way. HTTP/2's flow control slows a writer down whose receiver is slow, its pair alone.
+
+A message holds consecutive parts of one batch; ``kvtransfer.frames`` has its form. The receiver
+copies them into place, once it has been told of the batch and has let it in.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator
-from concurrent.futures import Executor
-from typing import Protocol
+import hmac
+import json
+import logging
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
-import grpc.aio
 
-from baton.errors import ChecksumMismatch, HandoffError, WorkerFailed
-from baton.grpc_errors import error_from_rpc, grpc_boundary
-from baton.v1 import transfer_pb2, transfer_pb2_grpc
-from kvtransfer.checksum import checksum, segment_checksum
+from baton.errors import BatonError, HandoffError, WorkerFailed
+from baton.grpc_channel import TlsFiles, make_blocking_server, open_blocking_channel
+from baton.v1 import transfer_pb2
+from kvtransfer.frames import decode_frame, encode_frame
+from kvtransfer.links import OpenTransfers, check_part
 from kvtransfer.memory import BlockMemory
-from kvtransfer.ticket import segments_of
+from kvtransfer.transfer import Transfer
+from kvtransfer.transport import Batch, Packed, Parts, Peer
 
-NAME = "grpc"
+log = logging.getLogger(__name__)
 
-
-class SegmentSink(Protocol):
-    """The receiving worker's control loop, which owns the tickets."""
-
-    def begin_copy(
-        self, ticket_id: str, block_index: int, offset: int, length: int, now: float
-    ) -> int | None:
-        """See ``Ticket.begin_copy``."""
-
-    def end_copy(self, ticket_id: str, length: int) -> None:
-        """A copy has ended well."""
-
-    def fail_copy(self, ticket_id: str, error: BaseException) -> None:
-        """A copy has failed: the ticket ends."""
+CHUNK_BYTES = 1 << 20
+"""Most bytes of a message, but for a part that is larger; larger ones halve gRPC's throughput."""
+MOST_PAIRS = 256
+"""Each holds a thread of the server."""
+_METHOD = "/baton.v1.BlockService/SendBlocks"
+_PAIR_KEY = "baton-pair"
+_PATIENCE_S = 5.0
+"""How long a stream may be early: before its pair is known here, before its batch is."""
 
 
-class BlockSender:
-    """Pushes the blocks of one ticket. Owned by the sending worker's event loop."""
+class GrpcTransport:
+    """Implements ``kvtransfer.transport.Transport``."""
+
+    name = "grpc"
+    part_bytes = CHUNK_BYTES
+    batch_bytes = 4 * CHUNK_BYTES
+    copies_out = True
+
+    def __init__(self, host: str = "127.0.0.1", tls: TlsFiles | None = None) -> None:
+        """Listens on ``host``, on a port that the system chooses. ``tls``: both sides prove
+
+        themselves with certificates of one authority (mutual TLS).
+        """
+        self._host = host
+        self._tls = tls
+        self._memory: BlockMemory | None = None
+        self._server: grpc.Server | None = None
+        self._address = ""
+        self._links: dict[str, GrpcReceiveLink] = {}
+
+    def register(self, memory: BlockMemory) -> None:
+        """See ``Transport``. Starts the server."""
+        self._memory = memory
+        threads = ThreadPoolExecutor(MOST_PAIRS, thread_name_prefix="blocks")
+        server, port = make_blocking_server(threads, f"{self._host}:0", self._tls)
+        server.add_generic_rpc_handlers((_Handler(self),))
+        server.start()
+        self._server = server
+        self._address = f"{self._host}:{port}"
+
+    def offer(self) -> bytes:
+        """See ``Transport``."""
+        return b"{}"
+
+    def accept(self, peer: Peer, offer: bytes) -> tuple[GrpcReceiveLink, bytes]:
+        """See ``Transport``."""
+        assert self._memory is not None, "not registered"
+        if len(self._links) >= MOST_PAIRS:
+            raise HandoffError(f"{MOST_PAIRS} workers send blocks here already")
+        pair = secrets.token_hex(16)
+        link = GrpcReceiveLink(self._memory, peer.incarnation, lambda: self._links.pop(pair, None))
+        self._links[pair] = link
+        return link, json.dumps({"address": self._address, "pair": pair}).encode()
+
+    def connect(self, peer: Peer, answer: bytes) -> GrpcSendLink:
+        """See ``Transport``."""
+        assert self._memory is not None, "not registered"
+        try:
+            fields = json.loads(answer)
+            address, pair = str(fields["address"]), str(fields["pair"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise HandoffError(f"{peer.incarnation} has not said where blocks go") from error
+        return GrpcSendLink(self._memory, peer.incarnation, address, pair, self._tls)
+
+    def link_of(self, pair: str) -> GrpcReceiveLink | None:
+        """The link that a stream belongs to."""
+        found = None
+        for name, link in list(self._links.items()):
+            # In constant time: who knows the name may write.
+            if hmac.compare_digest(name, pair):
+                found = link
+        return found
+
+    def close(self) -> None:
+        """See ``Transport``."""
+        for link in list(self._links.values()):
+            link.close()
+        if self._server is not None:
+            self._server.stop(grace=None).wait(_PATIENCE_S)
+            self._server = None
+
+
+# The writer's end
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """What goes into one message."""
+
+    number: int
+    first: int
+    parts: list[memoryview]
+    last: Transfer | None
+    """The transfer that is over with it."""
+
+
+class GrpcSendLink:
+    """Implements ``SendLink``. A thread of gRPC's own takes the messages from a queue."""
 
     def __init__(
-        self, channel: grpc.aio.Channel, ticket_id: str, memory: BlockMemory, executor: Executor
+        self, memory: BlockMemory, peer: str, address: str, pair: str, tls: TlsFiles | None
     ) -> None:
-        self._stub = transfer_pb2_grpc.TransferServiceStub(channel)
-        self._ticket_id = ticket_id
         self._memory = memory
-        self._executor = executor
-        self._queue: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
+        self._peer = peer
+        self._transfers = OpenTransfers()
+        self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        self._channel = open_blocking_channel(address, tls)
+        method: Any = self._channel.stream_unary(_METHOD)
+        self._call = method.future(self._messages(), metadata=((_PAIR_KEY, pair),))
+        self._call.add_done_callback(self._ended)
 
-    def put(self, block_index: int, block: int) -> None:
-        """Queue a complete block: its number among the ticket's missing ones, and its id here."""
-        self._queue.put_nowait((block_index, block))
+    def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
+        """See ``SendLink``. The payload is a view of each part, or of a copy."""
+        source = self._memory if memory is None else memory
+        offset, length = parts.offset, parts.length
+        views = [source.view(block, offset, length) for block in parts.blocks]
+        seen = [view for view in views if view is not None]
+        if len(seen) == len(views):
+            checksums = [source.checksum(block, offset, length) for block in parts.blocks]
+            return Packed(parts, tuple(checksums), seen)
+        buffer = memoryview(bytearray(parts.bytes))
+        copies = [buffer[at : at + length] for at in range(0, parts.bytes, length)]
+        pairs = zip(parts.blocks, copies, strict=True)
+        return Packed(parts, tuple(source.read(b, offset, copy) for b, copy in pairs), copies)
 
-    def end(self) -> None:
-        """No more blocks follow."""
-        self._queue.put_nowait(None)
+    def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
+        """See ``SendLink``."""
+        transfer = self._transfers.new()
+        count = len(packed.parts.blocks)
+        step = max(1, CHUNK_BYTES // packed.parts.length)
+        for first in range(0, count, step):
+            last = transfer if first + step >= count else None
+            self._chunks.put(_Chunk(number, first, packed.payload[first : first + step], last))
+        return transfer
 
-    async def run(self, peer: str, deadline_s: float) -> int:
-        """Send until ``end``. Returns the bytes that the receiver has verified.
+    def _messages(self) -> Iterator[bytes]:
+        while (chunk := self._chunks.get()) is not None:
+            yield encode_frame(chunk.number, chunk.first, chunk.parts)
+            if chunk.last is not None:
+                chunk.last.finish()
 
-        Raises the receiver's error, or WorkerFailed if it is gone.
-        """
-        try:
-            response = await self._stub.PushBlocks(self._requests(), timeout=deadline_s)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, peer) from error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            # Nobody cancelled this: gRPC cancels a call to which it can no longer write.
-            raise WorkerFailed(f"{peer}: the connection broke while blocks were sent") from None
-        return int(response.bytes)
+    def _ended(self, call: Any) -> None:
+        self._transfers.end(WorkerFailed(f"{self._peer} takes no more blocks: {_why(call)}"))
+        self._chunks.put(None)
 
-    async def _requests(self) -> AsyncIterator[transfer_pb2.PushBlocksRequest]:
-        loop = asyncio.get_running_loop()
-        while (item := await self._queue.get()) is not None:
-            block_index, block = item
-            for offset, length in segments_of(self._memory.block_bytes):
-                data, digest = await loop.run_in_executor(
-                    self._executor, self._read, block, offset, length
-                )
-                sealed = segment_checksum(digest, self._ticket_id, block_index, offset)
-                yield transfer_pb2.PushBlocksRequest(
-                    ticket_id=self._ticket_id,
-                    block_index=block_index,
-                    offset=offset,
-                    data=data,
-                    checksum=sealed,
-                )
-
-    def _read(self, block: int, offset: int, length: int) -> tuple[bytes, int]:
-        data = self._memory.read(block, offset, length)
-        return data, checksum(data)
+    def close(self) -> None:
+        """See ``SendLink``."""
+        self._transfers.end(WorkerFailed("the pair was closed"))
+        self._chunks.put(None)
+        self._call.cancel()
+        self._channel.close()
 
 
-class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
-    """Receives segments, verifies them and copies them into place."""
+def _why(call: Any) -> str:
+    if call.cancelled():
+        return "cancelled"
+    error = call.exception()
+    return error.details() if isinstance(error, grpc.Call) else "its stream has ended"
 
-    def __init__(self, sink: SegmentSink, memory: BlockMemory, executor: Executor) -> None:
-        self._sink = sink
+
+# The receiver's end
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """A batch that was announced, and how many of its parts are in place."""
+
+    batch: Batch
+    transfer: Transfer
+    parts: int = 0
+
+
+class GrpcReceiveLink:
+    """Implements ``ReceiveLink``. ``take`` runs on the server's thread of the pair's stream."""
+
+    def __init__(self, memory: BlockMemory, peer: str, forget: Callable[[], object]) -> None:
+        """``forget`` is called once, when it closes."""
+        self.peer = peer
         self._memory = memory
-        self._executor = executor
+        self._transfers = OpenTransfers()
+        self._awaited: dict[int, _Awaited] = {}
+        self._told = threading.Condition()
+        self._forget = forget
+        self._cancel_stream: Callable[[], object] | None = None
 
-    async def PushBlocks(  # noqa: N802 - gRPC's name
-        self,
-        request_iterator: AsyncIterator[transfer_pb2.PushBlocksRequest],
-        context: grpc.aio.ServicerContext[object, object],
-    ) -> transfer_pb2.PushBlocksResponse:
-        """One ticket's segments, in any order."""
-        received = 0
-        async with grpc_boundary(context):
-            async for request in request_iterator:
-                received += await self._receive(request)
-        return transfer_pb2.PushBlocksResponse(bytes=received)
+    def receive(self, batch: Batch, deadline_s: float, *, wanted: bool = True) -> Transfer:
+        """See ``ReceiveLink``."""
+        transfer = self._transfers.new()
+        if not wanted:
+            transfer.cancel()
+        with self._told:
+            self._awaited[batch.number] = _Awaited(batch, transfer)
+            self._told.notify_all()
+        return transfer
 
-    async def _receive(self, request: transfer_pb2.PushBlocksRequest) -> int:
-        length = len(request.data)
-        block = self._sink.begin_copy(
-            request.ticket_id, request.block_index, request.offset, length, time.monotonic()
-        )
-        if block is None:
-            return 0
-        loop = asyncio.get_running_loop()
-        # Shielded: the copy goes on when the call is cancelled, and its end must still be told.
-        copy = loop.run_in_executor(self._executor, self._copy, block, request)
-        copy.add_done_callback(lambda done: self._copied(request.ticket_id, length, done))
-        await asyncio.shield(copy)
-        return length
-
-    def _copied(self, ticket_id: str, length: int, done: asyncio.Future[None]) -> None:
-        if done.cancelled():
-            self._sink.fail_copy(ticket_id, HandoffError("the copy was never made"))
-        elif error := done.exception():
-            self._sink.fail_copy(ticket_id, error)
-        else:
-            self._sink.end_copy(ticket_id, length)
-
-    def _copy(self, block: int, request: transfer_pb2.PushBlocksRequest) -> None:
-        digest = segment_checksum(
-            checksum(request.data), request.ticket_id, request.block_index, request.offset
-        )
-        if digest != request.checksum:
-            raise ChecksumMismatch(
-                f"segment at {request.offset} of block {request.block_index} "
-                f"of ticket {request.ticket_id} arrived damaged"
+    def take(self, message: bytes) -> None:
+        """Put a message's parts in place. Raises HandoffError for one that cannot be."""
+        number, first, data = decode_frame(message)
+        awaited = self._find(number)
+        length = awaited.batch.source.length
+        count, rest = divmod(len(data), length)
+        total = len(awaited.batch.checksums)
+        if rest or not count or first != awaited.parts or first + count > total:
+            raise HandoffError(
+                f"a message has {len(data)} bytes from part {first} of batch {number}"
             )
-        self._memory.write(block, request.offset, request.data)
+        awaited.parts += count
+        is_last = awaited.parts == total
+        if is_last:
+            with self._told:
+                del self._awaited[number]
+        if not awaited.transfer.begin():
+            return
+        try:
+            self._place(awaited.batch, first, data)
+        except Exception as error:
+            awaited.transfer.fail(error)
+            return
+        if is_last:
+            awaited.transfer.finish()
+        else:
+            awaited.transfer.pause()
+
+    def _place(self, batch: Batch, first: int, data: memoryview) -> None:
+        length, offset = batch.source.length, batch.source.offset
+        for index in range(len(data) // length):
+            part = data[index * length : (index + 1) * length]
+            target = batch.target.blocks[first + index]
+            check_part(
+                self._memory.write(target, offset, part), batch.checksums[first + index], batch
+            )
+
+    def _find(self, number: int) -> _Awaited:
+        """The batch; bytes may overtake what the pair's stream says of them, a little."""
+        with self._told:
+            known = self._told.wait_for(
+                lambda: number in self._awaited or self._transfers.error, _PATIENCE_S
+            )
+            if self._transfers.error is not None:
+                raise self._transfers.error
+            if not known:
+                raise HandoffError(f"bytes came of batch {number}, of which nothing was said")
+            return self._awaited[number]
+
+    def begin_stream(self, cancel: Callable[[], object]) -> None:
+        """The writer's stream is here; ``cancel`` ends it. Raises HandoffError for a second one."""
+        if self._cancel_stream is not None:
+            raise HandoffError(f"{self.peer} sends blocks over another stream already")
+        self._cancel_stream = cancel
+
+    def end(self, error: BatonError) -> None:
+        """The stream has ended."""
+        self._transfers.end(error)
+        with self._told:
+            self._told.notify_all()
+
+    def close(self) -> None:
+        """See ``ReceiveLink``."""
+        self._forget()
+        self.end(WorkerFailed("the pair was closed"))
+        if self._cancel_stream is not None:
+            self._cancel_stream()
+
+
+class _Handler(grpc.GenericRpcHandler):
+    """Serves ``BlockService`` with messages as they are on the wire."""
+
+    def __init__(self, transport: GrpcTransport) -> None:
+        self._transport = transport
+
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[bytes, bytes] | None:
+        """See ``grpc.GenericRpcHandler``."""
+        if handler_call_details.method != _METHOD:
+            return None
+        return grpc.stream_unary_rpc_method_handler(self._serve)
+
+    def _serve(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        pair = dict(context.invocation_metadata()).get(_PAIR_KEY, "")
+        link = self._transport.link_of(str(pair))
+        if link is None:
+            context.abort(grpc.StatusCode.NOT_FOUND, "no such pair is open here")
+        try:
+            link.begin_stream(context.cancel)
+            for message in messages:
+                link.take(message)
+        except (BatonError, ValueError) as error:
+            link.end(HandoffError(f"what {link.peer} sent cannot be used: {error}"))
+            context.abort(grpc.StatusCode.ABORTED, str(error))
+        finally:
+            link.end(WorkerFailed(f"{link.peer} sends no more blocks"))
+        return transfer_pb2.SendBlocksResponse().SerializeToString()

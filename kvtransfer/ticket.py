@@ -1,10 +1,11 @@
 """A ticket: a worker's promise of blocks to one writer.
 
-    RESERVED ─first segment→ RECEIVING ─commit→ COMMITTED (the sequence owns the blocks)
+    RESERVED ─first bytes→ RECEIVING ─commit→ COMMITTED (the sequence owns the blocks)
     RESERVED, RECEIVING ─abort, expiry, failure→ RELEASED ─last copy ended→ its blocks are free
 
-A released ticket is quarantined while a copy into its blocks is under way: with the gRPC transport
-the receiver does the copying, asks here before each copy, and so closes the only path.
+A released ticket is quarantined while a copy into its blocks is under way. On every transport the
+receiver does the copying, asks here before each copy, and so closes the only path to its blocks: a
+writer that was stopped and wakes later finds nothing to spoil.
 
 Plain Python: data and ``now`` in, data out. Owned by the receiver's control loop.
 """
@@ -12,12 +13,9 @@ Plain Python: data and ``now`` in, data out. Owned by the receiver's control loo
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 from baton.errors import HandoffError, TicketEnded
-
-SEGMENT_BYTES = 1 << 20
-"""Most bytes of a segment; larger messages halve gRPC's throughput."""
-
 
 Attempt = tuple[str, int]
 """(request id, number of the attempt)"""
@@ -30,14 +28,6 @@ class TicketState(enum.Enum):
     RECEIVING = "receiving"
     COMMITTED = "committed"
     RELEASED = "released"
-
-
-def segments_of(block_bytes: int) -> list[tuple[int, int]]:
-    """(offset, length) of the segments in which a block travels."""
-    return [
-        (offset, min(SEGMENT_BYTES, block_bytes - offset))
-        for offset in range(0, block_bytes, SEGMENT_BYTES)
-    ]
 
 
 class Ticket:
@@ -66,10 +56,8 @@ class Ticket:
         self.expires_at = now + lease_s
         self.state = TicketState.RESERVED
         self.copies = 0
-        self._segments = segments_of(block_bytes)
-        self._awaited = {
-            (block, offset) for block in range(len(missing)) for offset, _ in self._segments
-        }
+        self._awaited = {index: [(0, block_bytes)] for index in range(len(missing))}
+        """Of each missing block the runs of bytes, (start, end), that nobody has begun to copy."""
 
     @property
     def is_open(self) -> bool:
@@ -98,26 +86,58 @@ class Ticket:
     def has_expired(self, now: float) -> bool:
         return self.is_open and now >= self.expires_at
 
-    def begin_copy(self, block_index: int, offset: int, length: int, now: float) -> int | None:
-        """Permission to copy a segment. Returns the block to write to, None for a duplicate.
+    @property
+    def awaited_bytes(self) -> int:
+        """Bytes that nobody has begun to copy."""
+        return sum(end - start for runs in self._awaited.values() for start, end in runs)
 
-        Raises TicketEnded once it is no longer open, HandoffError for a segment that cannot be.
+    def begin_copy(
+        self, targets: Sequence[int], offset: int, length: int, now: float
+    ) -> tuple[int, ...] | None:
+        """Permission to copy the same part of some missing blocks, as one copy.
+
+        ``targets`` count the missing blocks from 0. Returns the blocks to write to, None where all
+        of it is in place or being copied already. Raises TicketEnded once it is no longer open,
+        HandoffError for parts that cannot be, or of which some are there and some are not.
         """
         if not self.is_open:
             raise TicketEnded(f"ticket {self.ticket_id} has ended: {self.state.value}")
-        is_missing = 0 <= block_index < len(self.missing)
-        if not is_missing or (offset, length) not in self._segments:
+        fits = 0 <= offset < offset + length <= self.block_bytes
+        known = all(0 <= target < len(self.missing) for target in targets)
+        if not (targets and known and fits) or len(set(targets)) != len(targets):
             raise HandoffError(
-                f"ticket {self.ticket_id} has no segment of {length} bytes at {offset} "
-                f"of block {block_index}"
+                f"ticket {self.ticket_id} has no {length} bytes at {offset} of blocks {targets}"
             )
         self.renew(now)
         self.state = TicketState.RECEIVING
-        if (block_index, offset) not in self._awaited:
+        awaited = [self._is_awaited(target, offset, offset + length) for target in targets]
+        if not any(awaited):
             return None
-        self._awaited.discard((block_index, offset))
+        if not all(awaited):
+            raise HandoffError(f"ticket {self.ticket_id}: some of a batch's bytes came twice")
+        for target in targets:
+            self._strike(target, offset, offset + length)
         self.copies += 1
-        return self.missing[block_index]
+        return tuple(self.missing[target] for target in targets)
+
+    def _is_awaited(self, target: int, start: int, end: int) -> bool:
+        """Whether all of it is; False if none is. Raises HandoffError for a part of it."""
+        runs = self._awaited.get(target, [])
+        if any(first <= start and end <= last for first, last in runs):
+            return True
+        if any(first < end and start < last for first, last in runs):
+            raise HandoffError(f"ticket {self.ticket_id}: parts of a block overlap")
+        return False
+
+    def _strike(self, target: int, start: int, end: int) -> None:
+        left = []
+        for first, last in self._awaited[target]:
+            cut = ((first, min(last, start)), (max(first, end), last))
+            left += [run for run in cut if run[0] < run[1]]
+        if left:
+            self._awaited[target] = left
+        else:
+            del self._awaited[target]
 
     def end_copy(self) -> None:
         """A copy for which ``begin_copy`` gave a block has ended, well or not."""
@@ -129,7 +149,8 @@ class Ticket:
             raise TicketEnded(f"ticket {self.ticket_id} is not open for {writer}")
         if not self.is_complete:
             raise HandoffError(
-                f"ticket {self.ticket_id} lacks {len(self._awaited) + self.copies} segments"
+                f"ticket {self.ticket_id} lacks {self.awaited_bytes} bytes, and "
+                f"{self.copies} copies have not ended"
             )
         self.state = TicketState.COMMITTED
 

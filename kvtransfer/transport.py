@@ -75,10 +75,11 @@ class Batch:
 class SendLink(Protocol):
     """A writer's end."""
 
-    def pack(self, parts: Parts) -> Packed:
+    def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
         """Make parts ready. Blocks for as long as reading them takes: for a transfer thread.
 
-        The parts must be complete, and stay as they are until the batch has landed.
+        The parts must be complete, and stay as they are until the batch has landed. ``memory`` is
+        that which was registered, or any other where the transport ``copies_out``.
         """
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
@@ -96,8 +97,10 @@ class SendLink(Protocol):
 class ReceiveLink(Protocol):
     """A receiver's end."""
 
-    def receive(self, batch: Batch, deadline_s: float) -> Transfer:
+    def receive(self, batch: Batch, deadline_s: float, *, wanted: bool = True) -> Transfer:
         """Begin to bring a batch into its target blocks. Never blocks. In the order of numbers.
+
+        What is not ``wanted`` is dropped when it comes: its transfer is cancelled from the start.
 
         The transfer is done when every part is in place and its checksum was found right. It fails
         with ChecksumMismatch for a damaged part, WorkerFailed when the peer is gone, and
@@ -115,6 +118,18 @@ class Transport(Protocol):
     @property
     def name(self) -> str:
         """As ``--transport`` and the metrics call it."""
+
+    @property
+    def part_bytes(self) -> int:
+        """Most bytes of one part that suit it."""
+
+    @property
+    def batch_bytes(self) -> int:
+        """Most bytes of one batch that suit it: at least ``part_bytes``."""
+
+    @property
+    def copies_out(self) -> bool:
+        """Whether ``pack`` copies: then other memory than the registered one may be sent."""
 
     def register(self, memory: BlockMemory) -> None:
         """Make the worker's blocks ready for this transport; called once, first.

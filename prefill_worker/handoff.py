@@ -9,21 +9,26 @@ Owned by the prefill worker's control loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
+from collections.abc import Awaitable
+from contextlib import ExitStack
+from typing import TypeVar
 
 import grpc.aio
 
 from baton import convert
-from baton.errors import BatonError, DeadlineExceeded, NoRoom, TicketEnded
+from baton.errors import DeadlineExceeded, NoRoom
 from baton.grpc_errors import error_from_rpc
 from baton.request import SequenceSpec
 from baton.v1 import decode_pb2, decode_pb2_grpc
-from kvtransfer.grpc_transport import BlockSender
+from kvtransfer.outbound import Outbound, Push
+from kvtransfer.transport import Peer
 from worker.role import WorkerContext
 
 log = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 ABORT_DEADLINE_S = 2.0
 """An abort that does not arrive in this time is left to the lease."""
@@ -33,29 +38,21 @@ class Handoff:
     """One ticket at one decode worker, seen from its writer."""
 
     def __init__(
-        self,
-        context: WorkerContext,
-        channel: grpc.aio.Channel,
-        spec: SequenceSpec,
-        *,
-        address: str,
-        incarnation: str,
-        deadline: float,
+        self, context: WorkerContext, spec: SequenceSpec, peer: Peer, *, deadline: float
     ) -> None:
         """``deadline`` is the request's, on this worker's monotonic clock."""
-        self.address = address
+        self.peer = peer
         self.ticket_id = ""
         self.pinned_blocks = 0
         self._context = context
-        self._channel = channel
-        self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
+        self._stub = decode_pb2_grpc.DecodeServiceStub(context.exchange.channel(peer.address))
         self._spec = spec
-        self._incarnation = incarnation
         self._deadline = deadline
         self._missing_blocks = 0
         self._put = 0
-        self._sender: BlockSender | None = None
-        self._sending: asyncio.Task[int] | None = None
+        self._use = ExitStack()
+        self._pair: Outbound | None = None
+        self._push: Push | None = None
         self._committed = False
 
     def _left(self) -> float:
@@ -66,20 +63,19 @@ class Handoff:
 
     async def reserve(self) -> None:
         """Get a ticket; waits for room as long as the request has time. Raises BatonError."""
+        self._pair = await self._context.exchange.outbound(self.peer)
+        self._use.enter_context(self._pair.used())
         while True:
             try:
                 response = await self._reserve_once()
                 break
             except NoRoom as error:
                 wait = min(error.retry_after or 0.1, self._left())
-                await asyncio.sleep(wait)
+                await self._unless_broken(asyncio.sleep(wait))
         self.ticket_id = response.ticket_id
         self.pinned_blocks = response.pinned_blocks
         self._missing_blocks = response.missing_blocks
-        self._sender = BlockSender(
-            self._channel, self.ticket_id, self._context.memory, self._context.transfers
-        )
-        self._sending = asyncio.create_task(self._sender.run(self.address, self._left()))
+        self._push = self._pair.push(self.ticket_id)
 
     async def _reserve_once(self) -> decode_pb2.ReserveResponse:
         left = self._left()
@@ -88,64 +84,85 @@ class Handoff:
         request = decode_pb2.ReserveRequest(
             fingerprint=self._context.engine.fingerprint,
             geometry=convert.geometry_to_proto(self._context.engine.cache.geometry()),
-            incarnation=self._incarnation,
+            incarnation=self.peer.incarnation,
             writer=self._context.incarnation,
             sequence=sequence,
         )
+        return await self._unless_broken(self._stub.Reserve(request, timeout=left))
+
+    async def _unless_broken(self, call: Awaitable[R]) -> R:
+        """A call's answer. Raises its error, or what breaks the pair while it is awaited."""
+        assert self._pair is not None, "no pair"
+        answer = asyncio.ensure_future(call)
         try:
-            return await self._stub.Reserve(request, timeout=left)
+            await asyncio.wait(
+                [answer, self._pair.broken], return_when=asyncio.FIRST_COMPLETED
+            )
+            if not answer.done():
+                raise self._pair.broken.result()
+            return answer.result()
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, self.address) from error
+            raise error_from_rpc(error, self.peer.incarnation) from error
+        finally:
+            answer.cancel()
 
     def computed(self, block_table: list[int], blocks: int) -> None:
         """The first ``blocks`` of the sequence's blocks are complete: push what is missing."""
-        assert self._sender is not None, "no ticket"
+        assert self._push is not None, "no ticket"
+        size = self._context.memory.block_bytes
         while self.pinned_blocks + self._put < blocks and self._put < self._missing_blocks:
-            self._sender.put(self._put, block_table[self.pinned_blocks + self._put])
+            self._push.put(self._put, block_table[self.pinned_blocks + self._put], 0, size)
             self._put += 1
 
     def check(self) -> None:
         """Raise what has broken the transfer, if anything has."""
-        if self._sending is not None and self._sending.done():
-            if self._sending.cancelled():
-                raise TicketEnded(f"{self.address} has ended ticket {self.ticket_id}")
-            self._sending.result()
+        if self._push is not None and self._push.done.done():
+            self._push.done.result()
 
     @property
-    def sending(self) -> asyncio.Task[int] | None:
+    def sending(self) -> asyncio.Future[int] | None:
         """The transfer under way; done early only when it has failed."""
-        return self._sending
+        return None if self._push is None else self._push.done
 
     async def commit(self, first_token: int) -> int:
-        """Wait for the last byte, then let the sequence run there. Returns the bytes pushed."""
-        assert self._sender is not None, "no ticket"
-        assert self._sending is not None, "no ticket"
-        self._sender.end()
-        await asyncio.wait([self._sending])
-        self.check()
+        """Let the sequence run there, as soon as the last byte has landed.
+
+        Returns the bytes pushed. Raises BatonError.
+        """
+        assert self._push is not None, "no ticket"
+        self._push.end()
         request = decode_pb2.CommitRequest(
             ticket_id=self.ticket_id, writer=self._context.incarnation, first_token=first_token
         )
+        # The receiver waits for the bytes: that spares a round trip after the last of them.
+        commit = asyncio.ensure_future(
+            self._unless_broken(self._stub.Commit(request, timeout=self._left()))
+        )
         try:
-            await self._stub.Commit(request, timeout=self._left())
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, self.address) from error
+            await asyncio.wait([commit, self._push.done], return_when=asyncio.FIRST_COMPLETED)
+            self.check()
+            response = await commit
+        finally:
+            commit.cancel()
         self._committed = True
-        return self._sending.result()
-
-    def stop(self) -> None:
-        """Read no more blocks: they may be given back. Idempotent."""
-        if self._sending is not None:
-            self._sending.cancel()
+        return int(response.bytes)
 
     async def close(self) -> None:
-        """After ``stop``: end at the receiver what is not committed. Never raises."""
-        if self._sending is not None:
-            with contextlib.suppress(BatonError, asyncio.CancelledError):
-                await self._sending
-        if self._committed:
-            return
-        self._committed = True
+        """End what is not committed, here and at the receiver. Never raises, idempotent.
+
+        Afterwards nobody reads the blocks any more: they may be given back.
+        """
+        if self._push is not None:
+            self._push.cancel()
+        if not self._committed:
+            self._committed = True
+            # First: then the receiver gives up what is on its way, and says so.
+            await self._abort()
+        if self._push is not None:
+            await asyncio.wait([self._push.done])
+        self._use.close()
+
+    async def _abort(self) -> None:
         request = decode_pb2.AbortRequest(
             request_id=self._spec.request_id,
             attempt=self._spec.attempt,
@@ -154,22 +171,4 @@ class Handoff:
         try:
             await self._stub.Abort(request, timeout=ABORT_DEADLINE_S)
         except grpc.aio.AioRpcError as error:
-            log.info("abort at %s did not arrive: %s", self.address, error.code())
-
-
-async def renew_leases(
-    channel: grpc.aio.Channel, writer: str, handoffs: list[Handoff], timeout_s: float
-) -> None:
-    """One heartbeat for all handoffs to one decode worker. Raises BatonError."""
-    stub = decode_pb2_grpc.DecodeServiceStub(channel)
-    request = decode_pb2.RenewLeasesRequest(
-        writer=writer, ticket_ids=[handoff.ticket_id for handoff in handoffs]
-    )
-    try:
-        response = await stub.RenewLeases(request, timeout=timeout_s)
-    except grpc.aio.AioRpcError as error:
-        raise error_from_rpc(error, handoffs[0].address) from error
-    ended = set(response.ended_ticket_ids)
-    for handoff in handoffs:
-        if handoff.ticket_id in ended:
-            handoff.stop()
+            log.info("abort at %s did not arrive: %s", self.peer.incarnation, error.code())

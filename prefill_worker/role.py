@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -13,12 +12,12 @@ import grpc.aio
 
 from baton import convert
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, WorkerFailed
-from baton.grpc_channel import open_channel
 from baton.request import FinishReason, SequenceSpec, TokenOutput
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
-from prefill_worker.handoff import Handoff, renew_leases
+from kvtransfer.transport import Peer
+from prefill_worker.handoff import Handoff
 from prefill_worker.service import PrefillServicer
 from worker.role import WorkerContext
 
@@ -32,9 +31,7 @@ class PrefillRole:
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
-        self._channels: dict[str, grpc.aio.Channel] = {}
         self._listeners: dict[int, asyncio.Queue[Event]] = {}
-        self._handoffs: set[Handoff] = set()
         self._places = asyncio.Semaphore(context.settings.pool.max_sequences)
 
     def mount(self, server: grpc.aio.Server) -> None:
@@ -58,7 +55,9 @@ class PrefillRole:
         try:
             handoff = None
             if spec.sampling.max_tokens - (len(spec.token_ids) - spec.prompt_length) > 1:
-                handoff = self._make_handoff(spec, address, incarnation, deadline)
+                handoff = Handoff(
+                    self.context, spec, Peer(incarnation, address), deadline=deadline
+                )
             async for response in self._run(spec, handoff, deadline):
                 yield response
         finally:
@@ -71,20 +70,6 @@ class PrefillRole:
                 f"{len(spec.token_ids)} tokens do not fit this worker's context of {context}"
             )
 
-    def _make_handoff(
-        self, spec: SequenceSpec, address: str, incarnation: str, deadline: float
-    ) -> Handoff:
-        if address not in self._channels:
-            self._channels[address] = open_channel(address)
-        return Handoff(
-            self.context,
-            self._channels[address],
-            spec,
-            address=address,
-            incarnation=incarnation,
-            deadline=deadline,
-        )
-
     async def _run(
         self, spec: SequenceSpec, handoff: Handoff | None, deadline: float
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
@@ -93,7 +78,6 @@ class PrefillRole:
             if handoff is not None:
                 # Never computed without blocks that wait for it.
                 await handoff.reserve()
-                self._handoffs.add(handoff)
             first = await self._compute(sequence, handoff, deadline)
             yield self._first_token(sequence, first, ends=handoff is None)
             if handoff is not None and sequence.finish_reason is None:
@@ -106,12 +90,13 @@ class PrefillRole:
                 )
         finally:
             self._listeners.pop(sequence.sequence_id, None)
-            if handoff is not None:
-                handoff.stop()
-                self._handoffs.discard(handoff)
-            self.context.control.remove(sequence)
-            if handoff is not None:
-                await asyncio.shield(handoff.close())
+            await asyncio.shield(self._end(sequence, handoff))
+
+    async def _end(self, sequence: Sequence, handoff: Handoff | None) -> None:
+        """Its blocks are given back once nobody reads them here."""
+        if handoff is not None:
+            await handoff.close()
+        self.context.control.remove(sequence)
 
     async def _compute(self, sequence: Sequence, handoff: Handoff | None, deadline: float) -> int:
         """Run the prompt's chunks, pushing blocks as they fill. Returns the first token."""
@@ -178,28 +163,9 @@ class PrefillRole:
                 listener.put_nowait(WorkerFailed(reason))
 
     async def heartbeat(self) -> None:
-        """Renew the leases of all tickets, one call for each decode worker."""
-        by_address: dict[str, list[Handoff]] = defaultdict(list)
-        for handoff in self._handoffs:
-            by_address[handoff.address].append(handoff)
-        timeout = self.context.settings.config.heartbeat_s
-        calls = [
-            renew_leases(self._channels[address], self.context.incarnation, handoffs, timeout)
-            for address, handoffs in by_address.items()
-        ]
-        for result in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(result, BatonError):
-                log.warning("leases were not renewed: %s", result.message)
-            elif isinstance(result, BaseException):
-                raise result
-        control = self.context.control
-        if control.scheduler.is_idle():
-            counts = control.pool.counts()
-            assert counts.used == counts.quarantined == 0, f"blocks leaked: {counts}"
+        """Nothing to do: the exchange renews the leases."""
 
     async def close(self) -> None:
-        """Close the channels to decode workers; calls under way end with an error."""
+        """Calls under way end with an error."""
         for listener in self._listeners.values():
             listener.put_nowait(WorkerFailed("the prefill worker is stopping"))
-        for channel in self._channels.values():
-            await channel.close()

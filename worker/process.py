@@ -77,17 +77,22 @@ class WorkerProcess:
         metrics = WorkerMetrics(CollectorRegistry())
         gauges = WorkerGauges(metrics, self.settings.slot, self.settings.pool.role)
         control = ControlLoop(engine, gauges, incarnation, self._board())
+        memory = self._pool_memory.of(engine.cache)
+        exchange = self._make_exchange(engine, memory, metrics, incarnation)
         self.context = WorkerContext(
             settings=self.settings,
             engine=engine,
             control=control,
-            memory=KvMemory(engine.cache),
+            memory=memory,
+            exchange=exchange,
             metrics=metrics,
             incarnation=incarnation,
-            transfers=self._transfers,
         )
         role = self._make_role(self.context)
         role.mount(self._server)
+        transfer_pb2_grpc.add_TransferServiceServicer_to_server(
+            TransferServicer(exchange), self._server
+        )
         port = self._server.add_insecure_port(f"{self.settings.host}:0")
         await self._server.start()
         # serves /metrics from a thread of its own; ended in stop()
@@ -108,6 +113,22 @@ class WorkerProcess:
         _spare_the_interpreter()
         log.info("%s serves on %s", incarnation, self.record.address)
         return self.record
+
+    def _make_exchange(
+        self, engine: Engine, memory: BlockMemory, metrics: WorkerMetrics, incarnation: str
+    ) -> Exchange:
+        config = self.settings.config
+        receiver = BlockReceiver(
+            engine.pool, metrics, block_bytes=memory.block_bytes, lease_s=config.lease_s
+        )
+        transports = make_transports(
+            config.transport, memory, self.settings.host, self._transfers
+        )
+        limits = PairLimits(
+            window_bytes=config.transfer_window_mib * MIB, silence_s=config.lease_s
+        )
+        identity = Identity(incarnation, engine.fingerprint, engine.cache.geometry())
+        return Exchange(identity, transports, receiver, limits, self._transfers)
 
     def _board(self) -> CoreBoard | None:
         settings = self.settings
@@ -187,9 +208,10 @@ class WorkerProcess:
         if self.record is not None:
             with contextlib.suppress(redis.RedisError):
                 await self._registry.remove(self.record.incarnation)
-            await self._role.close()
-            await self._server.stop(grace=1.0)
             assert self.context is not None, "there is a record, so there is a context"
+            await self._role.close()
+            await self.context.exchange.close()
+            await self._server.stop(grace=1.0)
             await asyncio.to_thread(self.context.control.stop, STOP_DEADLINE_S)
             await asyncio.to_thread(self._metrics_server.shutdown)
             self._metrics_server.server_close()
@@ -203,15 +225,23 @@ class WorkerProcess:
         config = self.settings.config
         while True:
             began = time.monotonic()
+            self.context.exchange.heartbeat()
             await self._role.heartbeat()
             record = replace(self.record, load=self.context.control.load())
             try:
                 await self._registry.put(record, config.registry_ttl_s)
             except redis.RedisError as error:
                 log.warning("the registry cannot be reached: %s", error)
-            if self.context.control.scheduler.is_idle():
-                self.context.engine.pool.check()
+            self._check_integrity(self.context)
             await asyncio.sleep(max(0.0, began + config.heartbeat_s - time.monotonic()))
+
+    def _check_integrity(self, context: WorkerContext) -> None:
+        """When nothing runs, nothing is used."""
+        if context.control.scheduler.is_idle() and context.exchange.is_idle():
+            pool = context.engine.pool
+            pool.check()
+            counts = pool.counts()
+            assert counts.used == counts.quarantined == 0, f"blocks leaked: {counts}"
 
     async def _publish(self, publisher: IndexPublisher) -> None:
         verify_every = max(1, int(self.settings.config.heartbeat_s / PUBLISH_EVERY_S))

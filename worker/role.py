@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,8 +14,9 @@ from baton.request import SequenceSpec
 from engine.engine import Engine
 from engine.local import make_sequence
 from engine.sequence import Sequence
+from kvtransfer.memory import BlockMemory
 from worker.control_loop import ControlLoop, SequenceListener
-from worker.kv_memory import KvMemory
+from worker.exchange import Exchange
 from worker.settings import WorkerSettings
 
 
@@ -27,11 +27,10 @@ class WorkerContext:
     settings: WorkerSettings
     engine: Engine
     control: ControlLoop
-    memory: KvMemory
+    memory: BlockMemory
+    exchange: Exchange
     metrics: WorkerMetrics
     incarnation: str
-    transfers: Executor
-    """Threads that copy blocks and compute checksums."""
 
     def make_sequence(self, spec: SequenceSpec, *, prefill_only: bool = False) -> Sequence:
         """A sequence for this worker's engine."""

@@ -3,6 +3,7 @@
 isort:skip_file
 """
 
+from baton.v1 import transfer_pb2 as _transfer_pb2
 from baton.v1 import worker_pb2 as _worker_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
@@ -40,42 +41,6 @@ ABORT_REASON_STOP: AbortReason.ValueType  # 1
 Global___AbortReason: _TypeAlias = AbortReason  # noqa: Y015
 
 @_typing.final
-class Geometry(_message.Message):
-    """What must be equal on both sides before anything else is looked at."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
-    LAYERS_FIELD_NUMBER: _builtins.int
-    KV_HEADS_FIELD_NUMBER: _builtins.int
-    HEAD_DIM_FIELD_NUMBER: _builtins.int
-    KV_DTYPE_FIELD_NUMBER: _builtins.int
-    TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
-    block_size: _builtins.int
-    layers: _builtins.int
-    kv_heads: _builtins.int
-    head_dim: _builtins.int
-    kv_dtype: _builtins.str
-    tensor_parallel: _builtins.int
-    def __init__(
-        self,
-        *,
-        block_size: _builtins.int = ...,
-        layers: _builtins.int = ...,
-        kv_heads: _builtins.int = ...,
-        head_dim: _builtins.int = ...,
-        kv_dtype: _builtins.str = ...,
-        tensor_parallel: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "head_dim", b"head_dim", "kv_dtype", b"kv_dtype", "kv_heads", b"kv_heads", "layers", b"layers", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Geometry: _TypeAlias = Geometry  # noqa: Y015
-
-@_typing.final
 class ReserveRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -90,14 +55,14 @@ class ReserveRequest(_message.Message):
     writer: _builtins.str
     """The prefill worker's incarnation: the ticket's one writer."""
     @_builtins.property
-    def geometry(self) -> Global___Geometry: ...
+    def geometry(self) -> _transfer_pb2.Geometry: ...
     @_builtins.property
     def sequence(self) -> _worker_pb2.SequenceSpec: ...
     def __init__(
         self,
         *,
         fingerprint: _builtins.str = ...,
-        geometry: Global___Geometry | None = ...,
+        geometry: _transfer_pb2.Geometry | None = ...,
         incarnation: _builtins.str = ...,
         writer: _builtins.str = ...,
         sequence: _worker_pb2.SequenceSpec | None = ...,
@@ -184,51 +149,6 @@ class CommitResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommitResponse: _TypeAlias = CommitResponse  # noqa: Y015
-
-@_typing.final
-class RenewLeasesRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WRITER_FIELD_NUMBER: _builtins.int
-    TICKET_IDS_FIELD_NUMBER: _builtins.int
-    writer: _builtins.str
-    @_builtins.property
-    def ticket_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
-    def __init__(
-        self,
-        *,
-        writer: _builtins.str = ...,
-        ticket_ids: _abc.Iterable[_builtins.str] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket_ids", b"ticket_ids", "writer", b"writer"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RenewLeasesRequest: _TypeAlias = RenewLeasesRequest  # noqa: Y015
-
-@_typing.final
-class RenewLeasesResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ENDED_TICKET_IDS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def ended_ticket_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Tickets that have ended here: the writer stops writing to them."""
-
-    def __init__(
-        self,
-        *,
-        ended_ticket_ids: _abc.Iterable[_builtins.str] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_ticket_ids", b"ended_ticket_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RenewLeasesResponse: _TypeAlias = RenewLeasesResponse  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):

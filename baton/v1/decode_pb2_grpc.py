@@ -45,11 +45,6 @@ class DecodeServiceStub(object):
                 request_serializer=baton_dot_v1_dot_decode__pb2.CommitRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_decode__pb2.CommitResponse.FromString,
                 _registered_method=True)
-        self.RenewLeases = channel.unary_unary(
-                '/baton.v1.DecodeService/RenewLeases',
-                request_serializer=baton_dot_v1_dot_decode__pb2.RenewLeasesRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_decode__pb2.RenewLeasesResponse.FromString,
-                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/baton.v1.DecodeService/Abort',
                 request_serializer=baton_dot_v1_dot_decode__pb2.AbortRequest.SerializeToString,
@@ -74,14 +69,7 @@ class DecodeServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Joins the sequence to the batch. Every missing block must have arrived.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RenewLeases(self, request, context):
-        """Heartbeat of a writer for all its tickets here.
+        """Joins the sequence to the batch once every missing block has arrived: it may come before them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,11 +102,6 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Commit,
                     request_deserializer=baton_dot_v1_dot_decode__pb2.CommitRequest.FromString,
                     response_serializer=baton_dot_v1_dot_decode__pb2.CommitResponse.SerializeToString,
-            ),
-            'RenewLeases': grpc.unary_unary_rpc_method_handler(
-                    servicer.RenewLeases,
-                    request_deserializer=baton_dot_v1_dot_decode__pb2.RenewLeasesRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_decode__pb2.RenewLeasesResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -186,33 +169,6 @@ class DecodeService(object):
             '/baton.v1.DecodeService/Commit',
             baton_dot_v1_dot_decode__pb2.CommitRequest.SerializeToString,
             baton_dot_v1_dot_decode__pb2.CommitResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RenewLeases(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.DecodeService/RenewLeases',
-            baton_dot_v1_dot_decode__pb2.RenewLeasesRequest.SerializeToString,
-            baton_dot_v1_dot_decode__pb2.RenewLeasesResponse.FromString,
             options,
             channel_credentials,
             insecure,

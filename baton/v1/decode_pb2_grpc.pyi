@@ -36,9 +36,7 @@ class DecodeServiceStub:
     Reserve: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveResponse]
     """Promises blocks for what is missing and pins what is held."""
     Commit: _grpc.UnaryUnaryMultiCallable[_decode_pb2.CommitRequest, _decode_pb2.CommitResponse]
-    """Joins the sequence to the batch. Every missing block must have arrived."""
-    RenewLeases: _grpc.UnaryUnaryMultiCallable[_decode_pb2.RenewLeasesRequest, _decode_pb2.RenewLeasesResponse]
-    """Heartbeat of a writer for all its tickets here."""
+    """Joins the sequence to the batch once every missing block has arrived: it may come before them."""
     Abort: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]
     """Ends a request in whatever state it is, or a writer's ticket alone; idempotent, and may
     overtake its Reserve.
@@ -54,9 +52,7 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     Reserve: _aio.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveResponse]  # type: ignore[assignment]
     """Promises blocks for what is missing and pins what is held."""
     Commit: _aio.UnaryUnaryMultiCallable[_decode_pb2.CommitRequest, _decode_pb2.CommitResponse]  # type: ignore[assignment]
-    """Joins the sequence to the batch. Every missing block must have arrived."""
-    RenewLeases: _aio.UnaryUnaryMultiCallable[_decode_pb2.RenewLeasesRequest, _decode_pb2.RenewLeasesResponse]  # type: ignore[assignment]
-    """Heartbeat of a writer for all its tickets here."""
+    """Joins the sequence to the batch once every missing block has arrived: it may come before them."""
     Abort: _aio.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends a request in whatever state it is, or a writer's ticket alone; idempotent, and may
     overtake its Reserve.
@@ -81,15 +77,7 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.CommitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.CommitResponse, _abc.Awaitable[_decode_pb2.CommitResponse]]:
-        """Joins the sequence to the batch. Every missing block must have arrived."""
-
-    @_abc_1.abstractmethod
-    def RenewLeases(
-        self,
-        request: _decode_pb2.RenewLeasesRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_decode_pb2.RenewLeasesResponse, _abc.Awaitable[_decode_pb2.RenewLeasesResponse]]:
-        """Heartbeat of a writer for all its tickets here."""
+        """Joins the sequence to the batch once every missing block has arrived: it may come before them."""
 
     @_abc_1.abstractmethod
     def Abort(

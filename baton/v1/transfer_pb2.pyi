@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -17,56 +19,420 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class PushBlocksRequest(_message.Message):
-    """A segment of one block."""
+class Geometry(_message.Message):
+    """What must fit on both sides, or be converted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TICKET_ID_FIELD_NUMBER: _builtins.int
-    BLOCK_INDEX_FIELD_NUMBER: _builtins.int
-    OFFSET_FIELD_NUMBER: _builtins.int
-    DATA_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    ticket_id: _builtins.str
-    block_index: _builtins.int
-    """Which of the ticket's missing blocks, from 0."""
-    offset: _builtins.int
-    """Where in the block the data begins, in bytes."""
-    data: _builtins.bytes
-    checksum: _builtins.int
-    """Of the data and its place; see kvtransfer/checksum.py for the algorithm."""
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    KV_HEADS_FIELD_NUMBER: _builtins.int
+    HEAD_DIM_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
+    block_size: _builtins.int
+    layers: _builtins.int
+    kv_heads: _builtins.int
+    head_dim: _builtins.int
+    kv_dtype: _builtins.str
+    tensor_parallel: _builtins.int
     def __init__(
         self,
         *,
-        ticket_id: _builtins.str = ...,
-        block_index: _builtins.int = ...,
-        offset: _builtins.int = ...,
-        data: _builtins.bytes = ...,
-        checksum: _builtins.int = ...,
+        block_size: _builtins.int = ...,
+        layers: _builtins.int = ...,
+        kv_heads: _builtins.int = ...,
+        head_dim: _builtins.int = ...,
+        kv_dtype: _builtins.str = ...,
+        tensor_parallel: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_index", b"block_index", "checksum", b"checksum", "data", b"data", "offset", b"offset", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "head_dim", b"head_dim", "kv_dtype", b"kv_dtype", "kv_heads", b"kv_heads", "layers", b"layers", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PushBlocksRequest: _TypeAlias = PushBlocksRequest  # noqa: Y015
+Global___Geometry: _TypeAlias = Geometry  # noqa: Y015
 
 @_typing.final
-class PushBlocksResponse(_message.Message):
+class TransferRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    BYTES_FIELD_NUMBER: _builtins.int
-    bytes: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    ANNOUNCE_FIELD_NUMBER: _builtins.int
+    RENEW_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def open(self) -> Global___OpenPair:
+        """The first message, and only that."""
+
+    @_builtins.property
+    def announce(self) -> Global___AnnounceBatch: ...
+    @_builtins.property
+    def renew(self) -> Global___RenewLeases:
+        """Heartbeat of the writer, with its tickets here."""
+
     def __init__(
         self,
         *,
-        bytes: _builtins.int = ...,
+        open: Global___OpenPair | None = ...,
+        announce: Global___AnnounceBatch | None = ...,
+        renew: Global___RenewLeases | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "message", b"message", "open", b"open", "renew", b"renew"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "message", b"message", "open", b"open", "renew", b"renew"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "announce", "renew"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___TransferRequest: _TypeAlias = TransferRequest  # noqa: Y015
+
+@_typing.final
+class OpenPair(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    GEOMETRY_FIELD_NUMBER: _builtins.int
+    WRITER_FIELD_NUMBER: _builtins.int
+    RECEIVER_FIELD_NUMBER: _builtins.int
+    OFFERS_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """Compared before anything else is looked at."""
+    writer: _builtins.str
+    """Incarnations of the writer, and of the receiver that is meant."""
+    receiver: _builtins.str
+    @_builtins.property
+    def geometry(self) -> Global___Geometry: ...
+    @_builtins.property
+    def offers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportOffer]:
+        """The transports that the writer can use."""
+
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        geometry: Global___Geometry | None = ...,
+        writer: _builtins.str = ...,
+        receiver: _builtins.str = ...,
+        offers: _abc.Iterable[Global___TransportOffer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "geometry", b"geometry", "offers", b"offers", "receiver", b"receiver", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PushBlocksResponse: _TypeAlias = PushBlocksResponse  # noqa: Y015
+Global___OpenPair: _TypeAlias = OpenPair  # noqa: Y015
+
+@_typing.final
+class TransportOffer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    OFFER_FIELD_NUMBER: _builtins.int
+    transport: _builtins.str
+    offer: _builtins.bytes
+    """What a receiver must know to judge it; its form is the transport's own."""
+    def __init__(
+        self,
+        *,
+        transport: _builtins.str = ...,
+        offer: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransportOffer: _TypeAlias = TransportOffer  # noqa: Y015
+
+@_typing.final
+class AnnounceBatch(_message.Message):
+    """Parts of blocks of one ticket: the same part of each block."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    TICKET_ID_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Ascends by one, from 0."""
+    ticket_id: _builtins.str
+    offset: _builtins.int
+    """The part, in bytes."""
+    length: _builtins.int
+    @_builtins.property
+    def targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Which of the ticket's missing blocks, from 0."""
+
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where they are in the writer's memory."""
+
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of each part and its place; see kvtransfer/checksum.py."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        ticket_id: _builtins.str = ...,
+        offset: _builtins.int = ...,
+        length: _builtins.int = ...,
+        targets: _abc.Iterable[_builtins.int] | None = ...,
+        sources: _abc.Iterable[_builtins.int] | None = ...,
+        checksums: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "length", b"length", "number", b"number", "offset", b"offset", "sources", b"sources", "targets", b"targets", "ticket_id", b"ticket_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnnounceBatch: _TypeAlias = AnnounceBatch  # noqa: Y015
+
+@_typing.final
+class RenewLeases(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ticket_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        ticket_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket_ids", b"ticket_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewLeases: _TypeAlias = RenewLeases  # noqa: Y015
+
+@_typing.final
+class TransferResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPENED_FIELD_NUMBER: _builtins.int
+    LANDED_FIELD_NUMBER: _builtins.int
+    RENEWED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def opened(self) -> Global___PairOpened: ...
+    @_builtins.property
+    def landed(self) -> Global___BatchLanded: ...
+    @_builtins.property
+    def renewed(self) -> Global___LeasesRenewed:
+        """Heartbeat of the receiver: answers every renewal."""
+
+    def __init__(
+        self,
+        *,
+        opened: Global___PairOpened | None = ...,
+        landed: Global___BatchLanded | None = ...,
+        renewed: Global___LeasesRenewed | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["landed", b"landed", "message", b"message", "opened", b"opened", "renewed", b"renewed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["landed", b"landed", "message", b"message", "opened", b"opened", "renewed", b"renewed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "landed", "renewed"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___TransferResponse: _TypeAlias = TransferResponse  # noqa: Y015
+
+@_typing.final
+class PairOpened(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    WINDOW_BYTES_FIELD_NUMBER: _builtins.int
+    GEOMETRY_FIELD_NUMBER: _builtins.int
+    transport: _builtins.str
+    answer: _builtins.bytes
+    """What the writer must know to connect; its form is the transport's own."""
+    window_bytes: _builtins.int
+    """Most bytes that may be announced and not yet landed."""
+    @_builtins.property
+    def geometry(self) -> Global___Geometry: ...
+    def __init__(
+        self,
+        *,
+        transport: _builtins.str = ...,
+        answer: _builtins.bytes = ...,
+        window_bytes: _builtins.int = ...,
+        geometry: Global___Geometry | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "geometry", b"geometry", "transport", b"transport", "window_bytes", b"window_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PairOpened: _TypeAlias = PairOpened  # noqa: Y015
+
+@_typing.final
+class BatchLanded(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    error: _builtins.str
+    """Not empty: the batch's ticket has failed, and why."""
+    code: _builtins.str
+    """The error's code, as in the gRPC statuses of other calls."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        error: _builtins.str = ...,
+        code: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "error", b"error", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchLanded: _TypeAlias = BatchLanded  # noqa: Y015
+
+@_typing.final
+class LeasesRenewed(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDED_TICKET_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ended_ticket_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tickets that have ended here: the writer stops writing to them."""
+
+    def __init__(
+        self,
+        *,
+        ended_ticket_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_ticket_ids", b"ended_ticket_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeasesRenewed: _TypeAlias = LeasesRenewed  # noqa: Y015
+
+@_typing.final
+class PullRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    GEOMETRY_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    READER_FIELD_NUMBER: _builtins.int
+    READER_ADDRESS_FIELD_NUMBER: _builtins.int
+    TICKET_ID_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    holder: _builtins.str
+    """The incarnation that is asked."""
+    reader: _builtins.str
+    """The caller: incarnation, and host:port of its gRPC server."""
+    reader_address: _builtins.str
+    ticket_id: _builtins.str
+    """The caller's own ticket, with a missing block for each hash."""
+    @_builtins.property
+    def geometry(self) -> Global___Geometry: ...
+    @_builtins.property
+    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Of consecutive blocks of a sequence."""
+
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        geometry: Global___Geometry | None = ...,
+        holder: _builtins.str = ...,
+        reader: _builtins.str = ...,
+        reader_address: _builtins.str = ...,
+        ticket_id: _builtins.str = ...,
+        block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "fingerprint", b"fingerprint", "geometry", b"geometry", "holder", b"holder", "reader", b"reader", "reader_address", b"reader_address", "ticket_id", b"ticket_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullRequest: _TypeAlias = PullRequest  # noqa: Y015
+
+@_typing.final
+class PullResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """How many leading blocks were held, sent, and have landed."""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullResponse: _TypeAlias = PullResponse  # noqa: Y015
+
+@_typing.final
+class SendBlocksRequest(_message.Message):
+    """Consecutive parts of one batch. Fields in this order on the wire: see kvtransfer/frames.py."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    part: _builtins.int
+    """The first part, counted within the batch."""
+    data: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        part: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "number", b"number", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendBlocksRequest: _TypeAlias = SendBlocksRequest  # noqa: Y015
+
+@_typing.final
+class SendBlocksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendBlocksResponse: _TypeAlias = SendBlocksResponse  # noqa: Y015

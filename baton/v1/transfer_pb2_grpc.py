@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TransferServiceStub(object):
-    """The gRPC transport of KV blocks.
+    """KV blocks between two workers. Any worker can send and receive.
     """
 
     def __init__(self, channel):
@@ -35,19 +35,32 @@ class TransferServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.PushBlocks = channel.stream_unary(
-                '/baton.v1.TransferService/PushBlocks',
-                request_serializer=baton_dot_v1_dot_transfer__pb2.PushBlocksRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_transfer__pb2.PushBlocksResponse.FromString,
+        self.Transfer = channel.stream_stream(
+                '/baton.v1.TransferService/Transfer',
+                request_serializer=baton_dot_v1_dot_transfer__pb2.TransferRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_transfer__pb2.TransferResponse.FromString,
+                _registered_method=True)
+        self.Pull = channel.unary_unary(
+                '/baton.v1.TransferService/Pull',
+                request_serializer=baton_dot_v1_dot_transfer__pb2.PullRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_transfer__pb2.PullResponse.FromString,
                 _registered_method=True)
 
 
 class TransferServiceServicer(object):
-    """The gRPC transport of KV blocks.
+    """KV blocks between two workers. Any worker can send and receive.
     """
 
-    def PushBlocks(self, request_iterator, context):
-        """One call a ticket. Blocks may come in any order, each in one or more segments.
+    def Transfer(self, request_iterator, context):
+        """A pair's stream: one writer (the caller) and one receiver, for as long as both live. It agrees on
+        a transport, then says what is sent and what has landed; the bytes go by the transport.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pull(self, request, context):
+        """The other direction: asks a worker that holds blocks to send them to the caller's ticket.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -56,10 +69,15 @@ class TransferServiceServicer(object):
 
 def add_TransferServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'PushBlocks': grpc.stream_unary_rpc_method_handler(
-                    servicer.PushBlocks,
-                    request_deserializer=baton_dot_v1_dot_transfer__pb2.PushBlocksRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_transfer__pb2.PushBlocksResponse.SerializeToString,
+            'Transfer': grpc.stream_stream_rpc_method_handler(
+                    servicer.Transfer,
+                    request_deserializer=baton_dot_v1_dot_transfer__pb2.TransferRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_transfer__pb2.TransferResponse.SerializeToString,
+            ),
+            'Pull': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pull,
+                    request_deserializer=baton_dot_v1_dot_transfer__pb2.PullRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_transfer__pb2.PullResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -70,11 +88,114 @@ def add_TransferServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TransferService(object):
-    """The gRPC transport of KV blocks.
+    """KV blocks between two workers. Any worker can send and receive.
     """
 
     @staticmethod
-    def PushBlocks(request_iterator,
+    def Transfer(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/baton.v1.TransferService/Transfer',
+            baton_dot_v1_dot_transfer__pb2.TransferRequest.SerializeToString,
+            baton_dot_v1_dot_transfer__pb2.TransferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.TransferService/Pull',
+            baton_dot_v1_dot_transfer__pb2.PullRequest.SerializeToString,
+            baton_dot_v1_dot_transfer__pb2.PullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class BlockServiceStub(object):
+    """The bytes of the gRPC transport, on a server of their own.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.SendBlocks = channel.stream_unary(
+                '/baton.v1.BlockService/SendBlocks',
+                request_serializer=baton_dot_v1_dot_transfer__pb2.SendBlocksRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_transfer__pb2.SendBlocksResponse.FromString,
+                _registered_method=True)
+
+
+class BlockServiceServicer(object):
+    """The bytes of the gRPC transport, on a server of their own.
+    """
+
+    def SendBlocks(self, request_iterator, context):
+        """One call a pair, for as long as the pair's stream; its metadata name the pair.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_BlockServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'SendBlocks': grpc.stream_unary_rpc_method_handler(
+                    servicer.SendBlocks,
+                    request_deserializer=baton_dot_v1_dot_transfer__pb2.SendBlocksRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_transfer__pb2.SendBlocksResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.v1.BlockService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.v1.BlockService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class BlockService(object):
+    """The bytes of the gRPC transport, on a server of their own.
+    """
+
+    @staticmethod
+    def SendBlocks(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -87,9 +208,9 @@ class TransferService(object):
         return grpc.experimental.stream_unary(
             request_iterator,
             target,
-            '/baton.v1.TransferService/PushBlocks',
-            baton_dot_v1_dot_transfer__pb2.PushBlocksRequest.SerializeToString,
-            baton_dot_v1_dot_transfer__pb2.PushBlocksResponse.FromString,
+            '/baton.v1.BlockService/SendBlocks',
+            baton_dot_v1_dot_transfer__pb2.SendBlocksRequest.SerializeToString,
+            baton_dot_v1_dot_transfer__pb2.SendBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

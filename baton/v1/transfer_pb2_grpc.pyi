@@ -27,32 +27,81 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TransferServiceStub:
-    """The gRPC transport of KV blocks."""
+    """KV blocks between two workers. Any worker can send and receive."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TransferServiceAsyncStub: ...
-    PushBlocks: _grpc.StreamUnaryMultiCallable[_transfer_pb2.PushBlocksRequest, _transfer_pb2.PushBlocksResponse]
-    """One call a ticket. Blocks may come in any order, each in one or more segments."""
+    Transfer: _grpc.StreamStreamMultiCallable[_transfer_pb2.TransferRequest, _transfer_pb2.TransferResponse]
+    """A pair's stream: one writer (the caller) and one receiver, for as long as both live. It agrees on
+    a transport, then says what is sent and what has landed; the bytes go by the transport.
+    """
+    Pull: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.PullRequest, _transfer_pb2.PullResponse]
+    """The other direction: asks a worker that holds blocks to send them to the caller's ticket."""
 
 @_typing.type_check_only
 class TransferServiceAsyncStub(TransferServiceStub):
-    """The gRPC transport of KV blocks."""
+    """KV blocks between two workers. Any worker can send and receive."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    PushBlocks: _aio.StreamUnaryMultiCallable[_transfer_pb2.PushBlocksRequest, _transfer_pb2.PushBlocksResponse]  # type: ignore[assignment]
-    """One call a ticket. Blocks may come in any order, each in one or more segments."""
+    Transfer: _aio.StreamStreamMultiCallable[_transfer_pb2.TransferRequest, _transfer_pb2.TransferResponse]  # type: ignore[assignment]
+    """A pair's stream: one writer (the caller) and one receiver, for as long as both live. It agrees on
+    a transport, then says what is sent and what has landed; the bytes go by the transport.
+    """
+    Pull: _aio.UnaryUnaryMultiCallable[_transfer_pb2.PullRequest, _transfer_pb2.PullResponse]  # type: ignore[assignment]
+    """The other direction: asks a worker that holds blocks to send them to the caller's ticket."""
 
 class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The gRPC transport of KV blocks."""
+    """KV blocks between two workers. Any worker can send and receive."""
 
     @_abc_1.abstractmethod
-    def PushBlocks(
+    def Transfer(
         self,
-        request_iterator: _MaybeAsyncIterator[_transfer_pb2.PushBlocksRequest],
+        request_iterator: _MaybeAsyncIterator[_transfer_pb2.TransferRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_transfer_pb2.PushBlocksResponse, _abc.Awaitable[_transfer_pb2.PushBlocksResponse]]:
-        """One call a ticket. Blocks may come in any order, each in one or more segments."""
+    ) -> _typing.Union[_abc.Iterator[_transfer_pb2.TransferResponse], _abc.AsyncIterator[_transfer_pb2.TransferResponse]]:
+        """A pair's stream: one writer (the caller) and one receiver, for as long as both live. It agrees on
+        a transport, then says what is sent and what has landed; the bytes go by the transport.
+        """
+
+    @_abc_1.abstractmethod
+    def Pull(
+        self,
+        request: _transfer_pb2.PullRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transfer_pb2.PullResponse, _abc.Awaitable[_transfer_pb2.PullResponse]]:
+        """The other direction: asks a worker that holds blocks to send them to the caller's ticket."""
 
 def add_TransferServiceServicer_to_server(servicer: TransferServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class BlockServiceStub:
+    """The bytes of the gRPC transport, on a server of their own."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> BlockServiceAsyncStub: ...
+    SendBlocks: _grpc.StreamUnaryMultiCallable[_transfer_pb2.SendBlocksRequest, _transfer_pb2.SendBlocksResponse]
+    """One call a pair, for as long as the pair's stream; its metadata name the pair."""
+
+@_typing.type_check_only
+class BlockServiceAsyncStub(BlockServiceStub):
+    """The bytes of the gRPC transport, on a server of their own."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    SendBlocks: _aio.StreamUnaryMultiCallable[_transfer_pb2.SendBlocksRequest, _transfer_pb2.SendBlocksResponse]  # type: ignore[assignment]
+    """One call a pair, for as long as the pair's stream; its metadata name the pair."""
+
+class BlockServiceServicer(metaclass=_abc_1.ABCMeta):
+    """The bytes of the gRPC transport, on a server of their own."""
+
+    @_abc_1.abstractmethod
+    def SendBlocks(
+        self,
+        request_iterator: _MaybeAsyncIterator[_transfer_pb2.SendBlocksRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_transfer_pb2.SendBlocksResponse, _abc.Awaitable[_transfer_pb2.SendBlocksResponse]]:
+        """One call a pair, for as long as the pair's stream; its metadata name the pair."""
+
+def add_BlockServiceServicer_to_server(servicer: BlockServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

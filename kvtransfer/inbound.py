@@ -1,0 +1,334 @@
+"""The receiver's ends of this worker's pairs.
+
+A pair's states, one for each stream that a writer opens:
+
+    opening ─fingerprint, geometry and a transport agreed→ open
+    opening ─refused→ closed
+    open ─stream broken, writer silent, transport failed→ closed
+
+When a pair closes its link does, so that nothing of it can be written any more, and what its writer
+had not sent in full is released. Owned by the control loop; transfers end on other threads and are
+told of here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import CancelledError
+from functools import partial
+from typing import Protocol
+
+import grpc.aio
+
+from baton import convert
+from baton.background import end_tasks
+from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded, WorkerFailed
+from baton.grpc_errors import grpc_boundary
+from baton.v1 import transfer_pb2
+from kvtransfer.checksum import raw_checksum
+from kvtransfer.negotiation import TRANSPORTS
+from kvtransfer.pair import Identity, PairLimits, check_peer
+from kvtransfer.ticket import Ticket
+from kvtransfer.transfer import Transfer
+from kvtransfer.transport import Batch, Parts, Peer, ReceiveLink, Transport
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[transfer_pb2.TransferRequest, transfer_pb2.TransferResponse]
+Response = transfer_pb2.TransferResponse
+
+
+class TicketKeeper(Protocol):
+    """Owns the tickets; all its methods run on the control loop."""
+
+    def begin_copy(
+        self,
+        ticket_id: str,
+        writer: str,
+        transport: str,
+        targets: Sequence[int],
+        offset: int,
+        length: int,
+        now: float,
+    ) -> tuple[int, ...] | None:
+        """See ``Ticket.begin_copy``."""
+
+    def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
+        """A copy has ended well."""
+
+    def fail_copy(self, ticket_id: str, error: BatonError) -> None:
+        """A copy has failed: the ticket ends."""
+
+    def drop_copy(self, ticket_id: str) -> None:
+        """A copy was never begun, because its ticket had ended."""
+
+    def renew(self, writer: str, ticket_ids: Sequence[str], now: float) -> list[str]:
+        """A writer's heartbeat. Returns the tickets that have ended."""
+
+    def writer_gone(self, writer: str, now: float) -> None:
+        """A writer's pair has closed."""
+
+
+class Inbound:
+    """All pairs in which this worker receives. Hears of released tickets from their keeper."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        transports: Sequence[Transport],
+        keeper: TicketKeeper,
+        limits: PairLimits,
+    ) -> None:
+        """``transports`` are registered."""
+        self.identity = identity
+        self.limits = limits
+        self.keeper = keeper
+        self._transports = {transport.name: transport for transport in transports}
+        self._pairs: dict[str, InboundPair] = {}
+        self._transfers: dict[str, set[Transfer]] = {}
+
+    def pairs(self) -> dict[str, str]:
+        """The transport of each open pair, by the writer's incarnation."""
+        return {writer: pair.transport for writer, pair in self._pairs.items()}
+
+    async def serve(
+        self, requests: AsyncIterator[transfer_pb2.TransferRequest], context: Context
+    ) -> None:
+        """One pair's stream, to its end."""
+        async with grpc_boundary(context):  # type: ignore[arg-type]
+            first = await anext(requests, None)
+            if first is None or not first.HasField("open"):
+                raise HandoffError("a pair's first message must open it")
+            pair, answer = self._open(first.open)
+            replaced = self._pairs.get(pair.writer)
+            if replaced is not None:
+                replaced.end(WorkerFailed(f"{pair.writer} has opened its pair anew"))
+            self._pairs[pair.writer] = pair
+            try:
+                await context.write(answer)
+                await pair.run(requests, context)
+            finally:
+                pair.close()
+                if self._pairs.get(pair.writer) is pair:
+                    del self._pairs[pair.writer]
+                    self.keeper.writer_gone(pair.writer, time.monotonic())
+
+    def _open(self, message: transfer_pb2.OpenPair) -> tuple[InboundPair, Response]:
+        geometry = convert.geometry_from_proto(message.geometry)
+        writer = Identity(message.writer, message.fingerprint, geometry)
+        check_peer(self.identity, writer, message.receiver)
+        offers = {offer.transport: offer.offer for offer in message.offers}
+        peer = Peer(message.writer, "")
+        refusals = []
+        for name in TRANSPORTS:
+            transport = self._transports.get(name)
+            if name not in offers or transport is None:
+                continue
+            try:
+                link, answer = transport.accept(peer, offers[name])
+            except HandoffError as error:
+                refusals.append(f"{name}: {error.message}")
+                continue
+            opened = transfer_pb2.PairOpened(
+                transport=name,
+                answer=answer,
+                window_bytes=self.limits.window_bytes,
+                geometry=convert.geometry_to_proto(self.identity.geometry),
+            )
+            log.info("%s sends blocks here by %s", message.writer, name)
+            return InboundPair(self, message.writer, name, link), Response(opened=opened)
+        raise HandoffError(
+            f"{message.writer} can use {', '.join(sorted(offers)) or 'no transport'}, "
+            f"{self.identity.incarnation} {', '.join(self._transports) or 'none'}"
+            + "".join(f"; {refusal}" for refusal in refusals)
+        )
+
+    def began(self, ticket_id: str, transfer: Transfer) -> None:
+        """A transfer for a ticket is under way."""
+        self._transfers.setdefault(ticket_id, set()).add(transfer)
+
+    def ended(self, ticket_id: str, transfer: Transfer) -> None:
+        """It is over."""
+        transfers = self._transfers.get(ticket_id, set())
+        transfers.discard(transfer)
+        if not transfers:
+            self._transfers.pop(ticket_id, None)
+
+    # What the keeper tells
+
+    def completed(self, ticket: Ticket) -> None:
+        """Nothing to do."""
+
+    def released(self, ticket: Ticket, error: BatonError) -> None:
+        """Copies for it that have not begun never will."""
+        for transfer in list(self._transfers.get(ticket.ticket_id, ())):
+            transfer.cancel()
+
+    def sweep(self, now: float) -> None:
+        """Close pairs whose writers are silent and owe bytes."""
+        for pair in list(self._pairs.values()):
+            if pair.is_stuck(now):
+                pair.end(WorkerFailed(f"{pair.writer} is silent"))
+
+    def close(self) -> None:
+        """Close every pair."""
+        for pair in list(self._pairs.values()):
+            pair.end(WorkerFailed(f"{self.identity.incarnation} is stopping"))
+
+
+class InboundPair:
+    """One stream; see the module's text."""
+
+    def __init__(self, inbound: Inbound, writer: str, transport: str, link: ReceiveLink) -> None:
+        self.writer = writer
+        self.transport = transport
+        self._inbound = inbound
+        self._link = link
+        self._answers: asyncio.Queue[Response] = asyncio.Queue()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._next = 0
+        self._awaited: set[int] = set()
+        self._heard_at = time.monotonic()
+
+    async def run(
+        self, requests: AsyncIterator[transfer_pb2.TransferRequest], context: Context
+    ) -> None:
+        """Until the writer ends the stream. Raises BatonError where it must be ended from here."""
+        tasks = [
+            asyncio.create_task(self._read(requests), name="read"),
+            asyncio.create_task(self._answer(context), name="answer"),
+        ]
+        try:
+            await asyncio.wait([*tasks, self._ended], return_when=asyncio.FIRST_COMPLETED)
+            if self._ended.done():
+                self._ended.result()
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            await end_tasks(tasks)
+
+    def is_stuck(self, now: float) -> bool:
+        """Whether bytes are awaited of a writer that is silent."""
+        return bool(self._awaited) and now - self._heard_at > self._inbound.limits.silence_s
+
+    def end(self, error: BatonError) -> None:
+        """Close it with an error; idempotent."""
+        if not self._ended.done():
+            self._ended.set_exception(error)
+        self.close()
+
+    def close(self) -> None:
+        """Nothing of it is written from now on; idempotent."""
+        if not self._ended.done():
+            self._ended.set_result(None)
+        self._ended.exception()  # looked at, so that asyncio does not log it
+        self._link.close()
+
+    async def _answer(self, context: Context) -> None:
+        while True:
+            await context.write(await self._answers.get())
+
+    async def _read(self, requests: AsyncIterator[transfer_pb2.TransferRequest]) -> None:
+        async for request in requests:
+            self._heard_at = time.monotonic()
+            if request.HasField("announce"):
+                self._announced(request.announce)
+            elif request.HasField("renew"):
+                ended = self._inbound.keeper.renew(
+                    self.writer, list(request.renew.ticket_ids), self._heard_at
+                )
+                renewed = transfer_pb2.LeasesRenewed(ended_ticket_ids=ended)
+                self._answers.put_nowait(Response(renewed=renewed))
+            else:
+                raise HandoffError("a pair is opened once")
+
+    def _announced(self, message: transfer_pb2.AnnounceBatch) -> None:
+        count = len(message.targets)
+        if message.number != self._next:
+            raise HandoffError(f"batch {message.number} came where {self._next} was awaited")
+        if not (count == len(message.sources) == len(message.checksums) > 0):
+            raise HandoffError(f"batch {message.number} lists unequal numbers of parts")
+        self._next += 1
+        error: BatonError | None = None
+        blocks: tuple[int, ...] | None = None
+        try:
+            blocks = self._inbound.keeper.begin_copy(
+                message.ticket_id,
+                self.writer,
+                self.transport,
+                list(message.targets),
+                message.offset,
+                message.length,
+                self._heard_at,
+            )
+        except BatonError as refusal:
+            error = refusal
+        batch = _batch(message, blocks)
+        deadline_s = self._inbound.limits.batch_deadline_s
+        transfer = self._link.receive(batch, deadline_s, wanted=blocks is not None)
+        self._awaited.add(batch.number)
+        if blocks is None:
+            end = partial(self._dropped, batch.number, error)
+        else:
+            self._inbound.began(message.ticket_id, transfer)
+            end = partial(self._over, message.ticket_id, batch, transfer)
+        transfer.when_over(lambda _: self._tell(end))
+
+    def _tell(self, end: partial[None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(end)
+        except RuntimeError:
+            # The loop was closed: nobody is left to be told.
+            return
+
+    def _dropped(self, number: int, error: BatonError | None) -> None:
+        self._landed(number, error)
+
+    def _over(self, ticket_id: str, batch: Batch, transfer: Transfer) -> None:
+        """A transfer for which the keeper gave blocks has ended."""
+        self._inbound.ended(ticket_id, transfer)
+        keeper = self._inbound.keeper
+        error: BatonError | None = None
+        try:
+            transfer.poll()
+        except CancelledError:
+            error = TicketEnded(f"ticket {ticket_id} has ended")
+            keeper.drop_copy(ticket_id)
+        except Exception as failure:
+            error = _as_baton_error(failure)
+            keeper.fail_copy(ticket_id, error)
+            if not isinstance(failure, ChecksumMismatch):
+                # The link can carry nothing more.
+                self.end(error)
+        else:
+            keeper.end_copy(ticket_id, self.transport, batch.target.bytes)
+        self._landed(batch.number, error)
+
+    def _landed(self, number: int, error: BatonError | None) -> None:
+        self._awaited.discard(number)
+        landed = transfer_pb2.BatchLanded(number=number)
+        if error is not None:
+            landed.error, landed.code = error.message, error.code or ""
+        self._answers.put_nowait(Response(landed=landed))
+
+
+def _batch(message: transfer_pb2.AnnounceBatch, blocks: tuple[int, ...] | None) -> Batch:
+    checksums = tuple(
+        raw_checksum(sealed, message.ticket_id, target, message.offset)
+        for sealed, target in zip(message.checksums, message.targets, strict=True)
+    )
+    source = Parts(tuple(message.sources), message.offset, message.length)
+    target = Parts(blocks or (), message.offset, message.length)
+    return Batch(message.number, source, target, checksums)
+
+
+def _as_baton_error(failure: Exception) -> BatonError:
+    if isinstance(failure, BatonError):
+        return failure
+    log.error("a copy failed", exc_info=failure)
+    return HandoffError(f"blocks could not be copied: {type(failure).__name__}")

@@ -1,0 +1,393 @@
+"""The writer's end of a pair.
+
+    opening ─both have agreed on a transport→ open
+    opening, open ─refused, stream broken, receiver silent, transport failed, close→ broken
+
+A broken pair stays broken: whoever needs its receiver opens another one. Pushes of a broken pair
+fail with what broke it. Owned by the control loop; blocks are read on transfer threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Executor
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from baton import convert
+from baton.background import end_tasks
+from baton.errors import BatonError, HandoffError, TicketEnded, WorkerFailed
+from baton.grpc_errors import error_from_code, error_from_rpc
+from baton.v1 import transfer_pb2, transfer_pb2_grpc
+from kvtransfer.checksum import segment_checksum
+from kvtransfer.pair import Identity, PairLimits
+from kvtransfer.push_queue import Load, PushQueue
+from kvtransfer.transfer import Transfer
+from kvtransfer.transport import Packed, Parts, Peer, SendLink, Transport
+
+log = logging.getLogger(__name__)
+
+Request = transfer_pb2.TransferRequest
+Call = grpc.aio.StreamStreamCall[transfer_pb2.TransferRequest, transfer_pb2.TransferResponse]
+
+
+class Push:
+    """The blocks of one ticket. ``done`` tells the bytes that have landed, or what went wrong."""
+
+    def __init__(self, outbound: Outbound, ticket_id: str) -> None:
+        self.ticket_id = ticket_id
+        self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._outbound = outbound
+        self._bytes = 0
+        self._in_flight = 0
+        self._queued = 0
+        self._ended = False
+        self._error: BatonError | None = None
+
+    def put(self, target: int, source: int, offset: int, length: int) -> None:
+        """Send part of block ``source``, complete from now on, as that of missing block ``target``.
+
+        Offset and length are in bytes. Does nothing once the push has failed or was cancelled.
+        """
+        if self._error is None and not self._ended:
+            self._queued += length
+            self._outbound.put(self.ticket_id, target, source, offset, length)
+
+    def end(self) -> None:
+        """No more parts follow."""
+        self._ended = True
+        self._settle()
+
+    def cancel(self) -> None:
+        """Send no more. ``done`` fails once nothing is read here any longer; idempotent."""
+        self.fail(TicketEnded(f"ticket {self.ticket_id} was given up by its writer"))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its parts are still to be sent."""
+        return self._error is None and not self.done.done()
+
+    def fail(self, error: BatonError) -> None:
+        """It has gone wrong; the first error counts."""
+        if self.is_open:
+            self._error = error
+            self._outbound.drop(self.ticket_id)
+            self._queued = 0
+            self._settle()
+
+    def broke(self, error: BatonError) -> None:
+        """Its pair has: nothing of it is on its way any longer."""
+        self._in_flight = 0
+        self.fail(error)
+        self._settle()
+
+    def announced(self, count: int) -> None:
+        """``count`` bytes are on their way."""
+        self._queued = max(0, self._queued - count)
+        self._in_flight += count
+
+    def landed(self, count: int) -> None:
+        """``count`` bytes are on their way no longer."""
+        self._in_flight -= count
+        self._bytes += count
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.done.done() or self._in_flight:
+            return
+        if self._error is not None:
+            self.done.set_exception(self._error)
+            self.done.exception()  # looked at, so that asyncio does not log it
+            self._outbound.forget(self)
+        elif self._ended and not self._queued:
+            self.done.set_result(self._bytes)
+            self._outbound.forget(self)
+
+
+class Outbound:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        peer: Peer,
+        transports: Sequence[Transport],
+        limits: PairLimits,
+        executor: Executor,
+    ) -> None:
+        """``transports`` are registered; ``executor`` reads blocks."""
+        self.peer = peer
+        self.transport = ""
+        self.broken: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._identity = identity
+        self._transports = {transport.name: transport for transport in transports}
+        self._limits = limits
+        self._executor = executor
+        self._call: Call | None = None
+        self._link: SendLink | None = None
+        self._queue = PushQueue(1, 1)
+        self._window_bytes = 0
+        self._pushes: dict[str, Push] = {}
+        self._in_flight: dict[int, Load] = {}
+        self._in_flight_bytes = 0
+        self._next = 0
+        self._requests: asyncio.Queue[Request] = asyncio.Queue()
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._users = 0
+        self._owed_since: float | None = None
+
+    # Its life
+
+    async def open(self, channel: grpc.aio.Channel, deadline_s: float) -> None:
+        """Agree with the receiver. Raises its refusal, WorkerFailed, or TimeoutError."""
+        hello = transfer_pb2.OpenPair(
+            fingerprint=self._identity.fingerprint,
+            geometry=convert.geometry_to_proto(self._identity.geometry),
+            writer=self._identity.incarnation,
+            receiver=self.peer.incarnation,
+            offers=[
+                transfer_pb2.TransportOffer(transport=name, offer=transport.offer())
+                for name, transport in self._transports.items()
+            ],
+        )
+        call = transfer_pb2_grpc.TransferServiceStub(channel).Transfer()
+        self._call = call
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._write(Request(open=hello))
+                answer = await self._read()
+            opened = answer.opened
+            transport = self._transports.get(opened.transport)
+            if transport is None:
+                raise HandoffError(f"{self.peer.incarnation} chose {opened.transport!r}")
+            self._link = transport.connect(self.peer, opened.answer)
+        except BaseException as error:
+            call.cancel()
+            failure = error if isinstance(error, BatonError) else None
+            self._break(failure or WorkerFailed(f"no pair with {self.peer.incarnation} came about"))
+            raise
+        self.transport = opened.transport
+        self._window_bytes = opened.window_bytes
+        self._queue = PushQueue(transport.part_bytes, transport.batch_bytes)
+        self._tasks = [
+            asyncio.create_task(self._guard(self._listen()), name="pair-listen"),
+            asyncio.create_task(self._guard(self._speak()), name="pair-speak"),
+            asyncio.create_task(self._guard(self._pump()), name="pair-pump"),
+        ]
+        log.info("blocks go to %s by %s", self.peer.incarnation, self.transport)
+
+    async def close(self) -> None:
+        """End it; its pushes fail."""
+        self._break(WorkerFailed(f"the pair with {self.peer.incarnation} was closed"))
+        await end_tasks(self._tasks)
+
+    def _break(self, error: BatonError) -> None:
+        if self.broken.done():
+            return
+        self.broken.set_result(error)
+        for task in self._tasks:
+            task.cancel()
+        if self._call is not None:
+            self._call.cancel()
+        if self._link is not None:
+            self._link.close()
+        self._in_flight.clear()
+        self._in_flight_bytes = 0
+        for push in list(self._pushes.values()):
+            push.broke(error)
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except BatonError as error:
+            self._break(error)
+        except asyncio.CancelledError:
+            self._break(WorkerFailed(f"{self.peer.incarnation}: the pair's stream was cancelled"))
+            raise
+        except Exception as error:
+            log.exception("a pair broke")
+            self._break(HandoffError(f"a pair broke: {type(error).__name__}"))
+
+    # What is sent
+
+    def push(self, ticket_id: str) -> Push:
+        """Begin to send blocks to a ticket of the receiver."""
+        push = Push(self, ticket_id)
+        self._pushes[ticket_id] = push
+        if self.broken.done():
+            push.broke(self.broken.result())
+        return push
+
+    def put(self, ticket_id: str, target: int, source: int, offset: int, length: int) -> None:
+        """For ``Push``."""
+        self._queue.put(ticket_id, target, source, offset, length)
+        self._wake.set()
+
+    def drop(self, ticket_id: str) -> None:
+        """For ``Push``."""
+        self._queue.drop(ticket_id)
+
+    def forget(self, push: Push) -> None:
+        """For ``Push``."""
+        self._pushes.pop(push.ticket_id, None)
+
+    async def _pump(self) -> None:
+        while True:
+            while not self._queue:
+                self._wake.clear()
+                await self._wake.wait()
+            load = self._queue.take()
+            while self._in_flight and self._in_flight_bytes + load.bytes > self._window_bytes:
+                self._wake.clear()
+                await self._wake.wait()
+            await self._send(load)
+
+    async def _send(self, load: Load) -> None:
+        push = self._pushes.get(load.ticket_id)
+        if push is None or not push.is_open:
+            return
+        assert self._link is not None, "not open"
+        push.announced(load.bytes)
+        packed = await self._pack(load)
+        number, self._next = self._next, self._next + 1
+        self._in_flight[number] = load
+        self._in_flight_bytes += load.bytes
+        self._requests.put_nowait(Request(announce=_announcement(number, load, packed)))
+        transfer = self._link.send(number, packed, self._limits.batch_deadline_s)
+        transfer.when_over(self._sent)
+
+    async def _pack(self, load: Load) -> Packed:
+        assert self._link is not None, "not open"
+        parts = Parts(load.sources, load.offset, load.length)
+        reading = self._loop.run_in_executor(self._executor, self._link.pack, parts)
+        try:
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            # Whoever is told that nothing is read here any longer must be able to rely on it.
+            await asyncio.wait([reading], timeout=self._limits.silence_s)
+            raise
+
+    def _sent(self, transfer: Transfer) -> None:
+        """On a transport's thread."""
+        try:
+            transfer.poll()
+        except (BatonError, CancelledError) as error:
+            failure = error if isinstance(error, BatonError) else WorkerFailed("sending ended")
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                self._loop.call_soon_threadsafe(self._break, failure)
+
+    # What the receiver says
+
+    async def _listen(self) -> None:
+        while True:
+            answer = await self._read()
+            if answer.HasField("landed"):
+                self._landed(answer.landed)
+            elif answer.HasField("renewed"):
+                self._owed_since = None
+                for ticket_id in answer.renewed.ended_ticket_ids:
+                    if (push := self._pushes.get(ticket_id)) is not None:
+                        push.fail(
+                            TicketEnded(f"{self.peer.incarnation} has ended ticket {ticket_id}")
+                        )
+
+    def _landed(self, message: transfer_pb2.BatchLanded) -> None:
+        load = self._in_flight.pop(message.number, None)
+        if load is None:
+            return
+        self._in_flight_bytes -= load.bytes
+        self._wake.set()
+        push = self._pushes.get(load.ticket_id)
+        if push is None:
+            return
+        if message.code:
+            push.fail(error_from_code(message.code, message.error))
+        push.landed(load.bytes)
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """While it is, a receiver that falls silent is noticed, whether or not blocks are sent."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+
+    def heartbeat(self, now: float) -> None:
+        """Renew the leases of what is being pushed; give a silent receiver up."""
+        if self.broken.done() or not self.transport:
+            return
+        if self._owed_since is not None and now - self._owed_since >= self._limits.silence_s:
+            silent = f"{self.peer.incarnation} was silent for {now - self._owed_since:.1f} s"
+            self._break(WorkerFailed(silent))
+        elif self._users or self._pushes:
+            self._owed_since = self._owed_since or now
+            renewal = transfer_pb2.RenewLeases(ticket_ids=list(self._pushes))
+            self._requests.put_nowait(Request(renew=renewal))
+
+    async def _speak(self) -> None:
+        while True:
+            await self._write(await self._requests.get())
+
+    async def _write(self, request: Request) -> None:
+        assert self._call is not None, "not open"
+        async with self._stream_errors():
+            await self._call.write(request)
+
+    async def _read(self) -> transfer_pb2.TransferResponse:
+        assert self._call is not None, "not open"
+        async with self._stream_errors():
+            answer = await self._call.read()
+        if not isinstance(answer, transfer_pb2.TransferResponse):
+            raise await self._ending()
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def _stream_errors(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, self.peer.incarnation) from error
+        except asyncio.InvalidStateError as error:
+            raise await self._ending() from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Nobody cancelled this: gRPC cancels a call to which it can no longer write.
+            raise WorkerFailed(f"the connection to {self.peer.incarnation} broke") from None
+
+    async def _ending(self) -> BatonError:
+        """Why the receiver has ended the stream."""
+        assert self._call is not None, "not open"
+        call = self._call
+        code = await call.code()
+        if code is grpc.StatusCode.OK:
+            return WorkerFailed(f"{self.peer.incarnation} has ended the pair")
+        status = grpc.aio.AioRpcError(
+            code, grpc.aio.Metadata(), await call.trailing_metadata(), await call.details()
+        )
+        return error_from_rpc(status, self.peer.incarnation)
+
+
+def _announcement(number: int, load: Load, packed: Packed) -> transfer_pb2.AnnounceBatch:
+    sealed = [
+        segment_checksum(digest, load.ticket_id, target, load.offset)
+        for digest, target in zip(packed.checksums, load.targets, strict=True)
+    ]
+    return transfer_pb2.AnnounceBatch(
+        number=number,
+        ticket_id=load.ticket_id,
+        offset=load.offset,
+        length=load.length,
+        targets=load.targets,
+        sources=load.sources,
+        checksums=sealed,
+    )

@@ -1,0 +1,47 @@
+"""What the two ends of a pair agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.errors import FingerprintMismatch, GeometryMismatch, HandoffError
+from baton.request import Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A worker as its peers know it."""
+
+    incarnation: str
+    fingerprint: str
+    geometry: Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class PairLimits:
+    """What bounds the pairs of a worker."""
+
+    window_bytes: int = 32 << 20
+    """Most bytes of a pair that are announced and have not landed."""
+    silence_s: float = 3.0
+    """A peer that owes an answer and is silent for this long is given up."""
+    batch_deadline_s: float = 30.0
+    """A batch that has not landed by then ends its pair."""
+
+
+def check_peer(own: Identity, peer: Identity, meant: str) -> None:
+    """Whether ``peer`` may hand blocks over to the life ``meant`` of this worker.
+
+    The fingerprint comes first. Raises HandoffError, and names both sides.
+    """
+    if peer.fingerprint != own.fingerprint:
+        raise FingerprintMismatch(
+            f"{peer.incarnation} serves {peer.fingerprint}, "
+            f"{own.incarnation} serves {own.fingerprint}"
+        )
+    if peer.geometry != own.geometry:
+        raise GeometryMismatch(
+            f"{peer.incarnation} has {peer.geometry}, {own.incarnation} has {own.geometry}"
+        )
+    if meant != own.incarnation:
+        raise HandoffError(f"{meant} is gone; here is {own.incarnation}")

@@ -1,0 +1,192 @@
+"""The shared-memory transport: two processes of one host, one copy, nobody in between.
+
+Every worker's blocks lie in a file without a name that others can map. The receiver maps the
+writer's, to read only, and copies from it into its own blocks, checking as it copies. So a writer
+has no path to a receiver's blocks at all: one that was stopped and wakes later finds nothing to
+spoil, and one that is killed leaves its memory to those who have it mapped.
+
+What the receiver reads stays as it is because the writer keeps it so until the batch has landed; if
+it should not, the checksums tell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from baton.errors import ConfigError, HandoffError, WorkerFailed
+from kvtransfer.links import OpenTransfers, check_part
+from kvtransfer.memory import BlockMemory
+from kvtransfer.shared_pool import open_shared
+from kvtransfer.transfer import Transfer
+from kvtransfer.transport import Batch, Packed, Parts, Peer
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PID_NAMESPACE = Path("/proc/self/ns/pid")
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """Where a writer's blocks can be mapped from, and on which host."""
+
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    descriptor: int
+    inode: int
+    bytes: int
+    block_bytes: int
+
+
+class ShmTransport:
+    """Implements ``kvtransfer.transport.Transport``."""
+
+    name = "shm"
+    part_bytes = 1 << 40
+    batch_bytes = 8 << 20
+    copies_out = False
+
+    def __init__(self, executor: Executor) -> None:
+        """``executor`` copies: each of its threads a batch at a time."""
+        self._executor = executor
+        self._memory: BlockMemory | None = None
+        self._offer = b""
+
+    def register(self, memory: BlockMemory) -> None:
+        """See ``Transport``."""
+        shared = memory.shared_file
+        if shared is None:
+            raise ConfigError("transport shm needs the KV blocks in memory that others can map")
+        self._memory = memory
+        offer = _Offer(
+            boot_id=_host(),
+            pid_namespace=_pid_namespace(),
+            pid=os.getpid(),
+            descriptor=shared.descriptor,
+            inode=os.fstat(shared.descriptor).st_ino,
+            bytes=shared.bytes,
+            block_bytes=memory.block_bytes,
+        )
+        self._offer = json.dumps(asdict(offer)).encode()
+
+    def offer(self) -> bytes:
+        """See ``Transport``."""
+        return self._offer
+
+    def accept(self, peer: Peer, offer: bytes) -> tuple[ShmReceiveLink, bytes]:
+        """See ``Transport``."""
+        assert self._memory is not None, "not registered"
+        theirs = _parse(offer)
+        if (theirs.boot_id, theirs.pid_namespace) != (_host(), _pid_namespace()):
+            raise HandoffError(f"{peer.incarnation} is on another host, or in another container")
+        blocks = open_shared(theirs.pid, theirs.descriptor, theirs.inode, theirs.bytes)
+        link = ShmReceiveLink(self._memory, blocks, theirs.block_bytes, self._executor)
+        return link, b""
+
+    def connect(self, peer: Peer, answer: bytes) -> ShmSendLink:
+        """See ``Transport``."""
+        assert self._memory is not None, "not registered"
+        return ShmSendLink(self._memory)
+
+    def close(self) -> None:
+        """See ``Transport``. The memory belongs to the worker."""
+
+
+class ShmSendLink:
+    """Implements ``SendLink``: the receiver reads, so there is nothing to send."""
+
+    def __init__(self, memory: BlockMemory) -> None:
+        self._memory = memory
+        self._transfers = OpenTransfers()
+
+    def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
+        """See ``SendLink``."""
+        assert memory is None or memory is self._memory, "the receiver cannot read other memory"
+        read = self._memory.checksum
+        return Packed(parts, tuple(read(b, parts.offset, parts.length) for b in parts.blocks))
+
+    def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
+        """See ``SendLink``."""
+        transfer = self._transfers.new()
+        transfer.finish()
+        return transfer
+
+    def close(self) -> None:
+        """See ``SendLink``."""
+        self._transfers.end(WorkerFailed("the pair was closed"))
+
+
+class ShmReceiveLink:
+    """Implements ``ReceiveLink``."""
+
+    def __init__(
+        self, memory: BlockMemory, theirs: memoryview, block_bytes: int, executor: Executor
+    ) -> None:
+        self._memory = memory
+        self._theirs = theirs
+        self._block_bytes = block_bytes
+        self._executor = executor
+        self._transfers = OpenTransfers()
+
+    def receive(self, batch: Batch, deadline_s: float, *, wanted: bool = True) -> Transfer:
+        """See ``ReceiveLink``. A copy takes no longer than its bytes do."""
+        transfer = self._transfers.new()
+        if not wanted:
+            transfer.cancel()
+            return transfer
+        source = batch.source
+        last = (max(source.blocks) + 1) * self._block_bytes
+        if source.offset + source.length > self._block_bytes or last > len(self._theirs):
+            transfer.fail(HandoffError(f"batch {batch.number} lies outside its writer's blocks"))
+            return transfer
+        try:
+            self._executor.submit(self._copy, batch, transfer)
+        except RuntimeError:
+            transfer.fail(WorkerFailed("this worker is stopping"))
+        return transfer
+
+    def _copy(self, batch: Batch, transfer: Transfer) -> None:
+        if not transfer.begin():
+            return
+        try:
+            self._copy_parts(batch)
+        except Exception as error:
+            transfer.fail(error)
+        else:
+            transfer.finish()
+
+    def _copy_parts(self, batch: Batch) -> None:
+        offset, length = batch.source.offset, batch.source.length
+        pairs = zip(batch.source.blocks, batch.target.blocks, batch.checksums, strict=True)
+        for source, target, checksum in pairs:
+            start = source * self._block_bytes + offset
+            data = self._theirs[start : start + length]
+            check_part(self._memory.write(target, offset, data), checksum, batch)
+
+    def close(self) -> None:
+        """See ``ReceiveLink``. The mapping goes with the last copy that reads it."""
+        self._transfers.end(WorkerFailed("the pair was closed"))
+
+
+def _host() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"transport shm cannot tell which host this is: {error}") from error
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink(_PID_NAMESPACE)
+    except OSError as error:
+        raise ConfigError(f"transport shm cannot tell its process namespace: {error}") from error
+
+
+def _parse(offer: bytes) -> _Offer:
+    try:
+        return _Offer(**json.loads(offer))
+    except (ValueError, TypeError) as error:
+        raise HandoffError("the offer of transport shm cannot be read") from error

@@ -1,0 +1,196 @@
+"""The receiving side of every transfer to this worker: promises blocks, lets copies in, ends them.
+
+Owned by the control loop. The states are those of ``kvtransfer.ticket``; ``now`` is passed in.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Protocol
+
+from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded
+from baton.metrics import WorkerMetrics
+from engine.block_pool import BlockPool
+from kvtransfer.ticket import Attempt, Ticket
+from kvtransfer.ticket_book import TicketBook
+
+NO_TRANSPORT = "none"
+"""Counts as the transport of a ticket that ended before a byte of it came."""
+
+
+class TicketListener(Protocol):
+    """Whoever waits for a ticket."""
+
+    def completed(self, ticket: Ticket) -> None:
+        """Every byte of an open ticket is in place."""
+
+    def released(self, ticket: Ticket, error: BatonError) -> None:
+        """A ticket has ended before its commit, and why."""
+
+
+class BlockReceiver:
+    """Implements ``kvtransfer.inbound.TicketKeeper``."""
+
+    def __init__(
+        self, pool: BlockPool, metrics: WorkerMetrics, *, block_bytes: int, lease_s: float
+    ) -> None:
+        """``lease_s``: a ticket whose writer is silent for this long ends."""
+        self.book = TicketBook()
+        self.listeners: list[TicketListener] = []
+        self._pool = pool
+        self._metrics = metrics
+        self._block_bytes = block_bytes
+        self._lease_s = lease_s
+        self._transport: dict[str, str] = {}
+
+    def promise(
+        self, attempt: Attempt, writer: str, *, missing: int, pinned: list[int], now: float
+    ) -> Ticket:
+        """Take ``missing`` blocks for a writer, and pin those that are held.
+
+        Raises TicketEnded after an abort, ``OutOfBlocks``; then nothing is taken.
+        """
+        self.book.check_alive(attempt)
+        self._pool.pin(pinned)
+        try:
+            blocks = self._pool.allocate(missing)
+        except BaseException:
+            self._pool.release(pinned)
+            raise
+        ticket = Ticket(
+            secrets.token_hex(8),
+            attempt,
+            writer,
+            missing=blocks,
+            pinned=pinned,
+            block_bytes=self._block_bytes,
+            lease_s=self._lease_s,
+            now=now,
+        )
+        self.book.add(ticket)
+        return ticket
+
+    # Copies
+
+    def begin_copy(
+        self,
+        ticket_id: str,
+        writer: str,
+        transport: str,
+        targets: Sequence[int],
+        offset: int,
+        length: int,
+        now: float,
+    ) -> tuple[int, ...] | None:
+        """See ``Ticket.begin_copy``. TicketEnded too for a ticket of another writer."""
+        ticket = self.book.get(ticket_id)
+        if ticket.writer != writer:
+            raise TicketEnded(f"ticket {ticket_id} is not open for {writer}")
+        blocks = ticket.begin_copy(targets, offset, length, now)
+        self._transport[ticket_id] = transport
+        return blocks
+
+    def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
+        """``copied`` bytes were verified and are in place."""
+        self._metrics.handoff_bytes.labels(transport=transport).inc(copied)
+        ticket = self._end_copy(ticket_id)
+        if ticket.is_open and ticket.is_complete:
+            for listener in self.listeners:
+                listener.completed(ticket)
+
+    def fail_copy(self, ticket_id: str, error: BatonError) -> None:
+        """Bytes were damaged, or did not come: the ticket ends."""
+        outcome = "checksum" if isinstance(error, ChecksumMismatch) else "error"
+        self._release(self.book.get(ticket_id), outcome, error)
+        self._end_copy(ticket_id)
+
+    def drop_copy(self, ticket_id: str) -> None:
+        """A copy ended without having begun, because its ticket has."""
+        self._end_copy(ticket_id)
+
+    def _end_copy(self, ticket_id: str) -> Ticket:
+        ticket = self.book.get(ticket_id)
+        was_quarantined = ticket.is_quarantined
+        ticket.end_copy()
+        if was_quarantined and not ticket.is_quarantined:
+            self._pool.end_quarantine(ticket.missing)
+            self.book.drop(ticket)
+        return ticket
+
+    # Endings
+
+    def commit(self, ticket_id: str, writer: str, now: float) -> Ticket:
+        """The blocks are the caller's: pinned ones first, then what was missing.
+
+        Raises TicketEnded, and HandoffError where bytes are missing.
+        """
+        ticket = self.book.get(ticket_id)
+        ticket.commit(writer)
+        self.book.drop(ticket)
+        # An attempt has one ticket for life: a reserve that comes late gets none.
+        self.book.bury(ticket.attempt, now)
+        transport = self._count(ticket, "ok")
+        self._metrics.handoff_seconds.labels(transport=transport).observe(now - ticket.reserved_at)
+        return ticket
+
+    def renew(self, writer: str, ticket_ids: Sequence[str], now: float) -> list[str]:
+        """A writer's heartbeat. Returns the tickets that it must no longer write to."""
+        ended = []
+        for ticket_id in ticket_ids:
+            try:
+                ticket = self.book.get(ticket_id)
+            except TicketEnded:
+                ended.append(ticket_id)
+                continue
+            if ticket.is_open and ticket.writer == writer:
+                ticket.renew(now)
+            else:
+                ended.append(ticket_id)
+        return ended
+
+    def abort(self, attempt: Attempt, now: float) -> None:
+        """End an attempt's ticket, or see that it never gets one; idempotent."""
+        self.book.bury(attempt, now)
+        ticket = self.book.find(attempt)
+        if ticket is not None:
+            self._release(ticket, "aborted", TicketEnded("its writer or its request has ended"))
+
+    def writer_gone(self, writer: str, now: float) -> None:
+        """A writer's stream has broken: what it had not sent will not come."""
+        error = HandoffError(f"the connection to {writer} broke before all blocks had come")
+        for ticket in self.book:
+            if ticket.writer == writer and ticket.is_open and not ticket.is_complete:
+                self.book.bury(ticket.attempt, now)
+                self._release(ticket, "error", error)
+
+    def sweep(self, now: float) -> None:
+        """End what has expired."""
+        for ticket in self.book.expired(now):
+            self.book.bury(ticket.attempt, now)
+            error = HandoffError(f"nothing was heard of {ticket.writer} for {self._lease_s} s")
+            self._release(ticket, "expired", error)
+        self.book.sweep(now)
+
+    def close(self) -> None:
+        """End every ticket."""
+        for ticket in self.book:
+            self._release(ticket, "aborted", TicketEnded("this worker is stopping"))
+
+    def _release(self, ticket: Ticket, outcome: str, error: BatonError) -> None:
+        if not ticket.release():
+            return
+        self._pool.release(ticket.pinned)
+        if ticket.is_quarantined:
+            self._pool.quarantine(ticket.missing)
+        else:
+            self._pool.release(ticket.missing)
+            self.book.drop(ticket)
+        self._count(ticket, outcome)
+        for listener in self.listeners:
+            listener.released(ticket, error)
+
+    def _count(self, ticket: Ticket, outcome: str) -> str:
+        transport = self._transport.pop(ticket.ticket_id, NO_TRANSPORT)
+        self._metrics.handoffs.labels(transport=transport, outcome=outcome).inc()
+        return transport

@@ -1,0 +1,114 @@
+"""All pairs of this worker with others: what it sends, and what it receives.
+
+Owned by the control loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor
+
+import grpc.aio
+
+from baton.background import end_tasks
+from baton.errors import WorkerFailed
+from baton.grpc_channel import open_channel
+from kvtransfer.inbound import Inbound
+from kvtransfer.outbound import Outbound
+from kvtransfer.pair import Identity, PairLimits
+from kvtransfer.transport import Peer, Transport
+from worker.block_receiver import BlockReceiver
+
+
+class Exchange:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        transports: Sequence[Transport],
+        receiver: BlockReceiver,
+        limits: PairLimits,
+        executor: Executor,
+    ) -> None:
+        """``transports`` are registered; ``executor`` reads blocks."""
+        self.identity = identity
+        self.receiver = receiver
+        self.inbound = Inbound(identity, transports, receiver, limits)
+        receiver.listeners.append(self.inbound)
+        self._transports = transports
+        self._limits = limits
+        self._executor = executor
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._outbound: dict[Peer, Outbound] = {}
+        self._opening: dict[Peer, asyncio.Task[Outbound]] = {}
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """The one channel to a worker's gRPC server."""
+        if address not in self._channels:
+            self._channels[address] = open_channel(address)
+        return self._channels[address]
+
+    async def outbound(self, peer: Peer) -> Outbound:
+        """The open pair to a receiver; opened where there is none. Raises BatonError."""
+        pair = self._outbound.get(peer)
+        if pair is not None and not pair.broken.done():
+            return pair
+        opening = self._opening.get(peer)
+        if opening is None:
+            opening = asyncio.create_task(self._open(peer), name="open-pair")
+            self._opening[peer] = opening
+            opening.add_done_callback(lambda done: self._opened(peer, done))
+        # Others may wait for the same one.
+        return await asyncio.shield(opening)
+
+    async def _open(self, peer: Peer) -> Outbound:
+        pair = Outbound(self.identity, peer, self._transports, self._limits, self._executor)
+        try:
+            await pair.open(self.channel(peer.address), self._limits.silence_s)
+        except TimeoutError:
+            raise WorkerFailed(
+                f"{peer.incarnation} has not answered for {self._limits.silence_s} s"
+            ) from None
+        return pair
+
+    def _opened(self, peer: Peer, done: asyncio.Task[Outbound]) -> None:
+        self._opening.pop(peer, None)
+        if not done.cancelled() and done.exception() is None:
+            self._outbound[peer] = done.result()
+
+    def is_idle(self) -> bool:
+        """Whether no block is promised here, nor read for others."""
+        return not len(self.receiver.book)
+
+    def heartbeat(self) -> None:
+        """Renew leases, give up silent peers, end what has expired."""
+        now = time.monotonic()
+        for peer, pair in list(self._outbound.items()):
+            pair.heartbeat(now)
+            if pair.broken.done():
+                del self._outbound[peer]
+        self.inbound.sweep(now)
+        self.receiver.sweep(now)
+
+    def pairs(self) -> dict[str, str]:
+        """The transport by which this worker sends to each receiver, by its incarnation."""
+        return {
+            peer.incarnation: pair.transport
+            for peer, pair in self._outbound.items()
+            if not pair.broken.done()
+        }
+
+    async def close(self) -> None:
+        """End every pair and transport."""
+        await end_tasks(self._opening.values())
+        self.receiver.close()
+        self.inbound.close()
+        for pair in list(self._outbound.values()):
+            await pair.close()
+        for channel in self._channels.values():
+            await channel.close()
+        for transport in self._transports:
+            await asyncio.to_thread(transport.close)
