@@ -1,11 +1,11 @@
-"""engine/host_memory.py."""
+"""baton/host_memory.py."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from engine.host_memory import available_bytes
+from baton.host_memory import available_bytes
 
 
 def write(folder: Path, **files: str) -> Path:
