@@ -57,8 +57,8 @@ def copy(to: Bytes, source: Bytes, *, soon_read: bool = False) -> int:
     """Copy up to 16 GiB; the two do not overlap. Returns the checksum of what was written.
 
     ``source`` is read once, so that the checksum is that of the copy even while others write to it.
-    ``soon_read``: the copy stays in the CPU's caches; otherwise it goes past them. Releases the GIL.
-    Raises ValueError where the two differ in length, or ``to`` is read-only.
+    ``soon_read``: the copy stays in the CPU's caches; otherwise it goes past them. Releases the
+    GIL. Raises ValueError where the two differ in length, or ``to`` is read-only.
     """
     target, origin, library = _bytes_of(to), _bytes_of(source), copy_library()
     if target.size != origin.size or not target.flags.writeable:
