@@ -26,7 +26,7 @@ def _mix32(x):  # type: ignore[no-untyped-def]
     return x ^ (x >> 16)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _sum_of_products(left, right, index, inside, seed: tl.constexpr):  # type: ignore[no-untyped-def]
     """The pairs' part of the checksum, int64: words ``left`` and ``right`` int32 [block]."""
     number = (2 * index).to(tl.uint32)

@@ -30,11 +30,11 @@ class HostMemory:
 
     @property
     def blocks(self) -> int:
-        return self._data.shape[0]
+        return int(self._data.shape[0])
 
     @property
     def block_bytes(self) -> int:
-        return self._data.shape[1]
+        return int(self._data.shape[1])
 
     @property
     def device(self) -> str:

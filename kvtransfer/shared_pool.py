@@ -68,7 +68,7 @@ def inode_of(file: SharedFile) -> int:
 
 
 def open_shared(process_id: int, descriptor: int, inode: int, size: int) -> npt.NDArray[np.uint8]:
-    """The bytes [size] of another process's pool, read-only, mapped as long as they are referred to.
+    """The bytes [size] of another process's pool, read-only; mapped while something refers to them.
 
     ``descriptor`` is a number in that process; ``inode`` and ``size`` say which file it must be.
     Raises HandoffError where it cannot be opened (the process has ended, belongs to another user or

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError, HandoffError
-from kvtransfer import shared_pool
 from kvtransfer.shared_pool import SharedPool, allocate, inode_of, open_shared
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -151,7 +150,7 @@ def test_a_closed_pool_is_refused() -> None:
     descriptor, inode = pool.file.descriptor, inode_of(pool.file)
     pool.close()
     pool.data[:] = 1
-    with pytest.raises(HandoffError, match="cannot be opened|not the one"):
+    with pytest.raises(HandoffError, match=r"cannot be opened|not the one"):
         open_shared(os.getpid(), descriptor, inode, SIZE)
 
 
@@ -169,7 +168,7 @@ def test_a_file_that_could_be_shortened_is_refused() -> None:
 def test_a_file_on_disk_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(SIZE))
-    with path.open("rb") as file, pytest.raises(HandoffError, match="cannot be mapped|not sealed"):
+    with path.open("rb") as file, pytest.raises(HandoffError, match=r"cannot be mapped|not sealed"):
         open_shared(os.getpid(), file.fileno(), path.stat().st_ino, SIZE)
 
 
@@ -199,7 +198,7 @@ def test_pages_that_run_out_are_an_error_and_no_signal(monkeypatch: pytest.Monke
     def full(descriptor: int, offset: int, size: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shared_pool.os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     before = descriptors()
     with pytest.raises(ConfigError, match="No space left"):
         allocate(SIZE)
