@@ -7,20 +7,15 @@ head, slot]`` in fp32, then what fills it up to a multiple of 64.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 
 import torch
 
-from baton.errors import ConfigError
+from baton.host_memory import take_memory
 from baton.request import Geometry
-from engine.host_memory import available_bytes
 from engine.kv_quantization import dequantize_kv, has_scales, kv_dtype_name, quantize_kv
 from engine.model_config import ModelConfig
 
-_MADV_POPULATE_WRITE = 23
-"""Of Linux 5.14 and later; Python's mmap has no name for it."""
 _ALIGNMENT = 64
 """Blocks begin at multiples of a CPU's cache line."""
 
@@ -105,33 +100,10 @@ class KvCache:
 
 
 def _zeros(size: int, device: torch.device) -> torch.Tensor:
-    """uint8 [size]. Zeros, so that slots past a sequence's end, which are masked, hold no NaN.
-
-    On the CPU in large pages, where the kernel gives them: attention jumps from block to block, and
-    with small pages each jump would cost a search of the page table. Taken at once: a step that is
-    the first to write a page would wait until the kernel has cleared it.
-    """
+    """uint8 [size]. Zeros, so that slots past a sequence's end, which are masked, hold no NaN."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=torch.uint8, device=device)
-    available = available_bytes()
-    if size > available:
-        # The kernel would grant it now and kill a process when the pages are touched.
-        raise ConfigError(
-            f"{size >> 20} MiB for KV blocks are more than the {available >> 20} MiB that this "
-            "machine has left; lower kv_pool_mib"
-        )
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise ConfigError(
-            f"{size >> 20} MiB for KV blocks cannot be had ({error}); lower kv_pool_mib"
-        ) from error
-    for wish in (getattr(mmap, "MADV_HUGEPAGE", None), _MADV_POPULATE_WRITE):
-        # A kernel that does not know it refuses.
-        with contextlib.suppress(OSError):
-            if wish is not None:
-                memory.madvise(wish)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return torch.frombuffer(take_memory(size), dtype=torch.uint8)
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

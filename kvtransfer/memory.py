@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.errors import HandoffError
+
 
 @dataclass(frozen=True, slots=True)
 class SharedFile:
@@ -48,3 +50,12 @@ class BlockMemory(Protocol):
 
     def write(self, block: int, offset: int, data: memoryview) -> int:
         """Overwrite part of a block. Returns the checksum of what was written."""
+
+
+def check_part(memory: BlockMemory, block: int, offset: int, length: int) -> None:
+    """Raises HandoffError where the memory has no such part: peers name parts, and may be wrong."""
+    if not 0 <= block < memory.blocks or not 0 <= offset <= offset + length <= memory.block_bytes:
+        raise HandoffError(
+            f"no {length} bytes from {offset} of block {block}: there are {memory.blocks} blocks "
+            f"of {memory.block_bytes} bytes"
+        )

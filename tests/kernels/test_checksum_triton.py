@@ -41,18 +41,23 @@ def test_interpreted_it_equals_numpy() -> None:
     assert not wrong
     assert len(answer["found"]) >= 15
     assert answer["refused"] == [True] * 4
+    assert [name for name, right in answer["copies"].items() if not right] == []
+    assert len(answer["copies"]) >= 15
+    assert answer["copies_refused"] == [True] * 4
 
 
 def test_it_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     # A cache of its own: what was compiled before proves nothing.
     compiled = run_script("compile", TRITON_CACHE_DIR=str(tmp_path))
-    targets = {capability: kernel["target"] for capability, kernel in compiled.items()}
-    assert targets == {
-        "80": ".target sm_80",
-        "90": ".target sm_90a",
-        "100": ".target sm_100a",
-    }
-    assert all(kernel["bytes"] > 0 for kernel in compiled.values())
+    assert compiled.keys() == {"checksum", "copy"}
+    for kernels in compiled.values():
+        targets = {capability: kernel["target"] for capability, kernel in kernels.items()}
+        assert targets == {
+            "80": ".target sm_80",
+            "90": ".target sm_90a",
+            "100": ".target sm_100a",
+        }
+        assert all(kernel["bytes"] > 0 for kernel in kernels.values())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -62,3 +67,14 @@ def test_on_a_gpu_it_equals_numpy(size: int) -> None:
 
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
     assert checksum_tensor(data.cuda()) == checksum(data.numpy().tobytes())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("size", [8, 8 * 1024, 8 * 1025, 1 << 20, 16 << 20])
+def test_on_a_gpu_it_copies(size: int) -> None:
+    from kvtransfer.checksum_triton import copy_tensor  # noqa: PLC0415 - compiles on a GPU
+
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    to = torch.empty(size, dtype=torch.uint8, device="cuda")
+    assert copy_tensor(to, data.cuda()) == checksum(data.numpy().tobytes())
+    assert torch.equal(to.cpu(), data)

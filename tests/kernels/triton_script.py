@@ -36,7 +36,33 @@ def interpret() -> dict[str, Any]:
     checksum_triton.BLOCK = 1 << 16
     large = torch.randint(0, 256, (LARGE,), dtype=torch.uint8)
     found["large"] = (_kernel(large), _numpy(large))
-    return {"found": found, "refused": [_refused(data) for data in _unfit()]}
+    return {
+        "found": found,
+        "refused": [_refused(data) for data in _unfit()],
+        "copies": {name: _copies(data) for name, data in cases.items()},
+        "copies_refused": [_copy_refused(data) for data in _unfit()],
+    }
+
+
+def _copies(data: torch.Tensor) -> bool:
+    """Whether a copy is the data, has its checksum, and leaves what lies around it."""
+    room = torch.full((data.numel() + 128,), 165, dtype=torch.uint8)
+    to = room[64:-64]
+    same = f"{checksum_triton.copy_tensor(to, data):016x}" == _numpy(data)
+    around = torch.cat((room[:64], room[-64:]))
+    return same and torch.equal(to, data.flatten()) and bool((around == 165).all())
+
+
+def _copy_refused(data: torch.Tensor) -> bool:
+    """Either way; and a copy into a tensor of another length."""
+    fit = torch.full((data.numel() // 8 * 8 + 8,), 165, dtype=torch.uint8)
+    for to, source in ((fit, data), (data, fit), (fit, fit[8:])):
+        try:
+            checksum_triton.copy_tensor(to, source)
+        except ValueError:
+            continue
+        return False
+    return bool((fit == 165).all())
 
 
 def _kernel(data: torch.Tensor) -> str:
@@ -65,19 +91,27 @@ def _refused(data: torch.Tensor) -> bool:
 
 
 def compile_ahead() -> dict[str, Any]:
-    """Each GPU generation's target line and the size of its machine code, made without a GPU."""
+    """By kernel and GPU generation: its target line and the size of its machine code."""
     signature = {"words": "*i32", "sums": "*i64", "pairs": "i32"}
+    return {
+        "checksum": _compiled(checksum_triton.checksum_kernel, signature),
+        "copy": _compiled(checksum_triton.copy_kernel, {"to": "*i32"} | signature),
+    }
+
+
+def _compiled(kernel: Any, signature: dict[str, str]) -> dict[str, Any]:
+    """Made without a GPU."""
     constants = {"seed": KEY_SEED, "block": BLOCK}
     compiled = {}
     for capability in (80, 90, 100):
         source = ASTSource(
-            checksum_triton.checksum_kernel,
+            kernel,
             signature=signature | dict.fromkeys(constants, "constexpr"),
             constexprs=constants,
         )
-        kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-        target = next(line for line in kernel.asm["ptx"].splitlines() if ".target" in line)
-        compiled[str(capability)] = {"target": target, "bytes": len(kernel.asm["cubin"])}
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+        target = next(line for line in made.asm["ptx"].splitlines() if ".target" in line)
+        compiled[str(capability)] = {"target": target, "bytes": len(made.asm["cubin"])}
     return compiled
 
 

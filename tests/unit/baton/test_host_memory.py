@@ -1,11 +1,15 @@
-"""engine/host_memory.py."""
+"""baton/host_memory.py."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
-from engine.host_memory import available_bytes
+import pytest
+
+from baton.errors import ConfigError
+from baton.host_memory import available_bytes, take_memory
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -40,3 +44,26 @@ def test_nothing_readable_is_no_bound(tmp_path: Path) -> None:
 
 def test_this_machine_has_some() -> None:
     assert 0 < available_bytes() < 1 << 50
+
+
+def test_memory_is_zeros_that_can_be_written() -> None:
+    memory = take_memory(10_000)
+    assert memory[:] == bytes(10_000)
+    memory[9_999] = 1
+    assert memory[9_999] == 1
+
+
+def test_shared_memory_is_the_files() -> None:
+    descriptor = os.memfd_create("test")
+    try:
+        os.ftruncate(descriptor, 10_000)
+        memory = take_memory(10_000, descriptor)
+        memory[5_000] = 1
+        assert os.pread(descriptor, 2, 5_000) == b"\1\0"
+    finally:
+        os.close(descriptor)
+
+
+def test_more_than_there_is_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lower kv_pool_mib"):
+        take_memory(1 << 50)

@@ -1,0 +1,92 @@
+"""KV blocks on a GPU, as transports that go through the host see them."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtransfer import copying
+from kvtransfer.checksum_triton import checksum_tensor
+from kvtransfer.memory import SharedFile, check_part
+
+
+class GpuMemory:
+    """``kvtransfer.memory.BlockMemory`` over blocks on a CUDA device.
+
+    Safe beside a running step, because a block that is read is complete, and one that is written is
+    in no plan before its copy has ended. One part at a time goes through the pinned staging of one
+    block; the link between host and GPU would not carry two faster.
+    """
+
+    def __init__(self, data: torch.Tensor) -> None:
+        """``data`` uint8 [blocks, block_bytes], contiguous, on a CUDA device, stays the caller's.
+
+        Raises ValueError for other data.
+        """
+        if data.dtype != torch.uint8 or data.dim() != 2 or not data.is_contiguous():
+            raise ValueError("contiguous uint8 [blocks, block_bytes] is needed")
+        self._data = data
+        # Of its own: on the default stream a copy would wait for the engine's steps.
+        self._stream = torch.cuda.Stream(data.device)  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
+        self._staging = _pinned(self.block_bytes)
+        copying.copy_library()
+
+    @property
+    def blocks(self) -> int:
+        return self._data.shape[0]
+
+    @property
+    def block_bytes(self) -> int:
+        return self._data.shape[1]
+
+    @property
+    def device(self) -> str:
+        return str(self._data.device)
+
+    @property
+    def shared_file(self) -> SharedFile | None:
+        return None
+
+    def checksum(self, block: int, offset: int, length: int) -> int:
+        """On the GPU, unless the part begins or ends within a word."""
+        part = self._part(block, offset, length)
+        if offset % 4 or length % 8:
+            with self._lock:
+                return copying.checksum(self._fetch(part))
+        with torch.cuda.stream(self._stream):
+            return checksum_tensor(part)
+
+    def read(self, block: int, offset: int, out: memoryview) -> int:
+        part = self._part(block, offset, out.nbytes)
+        with self._lock:
+            return copying.copy(out, self._fetch(part), soon_read=True)
+
+    def write(self, block: int, offset: int, data: memoryview) -> int:
+        """The checksum is that of the staging, which the GPU then reads."""
+        part = self._part(block, offset, data.nbytes)
+        with self._lock, torch.cuda.stream(self._stream):
+            staged = self._staging[: data.nbytes]
+            digest = copying.copy(staged.numpy(), data)
+            part.copy_(staged, non_blocking=True)
+            self._stream.synchronize()
+            return digest
+
+    def _part(self, block: int, offset: int, length: int) -> torch.Tensor:
+        check_part(self, block, offset, length)
+        return self._data[block, offset : offset + length]
+
+    def _fetch(self, part: torch.Tensor) -> npt.NDArray[np.uint8]:
+        """A part's bytes in the staging; with the lock held."""
+        with torch.cuda.stream(self._stream):
+            staged = self._staging[: part.numel()]
+            staged.copy_(part, non_blocking=True)
+            self._stream.synchronize()
+            return staged.numpy()
+
+
+def _pinned(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
