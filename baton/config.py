@@ -110,7 +110,7 @@ class Config(BaseSettings):
     redis_url: str = ""
     """A Redis or Valkey server, ``redis://host:port/db``; empty starts an embedded Valkey."""
     transport: TransportName = "auto"
-    """How KV blocks travel between workers; ``auto`` takes the best that both sides of a pair have."""
+    """How KV blocks travel between workers; ``auto``: the best that both ends of a pair can use."""
     transfer_window_mib: int = Field(default=32, ge=1, le=4096)
     """Most KV that a worker may be sending another one at a time, in MiB; bounds what is staged."""
     local_prefill: Literal["never"] = "never"

@@ -79,15 +79,15 @@ class HandoffReceiver:
         pinned = self._pool.match(hashes)
         count = -(-len(spec.token_ids) // size) - len(pinned)
         self._check_room(count, pinned)
-        ticket = self.blocks.promise(
-            attempt, offer.writer, missing=count, pinned=pinned, now=now
-        )
+        ticket = self.blocks.promise(attempt, offer.writer, missing=count, pinned=pinned, now=now)
         self._specs[ticket.ticket_id] = spec
         return ticket
 
     def _check_offer(self, offer: Offer) -> None:
         own = Identity(self._incarnation, self._fingerprint, self._geometry)
-        check_peer(own, Identity(offer.writer, offer.fingerprint, offer.geometry), offer.incarnation)
+        check_peer(
+            own, Identity(offer.writer, offer.fingerprint, offer.geometry), offer.incarnation
+        )
         spec = offer.spec
         # The first token comes along; what is left must be more than nothing, or it never ends.
         if len(spec.token_ids) + 1 >= self._scheduler.limits.context_length:

@@ -17,7 +17,7 @@ from engine.cpu.library import library_build
 from engine.gpu.decoder import gpu_decoder
 from engine.gpu.graphs import GRAPH_BYTES
 from engine.gpu.runner import GpuRunner
-from engine.kv_cache import KvCache, block_bytes
+from engine.kv_cache import Allocate, KvCache, block_bytes
 from engine.kv_quantization import kv_dtype, kv_dtype_name
 from engine.model import DecoderModel
 from engine.model_config import ModelConfig, load_model_config
@@ -82,8 +82,11 @@ class Engine:
         return self.scheduler.limits.context_length
 
 
-def build_engine(settings: EngineSettings) -> Engine:
-    """Load the model and take the memory. Raises ConfigError with what to change."""
+def build_engine(settings: EngineSettings, allocate: Allocate | None = None) -> Engine:
+    """Load the model and take the memory, that of the KV blocks by ``allocate``.
+
+    Raises ConfigError with what to change.
+    """
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = _device(settings.device)
@@ -105,7 +108,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         raise ConfigError(
             f"the KV pool holds {max(0, blocks)} blocks of {size} bytes, and needs 2; {advice}"
         )
-    cache = KvCache(config, blocks, settings.block_size, kv, device)
+    cache = KvCache(config, blocks, settings.block_size, kv, device, allocate)
     pool = BlockPool(blocks)
     limits = SchedulerLimits(
         block_size=settings.block_size,

@@ -8,6 +8,7 @@ head, slot]`` in fp32, then what fills it up to a multiple of 64.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -33,28 +34,33 @@ class KvCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        allocate: Allocate | None = None,
     ) -> None:
-        """``dtype`` is the model's, or int8 or float8_e4m3fn: then the codes have scales."""
+        """``dtype`` is the model's, or int8 or float8_e4m3fn: then the codes have scales.
+
+        ``allocate`` gives the memory, once.
+        """
         self.block_size = block_size
         self.blocks = blocks
         shape = _shape(config, block_size)
         codes = math.prod(shape) * dtype.itemsize
         size = block_bytes(config, block_size, dtype)
-        self._bytes = _zeros(blocks * size, device).view(blocks, size)
-        self.data = self._bytes[:, :codes].view(dtype).view(blocks, *shape)
+        self.bytes = (allocate or allocate_plain)(blocks * size, device).view(blocks, size)
+        """uint8 ``[block, block_bytes]``: each block as it travels."""
+        self.data = self.bytes[:, :codes].view(dtype).view(blocks, *shape)
         """``[block, layer, K/V, head, slot, dim]``, by strides."""
         self.scales: torch.Tensor | None = None
         """fp32 ``[block, layer, K/V, head, slot]``, by strides: a value is its code times that."""
         self._bits = self.data
         if has_scales(dtype):
-            scales = self._bytes[:, codes : codes + math.prod(shape[:-1]) * 4]
+            scales = self.bytes[:, codes : codes + math.prod(shape[:-1]) * 4]
             self.scales = scales.view(torch.float32).view(blocks, *shape[:-1])
             # torch has no indexing of fp8.
-            self._bits = self._bytes[:, :codes].view(blocks, *shape)
+            self._bits = self.bytes[:, :codes].view(blocks, *shape)
 
     @property
     def block_bytes(self) -> int:
-        return self._bytes.shape[1]
+        return self.bytes.shape[1]
 
     def geometry(self) -> Geometry:
         _, layers, _, heads, size, dim = self.data.shape
@@ -62,7 +68,7 @@ class KvCache:
 
     def block(self, block: int) -> torch.Tensor:
         """A block's bytes: a uint8 view [block_bytes] on the cache's device."""
-        return self._bytes[block]
+        return self.bytes[block]
 
     def write(
         self,
@@ -99,8 +105,13 @@ class KvCache:
         return both[0], both[1]
 
 
-def _zeros(size: int, device: torch.device) -> torch.Tensor:
-    """uint8 [size]. Zeros, so that slots past a sequence's end, which are masked, hold no NaN."""
+Allocate = Callable[[int, torch.device], torch.Tensor]
+"""Gives uint8 [size] of zeros on a device, at an address that is a multiple of 64: slots past a
+sequence's end, which are masked, must hold no NaN. Raises ConfigError."""
+
+
+def allocate_plain(size: int, device: torch.device) -> torch.Tensor:
+    """Memory of this process alone; see ``Allocate``."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=torch.uint8, device=device)
     return torch.frombuffer(take_memory(size), dtype=torch.uint8)

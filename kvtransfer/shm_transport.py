@@ -83,7 +83,7 @@ class ShmTransport:
         if (theirs.boot_id, theirs.pid_namespace) != (_host(), _pid_namespace()):
             raise HandoffError(f"{peer.incarnation} is on another host, or in another container")
         blocks = open_shared(theirs.pid, theirs.descriptor, theirs.inode, theirs.bytes)
-        link = ShmReceiveLink(self._memory, blocks, theirs.block_bytes, self._executor)
+        link = ShmReceiveLink(self._memory, blocks.data, theirs.block_bytes, self._executor)
         return link, b""
 
     def connect(self, peer: Peer, answer: bytes) -> ShmSendLink:

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Awaitable
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc.aio
 
@@ -94,10 +94,9 @@ class Handoff:
         """A call's answer. Raises its error, or what breaks the pair while it is awaited."""
         assert self._pair is not None, "no pair"
         answer = asyncio.ensure_future(call)
+        waits: set[asyncio.Future[Any]] = {answer, self._pair.broken}
         try:
-            await asyncio.wait(
-                [answer, self._pair.broken], return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 raise self._pair.broken.result()
             return answer.result()
@@ -138,8 +137,9 @@ class Handoff:
         commit = asyncio.ensure_future(
             self._unless_broken(self._stub.Commit(request, timeout=self._left()))
         )
+        waits: set[asyncio.Future[Any]] = {commit, self._push.done}
         try:
-            await asyncio.wait([commit, self._push.done], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             self.check()
             response = await commit
         finally:

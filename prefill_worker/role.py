@@ -55,9 +55,7 @@ class PrefillRole:
         try:
             handoff = None
             if spec.sampling.max_tokens - (len(spec.token_ids) - spec.prompt_length) > 1:
-                handoff = Handoff(
-                    self.context, spec, Peer(incarnation, address), deadline=deadline
-                )
+                handoff = Handoff(self.context, spec, Peer(incarnation, address), deadline=deadline)
             async for response in self._run(spec, handoff, deadline):
                 yield response
         finally:

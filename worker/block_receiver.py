@@ -38,9 +38,9 @@ class BlockReceiver:
         """``lease_s``: a ticket whose writer is silent for this long ends."""
         self.book = TicketBook()
         self.listeners: list[TicketListener] = []
-        self._pool = pool
+        self.pool = pool
         self._metrics = metrics
-        self._block_bytes = block_bytes
+        self.block_bytes = block_bytes
         self._lease_s = lease_s
         self._transport: dict[str, str] = {}
 
@@ -52,11 +52,11 @@ class BlockReceiver:
         Raises TicketEnded after an abort, ``OutOfBlocks``; then nothing is taken.
         """
         self.book.check_alive(attempt)
-        self._pool.pin(pinned)
+        self.pool.pin(pinned)
         try:
-            blocks = self._pool.allocate(missing)
+            blocks = self.pool.allocate(missing)
         except BaseException:
-            self._pool.release(pinned)
+            self.pool.release(pinned)
             raise
         ticket = Ticket(
             secrets.token_hex(8),
@@ -64,7 +64,7 @@ class BlockReceiver:
             writer,
             missing=blocks,
             pinned=pinned,
-            block_bytes=self._block_bytes,
+            block_bytes=self.block_bytes,
             lease_s=self._lease_s,
             now=now,
         )
@@ -114,7 +114,7 @@ class BlockReceiver:
         was_quarantined = ticket.is_quarantined
         ticket.end_copy()
         if was_quarantined and not ticket.is_quarantined:
-            self._pool.end_quarantine(ticket.missing)
+            self.pool.end_quarantine(ticket.missing)
             self.book.drop(ticket)
         return ticket
 
@@ -180,11 +180,11 @@ class BlockReceiver:
     def _release(self, ticket: Ticket, outcome: str, error: BatonError) -> None:
         if not ticket.release():
             return
-        self._pool.release(ticket.pinned)
+        self.pool.release(ticket.pinned)
         if ticket.is_quarantined:
-            self._pool.quarantine(ticket.missing)
+            self.pool.quarantine(ticket.missing)
         else:
-            self._pool.release(ticket.missing)
+            self.pool.release(ticket.missing)
             self.book.drop(ticket)
         self._count(ticket, outcome)
         for listener in self.listeners:

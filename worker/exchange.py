@@ -17,7 +17,7 @@ from baton.errors import WorkerFailed
 from baton.grpc_channel import open_channel
 from kvtransfer.inbound import Inbound
 from kvtransfer.outbound import Outbound
-from kvtransfer.pair import Identity, PairLimits
+from kvtransfer.pair import Identity, PairLimits, check_peer
 from kvtransfer.transport import Peer, Transport
 from worker.block_receiver import BlockReceiver
 
@@ -41,6 +41,9 @@ class Exchange:
         self._transports = transports
         self._limits = limits
         self._executor = executor
+        self._pool = receiver.pool
+        self._block_bytes = receiver.block_bytes
+        self._given = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._outbound: dict[Peer, Outbound] = {}
         self._opening: dict[Peer, asyncio.Task[Outbound]] = {}
@@ -79,9 +82,44 @@ class Exchange:
         if not done.cancelled() and done.exception() is None:
             self._outbound[peer] = done.result()
 
+    async def give(
+        self, reader: Identity, peer: Peer, meant: str, ticket_id: str, hashes: Sequence[bytes]
+    ) -> int:
+        """Send another worker, for its own ticket, the leading blocks of ``hashes`` held here.
+
+        Returns how many have landed. They are pinned as long as this call runs: it is the read
+        ticket of whoever pulls. Raises BatonError.
+        """
+        check_peer(self.identity, reader, meant)
+        blocks = self._pool.match(hashes)
+        if not blocks:
+            return 0
+        self._pool.pin(blocks)
+        self._given += 1
+        try:
+            await self._give(peer, ticket_id, blocks)
+        finally:
+            self._given -= 1
+            self._pool.release(blocks)
+        return len(blocks)
+
+    async def _give(self, peer: Peer, ticket_id: str, blocks: Sequence[int]) -> None:
+        pair = await self.outbound(peer)
+        push = pair.push(ticket_id)
+        try:
+            for target, block in enumerate(blocks):
+                push.put(target, block, 0, self._block_bytes)
+            push.end()
+            await asyncio.shield(push.done)
+        except asyncio.CancelledError:
+            push.cancel()
+            # The pair notices a silent peer: this ends.
+            await asyncio.wait([push.done])
+            raise
+
     def is_idle(self) -> bool:
         """Whether no block is promised here, nor read for others."""
-        return not len(self.receiver.book)
+        return not len(self.receiver.book) and not self._given
 
     def heartbeat(self) -> None:
         """Renew leases, give up silent peers, end what has expired."""

@@ -25,20 +25,28 @@ import torch
 from prometheus_client import CollectorRegistry, start_http_server
 
 from baton.background import end_tasks
+from baton.config import MIB
 from baton.grpc_channel import make_server
 from baton.metrics import WorkerMetrics
 from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry, WorkerRecord
+from baton.v1 import transfer_pb2_grpc
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
+from kvtransfer.memory import BlockMemory
+from kvtransfer.pair import Identity, PairLimits
+from worker.block_receiver import BlockReceiver
 from worker.control_loop import ControlLoop
 from worker.cores import CoreBoard, host_cores
+from worker.exchange import Exchange
 from worker.gauges import WorkerGauges
 from worker.index_publisher import IndexPublisher
-from worker.kv_memory import KvMemory
 from worker.placement import place
+from worker.pool_memory import PoolMemory
 from worker.role import RoleFactory, WorkerContext
 from worker.settings import WorkerSettings
+from worker.transfer_service import TransferServicer
+from worker.transports import make_transports
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +74,7 @@ class WorkerProcess:
         self._redis = redis_client(settings.redis_url)
         self._registry = Registry(self._redis, settings.cluster_id)
         self._server = make_server()
+        self._memory = PoolMemory(shared=settings.config.transport in ("auto", "shm"))
         self._tasks: list[asyncio.Task[None]] = []
         self._stopped = asyncio.Event()
         self._transfers = ThreadPoolExecutor(_TRANSFER_THREADS, thread_name_prefix="transfer")
@@ -77,7 +86,7 @@ class WorkerProcess:
         metrics = WorkerMetrics(CollectorRegistry())
         gauges = WorkerGauges(metrics, self.settings.slot, self.settings.pool.role)
         control = ControlLoop(engine, gauges, incarnation, self._board())
-        memory = self._pool_memory.of(engine.cache)
+        memory = self._memory.of(engine.cache)
         exchange = self._make_exchange(engine, memory, metrics, incarnation)
         self.context = WorkerContext(
             settings=self.settings,
@@ -121,12 +130,8 @@ class WorkerProcess:
         receiver = BlockReceiver(
             engine.pool, metrics, block_bytes=memory.block_bytes, lease_s=config.lease_s
         )
-        transports = make_transports(
-            config.transport, memory, self.settings.host, self._transfers
-        )
-        limits = PairLimits(
-            window_bytes=config.transfer_window_mib * MIB, silence_s=config.lease_s
-        )
+        transports = make_transports(config.transport, memory, self.settings.host, self._transfers)
+        limits = PairLimits(window_bytes=config.transfer_window_mib * MIB, silence_s=config.lease_s)
         identity = Identity(incarnation, engine.fingerprint, engine.cache.geometry())
         return Exchange(identity, transports, receiver, limits, self._transfers)
 
@@ -166,7 +171,8 @@ class WorkerProcess:
                 quantization=config.quantization,
                 kv_dtype=config.kv_dtype,
                 deterministic=config.deterministic,
-            )
+            ),
+            self._memory.allocate,
         )
         warm_up(engine)
         return engine
@@ -217,6 +223,7 @@ class WorkerProcess:
             self._metrics_server.server_close()
             self._metrics_thread.join(STOP_DEADLINE_S)
         await self._redis.aclose()
+        self._memory.close()
         self._transfers.shutdown(wait=True, cancel_futures=True)
 
     async def _heartbeat(self) -> None:

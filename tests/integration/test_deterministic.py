@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worker.kv_memory import KvMemory
 
 from baton.errors import ConfigError, HandoffError
 from baton.request import SequenceSpec
@@ -30,7 +31,6 @@ from engine.scheduler import Scheduler
 from engine.step import StepInput, StepModel, StepOutput
 from tests.mini_cluster import mini_cluster
 from tests.models import make_tiny_model
-from worker.kv_memory import KvMemory
 
 BLOCK = 16
 PROMPT = 530

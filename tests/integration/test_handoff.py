@@ -57,11 +57,11 @@ async def check_cold_and_warm(
     cluster: MiniCluster, prompt: tuple[int, ...], sampling: SamplingParams
 ) -> None:
     expected = local_answer(cluster.model, prompt, sampling)
-    before = cluster.value("decode-0", "baton_handoff_bytes_total", transport="grpc")
+    before = cluster.value("decode-0", "baton_handoff_bytes_total", transport="shm")
     cold = await cluster.answer(prompt, sampling)
-    between = cluster.value("decode-0", "baton_handoff_bytes_total", transport="grpc")
+    between = cluster.value("decode-0", "baton_handoff_bytes_total", transport="shm")
     warm = await cluster.answer(prompt, sampling)
-    after = cluster.value("decode-0", "baton_handoff_bytes_total", transport="grpc")
+    after = cluster.value("decode-0", "baton_handoff_bytes_total", transport="shm")
     assert (cold.token_ids, cold.finish_reason) == (expected, FinishReason.LENGTH)
     assert (warm.token_ids, warm.finish_reason) == (expected, FinishReason.LENGTH)
     context = cluster.workers["decode-0"].context
