@@ -144,7 +144,7 @@ uint64_t checksum(char* to, const char* from, int64_t bytes) {
 extern "C" {
 
 uint64_t kv_checksum(const void* data, int64_t bytes) {
-  return checksum<NONE>(nullptr, (const char*)data, bytes);
+  return checksum<NONE>((char*)data, (const char*)data, bytes);  // writes nothing
 }
 
 // The two do not overlap. `streamed`: what is written is not soon read, so that the caches are kept

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -10,6 +12,7 @@ from baton.errors import HandoffError
 from kvtransfer.checksum import checksum
 from kvtransfer.host_memory import HostMemory
 from kvtransfer.memory import BlockMemory, SharedFile
+from kvtransfer.shared_pool import allocate, inode_of, open_shared
 
 BLOCKS, BLOCK_BYTES = 5, 192
 
@@ -84,6 +87,20 @@ def test_lengths_are_bytes_whatever_the_items_are(memory: BlockMemory) -> None:
     out = memoryview(bytearray(128)).cast("Q")
     memory.read(1, 0, out)
     assert out.tolist() == words.tolist()
+
+
+def test_whoever_maps_the_pool_sees_what_is_written() -> None:
+    pool = allocate(BLOCKS * BLOCK_BYTES)
+    try:
+        memory = HostMemory(pool.data.reshape(BLOCKS, BLOCK_BYTES), pool.file)
+        mapped = open_shared(
+            os.getpid(), pool.file.descriptor, inode_of(pool.file), pool.file.bytes
+        ).reshape(BLOCKS, BLOCK_BYTES)
+        memory.write(3, 64, memoryview(b"\x07" * 128))
+        assert (mapped[3, 64:] == 7).all()
+        assert int(mapped.sum(dtype=np.int64)) == 7 * 128
+    finally:
+        pool.close()
 
 
 def test_other_data_is_refused() -> None:
