@@ -21,6 +21,9 @@ from kvtransfer.plan import check_convertible, overlaps
 _PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPES = _PLAIN | KV_DTYPES
 """Of a layout's codes."""
+_CPU_VALUES, _GPU_VALUES = 1 << 20, 1 << 26
+"""Most values that are converted at once, some fp32 copies of them being made: on a CPU as many as
+its caches hold (64 blocks at once took 4 times as long), on a GPU as many as keep it busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +100,7 @@ class Converter:
         ``cache`` is uint8 [blocks, source.block_bytes], ``table`` the sequence's block table in it,
         ``tokens`` how many of its tokens are computed. ``wanted`` counts target blocks from the
         sequence's start. ``out`` is uint8 [len(wanted), target.block_bytes] on the same device;
-        slots without a token, and padding, become zeros. Takes memory for all values of ``wanted``
-        in fp32 when KV types differ.
+        slots without a token, and padding, become zeros.
 
         Raises HandoffError for a block that has no token, or a table that is too short; ValueError
         for tensors of another shape, type or device.
@@ -107,14 +109,19 @@ class Converter:
         source = _Blocks.of(cache, self._source).heads(self._heads)
         target = _Blocks.of(out, self._target)
         self._clear(tokens, wanted, out)
-        for slots, pairs in self._places(tokens, wanted).items():
-            source_slot, target_slot, count = slots
-            taken = [table[block] for block, _ in pairs]
-            rows = [row for _, row in pairs]
-            found = source.slots(source_slot, count).take(torch.tensor(taken, device=cache.device))
-            target.slots(target_slot, count).put(
-                torch.tensor(rows, device=out.device), self._as_target(found)
-            )
+        for (source_slot, target_slot, count), pairs in self._places(tokens, wanted).items():
+            here, there = source.slots(source_slot, count), target.slots(target_slot, count)
+            step = self._blocks_at_once(count, cache.device)
+            for first in range(0, len(pairs), step):
+                some = pairs[first : first + step]
+                taken = torch.tensor([table[block] for block, _ in some], device=cache.device)
+                rows = torch.tensor([row for _, row in some], device=cache.device)
+                there.put(rows, self._as_target(here.take(taken)))
+
+    def _blocks_at_once(self, slots: int, device: torch.device) -> int:
+        values = _CPU_VALUES if device.type == "cpu" else _GPU_VALUES
+        layout = self._target
+        return max(1, values // (layout.layers * 2 * len(self._heads) * slots * layout.head_dim))
 
     def _places(
         self, tokens: int, wanted: Sequence[int]

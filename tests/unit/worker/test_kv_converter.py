@@ -161,6 +161,17 @@ def test_padding_is_zeros() -> None:
     assert torch.equal(out, expected_blocks(cache, table, 6, target, 1))
 
 
+def test_more_values_than_are_converted_at_once() -> None:
+    source, target = source_layout(size=16), source_layout("int8", 16)
+    tokens = 12_000
+    assert tokens * LAYERS * 2 * HEADS * DIM > 2 << 20
+    cache, table = make_source(source, tokens)
+    expected = expected_blocks(cache, table, tokens, target)
+    out = garbage(len(expected), target)
+    Converter(source, target).convert(all_blocks(cache), table, tokens, range(len(out)), out)
+    assert torch.equal(out, expected)
+
+
 def test_none_wanted() -> None:
     source, target = source_layout(), source_layout("int8")
     cache, table = make_source(source, 16)
