@@ -9,40 +9,55 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 
-_MADV_POPULATE_WRITE = 23
-"""Of Linux 5.14 and later; Python's mmap has no name for it."""
+_POPULATE_WRITE, _COLLAPSE = 23, 25
+"""Advice of Linux 5.14 and 6.1 for which Python's mmap has no names; see madvise(2)."""
 
 
-def take_memory(size: int, descriptor: int | None = None) -> mmap.mmap:
-    """``size`` bytes of zeros, private ones or, shared, those of a file: a KV cache's pool.
+def take_memory(size: int) -> mmap.mmap:
+    """``size`` bytes of zeros: a KV cache's pool.
 
     In large pages, where the kernel gives them: attention jumps from block to block, and with small
     pages each jump would cost a search of the page table. Taken at once: a step that is the first
     to write a page would wait until the kernel has cleared it. Raises ConfigError where the machine
     has less.
     """
+    check_available(size)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise too_much(size, error) from error
+    populate(memory, 0, size)
+    return memory
+
+
+def check_available(size: int) -> None:
+    """Raises ConfigError where the machine has less.
+
+    The kernel would grant it now, and kill a process when the pages are touched.
+    """
     available = available_bytes()
     if size > available:
-        # The kernel would grant it now and kill a process when the pages are touched.
         raise ConfigError(
             f"{size >> 20} MiB for KV blocks are more than the {available >> 20} MiB that this "
             "machine has left; lower kv_pool_mib"
         )
-    try:
-        if descriptor is None:
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        else:
-            memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED)
-    except OSError as error:
-        raise ConfigError(
-            f"{size >> 20} MiB for KV blocks cannot be had ({error}); lower kv_pool_mib"
-        ) from error
-    for wish in (getattr(mmap, "MADV_HUGEPAGE", None), _MADV_POPULATE_WRITE):
+
+
+def too_much(size: int, error: OSError) -> ConfigError:
+    """What the operator is told of the kernel's refusal."""
+    return ConfigError(f"{size >> 20} MiB for KV blocks cannot be had ({error}); lower kv_pool_mib")
+
+
+def populate(memory: mmap.mmap, start: int, size: int) -> None:
+    """Take all pages of a part, large ones where the kernel gives them.
+
+    Memory that is shared gets large pages only when they are asked for at the end, on most systems.
+    """
+    for advice in (getattr(mmap, "MADV_HUGEPAGE", None), _POPULATE_WRITE, _COLLAPSE):
         # A kernel that does not know it refuses.
         with contextlib.suppress(OSError):
-            if wish is not None:
-                memory.madvise(wish)
-    return memory
+            if advice is not None:
+                memory.madvise(advice, start, size)
 
 
 def available_bytes(

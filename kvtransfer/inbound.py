@@ -29,7 +29,7 @@ from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded
 from baton.grpc_errors import grpc_boundary
 from baton.v1 import transfer_pb2
 from kvtransfer.checksum import raw_checksum
-from kvtransfer.negotiation import TRANSPORTS
+from kvtransfer.negotiation import rank_transports
 from kvtransfer.pair import Identity, PairLimits, check_peer
 from kvtransfer.ticket import Ticket
 from kvtransfer.transfer import Transfer
@@ -123,12 +123,9 @@ class Inbound:
         offers = {offer.transport: offer.offer for offer in message.offers}
         peer = Peer(message.writer, "")
         refusals = []
-        for name in TRANSPORTS:
-            transport = self._transports.get(name)
-            if name not in offers or transport is None:
-                continue
+        for name in rank_transports(offers, self._transports):
             try:
-                link, answer = transport.accept(peer, offers[name])
+                link, answer = self._transports[name].accept(peer, offers[name])
             except HandoffError as error:
                 refusals.append(f"{name}: {error.message}")
                 continue
@@ -141,9 +138,8 @@ class Inbound:
             log.info("%s sends blocks here by %s", message.writer, name)
             return InboundPair(self, message.writer, name, link), Response(opened=opened)
         raise HandoffError(
-            f"{message.writer} can use {', '.join(sorted(offers)) or 'no transport'}, "
-            f"{self.identity.incarnation} {', '.join(self._transports) or 'none'}"
-            + "".join(f"; {refusal}" for refusal in refusals)
+            f"no transport from {message.writer} to {self.identity.incarnation} works: "
+            + "; ".join(refusals)
         )
 
     def began(self, ticket_id: str, transfer: Transfer) -> None:

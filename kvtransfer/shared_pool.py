@@ -8,6 +8,7 @@ whoever has mapped it keeps its bytes, even after its owner has been killed.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -17,10 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.errors import ConfigError, HandoffError
-from baton.host_memory import take_memory
+from baton.errors import HandoffError
+from baton.host_memory import check_available, populate, too_much
 from kvtransfer.memory import SharedFile
 
+_LARGE_PAGE = 2 << 20
+_MAP_FIXED = 0x10
+"""Of Linux, on every machine that Baton runs on."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -48,18 +52,35 @@ def allocate(size: int) -> SharedPool:
 
 
 def _taken(descriptor: int, size: int) -> npt.NDArray[np.uint8]:
+    check_available(size)
     try:
         os.ftruncate(descriptor, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        memory = take_memory(size, descriptor)
+        memory, start = _map_aligned(descriptor, size)
+        populate(memory, start, size)
         # Whatever the mapping has not got, on kernels that cannot be asked to fill one: readers of
         # a page that is not there would be killed if the machine had none left.
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
-        raise ConfigError(
-            f"{size >> 20} MiB of shared memory for KV blocks cannot be had ({error})"
-        ) from error
-    return np.frombuffer(memory, dtype=np.uint8)
+        raise too_much(size, error) from error
+    return np.frombuffer(memory, dtype=np.uint8)[start : start + size]
+
+
+def _map_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
+    """The file, mapped at a multiple of a large page: only there can it have any.
+
+    It lies inside a larger mapping, that of nothing, and goes with it. Returns where it begins.
+    """
+    room = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    start = -address % _LARGE_PAGE
+    c_mmap = ctypes.CDLL(None, use_errno=True).mmap
+    c_mmap.restype = ctypes.c_void_p
+    c_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    where = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    if c_mmap(address + start, size, *where, descriptor, 0) != address + start:
+        raise OSError(ctypes.get_errno(), "mmap")
+    return room, start
 
 
 def inode_of(file: SharedFile) -> int:

@@ -1,0 +1,129 @@
+"""How the bytes of a KV block lie: what two workers must know of each other to exchange blocks.
+
+On each tensor-parallel rank a block holds codes ``[layer, K/V, head, slot, dim]`` of the rank's
+heads, then, where they are int8 or fp8, their scales ``[layer, K/V, head, slot]`` in fp32, then
+what fills it up to a multiple of 64. A *row* is what one slot holds of one head's keys or values in
+one layer: ``head_dim`` codes and, if any, their scale. Rows are counted in the order of the codes,
+so that a row's number gives both its places.
+
+Plain Python.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.errors import GeometryMismatch
+from baton.request import Geometry
+
+SCALE_BYTES = 4
+_ALIGNMENT = 64
+_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
+_SCALED = frozenset({"int8", "fp8"})
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """The layout of a worker's blocks. Raises GeometryMismatch for one that cannot be."""
+
+    block_size: int
+    """Slots of a block."""
+    layers: int
+    kv_heads: int
+    """Of the model: those of all ranks together, each counted once."""
+    head_dim: int
+    kv_dtype: str
+    """``float32``, ``bfloat16``, ``float16``, ``int8`` or ``fp8``."""
+    tensor_parallel: int = 1
+    """How many ranks share the heads. With more ranks than heads, each head lies on several."""
+
+    def __post_init__(self) -> None:
+        sizes = (self.block_size, self.layers, self.kv_heads, self.head_dim, self.tensor_parallel)
+        if min(sizes) < 1:
+            raise GeometryMismatch(f"{self} has a size below 1")
+        if self.kv_dtype not in _VALUE_BYTES:
+            known = ", ".join(_VALUE_BYTES)
+            raise GeometryMismatch(f"{self} has an unknown kv_dtype; known: {known}")
+        if self.kv_heads % self.tensor_parallel and self.tensor_parallel % self.kv_heads:
+            raise GeometryMismatch(
+                f"{self}: {self.kv_heads} KV heads cannot be shared evenly by "
+                f"{self.tensor_parallel} ranks"
+            )
+
+    @classmethod
+    def of(cls, geometry: Geometry) -> KvLayout:
+        """The layout that a worker's geometry describes. Raises GeometryMismatch."""
+        return cls(
+            geometry.block_size,
+            geometry.layers,
+            geometry.kv_heads,
+            geometry.head_dim,
+            geometry.kv_dtype,
+            geometry.tensor_parallel,
+        )
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one code."""
+        return _VALUE_BYTES[self.kv_dtype]
+
+    @property
+    def has_scales(self) -> bool:
+        return self.kv_dtype in _SCALED
+
+    @property
+    def heads_per_rank(self) -> int:
+        return max(1, self.kv_heads // self.tensor_parallel)
+
+    @property
+    def replicas(self) -> int:
+        """On how many ranks each head lies."""
+        return max(1, self.tensor_parallel // self.kv_heads)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a rank's block."""
+        return self.layers * 2 * self.heads_per_rank * self.block_size
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row's codes."""
+        return self.head_dim * self.value_bytes
+
+    @property
+    def codes_bytes(self) -> int:
+        """Bytes of the codes of a rank's block: where its scales begin."""
+        return self.rows * self.row_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the codes and scales of a rank's block: where its padding begins."""
+        return self.codes_bytes + self.rows * SCALE_BYTES * self.has_scales
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block on one rank: a multiple of 64."""
+        return -(-self.used_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    def heads_of(self, rank: int) -> range:
+        """The model's KV heads that a rank holds, in their order there."""
+        first = rank // self.replicas * self.heads_per_rank
+        return range(first, first + self.heads_per_rank)
+
+    def ranks_of(self, head: int) -> range:
+        """The ranks that hold a KV head of the model."""
+        first = head // self.heads_per_rank * self.replicas
+        return range(first, first + self.replicas)
+
+    def row(self, layer: int, which: int, local_head: int, slot: int) -> int:
+        """The number of a row. ``which`` is 0 for keys, 1 for values; heads count in the rank."""
+        plane = (layer * 2 + which) * self.heads_per_rank + local_head
+        return plane * self.block_size + slot
+
+    def code_offset(self, row: int) -> int:
+        """Where a row's codes begin, in bytes within the block."""
+        return row * self.row_bytes
+
+    def scale_offset(self, row: int) -> int:
+        """Where a row's scale begins, in bytes within a block that has scales."""
+        return self.codes_bytes + row * SCALE_BYTES

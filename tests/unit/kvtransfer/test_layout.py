@@ -1,0 +1,89 @@
+"""The bytes of a block, as the engine's cache lays them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from baton.errors import GeometryMismatch
+from baton.request import Geometry
+from engine.kv_cache import KvCache, block_bytes
+from kvtransfer.layout import KvLayout
+from tests.models import plain_config
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]
+SHAPES = [(16, 3, 2, 24), (1, 1, 1, 4), (5, 2, 3, 8), (64, 1, 4, 12)]
+"""(block size, layers, heads, head dim)"""
+
+
+def offset_in_block(cache: KvCache, part: torch.Tensor, index: tuple[int, ...]) -> int:
+    """Where a tensor's element lies in block 1 of the cache."""
+    return part[(1, *index)].data_ptr() - cache.block(1).data_ptr()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_layout_is_that_of_the_engines_cache(
+    dtype: torch.dtype, shape: tuple[int, int, int, int]
+) -> None:
+    size, layers, heads, dim = shape
+    config = plain_config(layers=layers, heads=heads, kv_heads=heads, head_dim=dim)
+    cache = KvCache(config, 2, size, dtype, CPU)
+    layout = KvLayout.of(cache.geometry())
+    assert layout.block_bytes == cache.block_bytes == block_bytes(config, size, dtype)
+    assert layout.value_bytes == dtype.itemsize
+    assert layout.has_scales == (cache.scales is not None)
+    assert layout.used_bytes <= layout.block_bytes < layout.used_bytes + 64
+    for index in itertools.product(range(layers), range(2), range(heads), range(size)):
+        row = layout.row(*index)
+        assert layout.code_offset(row) == offset_in_block(cache, cache.data, (*index, 0))
+        if cache.scales is not None:
+            assert layout.scale_offset(row) == offset_in_block(cache, cache.scales, index)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_rank_has_the_blocks_of_a_model_with_its_heads_alone(dtype: torch.dtype) -> None:
+    config = plain_config(layers=2, heads=2, kv_heads=2, head_dim=8)
+    cache = KvCache(config, 1, 16, dtype, CPU)
+    layout = KvLayout(16, 2, 8, 8, cache.geometry().kv_dtype, tensor_parallel=4)
+    assert layout.heads_per_rank == 2
+    assert layout.block_bytes == cache.block_bytes
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "expected"),
+    [
+        (4, 1, [[0, 1, 2, 3]]),
+        (4, 2, [[0, 1], [2, 3]]),
+        (3, 3, [[0], [1], [2]]),
+        (2, 8, [[0], [0], [0], [0], [1], [1], [1], [1]]),
+        (1, 2, [[0], [0]]),
+    ],
+)
+def test_ranks_share_the_heads(heads: int, ranks: int, expected: list[list[int]]) -> None:
+    layout = KvLayout(16, 1, heads, 8, "bfloat16", ranks)
+    assert [list(layout.heads_of(rank)) for rank in range(ranks)] == expected
+    for head in range(heads):
+        assert list(layout.ranks_of(head)) == [r for r in range(ranks) if head in expected[r]]
+        assert len(layout.ranks_of(head)) == layout.replicas
+
+
+@pytest.mark.parametrize(("heads", "ranks"), [(3, 2), (2, 3), (9, 4), (6, 8)])
+def test_heads_that_cannot_be_shared_are_refused(heads: int, ranks: int) -> None:
+    with pytest.raises(GeometryMismatch, match=f"{heads} KV heads .* {ranks} ranks"):
+        KvLayout(16, 1, heads, 8, "bfloat16", ranks)
+
+
+def test_what_a_peer_may_not_say_is_refused() -> None:
+    good = Geometry(16, 2, 4, 64, "int8", 2)
+    assert KvLayout.of(good) == KvLayout(16, 2, 4, 64, "int8", 2)
+    for place in (0, 1, 2, 3, 5):
+        fields: list[int | str] = [16, 2, 4, 64, "int8", 2]
+        fields[place] = 0
+        with pytest.raises(GeometryMismatch, match="below 1"):
+            KvLayout.of(Geometry(*fields))  # type: ignore[arg-type]
+    with pytest.raises(GeometryMismatch, match=r"int3.*known: float32"):
+        KvLayout.of(Geometry(16, 2, 4, 64, "int3"))

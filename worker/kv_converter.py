@@ -1,0 +1,177 @@
+"""KV blocks of this worker as another worker's: of another block size, KV type or rank.
+
+The plan is ``kvtransfer.plan``'s, over tokens; what a value becomes is
+``engine.kv_quantization``'s: what the other worker's cache would hold if it had been given the
+values that this one holds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton.errors import GeometryMismatch, HandoffError
+from engine.kv_quantization import KV_DTYPES, dequantize_kv, has_scales, quantize_kv
+from kvtransfer.layout import KvLayout
+from kvtransfer.plan import check_convertible, overlaps
+
+_PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = _PLAIN | KV_DTYPES
+"""Of a layout's codes."""
+_CPU_VALUES, _GPU_VALUES = 1 << 20, 1 << 26
+"""Most values that are converted at once, some fp32 copies of them being made: on a CPU as many as
+its caches hold (64 blocks at once took 4 times as long), on a GPU as many as keep it busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Some blocks of one rank, as a view of their bytes."""
+
+    codes: torch.Tensor
+    """[block, layer, K/V, head, slot, dim]; uint8 where there are scales: torch has no indexing of
+    fp8."""
+    scales: torch.Tensor | None
+    """fp32 [block, layer, K/V, head, slot]."""
+
+    @classmethod
+    def of(cls, data: torch.Tensor, layout: KvLayout) -> _Blocks:
+        """View uint8 [blocks, block_bytes]."""
+        shape = (len(data), layout.layers, 2, layout.heads_per_rank, layout.block_size)
+        codes = data[:, : layout.codes_bytes]
+        if not layout.has_scales:
+            codes = codes.view(_DTYPES[layout.kv_dtype])
+        scales = None
+        if layout.has_scales:
+            scales = data[:, layout.codes_bytes : layout.used_bytes].view(torch.float32)
+            scales = scales.view(shape)
+        return cls(codes.view(*shape, layout.head_dim), scales)
+
+    def slots(self, first: int, count: int) -> _Blocks:
+        """Some slots of every block."""
+        scales = None if self.scales is None else self.scales.narrow(4, first, count)
+        return _Blocks(self.codes.narrow(4, first, count), scales)
+
+    def heads(self, heads: range) -> _Blocks:
+        """Some heads of every block."""
+        scales = None
+        if self.scales is not None:
+            scales = self.scales.narrow(3, heads.start, len(heads))
+        return _Blocks(self.codes.narrow(3, heads.start, len(heads)), scales)
+
+    def take(self, blocks: torch.Tensor) -> _Blocks:
+        """A copy of some blocks, int64 [n]."""
+        scales = None if self.scales is None else self.scales.index_select(0, blocks)
+        return _Blocks(self.codes.index_select(0, blocks), scales)
+
+    def put(self, blocks: torch.Tensor, found: _Blocks) -> None:
+        """Overwrite some blocks, int64 [n], with as many others."""
+        self.codes.index_copy_(0, blocks, found.codes)
+        if self.scales is not None and found.scales is not None:
+            self.scales.index_copy_(0, blocks, found.scales)
+
+
+class Converter:
+    """From one layout to one rank of another. Holds no state: safe among threads."""
+
+    def __init__(self, source: KvLayout, target: KvLayout, target_rank: int = 0) -> None:
+        """Raises GeometryMismatch where the two do not fit, or the source has several ranks."""
+        check_convertible(source, target)
+        if source.tensor_parallel != 1:
+            raise GeometryMismatch(f"one rank holds no whole block of {source}: cannot convert it")
+        if not 0 <= target_rank < target.tensor_parallel:
+            raise GeometryMismatch(f"{target} has no rank {target_rank}")
+        self._source = source
+        self._target = target
+        self._heads = target.heads_of(target_rank)
+
+    def convert(
+        self,
+        cache: torch.Tensor,
+        table: Sequence[int],
+        tokens: int,
+        wanted: Sequence[int],
+        out: torch.Tensor,
+    ) -> None:
+        """Write the target's blocks ``wanted`` of a sequence into ``out``, in that order.
+
+        ``cache`` is uint8 [blocks, source.block_bytes], ``table`` the sequence's block table in it,
+        ``tokens`` how many of its tokens are computed. ``wanted`` counts target blocks from the
+        sequence's start. ``out`` is uint8 [len(wanted), target.block_bytes] on the same device;
+        slots without a token, and padding, become zeros.
+
+        Raises HandoffError for a block that has no token, or a table that is too short; ValueError
+        for tensors of another shape, type or device.
+        """
+        self._check(cache, table, tokens, wanted, out)
+        source = _Blocks.of(cache, self._source).heads(self._heads)
+        target = _Blocks.of(out, self._target)
+        self._clear(tokens, wanted, out)
+        for (source_slot, target_slot, count), pairs in self._places(tokens, wanted).items():
+            here, there = source.slots(source_slot, count), target.slots(target_slot, count)
+            step = self._blocks_at_once(count, cache.device)
+            for first in range(0, len(pairs), step):
+                some = pairs[first : first + step]
+                taken = torch.tensor([table[block] for block, _ in some], device=cache.device)
+                rows = torch.tensor([row for _, row in some], device=cache.device)
+                there.put(rows, self._as_target(here.take(taken)))
+
+    def _blocks_at_once(self, slots: int, device: torch.device) -> int:
+        values = _CPU_VALUES if device.type == "cpu" else _GPU_VALUES
+        layout = self._target
+        return max(1, values // (layout.layers * 2 * len(self._heads) * slots * layout.head_dim))
+
+    def _places(
+        self, tokens: int, wanted: Sequence[int]
+    ) -> dict[tuple[int, int, int], list[tuple[int, int]]]:
+        """What can be copied at once: (source slot, target slot, tokens) → (source block, row)."""
+        size = self._target.block_size
+        places = defaultdict(list)
+        for row, block in enumerate(wanted):
+            last = min((block + 1) * size, tokens)
+            for part in overlaps(self._source, self._target, block * size, last):
+                slots = (part.source_slot, part.target_slot, part.tokens)
+                places[slots].append((part.source_block, row))
+        return places
+
+    def _clear(self, tokens: int, wanted: Sequence[int], out: torch.Tensor) -> None:
+        """Zero what no token fills: ``out`` may hold what another sequence left there."""
+        out[:, self._target.used_bytes :] = 0
+        for row, block in enumerate(wanted):
+            if (block + 1) * self._target.block_size > tokens:
+                out[row] = 0
+
+    def _as_target(self, found: _Blocks) -> _Blocks:
+        """The same values in the target's KV type."""
+        if self._source.kv_dtype == self._target.kv_dtype:
+            return found
+        values = found.codes
+        if found.scales is not None:
+            values = dequantize_kv(values.view(_DTYPES[self._source.kv_dtype]), found.scales)
+        dtype = _DTYPES[self._target.kv_dtype]
+        if not has_scales(dtype):
+            return _Blocks(values.to(dtype), None)
+        codes, scales = quantize_kv(values, dtype)
+        return _Blocks(codes.view(torch.uint8), scales)
+
+    def _check(
+        self,
+        cache: torch.Tensor,
+        table: Sequence[int],
+        tokens: int,
+        wanted: Sequence[int],
+        out: torch.Tensor,
+    ) -> None:
+        if cache.dtype != torch.uint8 or cache.shape[1:] != (self._source.block_bytes,):
+            raise ValueError(f"the cache must be uint8 [blocks, {self._source.block_bytes}]")
+        if out.dtype != torch.uint8 or out.shape != (len(wanted), self._target.block_bytes):
+            raise ValueError(f"out must be uint8 [{len(wanted)}, {self._target.block_bytes}]")
+        if out.device != cache.device:
+            raise ValueError(f"the cache is on {cache.device}, out on {out.device}")
+        if tokens > len(table) * self._source.block_size:
+            raise HandoffError(f"{len(table)} blocks do not hold {tokens} tokens")
+        for block in wanted:
+            if not 0 <= block * self._target.block_size < tokens:
+                raise HandoffError(f"block {block} has none of the sequence's {tokens} tokens")
