@@ -15,6 +15,7 @@ import torch
 
 from baton.errors import ConfigError
 from baton.request import Geometry
+from engine.host_memory import available_bytes
 from engine.kv_quantization import dequantize_kv, has_scales, kv_dtype_name, quantize_kv
 from engine.model_config import ModelConfig
 
@@ -112,6 +113,13 @@ def _zeros(size: int, device: torch.device) -> torch.Tensor:
     """
     if device.type != "cpu":
         return torch.zeros(size, dtype=torch.uint8, device=device)
+    available = available_bytes()
+    if size > available:
+        # The kernel would grant it now and kill a process when the pages are touched.
+        raise ConfigError(
+            f"{size >> 20} MiB for KV blocks are more than the {available >> 20} MiB that this "
+            "machine has left; lower kv_pool_mib"
+        )
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,8 @@ from engine.named_tensors import TIED_HEAD
 from engine.quantization.checkpoint_format import UNUSED, CheckpointFormat, checkpoint_format
 from engine.quantization.tensor_file import PADDING
 from engine.quantization.weight import KINDS, QuantizedWeight, QuantKind, dequantize, quantize
+
+log = logging.getLogger(__name__)
 
 Weight = torch.Tensor | QuantizedWeight
 
@@ -110,6 +113,8 @@ def _module(name: str) -> str:
 def _kind_of(name: str, weight: torch.Tensor, quantization: str) -> QuantKind | None:
     """What a plain weight is to be quantised to; None: it stays plain."""
     wanted = next((kind for kind in KINDS if kind == quantization), None)
+    if wanted is not None and weight.dim() == 3:
+        log.warning("%s holds several experts in one tensor, and stays as it is", name)
     if weight.dim() != 2 or not name.endswith(".weight"):
         return None
     if _module(name) in (*_ROUTERS, *_EMBEDDINGS):

@@ -36,8 +36,9 @@ PATIENCE_S = 0.15
 """How long prefill computes without a break before decode pauses for it."""
 
 _LINE = struct.Struct("=qiiq40x")
-"""When the step began, in nanoseconds of the host's monotonic clock, 0 for none; its urgent
-threads; its helpers with work in hand (written by board.h); since when there was no break."""
+"""When the step was last seen to run, in nanoseconds of the host's monotonic clock, 0 for none
+(renewed by board.h); its urgent threads; its helpers with work in hand (written by board.h); since
+when there was no break."""
 _TIME, _THREADS = struct.Struct("=q"), struct.Struct("=i")
 _URGENT_AT, _BUSY_SINCE_AT = 8, 16
 _STALE_NS = 5 * 10**9
@@ -127,8 +128,8 @@ class CoreBoard:
         lines = (_LINE.unpack_from(self._lines, line) for line in self._others)
         return [
             _Seen(urgent, helping, (now - busy_since) / 1e9)
-            for began, urgent, helping, busy_since in lines
-            if 0 < began > now - _STALE_NS
+            for alive, urgent, helping, busy_since in lines
+            if 0 < alive > now - _STALE_NS
         ]
 
     def _prompts_wait(self) -> bool:

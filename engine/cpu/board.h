@@ -15,7 +15,8 @@
 #include <atomic>
 
 struct Line {
-  std::atomic<int64_t> began;  // of the step that runs, in nanoseconds of CLOCK_MONOTONIC; 0: none
+  std::atomic<int64_t> alive;  // when the step that runs was last seen to, in nanoseconds of
+                               // CLOCK_MONOTONIC; 0: none runs
   std::atomic<int32_t> urgent;  // threads of it that yield to nobody
   std::atomic<int32_t> helping;  // threads of it, besides the first, that have work in hand
   std::atomic<int64_t> busy_since;  // for worker/cores.py alone
@@ -36,11 +37,16 @@ struct Board {
     int64_t taken = 1;
     for (int64_t i = 0; i < count; i++) {
       if (i == mine) continue;
-      const int64_t began = lines[i].began.load(std::memory_order_relaxed);
-      if (!began || now - began > STALE_NS) continue;
+      const int64_t alive = lines[i].alive.load(std::memory_order_relaxed);
+      if (!alive || now - alive > STALE_NS) continue;
       taken += std::max(1, lines[i].urgent.load());
     }
     return (int)std::max<int64_t>(0, cores - taken);
+  }
+
+  // A step of many seconds says between layers that it has not died.
+  void is_alive() const {
+    if (lines) lines[mine].alive.store(nanoseconds(), std::memory_order_relaxed);
   }
 
   std::atomic<int32_t>* helping() const { return lines ? &lines[mine].helping : nullptr; }

@@ -4,7 +4,10 @@
 //
 // The residual stream and all sums are fp32; what enters a matrix product is bf16.
 
+#include <float.h>
+
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <vector>
 
@@ -67,6 +70,7 @@ class Decoder {
     make_room();
     embed();
     for (const Layer& layer : layers_) {
+      threads_.is_alive();
       attend(layer);
       if (!tokens()) return;
       if (layer.experts) mix(layer);
@@ -456,6 +460,8 @@ class Decoder {
   void choose(long t, long experts) {
     const long chosen = model_.experts_per_token;
     float* scores = scores_.data() + t * experts;
+    // No order holds among scores that are not numbers: those experts are the last.
+    for (long e = 0; e < experts; e++) scores[e] = std::isnan(scores[e]) ? -FLT_MAX : scores[e];
     const float most = *std::max_element(scores, scores + experts);
     float total = 0;
     for (long e = 0; e < experts; e++) total += scores[e] = expf(scores[e] - most);

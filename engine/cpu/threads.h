@@ -28,6 +28,9 @@ class Threads {
     yields_ = yields;
   }
 
+  // Tells the other engines that this one's step goes on.
+  void is_alive() const { board_.is_alive(); }
+
   ~Threads() {
     leaving_ = true;
     loop_++;

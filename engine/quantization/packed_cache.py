@@ -58,6 +58,8 @@ class PackedCache:
             self._build(path, build)
             if (found := _load(path)) is None:
                 raise ConfigError(f"{path} cannot be read, just after it was written")
+            # Mapped first: another key's build may take this file away at once.
+            self._drop_unused(path)
         return found
 
     def _build(self, path: Path, build: Build) -> None:
@@ -68,7 +70,6 @@ class PackedCache:
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
-        self._drop_unused(path)
 
     def _drop_unused(self, kept: Path) -> None:
         """Files beyond the limit, least recently used first; never ``kept``."""

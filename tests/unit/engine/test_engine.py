@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from engine.local import generate
 from tests.models import make_tiny_model
+from worker.cores import CoreBoard
 
 ROW_BYTES = 2 * 2 * 2 * 16 * 16
 """Of a block of the tiny model: layers, K and V, heads, slots, values of a head."""
@@ -87,3 +91,19 @@ def test_unknown_types_are_named(base: EngineSettings) -> None:
         build_engine(replace(base, kv_dtype="int4"))
     with pytest.raises(ConfigError, match="known: auto, none, int8, int4, fp8"):
         build_engine(replace(base, quantization="int3"))
+
+
+def test_a_pool_beyond_the_machines_memory_is_refused(base: EngineSettings) -> None:
+    """The kernel would grant it and kill a process when its pages are touched."""
+    with pytest.raises(ConfigError, match="lower kv_pool_mib"):
+        build_engine(replace(base, kv_pool_bytes=1 << 50))
+
+
+def test_a_long_step_says_that_it_goes_on(base: EngineSettings, tmp_path: Path) -> None:
+    engine = build_engine(base)
+    board = CoreBoard(tmp_path / "cores", 0, 1, 1, yields=True)
+    engine.runner.share_cores(board.share)
+    began = (ctypes.c_int64 * 1).from_address(board.share.lines)
+    began[0] = 1
+    warm_up(engine)
+    assert time.monotonic_ns() - began[0] < 60 * 10**9
