@@ -58,12 +58,14 @@ def stream(up: UpProcess, tokens: int) -> Iterator[str]:
 @pytest.mark.parametrize("slot", ["decode-0", "prefill-0"])
 def test_a_killed_worker_comes_back(own_cluster: UpProcess, slot: str) -> None:
     own_cluster.wait_healthy()
-    lines = stream(own_cluster, 400)
+    # Looked for first, and a decode worker has much to do: it must not end before it is killed.
+    victim = worker_process(own_cluster, slot)
+    lines = stream(own_cluster, 1800 if slot.startswith("decode") else 400)
     first = next(lines)
     assert json.loads(first.removeprefix("data: "))["choices"][0]["text"]
     for _ in range(5):
         next(lines)
-    worker_process(own_cluster, slot).kill()
+    victim.kill()
     rest = list(lines)
     if slot.startswith("decode"):
         # Never a clean end without a finish reason.
