@@ -108,6 +108,18 @@ class WorkerMetrics:
             buckets=_PER_TOKEN,
             registry=registry,
         )
+        self.transfer_pairs = Gauge(
+            "baton_transfer_pairs",
+            "1 for each worker that this one sends KV blocks to, and by which transport.",
+            ["worker", "peer", "transport"],
+            registry=registry,
+        )
+        self.transfer_in_flight = Gauge(
+            "baton_transfer_in_flight_bytes",
+            "Bytes of KV that were announced to receivers and have not landed.",
+            ["worker"],
+            registry=registry,
+        )
         self.handoffs = Counter(
             "baton_handoffs",
             "Handoffs that ended, counted by the receiver.",

@@ -96,6 +96,13 @@ def up(
             help="Same bits whatever else is in the batch; refused where that cannot be promised.",
         ),
     ] = None,
+    transport: Annotated[
+        str | None,
+        typer.Option(
+            help="How KV blocks travel between workers: auto (the best that both ends can use), shm,"
+            " grpc, gloo, nccl, cuda_ipc or nixl. Default: auto."
+        ),
+    ] = None,
     redis_url: Annotated[
         str | None,
         typer.Option(
@@ -128,6 +135,7 @@ def up(
         quantization=quantization,
         kv_dtype=kv_dtype,
         deterministic=deterministic,
+        transport=transport,
         redis_url=redis_url,
         local_prefill=local_prefill,
     )
@@ -194,7 +202,7 @@ def status(
 ) -> None:
     """Show the router's health and what each worker does; exit code 1 when it is not healthy."""
     from baton.errors import BatonError  # noqa: PLC0415
-    from deploy.status import read_status, table  # noqa: PLC0415
+    from deploy.status import pairs_table, read_status, table  # noqa: PLC0415
 
     cluster = _local_cluster(http)
     address = http or (cluster.http if cluster is not None else _DEFAULT_HTTP)
@@ -205,6 +213,9 @@ def status(
     console = Console()
     console.print(f"router {found.http}: {found.health}", markup=False, highlight=False)
     console.print(table(found))
+    if found.pairs:
+        console.print()
+        console.print(pairs_table(found))
     raise typer.Exit(0 if found.healthy else 1)
 
 

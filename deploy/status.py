@@ -37,6 +37,15 @@ class WorkerRow:
 
 
 @dataclass(frozen=True, slots=True)
+class PairRow:
+    """How KV blocks go from one worker to another."""
+
+    writer: str
+    receiver: str
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """What a router says of itself, and the workers' lines."""
 
@@ -45,6 +54,7 @@ class Status:
     health: str
     """``ok``, or ``degraded`` or ``unavailable`` with the reason."""
     workers: tuple[WorkerRow, ...]
+    pairs: tuple[PairRow, ...] = ()
 
 
 def read_status(http: str, cluster: ClusterState | None) -> Status:
@@ -63,7 +73,8 @@ def read_status(http: str, cluster: ClusterState | None) -> Status:
     rows = rows_from_metrics(page)
     if cluster is not None:
         rows = rows_from_registry(_registry(cluster)) or rows
-    return Status(http, health.status_code == httpx.codes.OK, _health_text(health), rows)
+    healthy = health.status_code == httpx.codes.OK
+    return Status(http, healthy, _health_text(health), rows, pairs_from_metrics(page))
 
 
 def rows_from_registry(records: Iterable[WorkerRecord]) -> tuple[WorkerRow, ...]:
@@ -108,6 +119,27 @@ def rows_from_metrics(page: str) -> tuple[WorkerRow, ...]:
         )
         for (slot, role), count in sorted(counts.items())
     )
+
+
+def pairs_from_metrics(page: str) -> tuple[PairRow, ...]:
+    """The pairs of workers between which blocks go, as a /metrics/cluster page shows them."""
+    rows = [
+        PairRow(sample.labels["worker"], sample.labels["peer"], sample.labels["transport"])
+        for family in text_string_to_metric_families(page)
+        if family.name == "baton_transfer_pairs"
+        for sample in family.samples
+    ]
+    return tuple(sorted(rows, key=lambda row: (row.writer, row.receiver)))
+
+
+def pairs_table(status: Status) -> Table:
+    """How KV blocks travel, a line for each pair that has been formed."""
+    drawn = Table(box=None, pad_edge=False)
+    for name in ("from", "to", "transport"):
+        drawn.add_column(name, no_wrap=True, overflow="fold")
+    for row in status.pairs:
+        drawn.add_row(row.writer, row.receiver, row.transport)
+    return drawn
 
 
 def table(status: Status) -> Table:

@@ -123,6 +123,8 @@ class Outbound:
         """``transports`` are registered; ``executor`` reads blocks."""
         self.peer = peer
         self.transport = ""
+        self.in_flight_bytes = 0
+        """Announced and not yet landed."""
         self.broken: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._identity = identity
@@ -135,7 +137,6 @@ class Outbound:
         self._window_bytes = 0
         self._pushes: dict[str, Push] = {}
         self._in_flight: dict[int, Load] = {}
-        self._in_flight_bytes = 0
         self._next = 0
         self._requests: asyncio.Queue[Request] = asyncio.Queue()
         self._wake = asyncio.Event()
@@ -199,7 +200,7 @@ class Outbound:
         if self._link is not None:
             self._link.close()
         self._in_flight.clear()
-        self._in_flight_bytes = 0
+        self.in_flight_bytes = 0
         for push in list(self._pushes.values()):
             push.broke(error)
 
@@ -244,7 +245,7 @@ class Outbound:
                 self._wake.clear()
                 await self._wake.wait()
             load = self._queue.take()
-            while self._in_flight and self._in_flight_bytes + load.bytes > self._window_bytes:
+            while self._in_flight and self.in_flight_bytes + load.bytes > self._window_bytes:
                 self._wake.clear()
                 await self._wake.wait()
             await self._send(load)
@@ -258,7 +259,7 @@ class Outbound:
         packed = await self._pack(load)
         number, self._next = self._next, self._next + 1
         self._in_flight[number] = load
-        self._in_flight_bytes += load.bytes
+        self.in_flight_bytes += load.bytes
         self._requests.put_nowait(Request(announce=_announcement(number, load, packed)))
         transfer = self._link.send(number, packed, self._limits.batch_deadline_s)
         transfer.when_over(self._sent)
@@ -302,7 +303,7 @@ class Outbound:
         load = self._in_flight.pop(message.number, None)
         if load is None:
             return
-        self._in_flight_bytes -= load.bytes
+        self.in_flight_bytes -= load.bytes
         self._wake.set()
         push = self._pushes.get(load.ticket_id)
         if push is None:

@@ -139,6 +139,11 @@ class Exchange:
             if not pair.broken.done()
         }
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes announced to receivers that have not landed."""
+        return sum(pair.in_flight_bytes for pair in self._outbound.values())
+
     async def close(self) -> None:
         """End every pair and transport."""
         await end_tasks(self._opening.values())

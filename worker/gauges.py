@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from baton.metrics import WorkerMetrics
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
@@ -23,6 +25,10 @@ class WorkerGauges:
         self._queue = metrics.queue_seconds.labels(role=role)
         self._step = metrics.step_seconds.labels(**labels)
         self._preempted = 0
+        self._worker = worker
+        self._known_pairs: set[tuple[str, str, str]] = set()
+        self._pairs = metrics.transfer_pairs
+        self._in_flight = metrics.transfer_in_flight.labels(worker=worker)
 
     def refresh(self, scheduler: Scheduler, pool: BlockPool) -> None:
         """Take over the counts of sequences and blocks."""
@@ -33,6 +39,19 @@ class WorkerGauges:
             gauge.set(getattr(counts, state))
         self._preemptions.inc(scheduler.preemptions - self._preempted)
         self._preempted = scheduler.preemptions
+
+    def transfers(self, pairs: Mapping[str, str], in_flight_bytes: int) -> None:
+        """The transport to each receiver by its incarnation, and what is under way to all."""
+        labels = {
+            (self._worker, incarnation.partition(":")[0], transport)
+            for incarnation, transport in pairs.items()
+        }
+        for gone in self._known_pairs - labels:
+            self._pairs.remove(*gone)
+        for known in labels:
+            self._pairs.labels(*known).set(1)
+        self._known_pairs = labels
+        self._in_flight.set(in_flight_bytes)
 
     def batch_fill(self, ratio: float) -> None:
         """The share of the most allowed sequences that a step has."""

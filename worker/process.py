@@ -109,7 +109,7 @@ class WorkerProcess:
             0, self.settings.host, registry=metrics.registry
         )
         control.start(role)
-        self._role = role
+        self._role, self._gauges = role, gauges
         self.record = self._make_record(engine, incarnation, port)
         publisher = IndexPublisher(
             PrefixIndex(self._redis, self.settings.cluster_id), engine.pool, incarnation
@@ -232,8 +232,10 @@ class WorkerProcess:
         config = self.settings.config
         while True:
             began = time.monotonic()
-            self.context.exchange.heartbeat()
+            exchange = self.context.exchange
+            exchange.heartbeat()
             await self._role.heartbeat()
+            self._gauges.transfers(exchange.pairs(), exchange.in_flight_bytes)
             record = replace(self.record, load=self.context.control.load())
             try:
                 await self._registry.put(record, config.registry_ttl_s)

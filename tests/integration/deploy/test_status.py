@@ -13,7 +13,15 @@ from deploy.announcement import announcement
 from deploy.cluster_state import ClusterState, running_clusters
 from deploy.restarts import Restarts
 from deploy.run_directory import RunDirectory
-from deploy.status import WorkerRow, rows_from_metrics, rows_from_registry
+from deploy.status import (
+    PairRow,
+    Status,
+    WorkerRow,
+    pairs_from_metrics,
+    pairs_table,
+    rows_from_metrics,
+    rows_from_registry,
+)
 
 PAGE = """\
 # TYPE baton_sequences gauge
@@ -24,6 +32,8 @@ baton_kv_blocks{role="decode",state="free",worker="decode-0"} 90.0
 baton_kv_blocks{role="decode",state="used",worker="decode-0"} 8.0
 baton_kv_blocks{role="decode",state="cached",worker="decode-0"} 2.0
 baton_kv_blocks{role="prefill",state="free",worker="prefill-0"} 100.0
+# TYPE baton_transfer_pairs gauge
+baton_transfer_pairs{peer="decode-0",transport="shm",worker="prefill-0"} 1.0
 # TYPE baton_other gauge
 baton_other 1.0
 """
@@ -33,6 +43,17 @@ def test_workers_are_read_from_a_metrics_page() -> None:
     decode, prefill = rows_from_metrics(PAGE)
     assert decode == WorkerRow("decode-0", "decode", "-", "-", 3, 1, 90, 8, 2)
     assert (prefill.slot, prefill.free_blocks, prefill.running) == ("prefill-0", 100, 0)
+
+
+def test_pairs_are_read_from_a_metrics_page() -> None:
+    pairs = pairs_from_metrics(PAGE)
+    assert pairs == (PairRow("prefill-0", "decode-0", "shm"),)
+    table = pairs_table(Status("127.0.0.1:1", True, "ok", (), pairs))
+    assert [list(column.cells) for column in table.columns] == [
+        ["prefill-0"],
+        ["decode-0"],
+        ["shm"],
+    ]
 
 
 def test_workers_are_read_from_the_registry() -> None:
