@@ -99,8 +99,8 @@ def up(
     transport: Annotated[
         str | None,
         typer.Option(
-            help="How KV blocks travel between workers: auto (the best that both ends can use), shm,"
-            " grpc, gloo, nccl, cuda_ipc or nixl. Default: auto."
+            help="How KV blocks travel between workers: auto (the best that both ends can use),"
+            " shm, grpc, gloo, nccl, cuda_ipc or nixl. Default: auto."
         ),
     ] = None,
     redis_url: Annotated[

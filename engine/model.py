@@ -5,7 +5,7 @@ What sets the families apart are the switches of ``ModelConfig``; ``engine.famil
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -88,8 +88,12 @@ class DecoderModel:
         self.ropes = tuple(rope_table(spec, config.context_length, device) for spec in config.ropes)
         """fp32 [context_length, 2, rotary_dim / 2] each."""
 
-    def hidden_states(self, batch: Batch, cache: KvCache) -> torch.Tensor:
+    def hidden_states(
+        self, batch: Batch, cache: KvCache, layer_done: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
         """Compute a step's tokens and store their KV. Returns fp32 [tokens, hidden_size].
+
+        ``layer_done`` is told of each layer once its KV is stored.
 
         The residual stream is fp32 whatever the weights are: in bf16 its rounding would be about
         half of the logits' error, and it is too small to cost time.
@@ -101,6 +105,8 @@ class DecoderModel:
             rotation = rotations[rope] if rope >= 0 else None
             h = self._before(x, layer.attention_norm)
             attended = self._attention(h, layer, index, batch, cache, rotation)
+            if layer_done is not None:
+                layer_done(index)
             x = x + self._after(attended, layer.attention_post_norm)
             mixed = self._mlp(self._before(x, layer.mlp_norm), layer.mlp)
             x = x + self._after(mixed, layer.mlp_post_norm)

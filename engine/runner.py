@@ -59,6 +59,15 @@ class ModelRunner:
         result = self.run(plan)
         return lambda: result
 
+    @property
+    def layers_done(self) -> int:
+        """See ``StepModel``."""
+        return self.model.layers_done
+
+    def clear_progress(self) -> None:
+        """See ``StepModel``."""
+        self.model.clear_progress()
+
     def use_threads(self, threads: int) -> None:
         """How many threads the next steps take, where the model can change that between steps."""
         self.model.use_threads(threads)

@@ -36,6 +36,16 @@ class StepOutput:
 class StepModel(Protocol):
     """A decoder over a KV cache. Called by the engine thread alone."""
 
+    @property
+    def layers_done(self) -> int:
+        """Layers that have stored the KV of all tokens of the step that runs; any thread may ask.
+
+        0 where that is not known before the step's end.
+        """
+
+    def clear_progress(self) -> None:
+        """Before a step: none of its layers is done."""
+
     def run(self, step: StepInput) -> StepOutput:
         """Compute the tokens, and store their KV."""
 

@@ -17,14 +17,23 @@ class TorchStepModel:
         self._model = model
         self._cache = cache
         self._device = device
+        self.layers_done = 0
+
+    def clear_progress(self) -> None:
+        self.layers_done = 0
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> StepOutput:
-        hidden = self._model.hidden_states(self._batch(step), self._cache)
+        hidden = self._model.hidden_states(self._batch(step), self._cache, self._layer_done)
         logits = self._model.logits(hidden[step.outputs])
         if step.greedy:
             return StepOutput(logits.argmax(dim=-1).tolist(), None)
         return StepOutput(None, logits)
+
+    def _layer_done(self, layer: int) -> None:
+        # On a GPU it has only been asked for.
+        if self._device.type == "cpu":
+            self.layers_done = layer + 1
 
     def use_threads(self, threads: int) -> None:
         """Torch keeps the threads that it has: its pool waits busily, and others need the cores."""

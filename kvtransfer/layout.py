@@ -127,3 +127,23 @@ class KvLayout:
     def scale_offset(self, row: int) -> int:
         """Where a row's scale begins, in bytes within a block that has scales."""
         return self.codes_bytes + row * SCALE_BYTES
+
+    def layer_runs(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Where a rank's layers ``first`` … ``last - 1`` lie in a block: (offset, bytes) of each run.
+
+        The runs of all layers, in whatever portions, cover the block: its padding goes with the
+        last one.
+        """
+        if first == last:
+            return []
+        rows = self.rows // self.layers
+        sizes = [(0, rows * self.row_bytes, self.codes_bytes)]
+        if self.has_scales:
+            sizes.append((self.codes_bytes, rows * SCALE_BYTES, self.used_bytes))
+        runs = []
+        for start, size, end in sizes:
+            stop = start + last * size
+            if last == self.layers and end == self.used_bytes:
+                stop = self.block_bytes
+            runs.append((start + first * size, stop - start - first * size))
+        return runs

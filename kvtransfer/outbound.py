@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor
 from typing import Any
@@ -24,6 +25,7 @@ from baton.background import end_tasks
 from baton.errors import BatonError, HandoffError, TicketEnded, WorkerFailed
 from baton.grpc_errors import error_from_code, error_from_rpc
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
+from kvtransfer.bandwidth import Bandwidth
 from kvtransfer.checksum import segment_checksum
 from kvtransfer.pair import Identity, PairLimits
 from kvtransfer.push_queue import Load, PushQueue
@@ -34,6 +36,10 @@ log = logging.getLogger(__name__)
 
 Request = transfer_pb2.TransferRequest
 Call = grpc.aio.StreamStreamCall[transfer_pb2.TransferRequest, transfer_pb2.TransferResponse]
+
+
+_FIRST_GUESS = 1e9
+"""Bytes per second of a pair that has not sent any."""
 
 
 class Push:
@@ -125,6 +131,7 @@ class Outbound:
         self.transport = ""
         self.in_flight_bytes = 0
         """Announced and not yet landed."""
+        self.bandwidth = Bandwidth(_FIRST_GUESS)
         self.broken: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._identity = identity
@@ -260,6 +267,7 @@ class Outbound:
         number, self._next = self._next, self._next + 1
         self._in_flight[number] = load
         self.in_flight_bytes += load.bytes
+        self.bandwidth.began(time.monotonic())
         self._requests.put_nowait(Request(announce=_announcement(number, load, packed)))
         transfer = self._link.send(number, packed, self._limits.batch_deadline_s)
         transfer.when_over(self._sent)
@@ -304,6 +312,7 @@ class Outbound:
         if load is None:
             return
         self.in_flight_bytes -= load.bytes
+        self.bandwidth.landed(load.bytes, time.monotonic(), is_idle=not self._in_flight)
         self._wake.set()
         push = self._pushes.get(load.ticket_id)
         if push is None:

@@ -22,7 +22,9 @@ from baton.errors import DeadlineExceeded, NoRoom
 from baton.grpc_errors import error_from_rpc
 from baton.request import SequenceSpec
 from baton.v1 import decode_pb2, decode_pb2_grpc
+from kvtransfer.layout import KvLayout
 from kvtransfer.outbound import Outbound, Push
+from kvtransfer.put_plan import Part, PutPlan
 from kvtransfer.transport import Peer
 from worker.role import WorkerContext
 
@@ -30,6 +32,8 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
+LEAST_SLICE_S = 0.002
+"""Layers are sent before their blocks are complete if the wire is busy with them for that long."""
 ABORT_DEADLINE_S = 2.0
 """An abort that does not arrive in this time is left to the lease."""
 
@@ -48,8 +52,7 @@ class Handoff:
         self._stub = decode_pb2_grpc.DecodeServiceStub(context.exchange.channel(peer.address))
         self._spec = spec
         self._deadline = deadline
-        self._missing_blocks = 0
-        self._put = 0
+        self._puts: PutPlan
         self._use = ExitStack()
         self._pair: Outbound | None = None
         self._push: Push | None = None
@@ -74,7 +77,9 @@ class Handoff:
                 await self._unless_broken(asyncio.sleep(wait))
         self.ticket_id = response.ticket_id
         self.pinned_blocks = response.pinned_blocks
-        self._missing_blocks = response.missing_blocks
+        self._puts = PutPlan(
+            KvLayout.of(self._context.engine.cache.geometry()), response.missing_blocks
+        )
         self._push = self._pair.push(self.ticket_id)
 
     async def _reserve_once(self) -> decode_pb2.ReserveResponse:
@@ -108,10 +113,25 @@ class Handoff:
     def computed(self, block_table: list[int], blocks: int) -> None:
         """The first ``blocks`` of the sequence's blocks are complete: push what is missing."""
         assert self._push is not None, "no ticket"
-        size = self._context.memory.block_bytes
-        while self.pinned_blocks + self._put < blocks and self._put < self._missing_blocks:
-            self._push.put(self._put, block_table[self.pinned_blocks + self._put], 0, size)
-            self._put += 1
+        self._send(block_table, self._puts.blocks_done(blocks - self.pinned_blocks))
+
+    def computing(self, block_table: list[int], blocks: int, layers: int) -> None:
+        """Some layers of blocks that are being computed are complete, up to block ``blocks``.
+
+        They are pushed if that pays: if the wire takes its time for the blocks.
+        """
+        assert self._pair is not None, "no ticket"
+        memory, puts = self._context.memory, self._puts
+        waiting = (blocks - self.pinned_blocks - puts.whole) * memory.block_bytes
+        wire_s = waiting / self._pair.bandwidth.bytes_per_s
+        geometry = self._context.engine.cache.geometry()
+        if wire_s * (layers - puts.layers) / geometry.layers >= LEAST_SLICE_S:
+            self._send(block_table, puts.layers_done(blocks - self.pinned_blocks, layers))
+
+    def _send(self, block_table: list[int], parts: list[Part]) -> None:
+        assert self._push is not None, "no ticket"
+        for target, offset, length in parts:
+            self._push.put(target, block_table[self.pinned_blocks + target], offset, length)
 
     def check(self) -> None:
         """Raise what has broken the transfer, if anything has."""

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 
 Event = SequenceUpdate | BatonError
 
+LOOK_S = 0.005
+"""How often a running step is asked for the layers that it has stored."""
+
 
 class PrefillRole:
     """Implements ``worker.role.Role``. Owned by the control loop."""
@@ -103,7 +106,7 @@ class PrefillRole:
         self.context.control.add(sequence)
         size = self.context.engine.cache.block_size
         while True:
-            event = await self._next_event(events, handoff, deadline)
+            event = await self._next_event(sequence, events, handoff, deadline)
             if isinstance(event, BatonError):
                 raise event
             known = len(sequence.spec.token_ids)
@@ -115,22 +118,36 @@ class PrefillRole:
                 return event.token_ids[0]
 
     async def _next_event(
-        self, events: asyncio.Queue[Event], handoff: Handoff | None, deadline: float
+        self,
+        sequence: Sequence,
+        events: asyncio.Queue[Event],
+        handoff: Handoff | None,
+        deadline: float,
     ) -> Event:
         get = asyncio.ensure_future(events.get())
         waits: set[asyncio.Future[Any]] = {get}
         if handoff is not None and handoff.sending is not None:
             waits.add(handoff.sending)
-        left = max(0.0, deadline - time.monotonic())
         try:
-            await asyncio.wait(waits, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if get.done():
-                return get.result()
+            while (left := deadline - time.monotonic()) > 0:
+                pause = left if handoff is None else min(left, LOOK_S)
+                await asyncio.wait(waits, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                if get.done():
+                    return get.result()
+                if handoff is not None:
+                    handoff.check()
+                    self._push_layers(sequence, handoff)
         finally:
             get.cancel()
-        if handoff is not None:
-            handoff.check()
         raise DeadlineExceeded("the request's deadline passed during its prefill")
+
+    def _push_layers(self, sequence: Sequence, handoff: Handoff) -> None:
+        """Send what the running step has stored of the sequence so far, where that pays."""
+        progress = self.context.control.progress(sequence)
+        if progress is not None and progress.layers:
+            size = self.context.engine.cache.block_size
+            blocks = -(-progress.tokens // size) if progress.is_last else progress.tokens // size
+            handoff.computing(sequence.block_table, blocks, progress.layers)
 
     def _first_token(
         self, sequence: Sequence, token: int, *, ends: bool

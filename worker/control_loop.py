@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 from typing import Protocol
 
 from baton.request import LoadSnapshot
@@ -31,6 +32,18 @@ class SequenceListener(Protocol):
 
     def on_lost(self, sequences: list[Sequence], error: Exception) -> None:
         """The engine failed while it computed these sequences; they have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Of a sequence in the step that runs."""
+
+    tokens: int
+    """Those whose KV will be there after the step."""
+    is_last: bool
+    """Whether no prompt token is left then."""
+    layers: int
+    """Layers that have stored theirs."""
 
 
 class ControlLoop:
@@ -137,6 +150,17 @@ class ControlLoop:
             self.pump()
             self._listener.on_step(updates)
         self.pump()
+
+    def progress(self, sequence: Sequence) -> Progress | None:
+        """How far the step that runs has come with a sequence; None where it is not in one."""
+        found = self._thread.progress()
+        if found is None:
+            return None
+        plan, layers = found
+        for row in plan.rows:
+            if row.sequence_id == sequence.sequence_id:
+                return Progress(row.start + row.count, row.sample, layers)
+        return None
 
     def load(self) -> LoadSnapshot:
         """What this worker is doing right now."""

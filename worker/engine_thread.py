@@ -25,6 +25,7 @@ class EngineThread:
         self._runner = runner
         self._done = done
         self._board = board
+        self._running: StepPlan | None = None
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         # Steps that end while the next one is started are waited for by another thread.
@@ -68,7 +69,22 @@ class EngineThread:
         except Exception as error:
             return partial(_fail, error)
 
+    def progress(self) -> tuple[StepPlan, int] | None:
+        """The step that runs, and its layers that have stored their KV. Any thread may ask."""
+        plan = self._running
+        layers = self._runner.layers_done
+        # Another step may have begun meanwhile: then the number is that one's.
+        return (plan, layers) if plan is not None and plan is self._running else None
+
     def _step(self, plan: StepPlan) -> StepResult:
+        self._runner.clear_progress()
+        self._running = plan
+        try:
+            return self._share_cores(plan)
+        finally:
+            self._running = None
+
+    def _share_cores(self, plan: StepPlan) -> StepResult:
         if self._board is None:
             return self._runner.run(plan)
         self._runner.use_threads(self._board.begin())

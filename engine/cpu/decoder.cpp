@@ -7,6 +7,7 @@
 #include <float.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <numeric>
 #include <vector>
@@ -51,6 +52,7 @@ struct Step {
   const float* embedded;  // [tokens, hidden] in place of the table's rows, or null
   float* logits;          // [outputs, vocab], or null
   int64_t* best;          // [outputs]: the likeliest token, the lowest of equals; or null
+  int64_t* layers_done;   // set as layers store the keys and values of all tokens
 };
 
 namespace {
@@ -234,6 +236,8 @@ class Decoder {
                memcpy(projected_.data() + t * row + offset[which] + n, values, width * sizeof(float));
              });
     over_rows(tokens(), [&](long t) { place(layer, t, projected_.data() + t * row); });
+    // Others send what is there while the rest is computed.
+    std::atomic_ref(*step_->layers_done).store(&layer - layers_.data() + 1);
     if (&layer == &layers_.back()) keep_outputs();
     if (!tokens()) return;
     look_back(layer);

@@ -91,6 +91,7 @@ class CpuDecoder:
         key: str,
     ) -> None:
         self.threads = torch.get_num_threads()
+        self._layers_done = np.zeros(1, dtype=np.int64)
         self._vocab = model.config.vocab_size
         self._block_size = cache.block_size
         embedding = model.embedding
@@ -122,6 +123,13 @@ class CpuDecoder:
     def use_threads(self, threads: int) -> None:
         """Take this many threads from the next step on."""
         self.threads = threads
+
+    @property
+    def layers_done(self) -> int:
+        return int(self._layers_done[0])
+
+    def clear_progress(self) -> None:
+        self._layers_done[0] = 0
 
     def run(self, step: StepInput) -> StepOutput:
         """Compute the tokens, and store their KV. Without the interpreter's lock."""
@@ -158,6 +166,7 @@ class CpuDecoder:
                 address(embedded),
                 address(logits),
                 address(best),
+                address(self._layers_done),
             ),
         )
         return StepOutput(None if best is None else best.tolist(), logits)

@@ -124,6 +124,7 @@ class Step(ctypes.Structure):
                 "embedded",
                 "logits",
                 "best",
+                "layers_done",
             )
         ),
     ]

@@ -100,6 +100,12 @@ class GpuStepModel:
             )
             self._logits = torch.zeros(largest.tokens, config.vocab_size, device=self._device)
 
+    layers_done = 0
+    """A GPU says nothing of a step before its end."""
+
+    def clear_progress(self) -> None:
+        """Nothing to do."""
+
     def use_threads(self, threads: int) -> None:
         """A GPU's steps take one thread of the CPU."""
 
