@@ -129,7 +129,7 @@ class KvLayout:
         return self.codes_bytes + row * SCALE_BYTES
 
     def layer_runs(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Where a rank's layers ``first`` … ``last - 1`` lie in a block: (offset, bytes) of each run.
+        """Where a rank's layers ``first`` … ``last - 1`` lie in a block: offset and bytes of runs.
 
         The runs of all layers, in whatever portions, cover the block: its padding goes with the
         last one.

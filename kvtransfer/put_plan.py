@@ -44,7 +44,7 @@ class PutPlan:
     def layers_done(self, blocks: int, layers: int) -> list[Part]:
         """The same of the first ``layers`` layers of the first ``blocks`` missing blocks."""
         blocks = min(blocks, self._missing)
-        is_known = blocks == self.ahead or self.ahead == self.whole
+        is_known = self.ahead in (blocks, self.whole)
         if not is_known or blocks <= self.whole or layers <= self.layers:
             return []
         parts: list[Part] = []

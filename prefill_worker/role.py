@@ -147,7 +147,9 @@ class PrefillRole:
         if progress is not None and progress.layers:
             size = self.context.engine.cache.block_size
             blocks = -(-progress.tokens // size) if progress.is_last else progress.tokens // size
-            handoff.computing(sequence.block_table, blocks, progress.layers)
+            # One that was preempted meanwhile has no blocks.
+            if blocks <= len(sequence.block_table):
+                handoff.computing(sequence.block_table, blocks, progress.layers)
 
     def _first_token(
         self, sequence: Sequence, token: int, *, ends: bool

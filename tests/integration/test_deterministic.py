@@ -63,6 +63,13 @@ class RecordingModel:
                 at += 1
         return StepOutput(None, logits[step.outputs])
 
+    @property
+    def layers_done(self) -> int:
+        return self.inner.layers_done
+
+    def clear_progress(self) -> None:
+        self.inner.clear_progress()
+
     def use_threads(self, threads: int) -> None:
         self.inner.use_threads(threads)
 

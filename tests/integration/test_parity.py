@@ -52,6 +52,13 @@ class RecordingModel:
             self._spans.setdefault(row.sequence_id, []).append((row.start, row.start + row.count))
         return StepOutput(None, logits[step.outputs])
 
+    @property
+    def layers_done(self) -> int:
+        return self._inner.layers_done
+
+    def clear_progress(self) -> None:
+        self._inner.clear_progress()
+
     def use_threads(self, threads: int) -> None:
         self._inner.use_threads(threads)
 

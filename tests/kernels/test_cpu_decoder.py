@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -260,6 +261,27 @@ def test_threads_change_no_bit(model: DecoderModel, tokens: list[int]) -> None:
     for threads in (2, 3, 5):
         ours.threads = threads
         assert torch.equal(pieces(ours, tokens, [200, 1, 1, TOKENS - 202]), whole)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "torch"])
+def test_a_layer_that_is_told_of_does_not_change(model: DecoderModel, kind: str) -> None:
+    """Others send what is there while the rest of the step is computed."""
+    cache = new_cache(model)
+    found = cpu_decoder(model, cache) if kind == "cpu" else TorchStepModel(model, cache, CPU)
+    assert found is not None
+    tokens = some_tokens(TOKENS, model.config.vocab_size)
+    found.clear_progress()
+    assert found.layers_done == 0
+    running = threading.Thread(target=prefill, args=(found, tokens))
+    running.start()
+    seen = []
+    while running.is_alive():
+        layers = found.layers_done
+        seen.append((layers, cache.data[list(TABLE), :layers].clone()))
+    running.join()
+    assert found.layers_done == model.config.layers
+    for layers, keys_and_values in seen:
+        assert torch.equal(keys_and_values, cache.data[list(TABLE), :layers])
 
 
 @pytest.mark.parametrize("outputs", [[], [0], [TOKENS - 1], [3, 17, TOKENS - 1]])

@@ -129,11 +129,13 @@ class _Runner:
     """Notes how it is run."""
 
     overlaps = False
+    layers_done = 0
 
     def __init__(self) -> None:
         self.threads: list[int] = []
 
-    overlaps = False
+    def clear_progress(self) -> None:
+        self.layers_done = 0
 
     def share_cores(self, share: CoreShare) -> None:
         self.share = share

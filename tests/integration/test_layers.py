@@ -1,0 +1,40 @@
+"""Layers of a prompt leave before its step has ended, and the answer is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton.sampling_params import SamplingParams
+from kvtransfer.outbound import Push
+from prefill_worker import handoff, role
+from tests.integration.test_handoff import local_answer, prompt_of
+from tests.mini_cluster import mini_cluster
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+async def test_layers_leave_before_the_step_ends(
+    tiny_model: Path, redis_url: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handoff, "LEAST_SLICE_S", 0.0)
+    monkeypatch.setattr(role, "LOOK_S", 0.0001)
+    parts: list[tuple[int, int]] = []
+    put = Push.put
+
+    def noting(self: Push, target: int, source: int, offset: int, length: int) -> None:
+        parts.append((offset, length))
+        put(self, target, source, offset, length)
+
+    monkeypatch.setattr(Push, "put", noting)
+    sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8, transport=transport) as cluster:
+        for salt in range(12):
+            prompt = prompt_of(400 + salt, salt)
+            answer = await cluster.answer(prompt, sampling)
+            assert answer.token_ids == local_answer(tiny_model, prompt, sampling)
+        await cluster.until_idle()
+        context = cluster.workers["prefill-0"].context
+        assert context is not None
+        block_bytes = context.memory.block_bytes
+    assert any(length < block_bytes for _, length in parts), "every block went whole"
