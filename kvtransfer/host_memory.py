@@ -41,6 +41,10 @@ class HostMemory:
         return "cpu"
 
     @property
+    def address(self) -> int:
+        return int(self._data.ctypes.data)
+
+    @property
     def shared_file(self) -> SharedFile | None:
         return self._shared_file
 

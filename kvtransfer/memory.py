@@ -36,6 +36,10 @@ class BlockMemory(Protocol):
         """``cpu``, or ``cuda:<index>``."""
 
     @property
+    def address(self) -> int:
+        """Where the first block begins, as ``device`` counts; the others follow without gaps."""
+
+    @property
     def shared_file(self) -> SharedFile | None:
         """Where the blocks lie, one after another; None: no other process can map them."""
 

@@ -48,6 +48,10 @@ class GpuMemory:
         return str(self._data.device)
 
     @property
+    def address(self) -> int:
+        return self._data.data_ptr()
+
+    @property
     def shared_file(self) -> SharedFile | None:
         return None
 

@@ -1,0 +1,143 @@
+"""nixl, as far as its transport uses it: one agent over UCX.
+
+Its own Python class makes the agent's progress thread spin on a core for ever. So the bindings
+under it are used, which let that thread sleep until there is traffic.
+
+UCX is told by its environment what it may use, before the agent exists. An operator's default is to
+say nothing: UCX then takes InfiniBand or RoCE, CUDA and shared memory where it finds them.
+``UCX_NET_DEVICES`` names the network cards (``mlx5_0:1``; ``lo`` for one host), ``UCX_TLS`` the
+ways (``rc,cuda,sm,self``). For TCP it listens on the address of each of those devices and on
+loopback, on ports that the system chooses; not on the wildcard address. Without
+``UCX_NET_DEVICES`` that means every interface that is up, and nothing there is authenticated or
+encrypted: the network between the workers must be a trusted one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import ConfigError, HandoffError, WorkerFailed
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_MICROSECONDS = 10_000
+"""How long UCX's thread sleeps at most; events wake it earlier."""
+
+
+class NixlAgent:
+    """Safe among threads."""
+
+    def __init__(self, name: str) -> None:
+        """``name`` is the only one of its kind, ever. Raises ConfigError without nixl or UCX."""
+        self._nixl = _load_nixl()
+        config = self._nixl.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = _PROGRESS_MICROSECONDS
+        config.syncMode = self._nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT.value
+        try:
+            self._agent = self._nixl.nixlAgent(name, config)
+            self._agent.createBackend("UCX", {})
+        except Exception as error:
+            raise ConfigError(f"transport nixl cannot start UCX: {error!r}") from error
+
+    def register(self, address: int, length: int, device: str) -> None:
+        """Let the network read ``length`` bytes. Raises ConfigError."""
+        kind, number = self._place(device)
+        try:
+            regions = self._nixl.nixlRegDList(kind, [(address, length, number, "")])
+            self._agent.registerMem(regions)
+        except Exception as error:
+            raise ConfigError(f"transport nixl cannot use memory on {device}: {error!r}") from error
+
+    def metadata(self) -> bytes:
+        """How to reach this agent and what it has registered. Whoever has it can read that."""
+        return bytes(self._agent.getLocalMD())
+
+    def load(self, metadata: bytes) -> str:
+        """Make a peer known. Returns its name. Raises HandoffError."""
+        try:
+            return bytes(self._agent.loadRemoteMD(metadata)).decode()
+        except Exception as error:
+            raise HandoffError(f"a peer's nixl metadata cannot be used: {error!r}") from error
+
+    def forget(self, name: str) -> None:
+        """Disconnect from a peer none of whose reads is under way."""
+        self._agent.invalidateRemoteMD(name)
+
+    def begin_read(
+        self,
+        name: str,
+        device: str,
+        remote: npt.NDArray[np.uint64],
+        local: npt.NDArray[np.uint64],
+        length: int,
+    ) -> int:
+        """Read pieces of ``length`` bytes from a peer's ``device`` into the host's memory.
+
+        ``remote`` and ``local`` are addresses uint64 [pieces], within what was registered. Returns
+        a handle. Raises WorkerFailed when the peer is gone, HandoffError when it has no such
+        memory.
+        """
+        kind, number = self._place(device)
+        here = self._nixl.nixlXferDList(self._nixl.DRAM_SEG, _descriptors(local, length, 0))
+        there = self._nixl.nixlXferDList(kind, _descriptors(remote, length, number))
+        try:
+            handle = int(self._agent.createXferReq(self._nixl.NIXL_READ, here, there, name))
+        except Exception as error:
+            raise HandoffError(f"nixl cannot read from {name}: {error!r}") from error
+        try:
+            self._agent.postXferReq(handle)
+        except Exception as error:
+            self.release(handle)
+            raise _gone(name, error) from error
+        return handle
+
+    def ended(self, name: str, handle: int) -> bool:
+        """Whether a read has ended well. Raises WorkerFailed when it has ended otherwise."""
+        try:
+            status = self._agent.getXferStatus(handle)
+        except Exception as error:
+            raise _gone(name, error) from error
+        return bool(status == self._nixl.NIXL_SUCCESS)
+
+    def release(self, handle: int) -> None:
+        """Give back the handle of a read that has ended. Before that, it would go on unseen."""
+        try:
+            self._agent.releaseXferReq(handle)
+        except Exception as error:
+            log.warning("nixl keeps a read's handle: %r", error)
+
+    def close(self) -> None:
+        """End everything; the agent is of no more use. What was registered may be freed then."""
+        # Its destructor is the only way.
+        del self._agent
+
+    def _place(self, device: str) -> tuple[Any, int]:
+        kind, _, number = device.partition(":")
+        if kind == "cpu":
+            return self._nixl.DRAM_SEG, 0
+        return self._nixl.VRAM_SEG, int(number)
+
+
+def _load_nixl() -> Any:
+    try:
+        return importlib.import_module("nixl")
+    except ImportError as error:
+        raise ConfigError(
+            f"transport nixl needs a package that is not here ({error}): pip install baton[nixl]"
+        ) from error
+
+
+def _descriptors(addresses: npt.NDArray[np.uint64], length: int, device: int) -> npt.NDArray[Any]:
+    rows = np.empty((addresses.size, 3), dtype=np.uint64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, length, device
+    return rows
+
+
+def _gone(name: str, error: Exception) -> WorkerFailed:
+    return WorkerFailed(f"nixl has lost {name}: {error!r}")

@@ -1,0 +1,192 @@
+"""Transport nixl between processes, one of which is killed or stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.errors import DeadlineExceeded, WorkerFailed
+from kvtransfer.checksum import checksum
+from kvtransfer.host_memory import HostMemory
+from kvtransfer.nixl_transport import NixlReceiveLink, NixlTransport
+from kvtransfer.transfer import Transfer
+from kvtransfer.transport import Batch, Parts, Peer
+from tests.integration.nixl_worker_script import (
+    BLOCK_BYTES,
+    BLOCKS,
+    PATIENCE_S,
+    WHOLE,
+    random_blocks,
+)
+
+pytest.importorskip("nixl", reason="the extra nixl is not installed")
+
+ROOT = Path(__file__).resolve().parents[2]
+SEED = 5
+SHARED_MEMORY = "tcp,sm,self"
+TCP = "tcp,self"
+"""Here the writer has to take part, so that one that is stopped is noticed."""
+
+
+class Child:
+    """A worker of its own process; with another's offer it reads from that."""
+
+    def __init__(self, ways: str, *offer: bytes) -> None:
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tests.integration.nixl_worker_script", str(SEED)),
+                *(data.hex() for data in offer),
+            ],
+            cwd=ROOT,
+            env=os.environ | {"UCX_TLS": ways, "UCX_NET_DEVICES": "lo"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.offer = bytes.fromhex(self.says())
+
+    def says(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def wake(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=PATIENCE_S)
+
+
+class Receiver:
+    """The worker of this process."""
+
+    def __init__(self, ways: str) -> None:
+        self.theirs = random_blocks(SEED)
+        self.sums = tuple(checksum(block.data) for block in self.theirs)
+        self.ours = np.zeros_like(self.theirs)
+        self.transport = NixlTransport("receiver")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("UCX_TLS", ways)
+            patch.setenv("UCX_NET_DEVICES", "lo")
+            self.transport.register(HostMemory(self.ours))
+        self._number = 0
+
+    def link(self, writer: Child) -> NixlReceiveLink:
+        return self.transport.accept(Peer("writer", ""), writer.offer)[0]
+
+    def receive(
+        self, link: NixlReceiveLink, *blocks: int, deadline_s: float = PATIENCE_S
+    ) -> Transfer:
+        self._number += 1
+        parts = Parts(blocks, 0, BLOCK_BYTES)
+        sums = tuple(self.sums[block] for block in blocks)
+        return link.receive(Batch(self._number, parts, parts, sums), deadline_s)
+
+    def has(self, *blocks: int) -> bool:
+        """Whether these have arrived, and nothing else."""
+        rest = [block for block in range(BLOCKS) if block not in blocks]
+        arrived = np.array_equal(self.ours[list(blocks)], self.theirs[list(blocks)])
+        return arrived and not self.ours[rest].any()
+
+
+@contextmanager
+def child(ways: str, *offer: bytes) -> Iterator[Child]:
+    child = Child(ways, *offer)
+    yield child
+    child.close()
+
+
+@contextmanager
+def receiver(ways: str) -> Iterator[Receiver]:
+    before = threading.active_count()
+    receiver = Receiver(ways)
+    yield receiver
+    receiver.transport.close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("ways", [SHARED_MEMORY, TCP])
+def test_a_writer_that_is_killed(ways: str) -> None:
+    with receiver(ways) as here, child(ways) as one, child(ways) as other:
+        link = here.link(one)
+        here.receive(link, 0, 1).wait(PATIENCE_S)
+        one.kill()
+        with pytest.raises(WorkerFailed):
+            here.receive(link, 2).wait(PATIENCE_S)
+        link.close()
+        # The others are none the worse for it.
+        here.receive(here.link(other), 3).wait(PATIENCE_S)
+        assert here.has(0, 1, 3)
+
+
+def test_a_writer_that_is_killed_amid_reads() -> None:
+    with receiver(TCP) as here, child(TCP) as writer:
+        link = here.link(writer)
+        here.receive(link, 0).wait(PATIENCE_S)
+        writer.stop()
+        transfers = [here.receive(link, block) for block in range(1, BLOCKS)]
+        assert not any(transfer.poll() for transfer in transfers)
+        writer.kill()
+        for transfer in transfers:
+            with pytest.raises(WorkerFailed):
+                transfer.wait(PATIENCE_S)
+        assert here.has(0)
+
+
+def test_a_writer_that_is_stopped_and_wakes() -> None:
+    with receiver(TCP) as here, child(TCP) as writer, child(TCP) as other:
+        link = here.link(writer)
+        here.receive(link, 0).wait(PATIENCE_S)
+        writer.stop()
+        late = here.receive(link, 1, 2, 3, deadline_s=0.3)
+        with pytest.raises(DeadlineExceeded):
+            late.wait(PATIENCE_S)
+        # It holds nobody up.
+        here.receive(here.link(other), 5).wait(PATIENCE_S)
+
+        writer.wake()
+        here.receive(link, 4).wait(PATIENCE_S)
+        link.close()
+        here.receive(here.link(writer), 6).wait(PATIENCE_S)
+        assert here.has(0, 4, 5, 6)
+
+
+def test_the_end_of_a_receiver_whose_writer_is_stopped() -> None:
+    with child(TCP) as writer:
+        with receiver(TCP) as here:
+            link = here.link(writer)
+            here.receive(link, 0).wait(PATIENCE_S)
+            writer.stop()
+            transfer = here.receive(link, 1)
+            link.close()
+            with pytest.raises(WorkerFailed):
+                transfer.wait(PATIENCE_S)
+        assert here.has(0)
+
+
+def test_a_receiver_that_is_killed_amid_reads() -> None:
+    with child(SHARED_MEMORY) as writer:
+        with child(SHARED_MEMORY, writer.offer) as reader:
+            assert reader.says() == "reading"
+            reader.kill()
+        with receiver(SHARED_MEMORY) as here:
+            here.receive(here.link(writer), *WHOLE.blocks).wait(PATIENCE_S)
+            assert here.has(*WHOLE.blocks)
+        assert writer.process.poll() is None
