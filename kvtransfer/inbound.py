@@ -187,7 +187,7 @@ class InboundPair:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._next = 0
-        self._awaited: set[int] = set()
+        self._awaited: dict[int, float] = {}
         self._heard_at = time.monotonic()
 
     async def run(
@@ -209,8 +209,13 @@ class InboundPair:
             await end_tasks(tasks)
 
     def is_stuck(self, now: float) -> bool:
-        """Whether bytes are awaited of a writer that is silent."""
-        return bool(self._awaited) and now - self._heard_at > self._inbound.limits.silence_s
+        """Whether bytes are awaited of a writer that is silent, or for too long."""
+        if not self._awaited:
+            return False
+        limits = self._inbound.limits
+        oldest = next(iter(self._awaited.values()))
+        is_silent = now - self._heard_at > limits.silence_s
+        return is_silent or now - oldest > limits.batch_deadline_s
 
     def end(self, error: BatonError) -> None:
         """Close it with an error; idempotent."""
@@ -267,7 +272,7 @@ class InboundPair:
         batch = _batch(message, blocks)
         deadline_s = self._inbound.limits.batch_deadline_s
         transfer = self._link.receive(batch, deadline_s, wanted=blocks is not None)
-        self._awaited.add(batch.number)
+        self._awaited[batch.number] = self._heard_at
         if blocks is None:
             end = partial(self._dropped, batch.number, error)
         else:
@@ -306,7 +311,7 @@ class InboundPair:
         self._landed(batch.number, error)
 
     def _landed(self, number: int, error: BatonError | None) -> None:
-        self._awaited.discard(number)
+        self._awaited.pop(number, None)
         landed = transfer_pb2.BatchLanded(number=number)
         if error is not None:
             landed.error, landed.code = error.message, error.code or ""

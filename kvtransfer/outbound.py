@@ -150,6 +150,7 @@ class Outbound:
         self._tasks: list[asyncio.Task[None]] = []
         self._users = 0
         self._owed_since: float | None = None
+        self._landed_at = 0.0
 
     # Its life
 
@@ -267,7 +268,10 @@ class Outbound:
         number, self._next = self._next, self._next + 1
         self._in_flight[number] = load
         self.in_flight_bytes += load.bytes
-        self.bandwidth.began(time.monotonic())
+        now = time.monotonic()
+        self.bandwidth.began(now)
+        if len(self._in_flight) == 1:
+            self._landed_at = now
         self._requests.put_nowait(Request(announce=_announcement(number, load, packed)))
         transfer = self._link.send(number, packed, self._limits.batch_deadline_s)
         transfer.when_over(self._sent)
@@ -312,7 +316,8 @@ class Outbound:
         if load is None:
             return
         self.in_flight_bytes -= load.bytes
-        self.bandwidth.landed(load.bytes, time.monotonic(), is_idle=not self._in_flight)
+        self._landed_at = time.monotonic()
+        self.bandwidth.landed(load.bytes, self._landed_at, is_idle=not self._in_flight)
         self._wake.set()
         push = self._pushes.get(load.ticket_id)
         if push is None:
@@ -337,6 +342,9 @@ class Outbound:
         if self._owed_since is not None and now - self._owed_since >= self._limits.silence_s:
             silent = f"{self.peer.incarnation} was silent for {now - self._owed_since:.1f} s"
             self._break(WorkerFailed(silent))
+        elif self._in_flight and now - self._landed_at > self._limits.batch_deadline_s:
+            stuck = f"{self.peer.incarnation} has taken no blocks for {now - self._landed_at:.0f} s"
+            self._break(WorkerFailed(stuck))
         elif self._users or self._pushes:
             self._owed_since = self._owed_since or now
             renewal = transfer_pb2.RenewLeases(ticket_ids=list(self._pushes))
