@@ -89,7 +89,9 @@ def nccl_devices() -> tuple[str, str]:
     """The two GPUs of the self-test. Raises ConfigError where there are fewer."""
     torch = import_module("torch")
     if not torch.distributed.is_nccl_available():
-        raise ConfigError("this torch has no NCCL: it is a build for CPUs")
+        raise ConfigError(
+            "the NCCL self-test needs two GPUs and NCCL, and this torch is a build for CPUs"
+        )
     count = torch.cuda.device_count()
     if count < 2:
         raise ConfigError(

@@ -6,6 +6,7 @@ the pair's own gRPC stream, and whoever connects without the token is turned awa
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import os
@@ -18,6 +19,7 @@ from baton.errors import HandoffError, WorkerFailed
 
 TOKEN_BYTES = 32
 _HELLO_S = 2.0
+_WELCOME = b"\x01"
 
 
 class Readiness(Protocol):
@@ -64,6 +66,8 @@ class Acceptor:
             except BlockingIOError:  # who knocked has left again
                 continue
             if self._is_welcome(connection, ready):
+                with contextlib.suppress(OSError):  # who has left again is noticed by its link
+                    connection.sendall(_WELCOME)
                 return connection
             connection.close()
 
@@ -109,6 +113,10 @@ class Connector:
                 raise WorkerFailed(f"cannot connect for KV blocks: {os.strerror(failure)}")
             # A fresh connection has room for these few bytes.
             connection.sendall(self._token.encode())
+            # The kernel takes connections for a receiver that is not there yet.
+            ready(connection)
+            if connection.recv(len(_WELCOME)) != _WELCOME:
+                raise WorkerFailed("the receiver of KV blocks turned this writer away")
         except BaseException:
             connection.close()
             raise

@@ -69,7 +69,7 @@ def test_steps_have_their_rate() -> None:
 
 def test_nccl_needs_nccl_and_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    with pytest.raises(ConfigError, match="no NCCL"):
+    with pytest.raises(ConfigError, match="NCCL, and this torch is a build for CPUs"):
         nccl_devices()
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

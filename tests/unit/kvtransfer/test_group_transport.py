@@ -23,6 +23,7 @@ from baton.errors import (
     HandoffError,
     WorkerFailed,
 )
+from kvtransfer import pair_store
 from kvtransfer.group_link import BUFFERS, GroupReceiveLink, GroupSendLink
 from kvtransfer.group_transport import GroupTransport
 from kvtransfer.transfer import Transfer
@@ -35,6 +36,7 @@ STAGING = BUFFERS * 4 * BLOCK
 """Messages of four blocks."""
 PEER = Peer("incarnation", "127.0.0.1:1")
 LONG_S = 60.0
+FORM_S = 0.3
 
 
 def transport(memory: ArrayMemory) -> GroupTransport:
@@ -143,9 +145,13 @@ def test_batches_land_in_order(ends: Ends) -> None:
         assert ends.has([number], [31 - number])
 
 
-def test_the_receiver_may_be_told_late(ends: Ends) -> None:
+def test_the_receiver_may_be_told_late(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer's time to form a group begins when the receiver is there."""
+    monkeypatch.setattr(pair_store, "FORM_S", FORM_S)
     batch, packed = ends.pack(1, [1, 2], [1, 2])
     sent = ends.send.send(1, packed, LONG_S)
+    with pytest.raises(TimeoutError):
+        sent.wait(2 * FORM_S)
     landed = ends.receive.receive(batch, LONG_S)
     assert error_of(sent) is None
     assert error_of(landed) is None
