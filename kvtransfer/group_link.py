@@ -143,6 +143,11 @@ class _Link:
     def is_broken(self) -> bool:
         return self._error is not None
 
+    @property
+    def is_over(self) -> bool:
+        """Broken, and nothing of it is left."""
+        return self.is_broken and not any(thread.is_alive() for thread in self._threads)
+
     def end(self) -> None:
         """Begin to close: every transfer ends, but threads and sockets may take a moment more."""
         self._break(WorkerFailed(f"the link to {self._plan.peer} was closed"))
@@ -237,14 +242,16 @@ class _Link:
             return min((job.deadline for job in self._jobs), default=None)
 
     def _wake(self) -> None:
-        # Full: it will wake anyway. Closed: it has ended.
-        with suppress(OSError):
+        # Full: it will wake anyway. Closed: it has ended. Not while it is being closed, since its
+        # number may be another's then.
+        with self._changed, suppress(OSError):
             self._waker.send(b"\0")
 
     def _close_sockets(self) -> None:
         self._plan.opener.close()
-        self._woken.close()
-        self._waker.close()
+        with self._changed:
+            self._woken.close()
+            self._waker.close()
 
     # The mover
 

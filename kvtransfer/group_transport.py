@@ -145,7 +145,7 @@ class GroupTransport:
 
     def _keep(self, link: GroupSendLink | GroupReceiveLink) -> None:
         with self._lock:
-            self._links = [kept for kept in self._links if not kept.is_broken]
+            self._links = [kept for kept in self._links if not kept.is_over]
             self._links.append(link)
 
     def _registered(self) -> BlockMemory:

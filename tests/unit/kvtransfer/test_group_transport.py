@@ -212,6 +212,8 @@ def test_what_was_packed_and_forgotten_leaves_room(ends: Ends) -> None:
         assert error_of(landed) is None
         assert error_of(sent) is None
     assert ends.has(list(range(2 * BUFFERS)), list(range(2 * BUFFERS)))
+    _, packed = ends.pack(99, [0], [0])
+    assert packed.payload is not None  # although the others are held
 
 
 def test_a_sender_that_does_not_come_is_noticed(ends: Ends) -> None:
