@@ -344,7 +344,7 @@ class _Link:
         for job in failed:
             job.transfer.fail(self._failure(job))
         if store is not None:
-            store.fail(error)
+            store.fail(_copy(error))
         if pair is not None:
             pair.abort()
 

@@ -41,7 +41,7 @@ def pair() -> Iterator[Pair]:
             here.close_links()
             # Whatever state the other process is in.
             assert eventually(lambda: set(threading.enumerate()) <= threads)
-            assert eventually(lambda: open_sockets() == before)
+            assert eventually(lambda: open_sockets() <= before)  # another test's may go
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(there.pid, signal.SIGCONT)
