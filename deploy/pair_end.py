@@ -18,11 +18,12 @@ from typing import Any, Protocol
 import torch
 
 from baton.errors import BatonError, Unavailable
-from kvtransfer.checksum import checksum
 from kvtransfer.group_transport import Backend, GroupTransport
-from kvtransfer.memory import SharedFile
+from kvtransfer.host_memory import HostMemory
+from kvtransfer.memory import BlockMemory
 from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Batch, Packed, Parts, Peer, ReceiveLink, SendLink
+from worker.gpu_memory import GpuMemory
 
 BLOCK_BYTES = 1 << 20
 HALF = 64
@@ -32,34 +33,14 @@ _ANSWER_S = 90.0
 _END_S = 10.0
 
 
-class TensorBlocks:
-    """A ``BlockMemory`` over a uint8 tensor [blocks, block_bytes] on any device."""
-
-    def __init__(self, device: str, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        # Whole words, which are drawn faster than as many bytes.
-        most = torch.iinfo(torch.int64).max
-        words = torch.randint(most, (2 * HALF, BLOCK_BYTES // 8), generator=generator)
-        self._bytes = words.view(torch.uint8).to(device)
-        self.blocks, self.block_bytes = self._bytes.shape
-        self.device = device
-        self.shared_file: SharedFile | None = None
-
-    def checksum(self, block: int, offset: int, length: int) -> int:
-        """See ``BlockMemory``."""
-        return checksum(self._bytes[block, offset : offset + length].cpu().numpy().data)
-
-    def read(self, block: int, offset: int, out: memoryview) -> int:
-        """See ``BlockMemory``."""
-        part = self._bytes[block, offset : offset + len(out)]
-        torch.frombuffer(out, dtype=torch.uint8).copy_(part)
-        return checksum(out)
-
-    def write(self, block: int, offset: int, data: memoryview) -> int:
-        """See ``BlockMemory``."""
-        part = self._bytes[block, offset : offset + len(data)]
-        part.copy_(torch.frombuffer(data, dtype=torch.uint8))
-        return checksum(data)
+def _blocks(device: str, seed: int) -> BlockMemory:
+    """Random ones on any device."""
+    generator = torch.Generator().manual_seed(seed)
+    # Whole words, which are drawn faster than as many bytes.
+    most = torch.iinfo(torch.int64).max
+    words = torch.randint(most, (2 * HALF, BLOCK_BYTES // 8), generator=generator)
+    blocks = words.view(torch.uint8).to(device)
+    return GpuMemory(blocks) if blocks.is_cuda else HostMemory(blocks.numpy())
 
 
 class PairEnd(Protocol):
@@ -95,7 +76,7 @@ class LocalEnd:
 
     def __init__(self, backend: Backend, device: str, seed: int) -> None:
         """Raises ConfigError where the machine cannot do it."""
-        self.memory = TensorBlocks(device, seed)
+        self.memory = _blocks(device, seed)
         self._transport = GroupTransport(backend)
         self._transport.register(self.memory)
         self._sender: SendLink | None = None

@@ -69,6 +69,8 @@ class _Job:
     deadline: float
     transfer: Transfer = field(default_factory=Transfer)
     checksums: tuple[int, ...] = ()
+    memory: BlockMemory | None = None
+    """Where the parts are read when they are not staged."""
     staged: _Staged | None = None
     writing: bool = False
     """The receiver may write: nobody else fails it meanwhile."""
@@ -371,22 +373,22 @@ class GroupSendLink(_Link):
         self._free: queue.SimpleQueue[StagingBuffer] = queue.SimpleQueue()
         self._unmade = BUFFERS - _MOVING
 
-    def pack(self, parts: Parts) -> Packed:
+    def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
         """See ``SendLink``. Never waits for a buffer: without one, the mover reads the parts."""
+        source = self._memory if memory is None else memory
         staged = self._stage(parts)
         if staged is None:
-            sums = [self._memory.checksum(b, parts.offset, parts.length) for b in parts.blocks]
-        else:
-            sums = _read(self._memory, parts, 0, len(parts.blocks), staged.buffer)
+            sums = [source.checksum(b, parts.offset, parts.length) for b in parts.blocks]
+            return Packed(parts, tuple(sums), source)
+        sums = _read(source, parts, 0, len(parts.blocks), staged.buffer)
         return Packed(parts, tuple(sums), staged)
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
         """See ``SendLink``. What was cancelled is sent all the same: the peer waits for it."""
-        staged = packed.payload
-        assert staged is None or isinstance(staged, _Staged)
-        return self._submit(
-            _Job(number, packed.parts, time.monotonic() + deadline_s, staged=staged)
-        )
+        deadline = time.monotonic() + deadline_s
+        if isinstance(packed.payload, _Staged):
+            return self._submit(_Job(number, packed.parts, deadline, staged=packed.payload))
+        return self._submit(_Job(number, packed.parts, deadline, memory=packed.payload))
 
     def _stage(self, parts: Parts) -> _Staged | None:
         if parts.bytes > self._plan.message_bytes:
@@ -403,7 +405,8 @@ class GroupSendLink(_Link):
         job = piece.job
         if job.staged is None:
             buffer = self._buffers.pop()
-            _read(self._memory, job.parts, piece.first, piece.count, buffer)
+            assert job.memory is not None, "neither staged nor to be read"
+            _read(job.memory, job.parts, piece.first, piece.count, buffer)
         else:
             buffer = job.staged.buffer
         work = pair.send(buffer.tensor(piece.bytes), job.number % MOST_TAG)
@@ -416,14 +419,19 @@ class GroupSendLink(_Link):
 class GroupReceiveLink(_Link):
     """A receiver's end: a ``ReceiveLink``."""
 
-    def receive(self, batch: Batch, deadline_s: float) -> Transfer:
+    def receive(self, batch: Batch, deadline_s: float, *, wanted: bool = True) -> Transfer:
         """See ``ReceiveLink``.
 
         A batch of several messages runs from its first one on: a cancel then has to wait for the
         last, or for the deadline.
         """
         deadline = time.monotonic() + deadline_s
-        return self._submit(_Job(batch.number, batch.target, deadline, checksums=batch.checksums))
+        # What is not wanted has no target, and passes all the same.
+        parts = batch.target if wanted else batch.source
+        job = _Job(batch.number, parts, deadline, checksums=batch.checksums)
+        if not wanted:
+            job.transfer.cancel()
+        return self._submit(job)
 
     def _post(self, pair: ProcessPair, piece: _Piece) -> _Posted:
         buffer = self._buffers.pop()

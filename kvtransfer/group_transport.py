@@ -69,6 +69,8 @@ class _Answer:
 class GroupTransport:
     """See ``Transport``."""
 
+    copies_out = True
+
     def __init__(
         self, backend: Backend, host: str = "127.0.0.1", staging_bytes: int = STAGING_BYTES
     ) -> None:
@@ -87,6 +89,16 @@ class GroupTransport:
     def name(self) -> str:
         """See ``Transport``."""
         return self._backend
+
+    @property
+    def part_bytes(self) -> int:
+        """See ``Transport``."""
+        return self._message_bytes
+
+    @property
+    def batch_bytes(self) -> int:
+        """See ``Transport``: one message."""
+        return self._message_bytes
 
     def register(self, memory: BlockMemory) -> None:
         """See ``Transport``."""

@@ -29,6 +29,13 @@ class ArrayMemory:
         self.writes = threading.Semaphore(0)
         """Released when a write begins."""
 
+    @property
+    def address(self) -> int:
+        return self.array.ctypes.data
+
+    def view(self, block: int, offset: int, length: int) -> memoryview | None:
+        return None
+
     def checksum(self, block: int, offset: int, length: int) -> int:
         return checksum(self._part(block, offset, length).data)
 
