@@ -137,9 +137,20 @@ class _Link:
         self._pair: ProcessPair | None = None
         self._threads: tuple[threading.Thread, ...] = ()
         self._buffers: list[StagingBuffer] = []
+        self._made = 0
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of all its buffers."""
+        return 0 if self.is_over else self._made * self._plan.message_bytes
+
+    def _new_buffer(self) -> StagingBuffer:
+        with self._changed:
+            self._made += 1
+        return self._plan.new_buffer()
 
     @property
     def is_broken(self) -> bool:
@@ -282,7 +293,7 @@ class _Link:
                 raise _copy(self._error)
             assert self._store is not None
             store = self._store
-        self._buffers = [self._plan.new_buffer() for _ in range(_MOVING)]
+        self._buffers = [self._new_buffer() for _ in range(_MOVING)]
         pair = self._plan.form(store)
         with self._changed:
             if self._error is not None:
@@ -399,7 +410,7 @@ class GroupSendLink(_Link):
             if not self._unmade:
                 return None
             self._unmade -= 1
-        return _Staged(self._plan.new_buffer(), self._free)
+        return _Staged(self._new_buffer(), self._free)
 
     def _post(self, pair: ProcessPair, piece: _Piece) -> _Posted:
         job = piece.job

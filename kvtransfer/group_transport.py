@@ -100,6 +100,12 @@ class GroupTransport:
         """See ``Transport``: one message."""
         return self._message_bytes
 
+    @property
+    def staging_bytes(self) -> int:
+        """See ``Transport``; on a GPU as much again on the host."""
+        with self._lock:
+            return sum(link.staging_bytes for link in self._links)
+
     def register(self, memory: BlockMemory) -> None:
         """See ``Transport``."""
         if self._backend == "nccl":

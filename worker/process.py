@@ -131,7 +131,7 @@ class WorkerProcess:
             engine.pool, metrics, block_bytes=memory.block_bytes, lease_s=config.lease_s
         )
         transports = make_transports(
-            config.transport, memory, incarnation, self.settings.host, self._transfers
+            config, memory, incarnation, self.settings.host, self._transfers
         )
         limits = PairLimits(window_bytes=config.transfer_window_mib * MIB, silence_s=config.lease_s)
         identity = Identity(incarnation, engine.fingerprint, engine.cache.geometry())
@@ -237,7 +237,7 @@ class WorkerProcess:
             exchange = self.context.exchange
             exchange.heartbeat()
             await self._role.heartbeat()
-            self._gauges.transfers(exchange.pairs(), exchange.in_flight_bytes)
+            self._gauges.transfers(exchange.pairs(), exchange.in_flight_bytes, exchange.staging())
             record = replace(self.record, load=self.context.control.load())
             try:
                 await self._registry.put(record, config.registry_ttl_s)

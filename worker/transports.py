@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from baton.config import TransportName
+from baton.config import MIB, Config
 from baton.errors import ConfigError
 from kvtransfer.cuda_ipc_transport import CudaIpcTransport
 from kvtransfer.group_transport import GroupTransport
@@ -21,21 +21,25 @@ log = logging.getLogger(__name__)
 Maker = Callable[[], Transport]
 
 _BY_ITSELF = {"cpu": ("shm", "grpc"), "cuda": ("cuda_ipc", "grpc")}
-"""Tried where nothing is wanted, by the blocks' device. The others listen without knowing who comes,
-or need what a machine may lack: they are for those who ask for them. See docs/handoff.md."""
+"""Tried where nothing is wanted, by the blocks' device. The others listen without knowing who
+comes, or need what a machine may lack: they are for those who ask for them. See docs/handoff.md."""
+
+
+_NIXL_PAIRS = 4
+"""Its staging is one for all pairs: so many of them may be stuck in it at a time."""
 
 
 def make_transports(
-    wanted: TransportName, memory: BlockMemory, incarnation: str, host: str, executor: Executor
+    config: Config, memory: BlockMemory, incarnation: str, host: str, executor: Executor
 ) -> list[Transport]:
-    """Registered transports: the one that is ``wanted``, or all that work with ``auto``.
+    """Registered transports: the one that ``config`` names, or all that work with ``auto``.
 
     ``host`` is where servers listen, ``executor`` copies blocks. Raises ConfigError where the one
-    that is wanted does not work here, and says why.
+    that is named does not work here, and says why.
     """
-    makers = _makers(incarnation, host, executor)
-    if wanted != "auto":
-        transport = makers[wanted]()
+    makers = _makers(incarnation, host, executor, config.transfer_window_mib * MIB)
+    if config.transport != "auto":
+        transport = makers[config.transport]()
         transport.register(memory)
         return [transport]
     found = []
@@ -49,12 +53,13 @@ def make_transports(
     return found
 
 
-def _makers(incarnation: str, host: str, executor: Executor) -> dict[str, Maker]:
+def _makers(incarnation: str, host: str, executor: Executor, staging: int) -> dict[str, Maker]:
+    """``staging``: most bytes of a pair between blocks and wire."""
     return {
         "cuda_ipc": lambda: CudaIpcTransport(executor),
         "shm": lambda: ShmTransport(executor),
-        "nixl": lambda: NixlTransport(incarnation),
-        "nccl": lambda: GroupTransport("nccl", host),
+        "nixl": lambda: NixlTransport(incarnation, _NIXL_PAIRS * staging),
+        "nccl": lambda: GroupTransport("nccl", host, staging),
         "grpc": lambda: GrpcTransport(host),
-        "gloo": lambda: GroupTransport("gloo", host),
+        "gloo": lambda: GroupTransport("gloo", host, staging),
     }
