@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import grpc
 
@@ -63,6 +64,7 @@ class GrpcTransport:
         self._server: grpc.Server | None = None
         self._address = ""
         self._links: dict[str, GrpcReceiveLink] = {}
+        self._send_links: WeakSet[GrpcSendLink] = WeakSet()
 
     def register(self, memory: BlockMemory) -> None:
         """See ``Transport``. Starts the server."""
@@ -96,7 +98,9 @@ class GrpcTransport:
             address, pair = str(fields["address"]), str(fields["pair"])
         except (ValueError, KeyError, TypeError) as error:
             raise HandoffError(f"{peer.incarnation} has not said where blocks go") from error
-        return GrpcSendLink(self._memory, peer.incarnation, address, pair, self._tls)
+        link = GrpcSendLink(self._memory, peer.incarnation, address, pair, self._tls)
+        self._send_links.add(link)
+        return link
 
     def link_of(self, pair: str) -> GrpcReceiveLink | None:
         """The link that a stream belongs to."""
@@ -111,6 +115,8 @@ class GrpcTransport:
         """See ``Transport``."""
         for link in list(self._links.values()):
             link.close()
+        for send_link in list(self._send_links):
+            send_link.close()
         if self._server is not None:
             self._server.stop(grace=None).wait(_PATIENCE_S)
             self._server = None
