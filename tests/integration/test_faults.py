@@ -41,6 +41,8 @@ from worker.role import WorkerContext
 
 Pair = grpc.aio.StreamStreamCall[transfer_pb2.TransferRequest, transfer_pb2.TransferResponse]
 
+both = pytest.mark.parametrize("transport", ["shm", "grpc"])
+
 LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
 SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -293,8 +295,11 @@ async def test_a_commit_waits_for_every_block(tiny_model: Path, redis_url: str) 
         await cluster.until_idle()
 
 
-async def test_a_client_that_leaves_frees_both_sides(tiny_model: Path, redis_url: str) -> None:
-    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster:
+@both
+async def test_a_client_that_leaves_frees_both_sides(
+    tiny_model: Path, redis_url: str, transport: str
+) -> None:
+    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8, transport=transport) as cluster:
         deltas = cluster.dispatcher.generate(cluster.request(prompt_of(50), LONG))
         count = 0
         async for delta in deltas:
@@ -305,9 +310,12 @@ async def test_a_client_that_leaves_frees_both_sides(tiny_model: Path, redis_url
         await cluster.until_idle()
 
 
-async def test_a_client_that_leaves_during_prefill(tiny_model: Path, redis_url: str) -> None:
+@both
+async def test_a_client_that_leaves_during_prefill(
+    tiny_model: Path, redis_url: str, transport: str
+) -> None:
     async with mini_cluster(
-        tiny_model, redis_url, kv_pool_mib=8, chunk_tokens=4, max_sequences=4
+        tiny_model, redis_url, kv_pool_mib=8, chunk_tokens=4, max_sequences=4, transport=transport
     ) as cluster:
         deltas = cluster.dispatcher.generate(cluster.request(prompt_of(400), LONG))
         waiting = asyncio.ensure_future(anext(deltas))
@@ -331,8 +339,13 @@ async def test_blocks_run_out_and_every_answer_is_right(tiny_model: Path, redis_
         await cluster.until_idle()
 
 
-async def test_a_full_decode_worker_makes_prefill_wait(tiny_model: Path, redis_url: str) -> None:
-    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8, max_sequences=2) as cluster:
+@both
+async def test_a_full_decode_worker_makes_prefill_wait(
+    tiny_model: Path, redis_url: str, transport: str
+) -> None:
+    async with mini_cluster(
+        tiny_model, redis_url, kv_pool_mib=8, max_sequences=2, transport=transport
+    ) as cluster:
         prompts = [prompt_of(20 + salt, salt) for salt in range(7)]
         answers = await asyncio.gather(*(cluster.answer(prompt, SHORT) for prompt in prompts))
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -393,10 +406,11 @@ async def test_a_slow_reader_slows_nobody(tiny_model: Path, redis_url: str) -> N
         assert tokens == local_answer(tiny_model, prompt_of(30), LONG)
 
 
+@both
 async def test_a_decode_worker_that_leaves_ends_its_requests(
-    tiny_model: Path, redis_url: str
+    tiny_model: Path, redis_url: str, transport: str
 ) -> None:
-    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster:
+    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8, transport=transport) as cluster:
         deltas = cluster.dispatcher.generate(cluster.request(prompt_of(30), LONG))
         await anext(deltas)
         await cluster.workers.pop("decode-0").stop()
@@ -411,8 +425,13 @@ async def test_a_decode_worker_that_leaves_ends_its_requests(
         await cluster.until_idle()
 
 
-async def test_several_workers_of_each_role(tiny_model: Path, redis_url: str) -> None:
-    async with mini_cluster(tiny_model, redis_url, prefill=2, decode=2, kv_pool_mib=8) as cluster:
+@both
+async def test_several_workers_of_each_role(
+    tiny_model: Path, redis_url: str, transport: str
+) -> None:
+    async with mini_cluster(
+        tiny_model, redis_url, prefill=2, decode=2, kv_pool_mib=8, transport=transport
+    ) as cluster:
         prompts = [prompt_of(40, salt) for salt in range(12)]
         answers = await asyncio.gather(*(cluster.answer(prompt, SHORT) for prompt in prompts))
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -420,7 +439,7 @@ async def test_several_workers_of_each_role(tiny_model: Path, redis_url: str) ->
         for number in range(2):
             slot = f"prefill-{number}"
             assert cluster.value(slot, "baton_computed_prompt_tokens_total") > 0
-            labels = {"transport": "shm", "outcome": "ok"}
+            labels = {"transport": transport, "outcome": "ok"}
             assert cluster.value(f"decode-{number}", "baton_handoffs_total", **labels) > 0
         await cluster.until_idle()
 
