@@ -123,6 +123,8 @@ class GrpcTransport:
         """See ``Transport``."""
         for link in list(self._links.values()):
             link.close()
+        for send_link in list(self._senders):
+            send_link.close()
         if self._server is not None:
             self._server.stop(grace=None).wait(_PATIENCE_S)
             self._server = None

@@ -25,7 +25,14 @@ import grpc.aio
 
 from baton import convert
 from baton.background import end_tasks
-from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded, WorkerFailed
+from baton.errors import (
+    BatonError,
+    ChecksumMismatch,
+    DeadlineExceeded,
+    HandoffError,
+    TicketEnded,
+    WorkerFailed,
+)
 from baton.grpc_errors import grpc_boundary
 from baton.v1 import transfer_pb2
 from kvtransfer.checksum import raw_checksum
@@ -164,10 +171,11 @@ class Inbound:
             transfer.cancel()
 
     def sweep(self, now: float) -> None:
-        """Close pairs whose writers are silent and owe bytes."""
+        """Close pairs whose writers owe bytes, and are silent or have owed them for too long."""
         for pair in list(self._pairs.values()):
-            if pair.is_stuck(now):
-                pair.end(WorkerFailed(f"{pair.writer} is silent"))
+            stuck = pair.stuck(now)
+            if stuck is not None:
+                pair.end(stuck)
 
     def close(self) -> None:
         """Close every pair."""
@@ -188,6 +196,7 @@ class InboundPair:
         self._loop = asyncio.get_running_loop()
         self._next = 0
         self._awaited: dict[int, float] = {}
+        """Batches that have not landed, oldest first, and since when."""
         self._heard_at = time.monotonic()
 
     async def run(
@@ -208,14 +217,18 @@ class InboundPair:
         finally:
             await end_tasks(tasks)
 
-    def is_stuck(self, now: float) -> bool:
-        """Whether bytes are awaited of a writer that is silent, or for too long."""
+    def stuck(self, now: float) -> BatonError | None:
+        """Why the bytes that are awaited will not come; None where there is still hope."""
         if not self._awaited:
-            return False
+            return None
         limits = self._inbound.limits
-        oldest = next(iter(self._awaited.values()))
-        is_silent = now - self._heard_at > limits.silence_s
-        return is_silent or now - oldest > limits.batch_deadline_s
+        if now - self._heard_at > limits.silence_s:
+            return WorkerFailed(f"{self.writer} is silent")
+        # A writer may live whose bytes go astray.
+        number, since = next(iter(self._awaited.items()))
+        if now - since > limits.batch_deadline_s:
+            return DeadlineExceeded(f"batch {number} of {self.writer} has not come in time")
+        return None
 
     def end(self, error: BatonError) -> None:
         """Close it with an error; idempotent."""

@@ -16,6 +16,7 @@ import os
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from weakref import WeakSet
 
 from baton.errors import ConfigError, HandoffError, WorkerFailed
 from kvtransfer.links import OpenTransfers, check_part
@@ -55,6 +56,7 @@ class ShmTransport:
         self._executor = executor
         self._memory: BlockMemory | None = None
         self._offer = b""
+        self._links: WeakSet[ShmSendLink | ShmReceiveLink] = WeakSet()
 
     def register(self, memory: BlockMemory) -> None:
         """See ``Transport``."""
@@ -85,15 +87,20 @@ class ShmTransport:
             raise HandoffError(f"{peer.incarnation} is on another host, or in another container")
         blocks = open_shared(theirs.pid, theirs.descriptor, theirs.inode, theirs.bytes)
         link = ShmReceiveLink(self._memory, blocks.data, theirs.block_bytes, self._executor)
+        self._links.add(link)
         return link, b""
 
     def connect(self, peer: Peer, answer: bytes) -> ShmSendLink:
         """See ``Transport``."""
         assert self._memory is not None, "not registered"
-        return ShmSendLink(self._memory)
+        link = ShmSendLink(self._memory)
+        self._links.add(link)
+        return link
 
     def close(self) -> None:
         """See ``Transport``. The memory belongs to the worker."""
+        for link in list(self._links):
+            link.close()
 
 
 class ShmSendLink:

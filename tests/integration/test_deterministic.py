@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worker.kv_memory import KvMemory
 
 from baton.errors import ConfigError, HandoffError
 from baton.request import SequenceSpec
@@ -29,6 +28,7 @@ from engine.local import generate, make_sequence
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.step import StepInput, StepModel, StepOutput
+from kvtransfer.host_memory import HostMemory
 from tests.mini_cluster import mini_cluster
 from tests.models import make_tiny_model
 
@@ -247,14 +247,16 @@ def test_a_handoff_between_two_engines(bench: Bench, model: Path, computed: int)
         table = plan.rows[0].block_table
         sender.scheduler.complete(plan, result)
         plan = sender.scheduler.schedule()
-    source = KvMemory(sender.cache)
-    moved = [source.read(block, 0, source.block_bytes) for block in table]
+    source = HostMemory(sender.cache.bytes.numpy())
+    moved = [memoryview(bytearray(source.block_bytes)) for _ in table]
+    for block, data in zip(table, moved, strict=True):
+        source.read(block, 0, data)
     for block in table:
         sender.cache.block(block).fill_(255)
     receiver = bench.engine(chunk_tokens=100)
     spare, taken = receiver.pool.allocate(7), receiver.pool.allocate(len(table))
     target = bench.sequence(receiver, 0, bench.prompt, SEEDED)
-    memory = KvMemory(receiver.cache)
+    memory = HostMemory(receiver.cache.bytes.numpy())
     for block, data in zip(taken, moved, strict=True):
         memory.write(block, 0, data)
     receiver.scheduler.add_computed(target, taken, min(computed, PROMPT - 1))

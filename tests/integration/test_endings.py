@@ -11,6 +11,7 @@ import pytest
 
 from baton.errors import Unavailable
 from baton.sampling_params import SamplingParams
+from tests.integration.test_faults import outcomes
 from tests.integration.test_handoff import local_answer, prompt_of
 from tests.mini_cluster import mini_cluster
 
@@ -26,8 +27,7 @@ async def test_a_first_token_that_ends_the_answer(tiny_model: Path, redis_url: s
         assert (answer.token_ids, answer.finish_reason) == (first, "stop")
         await cluster.until_idle()
         for outcome, count in (("ok", 0), ("aborted", 1)):
-            labels = {"transport": "grpc", "outcome": outcome}
-            assert cluster.value("decode-0", "baton_handoffs_total", **labels) == count
+            assert outcomes(cluster, outcome) == count
 
 
 async def test_what_a_worker_held_is_forgotten_once_it_has_left(

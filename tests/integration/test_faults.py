@@ -11,11 +11,12 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+import torch
 
 from baton import convert
 from baton.errors import BatonError, ChecksumMismatch, Overloaded, TicketEnded
 from baton.grpc_channel import open_channel
-from baton.grpc_errors import error_from_rpc
+from baton.grpc_errors import error_from_code, error_from_rpc
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from baton.v1 import (
@@ -26,11 +27,21 @@ from baton.v1 import (
     transfer_pb2,
     transfer_pb2_grpc,
 )
-from kvtransfer.checksum import checksum, segment_checksum
+from kvtransfer.checksum import segment_checksum
+from kvtransfer.grpc_transport import GrpcTransport
+from kvtransfer.memory import BlockMemory
+from kvtransfer.negotiation import TRANSPORTS
+from kvtransfer.shm_transport import ShmSendLink
+from kvtransfer.transport import Packed, Parts
 from tests.integration.test_handoff import local_answer, prompt_of
 from tests.mini_cluster import MiniCluster, mini_cluster, valkey
 from tests.proxy import flip_one_byte, proxy
+from worker.block_receiver import NO_TRANSPORT
 from worker.role import WorkerContext
+
+Pair = grpc.aio.StreamStreamCall[transfer_pb2.TransferRequest, transfer_pb2.TransferResponse]
+
+both = pytest.mark.parametrize("transport", ["shm", "grpc"])
 
 LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
 SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -77,31 +88,92 @@ async def read_events(
         events.append(response.WhichOneof("event"))
 
 
+async def prefill_error(cluster: MiniCluster, request_id: str) -> BatonError:
+    """What a prefill that hands over to the decode worker fails with, before its commit."""
+    record = cluster.workers["decode-0"].record
+    assert record is not None
+    request = prefill_pb2.PrefillRequest(
+        sequence=convert.sequence_to_proto(spec_of(request_id, 40)),
+        decode_address=record.address,
+        decode_incarnation=record.incarnation,
+    )
+    async with channel_to(cluster, "prefill-0") as channel:
+        call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(request, timeout=30)
+        events: list[str | None] = []
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_events(call, events)
+    assert "handoff" not in events
+    return error_from_rpc(caught.value, "prefill")
+
+
+def outcomes(cluster: MiniCluster, outcome: str) -> float:
+    """Handoffs to the decode worker that ended so, by whatever transport."""
+    return sum(
+        cluster.value("decode-0", "baton_handoffs_total", transport=transport, outcome=outcome)
+        for transport in (*TRANSPORTS, NO_TRANSPORT)
+    )
+
+
+async def open_pair(cluster: MiniCluster, channel: grpc.aio.Channel) -> Pair:
+    """The stream of a writer ``a-test``, which has the prefill worker's memory."""
+    receiver, writer = context_of(cluster, "decode-0"), context_of(cluster, "prefill-0")
+    pair: Pair = transfer_pb2_grpc.TransferServiceStub(channel).Transfer(timeout=60)
+    hello = transfer_pb2.OpenPair(
+        fingerprint=receiver.engine.fingerprint,
+        geometry=convert.geometry_to_proto(receiver.engine.cache.geometry()),
+        writer="a-test",
+        receiver=receiver.incarnation,
+        offers=[
+            transfer_pb2.TransportOffer(transport=each.name, offer=each.offer())
+            for each in writer.exchange._transports
+        ],
+    )
+    await pair.write(transfer_pb2.TransferRequest(open=hello))
+    assert (await read(pair)).HasField("opened")
+    return pair
+
+
+async def read(pair: Pair) -> transfer_pb2.TransferResponse:
+    """The next answer."""
+    async with asyncio.timeout(30):
+        answer = await pair.read()
+    assert isinstance(answer, transfer_pb2.TransferResponse), "the stream has ended"
+    return answer
+
+
 async def test_a_flipped_byte_on_the_wire_fails_the_handoff(
     tiny_model: Path, redis_url: str
 ) -> None:
-    async with (
-        mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster,
-        channel_to(cluster, "prefill-0") as channel,
-    ):
-        record = cluster.workers["decode-0"].record
-        assert record is not None
-        async with proxy(record.address, flip_one_byte(at_least=3000)) as address:
-            request = prefill_pb2.PrefillRequest(
-                sequence=convert.sequence_to_proto(spec_of("damaged", 40)),
-                decode_address=address,
-                decode_incarnation=record.incarnation,
-            )
-            call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(request, timeout=30)
-            events: list[str | None] = []
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await read_events(call, events)
-        assert "handoff" not in events
-        assert isinstance(error_from_rpc(caught.value, "prefill"), ChecksumMismatch)
-        labels = {"transport": "grpc", "outcome": "checksum"}
-        assert cluster.value("decode-0", "baton_handoffs_total", **labels) == 1
-        labels["outcome"] = "ok"
-        assert cluster.value("decode-0", "baton_handoffs_total", **labels) == 0
+    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8, transport="grpc") as cluster:
+        (transport,) = context_of(cluster, "decode-0").exchange._transports
+        assert isinstance(transport, GrpcTransport)
+        async with proxy(transport._address, flip_one_byte(at_least=3000)) as address:
+            transport._address = address
+            assert isinstance(await prefill_error(cluster, "damaged"), ChecksumMismatch)
+            assert (outcomes(cluster, "checksum"), outcomes(cluster, "ok")) == (1, 0)
+            await cluster.until_idle()
+            # The damage was the handoff's alone: the pair serves on.
+            answer = await cluster.answer(prompt_of(41), SHORT)
+            assert answer.token_ids == local_answer(tiny_model, prompt_of(41), SHORT)
+            await cluster.until_idle()
+
+
+async def test_a_block_that_changes_before_it_is_read_fails_the_handoff(
+    tiny_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8, transport="shm") as cluster:
+        blocks = context_of(cluster, "prefill-0").engine.cache.bytes
+        pack = ShmSendLink.pack
+
+        def damage(link: ShmSendLink, parts: Parts, memory: BlockMemory | None = None) -> Packed:
+            packed = pack(link, parts, memory)
+            blocks[parts.blocks[0], parts.offset + parts.length // 2] ^= 0x10
+            return packed
+
+        with monkeypatch.context() as damaged:
+            damaged.setattr(ShmSendLink, "pack", damage)
+            assert isinstance(await prefill_error(cluster, "damaged"), ChecksumMismatch)
+        assert (outcomes(cluster, "checksum"), outcomes(cluster, "ok")) == (1, 0)
         await cluster.until_idle()
 
 
@@ -113,24 +185,27 @@ async def test_a_silent_writer_loses_its_ticket(tiny_model: Path, redis_url: str
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
         ticket = await stub.Reserve(reserve_request(cluster, spec_of("silent", 40)), timeout=10)
         assert (ticket.pinned_blocks, ticket.missing_blocks) == (0, 3)
-        labels = {"transport": "grpc", "outcome": "expired"}
-        await cluster.until(
-            lambda: cluster.value("decode-0", "baton_handoffs_total", **labels) == 1
-        )
+        await cluster.until(lambda: outcomes(cluster, "expired") == 1)
         await cluster.until_idle()
         # What the writer sends when it wakes is refused before it is copied.
-        data = bytes(context_of(cluster, "decode-0").memory.block_bytes)
-        segment = transfer_pb2.PushBlocksRequest(
+        before = context_of(cluster, "decode-0").engine.cache.bytes.clone()
+        memory = context_of(cluster, "prefill-0").memory
+        late = transfer_pb2.AnnounceBatch(
+            number=0,
             ticket_id=ticket.ticket_id,
-            block_index=0,
-            data=data,
-            checksum=segment_checksum(checksum(data), ticket.ticket_id, 0, 0),
+            length=memory.block_bytes,
+            targets=[0],
+            sources=[0],
+            checksums=[
+                segment_checksum(memory.checksum(0, 0, memory.block_bytes), ticket.ticket_id, 0, 0)
+            ],
         )
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await transfer_pb2_grpc.TransferServiceStub(channel).PushBlocks(
-                iter([segment]), timeout=10
-            )
-        assert isinstance(error_from_rpc(caught.value, "decode"), TicketEnded)
+        pair = await open_pair(cluster, channel)
+        await pair.write(transfer_pb2.TransferRequest(announce=late))
+        landed = (await read(pair)).landed
+        assert isinstance(error_from_code(landed.code, landed.error), TicketEnded)
+        assert torch.equal(context_of(cluster, "decode-0").engine.cache.bytes, before)
+        pair.cancel()
 
 
 async def test_heartbeats_keep_a_ticket(tiny_model: Path, redis_url: str) -> None:
@@ -140,16 +215,20 @@ async def test_heartbeats_keep_a_ticket(tiny_model: Path, redis_url: str) -> Non
     ):
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
         ticket = await stub.Reserve(reserve_request(cluster, spec_of("alive", 40)), timeout=10)
-        renewal = decode_pb2.RenewLeasesRequest(writer="a-test", ticket_ids=[ticket.ticket_id])
+        renewal = transfer_pb2.TransferRequest(
+            renew=transfer_pb2.RenewLeases(ticket_ids=[ticket.ticket_id])
+        )
+        pair = await open_pair(cluster, channel)
         for _ in range(8):
             await asyncio.sleep(0.1)  # twice the lease in all: time is what is tested
-            assert not (await stub.RenewLeases(renewal, timeout=10)).ended_ticket_ids
+            await pair.write(renewal)
+            assert not (await read(pair)).renewed.ended_ticket_ids
         abort = decode_pb2.AbortRequest(request_id="alive", writer="a-test")
         await stub.Abort(abort, timeout=10)
         await stub.Abort(abort, timeout=10)
-        assert list((await stub.RenewLeases(renewal, timeout=10)).ended_ticket_ids) == [
-            ticket.ticket_id
-        ]
+        await pair.write(renewal)
+        assert list((await read(pair)).renewed.ended_ticket_ids) == [ticket.ticket_id]
+        pair.cancel()
         await cluster.until_idle()
 
 
@@ -192,7 +271,8 @@ async def test_strangers_are_refused(tiny_model: Path, redis_url: str) -> None:
         await cluster.until_idle()
 
 
-async def test_a_commit_needs_every_block(tiny_model: Path, redis_url: str) -> None:
+async def test_a_commit_waits_for_every_block(tiny_model: Path, redis_url: str) -> None:
+    """To its own deadline, or the ticket's end."""
     async with (
         mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster,
         channel_to(cluster, "decode-0") as channel,
@@ -201,14 +281,25 @@ async def test_a_commit_needs_every_block(tiny_model: Path, redis_url: str) -> N
         ticket = await stub.Reserve(reserve_request(cluster, spec_of("hasty", 40)), timeout=10)
         commit = decode_pb2.CommitRequest(ticket_id=ticket.ticket_id, writer="a-test")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Commit(commit, timeout=10)
-        assert error_from_rpc(caught.value, "decode").code == "handoff_failed"
+            await stub.Commit(commit, timeout=0.2)
+        assert error_from_rpc(caught.value, "decode").code == "deadline_exceeded"
+        assert outcomes(cluster, "ok") == 0
+        waiting = asyncio.ensure_future(stub.Commit(commit, timeout=30))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
         await stub.Abort(decode_pb2.AbortRequest(request_id="hasty"), timeout=10)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await waiting
+        assert isinstance(error_from_rpc(caught.value, "decode"), TicketEnded)
+        assert (outcomes(cluster, "ok"), outcomes(cluster, "aborted")) == (0, 1)
         await cluster.until_idle()
 
 
-async def test_a_client_that_leaves_frees_both_sides(tiny_model: Path, redis_url: str) -> None:
-    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster:
+@both
+async def test_a_client_that_leaves_frees_both_sides(
+    tiny_model: Path, redis_url: str, transport: str
+) -> None:
+    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8, transport=transport) as cluster:
         deltas = cluster.dispatcher.generate(cluster.request(prompt_of(50), LONG))
         count = 0
         async for delta in deltas:
@@ -219,9 +310,12 @@ async def test_a_client_that_leaves_frees_both_sides(tiny_model: Path, redis_url
         await cluster.until_idle()
 
 
-async def test_a_client_that_leaves_during_prefill(tiny_model: Path, redis_url: str) -> None:
+@both
+async def test_a_client_that_leaves_during_prefill(
+    tiny_model: Path, redis_url: str, transport: str
+) -> None:
     async with mini_cluster(
-        tiny_model, redis_url, kv_pool_mib=8, chunk_tokens=4, max_sequences=4
+        tiny_model, redis_url, kv_pool_mib=8, chunk_tokens=4, max_sequences=4, transport=transport
     ) as cluster:
         deltas = cluster.dispatcher.generate(cluster.request(prompt_of(400), LONG))
         waiting = asyncio.ensure_future(anext(deltas))
@@ -245,8 +339,13 @@ async def test_blocks_run_out_and_every_answer_is_right(tiny_model: Path, redis_
         await cluster.until_idle()
 
 
-async def test_a_full_decode_worker_makes_prefill_wait(tiny_model: Path, redis_url: str) -> None:
-    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8, max_sequences=2) as cluster:
+@both
+async def test_a_full_decode_worker_makes_prefill_wait(
+    tiny_model: Path, redis_url: str, transport: str
+) -> None:
+    async with mini_cluster(
+        tiny_model, redis_url, kv_pool_mib=8, max_sequences=2, transport=transport
+    ) as cluster:
         prompts = [prompt_of(20 + salt, salt) for salt in range(7)]
         answers = await asyncio.gather(*(cluster.answer(prompt, SHORT) for prompt in prompts))
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -307,10 +406,11 @@ async def test_a_slow_reader_slows_nobody(tiny_model: Path, redis_url: str) -> N
         assert tokens == local_answer(tiny_model, prompt_of(30), LONG)
 
 
+@both
 async def test_a_decode_worker_that_leaves_ends_its_requests(
-    tiny_model: Path, redis_url: str
+    tiny_model: Path, redis_url: str, transport: str
 ) -> None:
-    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster:
+    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8, transport=transport) as cluster:
         deltas = cluster.dispatcher.generate(cluster.request(prompt_of(30), LONG))
         await anext(deltas)
         await cluster.workers.pop("decode-0").stop()
@@ -325,8 +425,13 @@ async def test_a_decode_worker_that_leaves_ends_its_requests(
         await cluster.until_idle()
 
 
-async def test_several_workers_of_each_role(tiny_model: Path, redis_url: str) -> None:
-    async with mini_cluster(tiny_model, redis_url, prefill=2, decode=2, kv_pool_mib=8) as cluster:
+@both
+async def test_several_workers_of_each_role(
+    tiny_model: Path, redis_url: str, transport: str
+) -> None:
+    async with mini_cluster(
+        tiny_model, redis_url, prefill=2, decode=2, kv_pool_mib=8, transport=transport
+    ) as cluster:
         prompts = [prompt_of(40, salt) for salt in range(12)]
         answers = await asyncio.gather(*(cluster.answer(prompt, SHORT) for prompt in prompts))
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -334,7 +439,7 @@ async def test_several_workers_of_each_role(tiny_model: Path, redis_url: str) ->
         for number in range(2):
             slot = f"prefill-{number}"
             assert cluster.value(slot, "baton_computed_prompt_tokens_total") > 0
-            labels = {"transport": "grpc", "outcome": "ok"}
+            labels = {"transport": transport, "outcome": "ok"}
             assert cluster.value(f"decode-{number}", "baton_handoffs_total", **labels) > 0
         await cluster.until_idle()
 

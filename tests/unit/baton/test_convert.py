@@ -18,7 +18,7 @@ from baton.request import (
     TokenOutput,
 )
 from baton.sampling_params import SamplingParams
-from baton.v1 import decode_pb2, sampling_pb2, worker_pb2
+from baton.v1 import sampling_pb2, transfer_pb2, worker_pb2
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -114,7 +114,7 @@ def test_loads(load: LoadSnapshot) -> None:
 @given(GEOMETRIES)
 def test_geometries(geometry: Geometry) -> None:
     wire = convert.geometry_to_proto(geometry).SerializeToString()
-    assert convert.geometry_from_proto(decode_pb2.Geometry.FromString(wire)) == geometry
+    assert convert.geometry_from_proto(transfer_pb2.Geometry.FromString(wire)) == geometry
 
 
 def test_no_field_is_forgotten() -> None:
@@ -124,7 +124,7 @@ def test_no_field_is_forgotten() -> None:
         (SequenceSpec, worker_pb2.SequenceSpec),
         (TokenOutput, worker_pb2.TokenOutput),
         (LoadSnapshot, worker_pb2.LoadSnapshot),
-        (Geometry, decode_pb2.Geometry),
+        (Geometry, transfer_pb2.Geometry),
         (Principal, worker_pb2.Principal),
     ]
     for dataclass, message in twins:

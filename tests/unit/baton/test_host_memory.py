@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -51,17 +50,6 @@ def test_memory_is_zeros_that_can_be_written() -> None:
     assert memory[:] == bytes(10_000)
     memory[9_999] = 1
     assert memory[9_999] == 1
-
-
-def test_shared_memory_is_the_files() -> None:
-    descriptor = os.memfd_create("test")
-    try:
-        os.ftruncate(descriptor, 10_000)
-        memory = take_memory(10_000, descriptor)
-        memory[5_000] = 1
-        assert os.pread(descriptor, 2, 5_000) == b"\1\0"
-    finally:
-        os.close(descriptor)
 
 
 def test_more_than_there_is_is_refused() -> None:

@@ -30,26 +30,25 @@ from decode_worker.receiver import HandoffReceiver, Offer
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.sequence import Sequence
-from kvtransfer.ticket import Ticket, TicketState, segments_of
+from kvtransfer.ticket import Ticket, TicketState
 from kvtransfer.ticket_book import TOMBSTONE_S
+from worker.block_receiver import NO_TRANSPORT, BlockReceiver
 
 GEOMETRY = Geometry(2, 1, 1, 8, "float32")
-SEGMENTS = segments_of(2 << 20)
+BLOCK_BYTES = 192
+PARTS = ((0, 64), (64, 128))
+"""(offset, length) of what a block is sent in."""
 LEASE_S = 3.0
 
 
-def make_receiver(
-    blocks: int = 12, *, sequences: int = 4, context: int = 16, block_bytes: int = 2 << 20
-) -> HandoffReceiver:
-    scheduler = Scheduler(BlockPool(blocks), SchedulerLimits(2, 64, sequences, context))
+def make_receiver(blocks: int = 12, *, sequences: int = 4, context: int = 16) -> HandoffReceiver:
+    pool, metrics = BlockPool(blocks), WorkerMetrics(CollectorRegistry())
     return HandoffReceiver(
-        scheduler,
-        WorkerMetrics(CollectorRegistry()),
+        Scheduler(pool, SchedulerLimits(2, 64, sequences, context)),
+        BlockReceiver(pool, metrics, block_bytes=BLOCK_BYTES, lease_s=LEASE_S),
         fingerprint="model",
         geometry=GEOMETRY,
         incarnation="decode-0:1",
-        block_bytes=block_bytes,
-        lease_s=LEASE_S,
     )
 
 
@@ -66,18 +65,31 @@ def pool_of(receiver: HandoffReceiver) -> BlockPool:
 
 
 def outcomes(receiver: HandoffReceiver, outcome: str) -> float:
-    labels = {"transport": "grpc", "outcome": outcome}
-    found = receiver._metrics.registry.get_sample_value("baton_handoffs_total", labels)
-    return found or 0.0
+    registry = receiver.blocks._metrics.registry
+    return sum(
+        registry.get_sample_value(
+            "baton_handoffs_total", {"transport": transport, "outcome": outcome}
+        )
+        or 0.0
+        for transport in ("shm", NO_TRANSPORT)
+    )
+
+
+def begin(
+    receiver: HandoffReceiver, ticket: Ticket, target: int, part: tuple[int, int], now: float
+) -> int | None:
+    """One part of one block. Returns where it goes."""
+    blocks = receiver.blocks.begin_copy(
+        ticket.ticket_id, ticket.writer, "shm", [target], *part, now
+    )
+    return None if blocks is None else blocks[0]
 
 
 def receive_all(receiver: HandoffReceiver, ticket: Ticket) -> None:
     for index in range(len(ticket.missing)):
-        for offset, length in segments_of(ticket.block_bytes):
-            now = ticket.reserved_at
-            block = receiver.begin_copy(ticket.ticket_id, index, offset, length, now)
-            assert block is not None
-            receiver.end_copy(ticket.ticket_id, length)
+        for part in PARTS:
+            assert begin(receiver, ticket, index, part, ticket.reserved_at) is not None
+            receiver.blocks.end_copy(ticket.ticket_id, "shm", part[1])
 
 
 def commit(receiver: HandoffReceiver, ticket: Ticket, now: float) -> Sequence:
@@ -112,6 +124,7 @@ class ReceiverMachine(RuleBasedStateMachine):
     @initialize(blocks=st.integers(2, 14), sequences=st.integers(1, 5))
     def start(self, blocks: int, sequences: int) -> None:
         self.receiver = make_receiver(blocks, sequences=sequences, context=min(16, 2 * blocks))
+        self.blocks = self.receiver.blocks
         self.pool = pool_of(self.receiver)
         self.scheduler = self.receiver._scheduler
         self.now = 100.0
@@ -132,12 +145,12 @@ class ReceiverMachine(RuleBasedStateMachine):
             [base, *range(1, 12)][:length], attempt=attempt, request=f"r{length}", writer=writer
         )
         key = (offer.spec.request_id, attempt)
-        before = (self.pool.counts(), len(self.receiver.book))
-        known = self.receiver.book.find(key)
+        before = (self.pool.counts(), len(self.blocks.book))
+        known = self.blocks.book.find(key)
         try:
             ticket = self.receiver.reserve(offer, self.now)
         except BatonError:
-            assert (self.pool.counts(), len(self.receiver.book)) == before, "refused, yet kept"
+            assert (self.pool.counts(), len(self.blocks.book)) == before, "refused, yet kept"
             return
         since = self.now - self.aborted.get(key, -TOMBSTONE_S)
         assert since >= TOMBSTONE_S, "reserved after its abort"
@@ -150,12 +163,12 @@ class ReceiverMachine(RuleBasedStateMachine):
         self.tickets.append(ticket)
 
     @precondition(lambda self: self.tickets)
-    @rule(data=st.data(), index=st.integers(0, 6), segment=st.sampled_from(SEGMENTS))
-    def begin(self, data: st.DataObject, index: int, segment: tuple[int, int]) -> None:
+    @rule(data=st.data(), index=st.integers(0, 6), part=st.sampled_from(PARTS))
+    def begin(self, data: st.DataObject, index: int, part: tuple[int, int]) -> None:
         ticket = data.draw(st.sampled_from(self.tickets))
-        offset, length = segment
+        offset, _ = part
         try:
-            block = self.receiver.begin_copy(ticket.ticket_id, index, offset, length, self.now)
+            block = begin(self.receiver, ticket, index, part, self.now)
         except TicketEnded:
             assert not ticket.is_open
             return
@@ -181,10 +194,10 @@ class ReceiverMachine(RuleBasedStateMachine):
         if not ticket.is_open:
             return
         for index in range(min(blocks, len(ticket.missing))):
-            for offset, length in SEGMENTS:
+            for offset, length in PARTS:
                 if (index, offset) not in self.arrived[ticket].begun:
-                    self.receiver.begin_copy(ticket.ticket_id, index, offset, length, self.now)
-                    self.receiver.end_copy(ticket.ticket_id, length)
+                    begin(self.receiver, ticket, index, (offset, length), self.now)
+                    self.blocks.end_copy(ticket.ticket_id, "shm", length)
                     self.arrived[ticket].begun.add((index, offset))
                     self.arrived[ticket].done.add((index, offset))
 
@@ -194,12 +207,12 @@ class ReceiverMachine(RuleBasedStateMachine):
         copy = data.draw(st.sampled_from(self.copies))
         self.copies.remove(copy)
         if fails is None:
-            self.receiver.end_copy(copy.ticket.ticket_id, SEGMENTS[0][1])
+            self.blocks.end_copy(copy.ticket.ticket_id, "shm", PARTS[0][1])
             self.arrived[copy.ticket].done.add((copy.number, copy.offset))
             return
         was_open, before = copy.ticket.is_open, outcomes(self.receiver, fails)
-        error = ChecksumMismatch("damaged") if fails == "checksum" else OSError("broken")
-        self.receiver.fail_copy(copy.ticket.ticket_id, error)
+        error = ChecksumMismatch("damaged") if fails == "checksum" else HandoffError("broken")
+        self.blocks.fail_copy(copy.ticket.ticket_id, error)
         assert copy.ticket.state is TicketState.RELEASED
         assert outcomes(self.receiver, fails) == before + was_open
 
@@ -208,7 +221,7 @@ class ReceiverMachine(RuleBasedStateMachine):
     def commit(self, data: st.DataObject, writer: str) -> None:
         ticket = data.draw(st.sampled_from(self.tickets))
         may = ticket.is_open and writer == ticket.writer
-        wanted = {(i, offset) for i in range(len(ticket.missing)) for offset, _ in SEGMENTS}
+        wanted = {(i, offset) for i in range(len(ticket.missing)) for offset, _ in PARTS}
         if not may or self.arrived[ticket].done != wanted:
             with pytest.raises(HandoffError):
                 self.receiver.commit(ticket.ticket_id, writer, self.now)
@@ -219,8 +232,8 @@ class ReceiverMachine(RuleBasedStateMachine):
     @rule(length=st.integers(1, 12), attempt=st.integers(0, 6))
     def abort(self, length: int, attempt: int) -> None:
         key = (f"r{length}", attempt)
-        self.receiver.abort(key, self.now)
-        self.receiver.abort(key, self.now)
+        self.blocks.abort(key, self.now)
+        self.blocks.abort(key, self.now)
         self.aborted[key] = self.now
         for ticket in self.tickets:
             assert ticket.attempt != key or not ticket.is_open
@@ -230,7 +243,7 @@ class ReceiverMachine(RuleBasedStateMachine):
     def renew(self, data: st.DataObject, writer: str) -> None:
         some = data.draw(st.lists(st.sampled_from(self.tickets), max_size=3, unique=True))
         before = {ticket: ticket.expires_at for ticket in some}
-        ended = self.receiver.renew(writer, [ticket.ticket_id for ticket in some], self.now)
+        ended = self.blocks.renew(writer, [ticket.ticket_id for ticket in some], self.now)
         for ticket in some:
             lives = ticket.is_open and ticket.writer == writer
             assert (ticket.ticket_id in ended) is not lives
@@ -242,7 +255,7 @@ class ReceiverMachine(RuleBasedStateMachine):
 
     @rule()
     def sweep(self) -> None:
-        self.receiver.sweep(self.now)
+        self.blocks.sweep(self.now)
         assert not any(ticket.has_expired(self.now) for ticket in self.tickets)
 
     @precondition(lambda self: self.sequences)
@@ -254,7 +267,7 @@ class ReceiverMachine(RuleBasedStateMachine):
 
     @rule()
     def close(self) -> None:
-        self.receiver.close()
+        self.blocks.close()
         assert not any(ticket.is_open for ticket in self.tickets)
 
     @invariant()
@@ -269,16 +282,16 @@ class ReceiverMachine(RuleBasedStateMachine):
         for copy in self.copies:
             assert copy.ticket.state is not TicketState.COMMITTED
         alive = {t for t in self.tickets if t.is_open} | copying
-        assert set(self.receiver.book) == alive
+        assert set(self.blocks.book) == alive
         assert set(self.receiver._specs) == {t.ticket_id for t in alive - copying}
 
     def teardown(self) -> None:
         if not hasattr(self, "receiver"):
             return
-        self.receiver.sweep(self.now + LEASE_S)
+        self.blocks.sweep(self.now + LEASE_S)
         for copy in self.copies:
-            self.receiver.end_copy(copy.ticket.ticket_id, 1)
-        assert not len(self.receiver.book)
+            self.blocks.end_copy(copy.ticket.ticket_id, "shm", 1)
+        assert not len(self.blocks.book)
         for sequence in self.sequences:
             self.scheduler.remove(sequence)
         self.pool.check()
@@ -296,23 +309,23 @@ TestReceiver.settings = settings(
 
 
 def test_a_handoff_from_reserve_to_commit_is_counted() -> None:
-    receiver = make_receiver(block_bytes=8)
+    receiver = make_receiver()
     ticket = receiver.reserve(make_offer([1, 2, 3]), 10.0)
     assert (len(ticket.pinned), len(ticket.missing)) == (0, 2)
     receive_all(receiver, ticket)
     receipt = receiver.commit(ticket.ticket_id, "w", 10.5)
     assert receipt.blocks == ticket.missing
-    assert receipt.bytes == 16
-    registry = receiver._metrics.registry
-    grpc = {"transport": "grpc"}
-    assert registry.get_sample_value("baton_handoff_bytes_total", grpc) == 16
-    assert registry.get_sample_value("baton_handoff_seconds_sum", grpc) == 0.5
+    assert receipt.bytes == 2 * BLOCK_BYTES
+    registry = receiver.blocks._metrics.registry
+    shm = {"transport": "shm"}
+    assert registry.get_sample_value("baton_handoff_bytes_total", shm) == 2 * BLOCK_BYTES
+    assert registry.get_sample_value("baton_handoff_seconds_sum", shm) == 0.5
     assert outcomes(receiver, "ok") == 1
-    assert not len(receiver.book)
+    assert not len(receiver.blocks.book)
 
 
 def test_what_is_held_is_pinned_and_not_sent_again() -> None:
-    receiver = make_receiver(block_bytes=8)
+    receiver = make_receiver()
     ticket = receiver.reserve(make_offer([1, 2, 3, 4, 5], attempt=0), 10.0)
     receive_all(receiver, ticket)
     sequence = commit(receiver, ticket, 10.0)
@@ -322,13 +335,13 @@ def test_what_is_held_is_pinned_and_not_sent_again() -> None:
     assert len(again.missing) == 1
     other = receiver.reserve(make_offer([1, 2, 3, 4, 5], attempt=2, cache_salt=b"x"), 11.0)
     assert other.pinned == [], "another tenant's blocks"
-    receiver.close()
+    receiver.blocks.close()
     pool_of(receiver).check()
     assert pool_of(receiver).counts().used == 0
 
 
-def test_a_wholly_held_prompt_is_committed_without_a_segment() -> None:
-    receiver = make_receiver(block_bytes=8)
+def test_a_wholly_held_prompt_is_committed_without_a_byte() -> None:
+    receiver = make_receiver()
     for attempt in (0, 1):
         ticket = receiver.reserve(make_offer([1, 2, 3, 4], attempt=attempt), 10.0)
         receive_all(receiver, ticket)
@@ -344,7 +357,7 @@ def test_a_wholly_held_prompt_is_committed_without_a_segment() -> None:
 
 def test_two_handoffs_of_one_prompt_end_in_the_same_blocks() -> None:
     """Both were reserved before either was committed."""
-    receiver = make_receiver(block_bytes=8)
+    receiver = make_receiver()
     tickets = [
         receiver.reserve(make_offer([1, 2, 3, 4, 5], attempt=attempt), 10.0) for attempt in (0, 1)
     ]
@@ -399,7 +412,7 @@ def test_no_room_says_when_to_come_back() -> None:
 
 
 def test_preempted_sequences_come_before_new_tickets() -> None:
-    receiver = make_receiver(blocks=4, context=8, block_bytes=8)
+    receiver = make_receiver(blocks=4, context=8)
     sequences = []
     for number in (1, 2):
         ticket = receiver.reserve(make_offer([number] * 2, attempt=number), 10.0)
@@ -418,7 +431,7 @@ def test_reserving_again_is_the_same_ticket_with_a_new_lease() -> None:
     receiver = make_receiver()
     ticket = receiver.reserve(make_offer([1, 2, 3]), 10.0)
     assert receiver.reserve(make_offer([1, 2, 3]), 12.0) is ticket
-    receiver.sweep(14.9)
+    receiver.blocks.sweep(14.9)
     assert ticket.is_open
     with pytest.raises(TicketEnded, match="has a ticket"):
         receiver.reserve(make_offer([1, 2, 3], writer="another"), 12.0)
@@ -427,60 +440,7 @@ def test_reserving_again_is_the_same_ticket_with_a_new_lease() -> None:
 
 def test_an_abort_may_overtake_its_reserve() -> None:
     receiver = make_receiver()
-    receiver.abort(("r", 0), 10.0)
+    receiver.blocks.abort(("r", 0), 10.0)
     with pytest.raises(TicketEnded, match="aborted before"):
         receiver.reserve(make_offer([1, 2, 3]), 11.0)
     receiver.reserve(make_offer([1, 2, 3], attempt=1), 11.0)
-
-
-def test_blocks_are_quarantined_until_the_last_copy_has_ended() -> None:
-    receiver = make_receiver(blocks=4, block_bytes=8)
-    ticket = receiver.reserve(make_offer([1, 2, 3]), 10.0)
-    assert receiver.begin_copy(ticket.ticket_id, 0, 0, 8, 10.0) == ticket.missing[0]
-    assert receiver.begin_copy(ticket.ticket_id, 1, 0, 8, 10.0) == ticket.missing[1]
-    receiver.sweep(13.0)
-    assert pool_of(receiver).counts().quarantined == 2
-    assert outcomes(receiver, "expired") == 1
-    with pytest.raises(TicketEnded):
-        receiver.begin_copy(ticket.ticket_id, 1, 0, 8, 13.0)
-    with pytest.raises(TicketEnded):
-        receiver.reserve(make_offer([1, 2, 3]), 13.0)
-    receiver.end_copy(ticket.ticket_id, 8)
-    assert pool_of(receiver).counts().quarantined == 2
-    receiver.fail_copy(ticket.ticket_id, OSError("the copy broke after the ticket had ended"))
-    assert pool_of(receiver).counts().free == 4
-    assert outcomes(receiver, "error") == 0, "a handoff is counted once"
-
-
-def test_a_damaged_segment_ends_the_handoff_and_is_counted() -> None:
-    receiver = make_receiver(block_bytes=8)
-    ticket = receiver.reserve(make_offer([1, 2, 3]), 10.0)
-    receiver.begin_copy(ticket.ticket_id, 0, 0, 8, 10.0)
-    receiver.fail_copy(ticket.ticket_id, ChecksumMismatch("damaged"))
-    assert outcomes(receiver, "checksum") == 1
-    with pytest.raises(TicketEnded):
-        receiver.commit(ticket.ticket_id, "w", 10.0)
-    assert pool_of(receiver).counts().used == 0
-
-
-def test_another_writers_heartbeat_keeps_no_lease_alive() -> None:
-    receiver = make_receiver()
-    ticket = receiver.reserve(make_offer([1, 2, 3]), 10.0)
-    assert receiver.renew("another", [ticket.ticket_id, "unknown"], 12.0) == [
-        ticket.ticket_id,
-        "unknown",
-    ]
-    receiver.sweep(13.0)
-    assert not ticket.is_open
-
-
-def test_segments_renew_the_lease() -> None:
-    receiver = make_receiver(block_bytes=8)
-    ticket = receiver.reserve(make_offer([1, 2, 3]), 10.0)
-    receiver.sweep(11.0)
-    receiver.begin_copy(ticket.ticket_id, 0, 0, 8, 12.0)
-    receiver.end_copy(ticket.ticket_id, 8)
-    receiver.sweep(14.9)
-    assert ticket.is_open
-    receiver.sweep(15.0)
-    assert not ticket.is_open

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.errors import TicketEnded
+from baton.errors import ChecksumMismatch, HandoffError, TicketEnded
 from baton.hashing import hash_key
 from baton.metrics import WorkerMetrics
 from baton.request import FinishReason, Geometry, SequenceSpec, TokenOutput
@@ -20,6 +21,7 @@ from engine.block_pool import BlockPool
 from engine.plan import StepPlan, StepResult
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.sequence import Sequence
+from worker.block_receiver import BlockReceiver
 from worker.role import WorkerContext
 
 GEOMETRY = Geometry(4, 1, 1, 8, "float32")
@@ -67,6 +69,7 @@ class World:
         scheduler = Scheduler(self.pool, SchedulerLimits(4, 64, 8, 64))
         self.control = Control(scheduler)
         self.metrics = WorkerMetrics(CollectorRegistry())
+        self.blocks = BlockReceiver(self.pool, self.metrics, block_bytes=BLOCK_BYTES, lease_s=3.0)
         context = SimpleNamespace(
             engine=SimpleNamespace(
                 scheduler=scheduler,
@@ -75,10 +78,8 @@ class World:
                 cache=SimpleNamespace(geometry=lambda: GEOMETRY),
             ),
             control=self.control,
-            memory=SimpleNamespace(block_bytes=BLOCK_BYTES),
-            metrics=self.metrics,
+            exchange=SimpleNamespace(receiver=self.blocks),
             incarnation="decode-0:1",
-            settings=SimpleNamespace(config=SimpleNamespace(lease_s=3.0)),
             make_sequence=self.make_sequence,
         )
         self.role = DecodeRole(cast(WorkerContext, context))
@@ -106,11 +107,21 @@ class World:
 
     def commit(self, request: str = "r", *, deadline_s: float = 60.0, **sampling: int) -> None:
         ticket_id = self.reserve(request, deadline_s=deadline_s, **sampling)
-        receiver = self.role.receiver
-        for index in range(len(receiver.book.get(ticket_id).missing)):
-            assert receiver.begin_copy(ticket_id, index, 0, BLOCK_BYTES, self.now) is not None
-            receiver.end_copy(ticket_id, BLOCK_BYTES)
+        self.receive(ticket_id)
         self.role.commit(ticket_id, "writer", 7)
+
+    def receive(self, ticket_id: str) -> None:
+        """Every byte of a ticket, block by block."""
+        for index in range(len(self.blocks.book.get(ticket_id).missing)):
+            self.begin_copy(ticket_id, index)
+            self.blocks.end_copy(ticket_id, "shm", BLOCK_BYTES)
+
+    def begin_copy(self, ticket_id: str, index: int) -> None:
+        """Of one block."""
+        blocks = self.blocks.begin_copy(
+            ticket_id, "writer", "shm", [index], 0, BLOCK_BYTES, self.now
+        )
+        assert blocks is not None
 
     def told(self) -> list[TokenOutput]:
         return self.role.outbox(ROUTER).take()
@@ -276,7 +287,102 @@ async def test_closing_ends_everything(world: World) -> None:
     world.check_nothing_is_held()
 
 
-async def test_a_leak_is_noticed(world: World) -> None:
-    world.pool.allocate(1)
-    with pytest.raises(AssertionError, match="leaked"):
-        await world.role.heartbeat()
+# Commits that wait for bytes
+
+
+async def waiting_commit(world: World, ticket_id: str, writer: str = "writer") -> asyncio.Task[int]:
+    """A commit that has come before the last byte has."""
+    commit = asyncio.create_task(world.role.commit_when_complete(ticket_id, writer, 7))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not commit.done()
+    return commit
+
+
+async def test_a_commit_waits_for_the_last_byte(world: World) -> None:
+    ticket_id = world.reserve(max_tokens=2)
+    commit = await waiting_commit(world, ticket_id)
+    world.begin_copy(ticket_id, 0)
+    world.blocks.end_copy(ticket_id, "shm", BLOCK_BYTES)
+    world.begin_copy(ticket_id, 1)
+    await asyncio.sleep(0)
+    assert not commit.done()
+    assert world.told() == []
+    world.blocks.end_copy(ticket_id, "shm", BLOCK_BYTES)
+    assert await commit == 2 * BLOCK_BYTES
+    assert world.told() == [token(0, 7)]
+    world.control.step()
+    assert world.told() == [token(1, 9, FinishReason.LENGTH)]
+    world.check_nothing_is_held()
+
+
+async def test_a_commit_that_waits_learns_what_has_ended_its_ticket(world: World) -> None:
+    damaged = world.reserve("damaged")
+    world.begin_copy(damaged, 0)
+    expired, aborted = world.reserve("expired"), world.reserve("aborted")
+    commits = [await waiting_commit(world, each) for each in (damaged, expired, aborted)]
+    world.blocks.fail_copy(damaged, ChecksumMismatch("a part arrived damaged"))
+    world.role.abort_handoff(("aborted", 0))
+    world.now += 3.0
+    world.blocks.sweep(world.now)
+    with pytest.raises(ChecksumMismatch, match="arrived damaged"):
+        await commits[0]
+    with pytest.raises(HandoffError, match="nothing was heard of writer"):
+        await commits[1]
+    with pytest.raises(TicketEnded):
+        await commits[2]
+    assert world.told() == []
+    world.check_nothing_is_held()
+
+
+async def test_a_commit_that_waits_ends_with_its_requests_deadline(world: World) -> None:
+    commit = await waiting_commit(world, world.reserve(deadline_s=1.0))
+    world.now += 1.0
+    await world.role.heartbeat()
+    with pytest.raises(TicketEnded):
+        await commit
+    world.check_nothing_is_held()
+
+
+async def test_a_commit_that_waits_ends_when_the_role_does(world: World) -> None:
+    commit = await waiting_commit(world, world.reserve())
+    await world.role.close()
+    with pytest.raises(TicketEnded):
+        await commit
+    world.check_nothing_is_held()
+
+
+async def test_of_two_commits_that_wait_one_runs(world: World) -> None:
+    """The first was sent again, because its answer did not come in time."""
+    ticket_id = world.reserve()
+    commits = [await waiting_commit(world, ticket_id) for _ in range(2)]
+    world.receive(ticket_id)
+    results = await asyncio.gather(*commits, return_exceptions=True)
+    assert results[0] == 2 * BLOCK_BYTES
+    assert isinstance(results[1], TicketEnded)
+    assert world.told() == [token(0, 7)]
+    world.role.abort(("r", 0))
+    world.check_nothing_is_held()
+
+
+async def test_a_commit_whose_caller_has_left_commits_nothing(world: World) -> None:
+    ticket_id = world.reserve()
+    commit = await waiting_commit(world, ticket_id)
+    commit.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await commit
+    world.receive(ticket_id)
+    assert world.told() == []
+    world.role.abort_handoff(("r", 0))
+    world.check_nothing_is_held()
+
+
+async def test_a_commit_of_another_writer_is_refused_once_the_bytes_are_there(world: World) -> None:
+    ticket_id = world.reserve()
+    world.receive(ticket_id)
+    with pytest.raises(TicketEnded, match="not open for another"):
+        await world.role.commit_when_complete(ticket_id, "another", 7)
+    with pytest.raises(TicketEnded, match="unknown"):
+        await world.role.commit_when_complete("unknown", "writer", 7)
+    world.role.abort(("r", 0))
+    world.check_nothing_is_held()

@@ -1,289 +1,380 @@
-"""Segments over a real gRPC connection: they arrive, or the handoff fails loudly."""
+"""What is particular to the gRPC transport; what all do is in tests/transports."""
 
 from __future__ import annotations
 
-import asyncio
-import random
-from collections.abc import AsyncIterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
 
-import grpc.aio
+import grpc
+import numpy as np
 import pytest
 
-from baton.errors import (
-    BatonError,
-    ChecksumMismatch,
-    HandoffError,
-    TicketEnded,
-    WorkerFailed,
-)
-from baton.grpc_channel import make_server, open_channel
-from baton.grpc_errors import error_from_rpc
-from baton.v1 import transfer_pb2, transfer_pb2_grpc
-from kvtransfer.checksum import checksum, segment_checksum
-from kvtransfer.grpc_transport import BlockSender, TransferServicer
-from kvtransfer.ticket import SEGMENT_BYTES, Ticket
+from baton.errors import BatonError, ChecksumMismatch, ConfigError, HandoffError, WorkerFailed
+from baton.grpc_channel import TlsFiles, open_blocking_channel
+from baton.v1 import transfer_pb2
+from kvtransfer import grpc_transport
+from kvtransfer.checksum import checksum
+from kvtransfer.grpc_transport import CHUNK_BYTES, GrpcReceiveLink, GrpcTransport
+from kvtransfer.host_memory import HostMemory
+from kvtransfer.transfer import Transfer
+from kvtransfer.transport import Batch, Packed, Parts, Peer
+from tests.certificates import Authority, needs_openssl
 
-BLOCK_BYTES = SEGMENT_BYTES + 24
+BLOCKS, BLOCK_BYTES = 6, CHUNK_BYTES // 2 + 64
 DEADLINE_S = 20.0
+WRITER, RECEIVER = Peer("writer", ""), Peer("receiver", "")
 
 
-class Memory:
-    """Blocks on the heap."""
+class HiddenMemory(HostMemory):
+    """Blocks that this process cannot address, as those of a GPU."""
 
-    def __init__(self, blocks: int, seed: int | None = None) -> None:
-        source = random.Random(seed)
-        filled = seed is not None
-        self.blocks = [
-            bytearray(source.randbytes(BLOCK_BYTES) if filled else bytes(BLOCK_BYTES))
-            for _ in range(blocks)
-        ]
-
-    @property
-    def block_bytes(self) -> int:
-        return BLOCK_BYTES
-
-    def read(self, block: int, offset: int, length: int) -> bytes:
-        return bytes(self.blocks[block][offset : offset + length])
-
-    def write(self, block: int, offset: int, data: bytes) -> None:
-        self.blocks[block][offset : offset + len(data)] = data
+    def view(self, block: int, offset: int, length: int) -> memoryview | None:
+        return None
 
 
-@dataclass
-class Sink:
-    """A control loop with one ticket."""
+class World:
+    """A writer and a receiver that are registered."""
 
-    ticket: Ticket
-    errors: list[BaseException] = field(default_factory=list)
-    bytes: int = 0
+    def __init__(self, stack: ExitStack, tls: tuple[TlsFiles | None, TlsFiles | None]) -> None:
+        random = np.random.default_rng(1)
+        shape = BLOCKS, BLOCK_BYTES
+        self.theirs = random.integers(0, 256, shape, dtype=np.uint8)
+        self.ours = random.integers(0, 256, shape, dtype=np.uint8)
+        self.writer, self.receiver = GrpcTransport(tls=tls[0]), GrpcTransport(tls=tls[1])
+        self.receiving = HostMemory(self.ours)
+        for transport, memory in ((self.writer, self.theirs), (self.receiver, self.ours)):
+            stack.callback(transport.close)
+            transport.register(HostMemory(memory))
+        self.link, self.answer = self.receiver.accept(WRITER, self.writer.offer())
 
-    def begin_copy(
-        self, ticket_id: str, block_index: int, offset: int, length: int, now: float
-    ) -> int | None:
-        if ticket_id != self.ticket.ticket_id:
-            raise TicketEnded(f"ticket {ticket_id} is unknown here")
-        return self.ticket.begin_copy(block_index, offset, length, now)
+    def raw(self, *messages: bytes, pair: str | None = None) -> grpc.StatusCode:
+        """A stream of a stranger's making; how it ended."""
+        answer = json.loads(self.answer)
+        with closing(open_blocking_channel(answer["address"])) as channel:
+            send: Any = channel.stream_unary("/baton.v1.BlockService/SendBlocks")
+            metadata = (("baton-pair", answer["pair"] if pair is None else pair),)
+            call = send.future(iter(messages), metadata=metadata, timeout=DEADLINE_S)
+            code: grpc.StatusCode = call.code()
+            return code
 
-    def end_copy(self, ticket_id: str, length: int) -> None:
-        self.bytes += length
-        self.ticket.end_copy()
+    def announce(self, number: int, sources: list[int], targets: list[int]) -> Transfer:
+        """Whole blocks, as the receiver is told of them."""
+        batch = Batch(
+            number,
+            Parts(tuple(sources), 0, BLOCK_BYTES),
+            Parts(tuple(targets), 0, BLOCK_BYTES),
+            tuple(checksum(self.theirs[source].data) for source in sources),
+        )
+        return self.link.receive(batch, DEADLINE_S)
 
-    def fail_copy(self, ticket_id: str, error: BaseException) -> None:
-        self.errors.append(error)
-        self.ticket.release()
-        self.ticket.end_copy()
-
-
-@dataclass
-class Receiver:
-    """A receiving worker's end of the transport, and how to reach it."""
-
-    sink: Sink
-    memory: Memory
-    servicer: TransferServicer
-    channel: grpc.aio.Channel
-    executor: ThreadPoolExecutor
-
-
-@asynccontextmanager
-async def receiver(missing: int = 2) -> AsyncIterator[Receiver]:
-    ticket = Ticket(
-        "t",
-        ("r", 0),
-        "w",
-        missing=list(range(missing, 0, -1)),
-        pinned=[],
-        block_bytes=BLOCK_BYTES,
-        lease_s=3.0,
-        now=0.0,
-    )
-    memory = Memory(missing + 1)
-    with ThreadPoolExecutor(2) as executor:
-        servicer = TransferServicer(Sink(ticket), memory, executor)
-        server = make_server()
-        transfer_pb2_grpc.add_TransferServiceServicer_to_server(servicer, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        async with open_channel(f"127.0.0.1:{port}") as channel:
-            sink = servicer._sink
-            assert isinstance(sink, Sink)
-            yield Receiver(sink, memory, servicer, channel, executor)
-        await server.stop(None)
+    def message(self, number: int, part: int, *sources: int) -> bytes:
+        """As a writer's."""
+        data = b"".join(self.theirs[source].tobytes() for source in sources)
+        message = transfer_pb2.SendBlocksRequest(number=number, part=part, data=data)
+        return message.SerializeToString()
 
 
-def segment(
-    data: bytes, *, offset: int = 0, index: int = 0, **other: object
-) -> transfer_pb2.PushBlocksRequest:
-    digest = segment_checksum(checksum(data), "t", index, offset)
-    fields: dict[str, object] = {"ticket_id": "t", "checksum": digest} | other
-    return transfer_pb2.PushBlocksRequest(
-        block_index=index,
-        offset=offset,
-        data=data,
-        **fields,  # type: ignore[arg-type]
-    )
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Ends what a test has made."""
+    with ExitStack() as stack:
+        yield stack
 
 
-async def push(channel: grpc.aio.Channel, *segments: transfer_pb2.PushBlocksRequest) -> int:
-    stub = transfer_pb2_grpc.TransferServiceStub(channel)
-    try:
-        response = await stub.PushBlocks(iter(segments), timeout=DEADLINE_S)
-    except grpc.aio.AioRpcError as error:
-        raise error_from_rpc(error, "peer") from error
-    return int(response.bytes)
+@pytest.fixture
+def world(stack: ExitStack) -> World:
+    """Without TLS."""
+    return World(stack, (None, None))
 
 
-async def test_blocks_arrive_as_they_were() -> None:
-    async with receiver() as there:
-        source = Memory(9, seed=1)
-        sender = BlockSender(there.channel, "t", source, there.executor)
-        running = asyncio.create_task(sender.run("peer", DEADLINE_S))
-        sender.put(1, 7)
-        await asyncio.sleep(0)
-        sender.put(0, 4)
-        sender.end()
-        assert await running == 2 * BLOCK_BYTES == there.sink.bytes
-        assert there.sink.ticket.is_complete
-        first, second = there.sink.ticket.missing
-        assert there.memory.blocks[first] == source.blocks[4]
-        assert there.memory.blocks[second] == source.blocks[7]
-        assert there.memory.blocks[0] == bytes(BLOCK_BYTES), "a block of nobody was written"
+def assert_only(world: World, before: np.ndarray[Any, Any], targets: list[int]) -> None:
+    """Only these blocks may have changed."""
+    others = [block for block in range(BLOCKS) if block not in targets]
+    assert np.array_equal(world.ours[others], before[others])
 
 
-async def test_nothing_to_send() -> None:
-    async with receiver(missing=0) as there:
-        sender = BlockSender(there.channel, "t", Memory(1), there.executor)
-        sender.end()
-        assert await sender.run("peer", DEADLINE_S) == 0
+# Who may write
 
 
-async def test_a_flipped_byte_fails_the_handoff() -> None:
-    async with receiver() as there:
-        data = random.Random(1).randbytes(SEGMENT_BYTES)
-        damaged = bytearray(data)
-        damaged[12345] ^= 1
-        with pytest.raises(ChecksumMismatch, match="segment at 0 of block 0 of ticket t"):
-            await push(there.channel, segment(bytes(damaged), checksum=segment(data).checksum))
-        assert [type(error) for error in there.sink.errors] == [ChecksumMismatch]
-        assert not any(any(block) for block in there.memory.blocks), "it was copied all the same"
-        with pytest.raises(TicketEnded):
-            await push(there.channel, segment(data))
+@pytest.mark.parametrize("pair", ["", "0" * 32])
+def test_a_stream_for_no_pair_is_refused(world: World, pair: str) -> None:
+    before, transfer = world.ours.copy(), world.announce(0, [1], [2])
+    assert world.raw(world.message(0, 0, 1), pair=pair) is grpc.StatusCode.NOT_FOUND
+    assert not transfer.poll()
+    assert_only(world, before, [])
 
 
-async def test_a_segment_cannot_pass_for_another() -> None:
-    """Its bytes are whole; where they belong was damaged on the way."""
-    async with receiver() as there:
-        astray = segment(random.Random(1).randbytes(SEGMENT_BYTES))
-        astray.block_index = 1
-        with pytest.raises(ChecksumMismatch):
-            await push(there.channel, astray)
-        assert not any(any(block) for block in there.memory.blocks)
+def test_another_method_is_not_served(world: World) -> None:
+    with closing(open_blocking_channel(json.loads(world.answer)["address"])) as channel:
+        other: Any = channel.unary_unary("/baton.v1.DecodeService/Abort")
+        with pytest.raises(grpc.RpcError) as caught:
+            other(b"", timeout=DEADLINE_S)
+    assert isinstance(caught.value, grpc.Call)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_duplicate_is_neither_copied_nor_counted() -> None:
-    async with receiver() as there:
-        data, other = bytes([1]) * SEGMENT_BYTES, bytes([2]) * SEGMENT_BYTES
-        assert await push(there.channel, segment(data), segment(other)) == SEGMENT_BYTES
-        assert there.memory.blocks[there.sink.ticket.missing[0]][:SEGMENT_BYTES] == data
+def test_pairs_have_names_that_cannot_be_guessed_and_end_with_their_links(world: World) -> None:
+    pairs = [world.receiver.accept(WRITER, world.writer.offer()) for _ in range(4)]
+    names = {json.loads(answer)["pair"] for _, answer in pairs}
+    assert len(names) == 4
+    assert all(len(name) == 32 for name in names)
+    for link, answer in pairs:
+        name = json.loads(answer)["pair"]
+        assert world.receiver.link_of(name) is link
+        link.close()
+        assert world.receiver.link_of(name) is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"ticket_id": "another"}, TicketEnded),
-        ({"index": 2}, HandoffError),
-        ({"offset": 8}, HandoffError),
-    ],
-)
-async def test_what_cannot_be_is_refused(
-    changes: dict[str, object], error: type[BatonError]
+def test_a_second_stream_of_a_pair_ends_it(world: World) -> None:
+    """Whoever knows the name of a pair is its writer, or has stolen it."""
+    sender = world.writer.connect(RECEIVER, world.answer)
+    packed = sender.pack(Parts((1,), 0, BLOCK_BYTES))
+    transfer = world.announce(0, [1], [2])
+    sender.send(0, packed, DEADLINE_S)
+    transfer.wait(DEADLINE_S)
+    waits = world.announce(1, [3], [4])
+    assert world.raw(world.message(1, 0, 3)) is grpc.StatusCode.ABORTED
+    with pytest.raises(BatonError):
+        waits.wait(DEADLINE_S)
+
+
+def test_there_is_a_bound_to_the_pairs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_transport, "MOST_PAIRS", 2)
+    second, _ = world.receiver.accept(WRITER, b"{}")
+    with pytest.raises(HandoffError, match="2 workers send blocks here already"):
+        world.receiver.accept(WRITER, b"{}")
+    second.close()
+    world.receiver.accept(WRITER, b"{}")
+
+
+def test_a_port_that_cannot_be_had_is_said() -> None:
+    transport = GrpcTransport(host="192.0.2.1")  # of nobody: RFC 5737
+    with pytest.raises(ConfigError, match=r"nothing can listen on 192\.0\.2\.1"):
+        transport.register(HostMemory(np.zeros((1, 64), dtype=np.uint8)))
+    transport.close()
+
+
+# What is sent
+
+
+def test_parts_of_one_batch_travel_in_messages_of_a_mebibyte(world: World) -> None:
+    """Two blocks are more than that, so that each goes alone; small parts go together."""
+    taken: list[tuple[int, int]] = []
+    take = world.link.take
+
+    def watch(message: bytes) -> None:
+        parsed = transfer_pb2.SendBlocksRequest.FromString(message)
+        taken.append((parsed.part, len(parsed.data)))
+        take(message)
+
+    world.link.take = watch  # type: ignore[method-assign]
+    sender = world.writer.connect(RECEIVER, world.answer)
+    transfer = world.announce(0, [1, 2, 3], [0, 5, 4])
+    sender.send(0, sender.pack(Parts((1, 2, 3), 0, BLOCK_BYTES)), DEADLINE_S)
+    transfer.wait(DEADLINE_S)
+    assert taken == [(0, BLOCK_BYTES), (1, BLOCK_BYTES), (2, BLOCK_BYTES)]
+    small = Parts((0, 1, 2), 0, 64)
+    packed = sender.pack(small)
+    transfer = world.link.receive(Batch(1, small, small, packed.checksums), DEADLINE_S)
+    sender.send(1, packed, DEADLINE_S)
+    transfer.wait(DEADLINE_S)
+    assert taken[3:] == [(0, 192)]
+
+
+def test_blocks_that_cannot_be_addressed_and_those_of_other_memory_are_copied_out(
+    world: World,
 ) -> None:
-    async with receiver() as there:
-        with pytest.raises(error):
-            await push(there.channel, segment(bytes(SEGMENT_BYTES), **changes))  # type: ignore[arg-type]
-        assert there.sink.ticket.copies == 0
+    sender = world.writer.connect(RECEIVER, world.answer)
+    other = np.random.default_rng(9).integers(0, 256, (2, BLOCK_BYTES), dtype=np.uint8)
+    kept = other.copy()
+    for number, memory in enumerate((HostMemory(other), HiddenMemory(other))):
+        packed = sender.pack(Parts((1, 0), 64, BLOCK_BYTES - 64), memory)
+        assert packed.checksums == tuple(checksum(kept[block, 64:].data) for block in (1, 0))
+        target = Parts((2, 3), 64, BLOCK_BYTES - 64)
+        if isinstance(memory, HiddenMemory):
+            other[:] = 0  # it is a copy
+        transfer = world.link.receive(
+            Batch(number, packed.parts, target, packed.checksums), DEADLINE_S
+        )
+        sender.send(number, packed, DEADLINE_S)
+        transfer.wait(DEADLINE_S)
+        assert np.array_equal(world.ours[2:4, 64:], kept[[1, 0], 64:])
 
 
-async def test_a_released_ticket_takes_nothing_more() -> None:
-    async with receiver() as there:
-        there.sink.ticket.release()
-        with pytest.raises(TicketEnded, match="released"):
-            await push(there.channel, segment(b"\1" * SEGMENT_BYTES))
-        assert not any(any(block) for block in there.memory.blocks)
+def test_sending_is_over_when_the_payload_is_needed_no_longer(world: World) -> None:
+    sender = world.writer.connect(RECEIVER, world.answer)
+    packed = sender.pack(Parts((1, 2), 0, BLOCK_BYTES))
+    world.announce(0, [1, 2], [1, 2])
+    sender.send(0, packed, DEADLINE_S).wait(DEADLINE_S)
 
 
-async def test_a_memory_that_cannot_be_written_fails_the_handoff() -> None:
-    async with receiver() as there:
-
-        def write(block: int, offset: int, data: bytes) -> None:
-            raise OSError("no device")
-
-        there.memory.write = write  # type: ignore[method-assign]
-        with pytest.raises(BatonError, match="OSError"):
-            await push(there.channel, segment(bytes(SEGMENT_BYTES)))
-        assert [type(error) for error in there.sink.errors] == [OSError]
-        assert there.sink.ticket.copies == 0
+def test_nobody_listens(world: World) -> None:
+    world.receiver.close()
+    sender = world.writer.connect(RECEIVER, world.answer)
+    packed = sender.pack(Parts((1,), 0, BLOCK_BYTES))
+    with pytest.raises(WorkerFailed, match="receiver takes no more blocks"):
+        sender.send(0, packed, DEADLINE_S).wait(DEADLINE_S)
+    sender.close()
 
 
-async def test_a_copy_that_was_never_made_is_no_arrival() -> None:
-    """Its thread pool was shut down first."""
-    async with receiver() as there:
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        there.sink.begin_copy("t", 0, 0, SEGMENT_BYTES, 0.0)
-        done.cancel()
-        there.servicer._copied("t", SEGMENT_BYTES, done)
-        assert there.sink.bytes == 0
-        assert not there.sink.ticket.is_open
-        assert there.sink.ticket.copies == 0
+# What comes
 
 
-async def test_the_end_of_a_copy_is_told_although_the_call_was_cancelled() -> None:
-    async with receiver() as there:
-        began, go = Future[None](), Future[None]()
-        write = there.memory.write
-
-        def slow(block: int, offset: int, data: bytes) -> None:
-            began.set_result(None)
-            go.result(DEADLINE_S)
-            write(block, offset, data)
-
-        there.memory.write = slow  # type: ignore[method-assign]
-        call = asyncio.create_task(push(there.channel, segment(b"\1" * SEGMENT_BYTES)))
-        await asyncio.wait_for(asyncio.wrap_future(began), DEADLINE_S)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        there.sink.ticket.release()
-        assert there.sink.ticket.is_quarantined
-        go.set_result(None)
-        async with asyncio.timeout(DEADLINE_S):
-            while there.sink.ticket.copies:
-                await asyncio.sleep(0.005)
-        assert there.sink.bytes == SEGMENT_BYTES
+def test_a_message_of_another_implementation_is_understood(world: World) -> None:
+    transfer = world.announce(0, [1, 3], [4, 0])
+    assert world.raw(world.message(0, 0, 1), world.message(0, 1, 3)) is grpc.StatusCode.OK
+    assert transfer.poll()
+    assert np.array_equal(world.ours[[4, 0]], world.theirs[[1, 3]])
 
 
-async def test_the_sender_tells_who_is_gone() -> None:
+Messages = Callable[[World], list[bytes]]
+WRONG: dict[str, Messages] = {
+    "garbage": lambda world: [b"\xff\xff\xff"],
+    "half a part": lambda world: [world.message(0, 0, 1)[:-32]],
+    "no part": lambda world: [world.message(0, 0)],
+    "a part too many": lambda world: [world.message(0, 0, 1, 3, 2)],
+    "the second part first": lambda world: [world.message(0, 1, 3)],
+    "a part twice": lambda world: [world.message(0, 0, 1), world.message(0, 0, 1)],
+    "a batch twice": lambda world: [world.message(0, 0, 1, 3), world.message(0, 0, 1, 3)],
+    "a batch of which nothing was said": lambda world: [world.message(9, 0, 1)],
+}
+
+
+@pytest.mark.parametrize("messages", WRONG.values(), ids=WRONG.keys())
+def test_what_cannot_be_ends_the_pair(
+    world: World, monkeypatch: pytest.MonkeyPatch, messages: Messages
+) -> None:
+    monkeypatch.setattr(grpc_transport, "_PATIENCE_S", 0.1)
+    before = world.ours.copy()
+    world.announce(0, [1, 3], [4, 0])
+    second = world.announce(1, [2], [5])
+    assert world.raw(*messages(world)) is grpc.StatusCode.ABORTED
+    with pytest.raises(HandoffError, match="what writer sent cannot be used"):
+        second.wait(DEADLINE_S)
+    with pytest.raises(HandoffError):
+        world.announce(2, [2], [5]).poll()
+    assert_only(world, before, [4, 0])
+
+
+def test_whoever_waits_for_word_of_a_batch_waits_no_longer_than_its_link_lives(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_transport, "_PATIENCE_S", 3600.0)
     with ThreadPoolExecutor(1) as executor:
-        server = make_server()
-        port = server.add_insecure_port("127.0.0.1:0")
-        async with open_channel(f"127.0.0.1:{port}") as channel:
-            sender = BlockSender(channel, "t", Memory(1), executor)
-            sender.end()
-            with pytest.raises(WorkerFailed, match="decode-0"):
-                await sender.run("decode-0", 0.3)
+        taken = executor.submit(world.link.take, world.message(0, 0, 1))
+        time.sleep(0.02)
+        world.link.close()
+        with pytest.raises(WorkerFailed, match="the pair was closed"):
+            taken.result(DEADLINE_S)
 
 
-async def test_a_sender_that_is_cancelled_is_cancelled() -> None:
-    async with receiver() as there:
-        sender = BlockSender(there.channel, "t", Memory(1), there.executor)
-        running = asyncio.create_task(sender.run("peer", DEADLINE_S))
-        sender.put(0, 0)
-        async with asyncio.timeout(DEADLINE_S):
-            while there.sink.bytes < BLOCK_BYTES:
-                await asyncio.sleep(0.005)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
+class BrokenMemory(HostMemory):
+    def write(self, block: int, offset: int, data: memoryview) -> int:
+        raise OSError("no device")
+
+
+def test_a_memory_that_cannot_be_written_fails_the_batch_with_its_error(world: World) -> None:
+    link = GrpcReceiveLink(BrokenMemory(world.ours), "writer", lambda: None)
+    whole = Parts((1,), 0, BLOCK_BYTES)
+    transfer = link.receive(Batch(0, whole, whole, (1,)), DEADLINE_S)
+    link.take(world.message(0, 0, 1))
+    with pytest.raises(OSError, match="no device"):
+        transfer.poll()
+
+
+def test_what_follows_a_damaged_part_of_its_batch_is_passed_over(world: World) -> None:
+    packed = Packed(Parts((1, 3), 0, BLOCK_BYTES), (1, checksum(world.theirs[3].data)))
+    transfer = world.link.receive(
+        Batch(0, packed.parts, Parts((4, 0), 0, BLOCK_BYTES), packed.checksums), DEADLINE_S
+    )
+    before = world.ours.copy()
+    next_one = world.announce(1, [2], [5])
+    messages = [world.message(0, 0, 1), world.message(0, 1, 3), world.message(1, 0, 2)]
+    assert world.raw(*messages) is grpc.StatusCode.OK
+    with pytest.raises(ChecksumMismatch):
+        transfer.poll()
+    assert next_one.poll()
+    assert_only(world, before, [4, 5])
+
+
+def test_a_writer_that_ends_its_stream_early(world: World) -> None:
+    transfer = world.announce(0, [1, 3], [4, 0])
+    assert world.raw(world.message(0, 0, 1)) is grpc.StatusCode.OK
+    with pytest.raises(WorkerFailed, match="writer sends no more blocks"):
+        transfer.poll()
+
+
+@pytest.mark.parametrize("answer", [b"", b"[]", b"3", b'{"pair": "x"}', b"\xff"])
+def test_an_answer_that_cannot_be_read_is_refused(world: World, answer: bytes) -> None:
+    with pytest.raises(HandoffError, match="receiver has not said where blocks go"):
+        world.writer.connect(RECEIVER, answer)
+
+
+# Mutual TLS
+
+
+def check_nothing_goes(world: World) -> None:
+    """The writer's link breaks; the receiver's waits on, for whoever proves to be the writer."""
+    before = world.ours.copy()
+    transfer = world.announce(0, [1], [2])
+    sender = world.writer.connect(RECEIVER, world.answer)
+    packed = sender.pack(Parts((1,), 0, BLOCK_BYTES))
+    give_up, refused = time.monotonic() + DEADLINE_S, False
+    # gRPC may take messages before it knows that there is no connection.
+    while not refused:
+        assert time.monotonic() < give_up
+        try:
+            sender.send(0, packed, DEADLINE_S).wait(DEADLINE_S)
+        except WorkerFailed as error:
+            refused = "receiver takes no more blocks" in error.message
+    sender.close()
+    assert not transfer.poll(), "a stranger has ended the pair"
+    assert_only(world, before, [])
+
+
+@needs_openssl
+def test_both_prove_themselves(stack: ExitStack, tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "authority")
+    world = World(stack, (authority.sign("writer"), authority.sign("receiver")))
+    transfer = world.announce(0, [1], [2])
+    sender = world.writer.connect(RECEIVER, world.answer)
+    sender.send(0, sender.pack(Parts((1,), 0, BLOCK_BYTES)), DEADLINE_S)
+    transfer.wait(DEADLINE_S)
+    assert np.array_equal(world.ours[2], world.theirs[1])
+    sender.close()
+
+
+@needs_openssl
+def test_strangers_neither_send_nor_receive(stack: ExitStack, tmp_path: Path) -> None:
+    """Without a certificate, or with one that another authority signed."""
+    authority, other = Authority(tmp_path, "authority"), Authority(tmp_path, "other")
+    receiver, stranger = authority.sign("receiver"), other.sign("stranger")
+    pretender = TlsFiles(stranger.certificate, stranger.key, authority.certificate)
+    for writer in (None, stranger, pretender):
+        check_nothing_goes(World(stack, (writer, receiver)))
+    # And a writer gives nothing to a receiver that cannot prove itself.
+    for other_receiver in (None, stranger):
+        check_nothing_goes(World(stack, (receiver, other_receiver)))
+
+
+@needs_openssl
+def test_trusting_the_authority_is_not_enough(stack: ExitStack, tmp_path: Path) -> None:
+    """A client that shows no certificate at all is refused."""
+    authority = Authority(tmp_path, "authority")
+    world = World(stack, (None, authority.sign("receiver")))
+    answer = json.loads(world.answer)
+    credentials = grpc.ssl_channel_credentials(authority.certificate.read_bytes())
+    transfer = world.announce(0, [1], [2])
+    with closing(grpc.secure_channel(answer["address"], credentials)) as channel:
+        send: Any = channel.stream_unary("/baton.v1.BlockService/SendBlocks")
+        metadata = (("baton-pair", answer["pair"]),)
+        with pytest.raises(grpc.RpcError) as caught:
+            send(iter([world.message(0, 0, 1)]), metadata=metadata, timeout=DEADLINE_S)
+    assert isinstance(caught.value, grpc.Call)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert not transfer.poll()

@@ -9,45 +9,47 @@ import pytest
 
 from baton.errors import GeometryMismatch, HandoffError
 from baton.request import Geometry
-from kvtransfer.negotiation import TRANSPORTS, Fit, check_geometry, choose_transport
+from kvtransfer.negotiation import TRANSPORTS, Fit, check_geometry, rank_transports
 
 GEOMETRY = Geometry(16, 2, 4, 64, "bfloat16", 2)
 
 
 @pytest.mark.parametrize(("better", "worse"), list(itertools.combinations(TRANSPORTS, 2)))
-def test_the_better_one_is_taken_in_whatever_order_they_are_listed(better: str, worse: str) -> None:
-    assert choose_transport([worse, better], [better, worse]) == better
-    assert choose_transport([better, worse], [worse]) == worse
+def test_the_better_one_comes_first_in_whatever_order_they_are_listed(
+    better: str, worse: str
+) -> None:
+    assert rank_transports([worse, better], [better, worse]) == (better, worse)
+    assert rank_transports([better, worse], [worse, better]) == (better, worse)
+    assert rank_transports([better, worse], [worse]) == (worse,)
+    assert rank_transports([worse], [better, worse]) == (worse,)
 
 
 def test_the_order_is_documented() -> None:
     assert TRANSPORTS == ("cuda_ipc", "shm", "nixl", "nccl", "grpc", "gloo")
 
 
-def test_a_forced_one_is_taken_though_there_is_a_better() -> None:
-    assert choose_transport(["shm", "grpc"], ["grpc", "shm"], "grpc") == "grpc"
+def test_all_that_both_have_are_ranked() -> None:
+    assert rank_transports(TRANSPORTS[::-1], set(TRANSPORTS)) == TRANSPORTS
+
+
+def test_a_forced_one_is_the_only_one_that_its_side_lists() -> None:
+    """And nothing replaces it where the other side lacks it."""
+    assert rank_transports(["shm", "grpc"], ["grpc"]) == ("grpc",)
+    with pytest.raises(HandoffError, match=r"peer has shm; here is grpc"):
+        rank_transports(["shm"], ["grpc"])
 
 
 def test_none_in_common_names_both_lists() -> None:
     with pytest.raises(HandoffError, match=r"peer has grpc, shm; here is gloo, nixl"):
-        choose_transport(["shm", "grpc"], ["nixl", "gloo"])
+        rank_transports(["shm", "grpc"], ["nixl", "gloo"])
     with pytest.raises(HandoffError, match=r"peer has none; here is grpc"):
-        choose_transport([], ["grpc"])
+        rank_transports([], ["grpc"])
 
 
-@pytest.mark.parametrize(
-    ("offered", "supported"), [(["shm"], ["shm", "grpc"]), (["shm", "grpc"], ["shm"])]
-)
-def test_a_forced_one_that_a_side_lacks_is_not_replaced(
-    offered: list[str], supported: list[str]
-) -> None:
-    with pytest.raises(HandoffError, match=r"'grpc' is forced.*peer has .*shm.*here is .*shm"):
-        choose_transport(offered, supported, "grpc")
-
-
-def test_an_unknown_transport_is_never_chosen_by_itself() -> None:
+def test_an_unknown_transport_is_never_chosen() -> None:
+    assert rank_transports(["pigeon", "grpc"], ["grpc", "pigeon"]) == ("grpc",)
     with pytest.raises(HandoffError):
-        choose_transport(["pigeon"], ["pigeon"])
+        rank_transports(["pigeon"], ["pigeon"])
 
 
 def test_equal_geometries() -> None:

@@ -1,0 +1,9 @@
+"""kvtransfer/shm_transport.py does what every transport does."""
+
+from __future__ import annotations
+
+from tests.transports.conformance import TransportConformance
+
+
+class TestShm(TransportConformance):
+    transport = "shm"
