@@ -56,7 +56,7 @@ class EmptySettings:
     """Of each sequence of the batch; then another one takes its place."""
     max_sequences: int = 64
     kv_pool_mib: int = 1024
-    handoffs: int = 200
+    handoffs: int = 100
     """Of each kind."""
 
 

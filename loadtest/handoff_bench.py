@@ -7,6 +7,7 @@ should come at the same time; the second one a decode step after the first.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import statistics
@@ -16,19 +17,28 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from baton.client import Client
 from baton.errors import Unavailable
 from baton.v1.sampling_pb2 import SamplingParameters
+from engine.kv_cache import block_bytes
+from engine.model_config import load_model_config
 from loadtest.machine import Machine, this_machine
 from loadtest.peer_servers import LOOPBACK, SERVED_NAME, Programs, Server, free_port, serving
+from loadtest.transfer_bench import TransferSettings, measure_transfers
 from loadtest.transfer_rows import write_json
 from loadtest.whole_table import print_whole, whole_table
 
 Say = Callable[[str], None]
 
+CHUNK_TOKENS = 512
+"""Of a prompt, in one step on a CPU, unless it is late in a long prompt."""
+_BLOCK_TOKENS = 16
+_BANDWIDTH_BYTES = 16 << 20
+"""Bandwidth is that of so many."""
 _WARM_UPS = 2
 _LOWEST_ID = 100
 """Plain tokens: control tokens come first in a vocabulary."""
@@ -42,8 +52,6 @@ class HandoffSettings:
     prompt_tokens: int = 1024
     answer_tokens: int = 16
     repetitions: int = 15
-    highest_id: int = 40_000
-    """Prompts are drawn from the token ids up to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +74,11 @@ class HandoffRow:
     first_gap_ms: float
     """Between the first token and the second."""
     step_ms: float
-    """Between later ones."""
+    """Between later ones, on the average of an answer."""
     over_step_ms: float
     """``first_gap_ms`` less ``step_ms``."""
+    last_chunk_ms: float
+    """The bytes of a prompt's last chunk over the bandwidth measured in the same run."""
 
 
 def bench_handoffs(
@@ -97,6 +107,7 @@ def measure_handoffs(
     Raises ConfigError where Baton is not installed here, Unavailable where a cluster does not come
     up, and BatonError where a request fails.
     """
+    vocabulary = load_model_config(programs.model).vocab_size
     rows = []
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         for name in dict.fromkeys(settings.transports):
@@ -104,22 +115,40 @@ def measure_handoffs(
             with serving(server, Path(folder) / f"{name}.log") as seconds:
                 say(f"{name}: ready after {seconds:.1f} s")
                 with Client(grpc) as client:
-                    alone, handed = zip(*_answers(client, settings, say, name), strict=True)
-            rows.append(row_of(name, settings.prompt_tokens, alone, handed))
+                    turns = []
+                    for turn in _turns(client, settings, vocabulary):
+                        turns.append(turn)
+                        alone_ms, handed_ms = (answer.times[0] * 1e3 for answer in turn)
+                        say(f"{name}: {alone_ms:.0f} ms alone, {handed_ms:.0f} ms handed off")
+            alone, handed = zip(*turns, strict=True)
+            last_chunk_s = _last_chunk_s(settings, programs, name)
+            rows.append(row_of(name, settings.prompt_tokens, alone, handed, last_chunk_s))
     return tuple(rows)
 
 
+def _last_chunk_s(settings: HandoffSettings, programs: Programs, transport: str) -> float:
+    tokens = settings.prompt_tokens % CHUNK_TOKENS or CHUNK_TOKENS
+    blocks = -(-tokens // _BLOCK_TOKENS)
+    size = block_bytes(load_model_config(programs.model), _BLOCK_TOKENS, torch.bfloat16)
+    measured = TransferSettings((transport,), size, _BANDWIDTH_BYTES + size)
+    rows = asyncio.run(measure_transfers(measured, lambda _: None))
+    return blocks * size / rows[-1].gb_per_s / 1e9
+
+
 def row_of(
-    transport: str, prompt_tokens: int, alone: Sequence[Answer], handed: Sequence[Answer]
+    transport: str,
+    prompt_tokens: int,
+    alone: Sequence[Answer],
+    handed: Sequence[Answer],
+    last_chunk_s: float,
 ) -> HandoffRow:
-    """A row of answers of one token, and of longer ones that were handed off."""
+    """A row of answers of one token, and of longer ones, of 3 or more, that were handed off."""
     ttft = statistics.median(answer.times[0] for answer in handed)
     ttft_alone = statistics.median(answer.times[0] for answer in alone)
     gap = statistics.median(answer.times[1] - answer.times[0] for answer in handed)
+    # Not the median of the gaps: tokens that come together have none between them.
     step = statistics.median(
-        later - earlier
-        for answer in handed
-        for earlier, later in zip(answer.times[1:], answer.times[2:], strict=False)
+        (answer.times[-1] - answer.times[1]) / (len(answer.times) - 2) for answer in handed
     )
     return HandoffRow(
         transport=transport,
@@ -130,6 +159,7 @@ def row_of(
         first_gap_ms=gap * 1e3,
         step_ms=step * 1e3,
         over_step_ms=(gap - step) * 1e3,
+        last_chunk_ms=last_chunk_s * 1e3,
     )
 
 
@@ -137,7 +167,7 @@ def draw(rows: Sequence[HandoffRow]) -> Table:
     """A line for each row."""
     table = whole_table(
         *("transport", "TTFT, ms", "without handoff", "ratio"),
-        *("first gap, ms", "decode step", "over it"),
+        *("first gap, ms", "decode step", "over it", "last chunk's bytes, ms"),
         title="The first tokens of requests that are handed off",
     )
     for row in rows:
@@ -149,6 +179,7 @@ def draw(rows: Sequence[HandoffRow]) -> Table:
             f"{row.first_gap_ms:.1f}",
             f"{row.step_ms:.1f}",
             f"{row.over_step_ms:.1f}",
+            f"{row.last_chunk_ms:.1f}",
         )
     return table
 
@@ -170,24 +201,26 @@ def _cluster(transport: str, programs: Programs) -> tuple[Server, str]:
     return Server("baton", "bf16", command, port, {"BATON_TRANSPORT": transport}), grpc
 
 
-def _answers(
-    client: Client, settings: HandoffSettings, say: Say, name: str
+def _turns(
+    client: Client, settings: HandoffSettings, vocabulary: int
 ) -> Iterator[tuple[Answer, Answer]]:
-    """Of one token, and of more, in turns."""
+    """Answers of one token and of more, in turns."""
     dice = random.Random(0)  # noqa: S311 - prompts, no secret
     for number in range(-_WARM_UPS, settings.repetitions):
-        alone, handed = (
-            _ask(client, _prompt(dice, settings), tokens) for tokens in (1, settings.answer_tokens)
-        )
+        lengths = (1, settings.answer_tokens)
+        # Whoever comes second finds the machine otherwise.
+        order = lengths if number % 2 else lengths[::-1]
+        answers = {
+            tokens: _ask(client, random_prompt(dice, settings.prompt_tokens, vocabulary), tokens)
+            for tokens in order
+        }
         if number >= 0:
-            say(f"{name}: {alone.times[0] * 1e3:.0f} and {handed.times[0] * 1e3:.0f} ms")
-            yield alone, handed
+            yield answers[1], answers[settings.answer_tokens]
 
 
-def _prompt(dice: random.Random, settings: HandoffSettings) -> list[int]:
+def random_prompt(dice: random.Random, tokens: int, vocabulary: int) -> list[int]:
     """No two begin alike: so nothing of them is found in a cache."""
-    count = settings.prompt_tokens
-    return [dice.randint(_LOWEST_ID, settings.highest_id) for _ in range(count)]
+    return [dice.randrange(min(_LOWEST_ID, vocabulary - 1), vocabulary) for _ in range(tokens)]
 
 
 def _ask(client: Client, prompt: Sequence[int], tokens: int) -> Answer:

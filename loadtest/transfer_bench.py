@@ -21,6 +21,7 @@ from baton.config import TransportName
 from baton.errors import BatonError, ConfigError
 from baton.host_memory import available_bytes
 from kvtransfer.outbound import Outbound
+from kvtransfer.pair import Identity
 from kvtransfer.transport import Peer
 from loadtest.bench_pool import BenchPool, bench_pool, identity_of
 from loadtest.empty_handoff import EmptySettings, measure_empty_handoffs
@@ -98,6 +99,7 @@ async def measure_transfers(settings: TransferSettings, say: Say) -> tuple[Trans
     Raises ConfigError for sizes that cannot be, and where no transport works; BatonError where one
     fails while it is measured.
     """
+    identity = identity_of(SENDER, settings.block_bytes)
     settings = _within_memory(settings, say)
     sizes = sizes_of(settings.block_bytes, settings.most_bytes)
     blocks = sizes[-1] // settings.block_bytes
@@ -111,7 +113,7 @@ async def measure_transfers(settings: TransferSettings, say: Say) -> tuple[Trans
             transport = _known(name)
             log = Path(folder) / f"{transport}.log"
             try:
-                bench = _Bench(transport, source, other, settings.repetitions, log)
+                bench = _Bench(identity, transport, source, other, settings.repetitions, log)
                 found = await bench.measure(sizes, say)
             except ConfigError as error:
                 say(f"{name} is left out: {error.message}")
@@ -146,12 +148,14 @@ class _Bench:
 
     def __init__(
         self,
+        identity: Identity,
         transport: TransportName,
         source: BenchPool,
         other: BenchPool,
         repetitions: int,
         log: Path,
     ) -> None:
+        self._identity = identity
         self._transport = transport
         self._source = source
         self._other = other
@@ -163,11 +167,10 @@ class _Bench:
         """Its rows. Raises ConfigError where the transport does not work here, BatonError."""
         blocks, block_bytes = self._source.data.shape
         start = {"transport": self._transport, "blocks": blocks, "block_bytes": block_bytes}
-        identity = identity_of(SENDER, block_bytes)
         module = "loadtest.transfer_receiver"
         async with (
             helper(module, start, self._log, ready_s=_READY_S) as receiver,
-            transfer_end(identity, self._source.memory, self._transport) as exchange,
+            transfer_end(self._identity, self._source.memory, self._transport) as exchange,
         ):
             pair = await exchange.outbound(Peer(RECEIVER, receiver.hello["address"]))
             with self._limit(receiver) as limit:

@@ -24,11 +24,11 @@ RECEIVER = "receiver"
 
 
 async def _work(asker: Asker, start: Fields) -> None:
+    identity = identity_of(RECEIVER, start["block_bytes"])
     with contextlib.ExitStack() as held:
         grpc_address = held.enter_context(grpc_sink())
         socket_address = held.enter_context(socket_sink())
         pool = held.enter_context(bench_pool(start["blocks"], start["block_bytes"]))
-        identity = identity_of(RECEIVER, start["block_bytes"])
         async with transfer_end(identity, pool.memory, start["transport"]) as exchange:
             server = make_server()
             transfer_pb2_grpc.add_TransferServiceServicer_to_server(
