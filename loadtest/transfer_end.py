@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,7 +21,7 @@ from worker.exchange import Exchange
 from worker.transports import make_transports
 
 LOOPBACK = "127.0.0.1"
-_TRANSFER_THREADS = 2
+_TRANSFER_THREADS, _SWITCH_INTERVAL_S = 2, 0.0005
 """As a worker has."""
 
 
@@ -33,6 +34,8 @@ async def transfer_end(
     Raises ConfigError where the transport does not work here.
     """
     config = Config.model_construct()
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     threads = ThreadPoolExecutor(_TRANSFER_THREADS, thread_name_prefix="transfer")
     try:
         transports = make_transports(transport, memory, LOOPBACK, threads)
@@ -52,6 +55,7 @@ async def transfer_end(
             await exchange.close()
     finally:
         threads.shutdown(wait=True, cancel_futures=True)
+        sys.setswitchinterval(usual)
 
 
 async def _beat(exchange: Exchange, every_s: float) -> None:
