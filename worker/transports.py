@@ -32,6 +32,8 @@ def make_transports(
     """
     makers = _makers(host, executor)
     if wanted != "auto":
+        if wanted not in makers:
+            raise ConfigError(f"transport {wanted} is not part of this build of Baton")
         transport = makers[wanted]()
         transport.register(memory)
         return [transport]
