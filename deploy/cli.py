@@ -477,7 +477,7 @@ def bench_transfer(
     """Speed of each transport from one block to 1 GiB, against limits of the same run."""
     from baton.errors import BatonError  # noqa: PLC0415
     from deploy import model_store  # noqa: PLC0415
-    from loadtest.empty_handoff import EmptySettings  # noqa: PLC0415
+    from loadtest.empty_handoff import EMPTY_PER_REPETITION, EmptySettings  # noqa: PLC0415
     from loadtest.transfer_bench import TransferSettings, bench_transfers  # noqa: PLC0415
 
     def say(text: str) -> None:
@@ -487,7 +487,8 @@ def bench_transfer(
         empty = None
         if model != "none":
             found = model_store.resolve(model or "smollm2-135m-instruct", say, "auto")
-            empty = EmptySettings(found.path, found.name)
+            handoffs = EMPTY_PER_REPETITION * repetitions
+            empty = EmptySettings(found.path, found.name, handoffs=handoffs)
         settings = TransferSettings(_names(transport), block_bytes, most << 20, repetitions)
         bench_transfers(settings, empty, say, Console(), output)
     except BatonError as error:

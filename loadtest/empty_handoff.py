@@ -34,6 +34,8 @@ from loadtest.transfer_end import transfer_end
 from loadtest.transfer_rows import EmptyHandoff
 from worker.exchange import Exchange
 
+EMPTY_PER_REPETITION = 20
+"""How many empty handoffs stand for one repetition of a large transfer."""
 _WRITER, _ROUTER = "writer", "router"
 _READY_S = 300.0
 _CALL_S = 30.0

@@ -21,7 +21,8 @@ def test_each_transport_and_size_has_a_row(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     model = make_tiny_model(tmp_path / "model", head_dim=16, context=2048)
     options = ["--transport", "shm,grpc", "--block-bytes", str(BLOCK), "--most", "4"]
-    arguments = ["bench", "transfer", *options, "--model", str(model), "--json", str(path)]
+    options += ["--model", str(model), "--repetitions", "1"]
+    arguments = ["bench", "transfer", *options, "--json", str(path)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     found = json.loads(path.read_text())
@@ -90,3 +91,15 @@ async def test_a_helper_that_dies_is_noticed(tmp_path: Path) -> None:
     starting = helper("loadtest.no_such_module", {}, tmp_path / "log", ready_s=60.0)
     with pytest.raises(WorkerFailed, match="no_such_module"):
         await starting.__aenter__()
+
+
+def test_without_a_transport_that_works_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.transports._makers", lambda _host, _executor: {})
+    # The helper process has its own: the sender's end is the one that refuses.
+    arguments = ["bench", "transfer", "--model", "none", "--most", "1", "--transport", "shm"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "shm is left out: transport shm is not part of this build" in result.output
+    assert "no transport is left to be measured" in result.output
