@@ -460,6 +460,92 @@ def bench_quality(
     print_whole(Console(), draw(found))
 
 
+@bench_app.command("transfer")
+def bench_transfer(
+    transport: Annotated[
+        str, typer.Option(help="Out of shm,grpc,gloo,nixl. Default: those that work here.")
+    ] = "shm,grpc,gloo,nixl",
+    block_bytes: Annotated[
+        int,
+        typer.Option(min=64, help="A multiple of 64. Default: the demo model's, 360 KiB."),
+    ] = 360 << 10,
+    most: Annotated[
+        int, typer.Option(min=1, metavar="MIB", help="The largest size. Default: 1024.")
+    ] = 1024,
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Of the largest sizes; smaller ones are moved oftener.")
+    ] = 5,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="For the cost of an empty handoff, as for `baton up`; `none` leaves it out."
+            " Default: smollm2-135m-instruct."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+    ] = None,
+) -> None:
+    """Speed of each transport from one block to 1 GiB, against limits of the same run."""
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy import model_store  # noqa: PLC0415
+    from loadtest.empty_handoff import EMPTY_PER_REPETITION, EmptySettings  # noqa: PLC0415
+    from loadtest.transfer_bench import TransferSettings, bench_transfers  # noqa: PLC0415
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    try:
+        empty = None
+        if model != "none":
+            found = model_store.resolve(model or "smollm2-135m-instruct", say, "auto")
+            handoffs = EMPTY_PER_REPETITION * repetitions
+            empty = EmptySettings(found.path, found.name, handoffs=handoffs)
+        settings = TransferSettings(_names(transport), block_bytes, most << 20, repetitions)
+        bench_transfers(settings, empty, say, Console(), output)
+    except BatonError as error:
+        _fail(error.message)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@bench_app.command("handoff")
+def bench_handoff(
+    model: Annotated[
+        str,
+        typer.Option(help="As for `baton up`. Default: smollm2-135m-instruct.", show_default=False),
+    ] = "smollm2-135m-instruct",
+    transport: Annotated[
+        str, typer.Option(help="Out of shm,grpc,gloo,nixl; a cluster for each.")
+    ] = "shm,grpc",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompts.")] = 1024,
+    answer_tokens: Annotated[
+        int, typer.Option(min=3, help="Length of the answers that are handed off.")
+    ] = 16,
+    repetitions: Annotated[int, typer.Option(min=1, help="Requests of each kind.")] = 15,
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+    ] = None,
+) -> None:
+    """What handing over adds to the first and the second token, in a cluster of its own."""
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy import model_store  # noqa: PLC0415
+    from loadtest.handoff_bench import HandoffSettings, bench_handoffs  # noqa: PLC0415
+    from loadtest.peer_servers import Programs  # noqa: PLC0415
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    try:
+        programs = Programs(model=model_store.resolve(model, say, "auto").path)
+        settings = HandoffSettings(_names(transport), prompt_tokens, answer_tokens, repetitions)
+        bench_handoffs(settings, programs, say, Console(), output)
+    except BatonError as error:
+        _fail(error.message)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
 @app.command()
 def doctor(
     nccl: Annotated[

@@ -72,6 +72,7 @@ class FakeTransport:
     part_bytes = PART_BYTES
     batch_bytes = BATCH_BYTES
     copies_out = False
+    staging_bytes = 0
 
     def __init__(self, name: str = "shm", *, refuses: bool = False) -> None:
         self.name = name

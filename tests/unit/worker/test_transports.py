@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from baton.config import TransportName
+from baton.config import Config, TransportName
 from baton.errors import ConfigError
 from kvtransfer.host_memory import HostMemory
 from kvtransfer.negotiation import TRANSPORTS
@@ -27,7 +27,9 @@ def names() -> Iterator[Callable[[TransportName, HostMemory], list[str]]]:
     with ThreadPoolExecutor(1) as executor, ExitStack() as stack:
 
         def make(wanted: TransportName, memory: HostMemory) -> list[str]:
-            made = make_transports(wanted, memory, "127.0.0.1", executor)
+            made = make_transports(
+                Config(transport=wanted), memory, "decode-0:1", "127.0.0.1", executor
+            )
             for transport in made:
                 stack.callback(transport.close)
             return [transport.name for transport in made]
@@ -78,6 +80,6 @@ def test_a_forced_one_that_does_not_work_is_an_error(names: Names, private: Host
 
 def test_every_one_can_be_ranked(shared: HostMemory) -> None:
     with ThreadPoolExecutor(1) as executor:
-        makers = transports_module._makers("127.0.0.1", executor)
-        assert set(makers) <= set(TRANSPORTS)
+        makers = transports_module._makers("decode-0:1", "127.0.0.1", executor, 1 << 20)
+        assert set(makers) == set(TRANSPORTS)
         assert {name: make().name for name, make in makers.items()} == {n: n for n in makers}

@@ -1,0 +1,64 @@
+"""One end of a pair that is measured: what a worker has for handoffs, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+from prometheus_client import CollectorRegistry
+
+from baton.background import end_tasks
+from baton.config import MIB, Config, TransportName
+from baton.metrics import WorkerMetrics
+from engine.block_pool import BlockPool
+from kvtransfer.memory import BlockMemory
+from kvtransfer.pair import Identity, PairLimits
+from worker.block_receiver import BlockReceiver
+from worker.exchange import Exchange
+from worker.transports import make_transports
+
+LOOPBACK = "127.0.0.1"
+_TRANSFER_THREADS, _SWITCH_INTERVAL_S = 2, 0.0005
+"""As a worker has."""
+
+
+@contextlib.asynccontextmanager
+async def transfer_end(
+    identity: Identity, memory: BlockMemory, transport: TransportName
+) -> AsyncIterator[Exchange]:
+    """An end that can use ``transport`` alone; its limits are the defaults.
+
+    Raises ConfigError where the transport does not work here.
+    """
+    config = Config.model_construct(transport=transport)
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    threads = ThreadPoolExecutor(_TRANSFER_THREADS, thread_name_prefix="transfer")
+    try:
+        transports = make_transports(config, memory, identity.incarnation, LOOPBACK, threads)
+        receiver = BlockReceiver(
+            BlockPool(memory.blocks),
+            WorkerMetrics(CollectorRegistry()),
+            block_bytes=memory.block_bytes,
+            lease_s=config.lease_s,
+        )
+        limits = PairLimits(window_bytes=config.transfer_window_mib * MIB, silence_s=config.lease_s)
+        exchange = Exchange(identity, transports, receiver, limits, threads)
+        beat = asyncio.create_task(_beat(exchange, config.heartbeat_s), name="heartbeat")
+        try:
+            yield exchange
+        finally:
+            await end_tasks([beat])
+            await exchange.close()
+    finally:
+        threads.shutdown(wait=True, cancel_futures=True)
+        sys.setswitchinterval(usual)
+
+
+async def _beat(exchange: Exchange, every_s: float) -> None:
+    while True:
+        exchange.heartbeat()
+        await asyncio.sleep(every_s)

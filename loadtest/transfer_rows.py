@@ -1,0 +1,151 @@
+"""What `baton bench transfer` found: rows of a table, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from baton.errors import ConfigError
+from loadtest.machine import Machine
+from loadtest.whole_table import whole_table
+
+MIB = 1 << 20
+_STEPS = (1, 4, 16, 64, 256, 1024)
+"""In MiB."""
+_ENOUGH_BYTES = 256 * MIB
+_MOST_PAIRS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRow:
+    """One transport at one size, against what it cannot be faster than."""
+
+    transport: str
+    bytes: int
+    gb_per_s: float
+    """10^9 bytes a second, of the median time."""
+    limit: str
+    """What was measured in turns with it."""
+    limit_gb_per_s: float
+    ratio: float
+    """The transport's speed over the limit's."""
+    ms_p50: float
+    """From the first block handed over to the last one known to be in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyHandoff:
+    """Reserve and commit of a handoff whose blocks are all held there; milliseconds, medians."""
+
+    model: str
+    idle_ms: float
+    busy_ms: float
+    """While the decode worker runs ``batch`` sequences."""
+    batch: int
+    step_ms: float
+    """What a step of that batch takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """All of one run."""
+
+    machine: Machine
+    block_bytes: int
+    rows: tuple[TransferRow, ...]
+    empty: EmptyHandoff | None
+
+
+def sizes_of(block_bytes: int, most_bytes: int) -> tuple[int, ...]:
+    """The bytes to be moved: a block, then 1 MiB … 1 GiB in whole blocks, up to ``most_bytes``.
+
+    A size that is no multiple of a block is rounded up. Raises ConfigError where a block is larger
+    than ``most_bytes``.
+    """
+    if block_bytes > most_bytes:
+        raise ConfigError(f"a block has {block_bytes} bytes: more than {most_bytes}, the most")
+    wanted = [step * MIB for step in _STEPS if step * MIB <= most_bytes]
+    whole = {-(-size // block_bytes) * block_bytes for size in wanted}
+    return tuple(sorted({block_bytes, *whole}))
+
+
+def pairs_of(size: int, least: int) -> int:
+    """How often a size is moved: small ones oftener, because they scatter more."""
+    return max(least, min(_MOST_PAIRS, _ENOUGH_BYTES // size))
+
+
+def row_of(
+    transport: str, size: int, limit: str, seconds: Sequence[float], limit_seconds: Sequence[float]
+) -> TransferRow:
+    """A row of the times of single transfers, and of as many of the limit's."""
+    took, least = statistics.median(seconds), statistics.median(limit_seconds)
+    return TransferRow(
+        transport=transport,
+        bytes=size,
+        gb_per_s=size / took / 1e9,
+        limit=limit,
+        limit_gb_per_s=size / least / 1e9,
+        ratio=least / took,
+        ms_p50=took * 1e3,
+    )
+
+
+def draw(rows: Sequence[TransferRow]) -> Table:
+    """A line for each row."""
+    table = whole_table(
+        *("transport", "bytes", "p50, ms", "GB/s", "limit", "its GB/s", "ratio"),
+        title="Blocks into a block pool of another process, with checksums",
+    )
+    for row in rows:
+        table.add_row(
+            row.transport,
+            f"{row.bytes:,}",
+            f"{row.ms_p50:.2f}",
+            f"{row.gb_per_s:.2f}",
+            row.limit,
+            f"{row.limit_gb_per_s:.2f}",
+            f"{row.ratio:.0%}",
+        )
+    return table
+
+
+def lines_of(report: TransferReport) -> list[str]:
+    """What stands below the table."""
+    said = [f"Medians. Blocks of {report.block_bytes:,} bytes. {report.machine.line()}."]
+    if report.empty is not None:
+        empty = report.empty
+        said.append(
+            f"Empty handoff ({empty.model}): {empty.idle_ms:.2f} ms idle, {empty.busy_ms:.2f} ms"
+            f" beside a batch of {empty.batch}, whose step takes {empty.step_ms:.1f} ms."
+        )
+    return said
+
+
+def as_json(report: TransferReport) -> str:
+    """``rows``, ``empty_handoff_ms_p50`` and ``empty_handoff_busy_ms_p50`` (null where they were
+
+    not measured), and what they were measured on.
+    """
+    empty = report.empty
+    fields = {
+        "machine": asdict(report.machine),
+        "block_bytes": report.block_bytes,
+        "rows": [asdict(row) for row in report.rows],
+        "empty_handoff_ms_p50": None if empty is None else empty.idle_ms,
+        "empty_handoff_busy_ms_p50": None if empty is None else empty.busy_ms,
+        "empty_handoff": None if empty is None else asdict(empty),
+    }
+    return json.dumps(fields, indent=1) + "\n"
+
+
+def write_json(path: Path, text: str) -> None:
+    """Raises ConfigError where it cannot be written."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
