@@ -73,6 +73,12 @@ def context_of(cluster: MiniCluster, slot: str) -> WorkerContext:
     return context
 
 
+def first_of(model: Path, prompt: tuple[int, ...]) -> int:
+    """The first token of a prompt's answer, computed in one process."""
+    (token,) = local_answer(model, prompt, ONE)
+    return token
+
+
 def hashes_of(cluster: MiniCluster, prompt: tuple[int, ...]) -> list[bytes]:
     fingerprint = context_of(cluster, "prefill-0").engine.fingerprint
     return block_hashes(prompt, BLOCK, hash_key(fingerprint))
@@ -217,7 +223,7 @@ async def test_one_prefill_worker_fetches_from_another(
         prefill_role=role_with(Eager),
     ) as cluster:
         prompt = prompt_of(5 * BLOCK)
-        (expected,) = local_answer(tiny_model, prompt, ONE)
+        expected = first_of(tiny_model, prompt)
         await first_token(cluster, "prefill-0", prompt)
         await first_token(cluster, "prefill-1", prompt[: 2 * BLOCK])
         before = computed(cluster, "prefill-1")
@@ -241,7 +247,7 @@ async def test_equal_prompts_that_fetch_at_once_keep_one_copy(
         tiny_model, redis_url, prefill=2, kv_pool_mib=8, prefill_role=role_with(Eager)
     ) as cluster:
         prompt = prompt_of(100)
-        (expected,) = local_answer(tiny_model, prompt, ONE)
+        expected = first_of(tiny_model, prompt)
         await first_token(cluster, "prefill-0", prompt)
         source = source_at(cluster, "prefill-0", 6)
         asked = [first_token(cluster, "prefill-1", prompt, source) for _ in range(4)]
@@ -265,7 +271,7 @@ async def test_what_was_evicted_in_between_is_computed(
         keep_leading(context_of(cluster, "prefill-0").engine.pool, hashes_of(cluster, prompt), left)
         source = source_at(cluster, "prefill-0", 6)
         answer = await first_token(cluster, "prefill-1", prompt, source)
-        assert answer == First(*local_answer(tiny_model, prompt, ONE), left * BLOCK)
+        assert answer == First(first_of(tiny_model, prompt), left * BLOCK)
         assert computed(cluster, "prefill-1") == 100 - left * BLOCK
         assert all_pulls(cluster, "prefill-1") == {outcome: 1}
         await cluster.until_idle()
@@ -288,7 +294,7 @@ async def test_another_life_of_the_holder_refuses(tiny_model: Path, redis_url: s
         source = source_at(cluster, "prefill-0", 6)
         source.incarnation = "prefill-0:before"
         answer = await first_token(cluster, "prefill-1", prompt, source)
-        assert answer == First(*local_answer(tiny_model, prompt, ONE), 0)
+        assert answer == First(first_of(tiny_model, prompt), 0)
         assert all_pulls(cluster, "prefill-1") == {"error": 1}
         await cluster.until_idle()
 
@@ -301,7 +307,7 @@ async def test_nobody_listens_where_the_holder_was(tiny_model: Path, redis_url: 
         source = source_at(cluster, "prefill-0", 6)
         await cluster.workers.pop("prefill-0").stop()
         answer = await first_token(cluster, "prefill-1", prompt, source)
-        assert answer == First(*local_answer(tiny_model, prompt, ONE), 0)
+        assert answer == First(first_of(tiny_model, prompt), 0)
         assert all_pulls(cluster, "prefill-1") == {"error": 1}
         await cluster.until_idle()
 
@@ -313,7 +319,7 @@ async def test_a_worker_named_as_its_own_source_computes(tiny_model: Path, redis
         prompt = prompt_of(100)
         source = source_at(cluster, "prefill-0", 6)
         answer = await first_token(cluster, "prefill-0", prompt, source)
-        assert answer == First(*local_answer(tiny_model, prompt, ONE), 0)
+        assert answer == First(first_of(tiny_model, prompt), 0)
         assert all_pulls(cluster) == {}
 
 
@@ -355,7 +361,7 @@ async def test_a_holder_that_gives_up_in_the_middle(
         await first_token(cluster, "prefill-0", prompt)
         break_after_one_block(context_of(cluster, "prefill-0"), then)
         answer = await first_token(cluster, "prefill-1", prompt, source_at(cluster, "prefill-0", 6))
-        assert answer == First(*local_answer(tiny_model, prompt, ONE), 0)
+        assert answer == First(first_of(tiny_model, prompt), 0)
         assert computed(cluster, "prefill-1") == 100
         assert all_pulls(cluster, "prefill-1") == {outcome: 1}
         await cluster.until_idle()
@@ -402,7 +408,7 @@ async def test_without_room_for_the_blocks_the_prompt_waits_in_line(
         await cluster.until(lambda: all_pulls(cluster, "prefill-1") == {"no_room": 1})
         pool.release(taken)
         async with asyncio.timeout(DEADLINE_S):
-            assert await asked == First(*local_answer(tiny_model, prompt, ONE), 0)
+            assert await asked == First(first_of(tiny_model, prompt), 0)
         await cluster.until_idle()
 
 
@@ -452,7 +458,7 @@ async def test_a_holder_that_dies_or_hangs_in_the_middle(
         prefill_role=role_with(Hasty if signal_name == "SIGSTOP" else Eager),
     ) as cluster:
         prompt = prompt_of(100)
-        expected = First(*local_answer(tiny_model, prompt, ONE), 0)
+        expected = First(first_of(tiny_model, prompt), 0)
         async with holder_process(cluster, signal_name) as source:
             assert await first_token_at(source.address, prompt) == expected
             assert await first_token(cluster, "prefill-0", prompt, source) == expected
