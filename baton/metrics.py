@@ -142,3 +142,15 @@ class WorkerMetrics:
         self.handoff_bytes = Counter(
             "baton_handoff_bytes", "Bytes of KV received.", ["transport"], registry=registry
         )
+        self.pulls = Counter(
+            "baton_pulls",
+            "Fetches of cached blocks that ended, counted by the worker that asked for them.",
+            ["transport", "outcome"],
+            registry=registry,
+        )
+        self.pulled_blocks = Counter(
+            "baton_pulled_blocks",
+            "KV blocks fetched from other workers' caches.",
+            ["transport"],
+            registry=registry,
+        )

@@ -88,6 +88,11 @@ class Scheduler:
         return sum(count for count in rest if count > 1)
 
     @property
+    def wanted_blocks(self) -> int:
+        """Blocks that sequences in line have still to be given, cached ones included."""
+        return sum(self._blocks_for(s.target) - len(s.block_table) for s in self.waiting)
+
+    @property
     def has_preempted(self) -> bool:
         return any(sequence.preempted for sequence in self.waiting)
 
@@ -96,18 +101,26 @@ class Scheduler:
 
     # Joining and leaving
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence whose KV is to be computed.
+    def add(self, sequence: Sequence, blocks: Iterable[int] = ()) -> None:
+        """Queue a sequence whose KV is to be computed, except that of its leading ``blocks``.
 
-        Raises InvalidRequest for one that has nothing left to generate: it would never end.
+        These are full, are computed, and end before its last token; it owns them from now on.
+        Raises InvalidRequest for one that has nothing left to generate: it would never end. Its
+        blocks are released then.
         """
+        blocks = list(blocks)
         if not self._can_run(sequence):
+            self.pool.release(blocks)
             raise InvalidRequest(
                 f"{len(sequence.token_ids)} tokens leave nothing to generate: the context is "
                 f"{self.limits.context_length} tokens, "
                 f"max_tokens is {sequence.spec.sampling.max_tokens}"
             )
-        self.waiting.append(sequence)
+        if blocks:
+            sequence.cached_tokens = len(blocks) * self.limits.block_size
+            self.add_computed(sequence, blocks, sequence.cached_tokens)
+        else:
+            self.waiting.append(sequence)
 
     def add_computed(self, sequence: Sequence, blocks: list[int], computed: int) -> None:
         """Queue a sequence whose first ``computed`` tokens are in ``blocks``, which it now owns."""

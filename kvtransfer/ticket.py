@@ -30,6 +30,15 @@ class TicketState(enum.Enum):
     RELEASED = "released"
 
 
+class Purpose(enum.Enum):
+    """What a ticket's blocks are for."""
+
+    HANDOFF = "handoff"
+    """A sequence that its writer hands over."""
+    PULL = "pull"
+    """Cached blocks that the worker itself has asked its writer for."""
+
+
 class Ticket:
     """One promise. ``missing`` are the blocks to be written, ``pinned`` those held already."""
 
@@ -44,9 +53,11 @@ class Ticket:
         block_bytes: int,
         lease_s: float,
         now: float,
+        purpose: Purpose = Purpose.HANDOFF,
     ) -> None:
         self.ticket_id = ticket_id
         self.attempt = attempt
+        self.purpose = purpose
         self.writer = writer
         self.missing = missing
         self.pinned = pinned
@@ -142,6 +153,23 @@ class Ticket:
     def end_copy(self) -> None:
         """A copy for which ``begin_copy`` gave a block has ended, well or not."""
         self.copies -= 1
+
+    def shorten(self, count: int) -> list[int]:
+        """Only the first ``count`` missing blocks are wanted: the writer has no more.
+
+        Returns the blocks that are no longer promised. Raises TicketEnded once it is no longer
+        open, HandoffError while copies are under way: they might be into those.
+        """
+        if not self.is_open:
+            raise TicketEnded(f"ticket {self.ticket_id} has ended: {self.state.value}")
+        if not 0 <= count <= len(self.missing) or self.copies:
+            raise HandoffError(
+                f"ticket {self.ticket_id} cannot be cut to {count} of {len(self.missing)} blocks "
+                f"while {self.copies} copies are under way"
+            )
+        self.missing, dropped = self.missing[:count], self.missing[count:]
+        self._awaited = {index: runs for index, runs in self._awaited.items() if index < count}
+        return dropped
 
     def commit(self, writer: str) -> None:
         """The blocks become the sequence's. Raises TicketEnded, or HandoffError if bytes lack."""

@@ -17,6 +17,8 @@ from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
 from kvtransfer.transport import Peer
+from prefill_worker.fetch import Fetcher, PrefixSource
+from prefill_worker.fetch_estimates import FetchEstimates
 from prefill_worker.handoff import Handoff
 from prefill_worker.service import PrefillServicer
 from worker.role import WorkerContext
@@ -32,8 +34,10 @@ LOOK_S = 0.005
 class PrefillRole:
     """Implements ``worker.role.Role``. Owned by the control loop."""
 
-    def __init__(self, context: WorkerContext) -> None:
+    def __init__(self, context: WorkerContext, estimates: FetchEstimates | None = None) -> None:
+        """``estimates`` say when cached blocks are fetched; new ones are made if it is absent."""
         self.context = context
+        self._fetcher = Fetcher(context, estimates or FetchEstimates())
         self._listeners: dict[int, asyncio.Queue[Event]] = {}
         self._places = asyncio.Semaphore(context.settings.pool.max_sequences)
 
@@ -42,10 +46,15 @@ class PrefillRole:
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(self), server)
 
     async def prefill(
-        self, spec: SequenceSpec, address: str, incarnation: str
+        self,
+        spec: SequenceSpec,
+        address: str,
+        incarnation: str,
+        source: PrefixSource | None = None,
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """Compute, answer with the first token, hand off, answer again. Raises BatonError.
 
+        ``source`` may be asked for blocks of the prompt, so that these are not computed.
         Closing the iterator aborts the request here and at the decode worker.
         """
         deadline = time.monotonic() + spec.deadline_s
@@ -59,7 +68,7 @@ class PrefillRole:
             handoff = None
             if spec.sampling.max_tokens - (len(spec.token_ids) - spec.prompt_length) > 1:
                 handoff = Handoff(self.context, spec, Peer(incarnation, address), deadline=deadline)
-            async for response in self._run(spec, handoff, deadline):
+            async for response in self._run(spec, handoff, source, deadline):
                 yield response
         finally:
             self._places.release()
@@ -72,14 +81,21 @@ class PrefillRole:
             )
 
     async def _run(
-        self, spec: SequenceSpec, handoff: Handoff | None, deadline: float
+        self,
+        spec: SequenceSpec,
+        handoff: Handoff | None,
+        source: PrefixSource | None,
+        deadline: float,
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         sequence = self.context.make_sequence(spec, prefill_only=True)
         try:
             if handoff is not None:
                 # Never computed without blocks that wait for it.
                 await handoff.reserve()
-            first = await self._compute(sequence, handoff, deadline)
+            blocks: list[int] = []
+            if source is not None:
+                blocks = await self._fetcher.fetch(sequence, source, deadline)
+            first = await self._compute(sequence, blocks, handoff, deadline)
             yield self._first_token(sequence, first, ends=handoff is None)
             if handoff is not None and sequence.finish_reason is None:
                 pushed = await handoff.commit(first)
@@ -99,21 +115,24 @@ class PrefillRole:
             await handoff.close()
         self.context.control.remove(sequence)
 
-    async def _compute(self, sequence: Sequence, handoff: Handoff | None, deadline: float) -> int:
-        """Run the prompt's chunks, pushing blocks as they fill. Returns the first token."""
+    async def _compute(
+        self, sequence: Sequence, blocks: list[int], handoff: Handoff | None, deadline: float
+    ) -> int:
+        """Run the chunks after ``blocks``, pushing blocks as they fill. Returns the first token."""
         events: asyncio.Queue[Event] = asyncio.Queue()
         self._listeners[sequence.sequence_id] = events
-        self.context.control.add(sequence)
+        # Nothing is awaited between the fetch and this: the blocks have an owner at all times.
+        self.context.control.add(sequence, blocks)
         size = self.context.engine.cache.block_size
         while True:
             event = await self._next_event(sequence, events, handoff, deadline)
             if isinstance(event, BatonError):
                 raise event
             known = len(sequence.spec.token_ids)
-            blocks = -(-known // size) if event.token_ids else sequence.computed // size
+            complete = -(-known // size) if event.token_ids else sequence.computed // size
             # A sequence that has ended has no blocks any more, and none is wanted.
             if handoff is not None and sequence.finish_reason is None:
-                handoff.computed(sequence.block_table, blocks)
+                handoff.computed(sequence.block_table, complete)
             if event.token_ids:
                 return event.token_ids[0]
 
@@ -180,7 +199,8 @@ class PrefillRole:
                 listener.put_nowait(WorkerFailed(reason))
 
     async def heartbeat(self) -> None:
-        """Nothing to do: the exchange renews the leases."""
+        """Plan again: blocks of tickets that ended, and blocks lent to readers, have come back."""
+        self.context.control.pump()
 
     async def close(self) -> None:
         """Calls under way end with an error."""

@@ -11,6 +11,8 @@ import grpc.aio
 from baton import convert
 from baton.grpc_errors import grpc_boundary
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from kvtransfer.transport import Peer
+from prefill_worker.fetch import PrefixSource
 
 if TYPE_CHECKING:
     from prefill_worker.role import PrefillRole
@@ -32,8 +34,17 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         async with (
             grpc_boundary(context),
             aclosing(
-                self._role.prefill(spec, request.decode_address, request.decode_incarnation)
+                self._role.prefill(
+                    spec, request.decode_address, request.decode_incarnation, _source(request)
+                )
             ) as responses,
         ):
             async for response in responses:
                 yield response
+
+
+def _source(request: prefill_pb2.PrefillRequest) -> PrefixSource | None:
+    if not request.HasField("source"):
+        return None
+    source = request.source
+    return PrefixSource(Peer(source.incarnation, source.address), source.blocks)

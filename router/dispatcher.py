@@ -193,7 +193,9 @@ class ClusterDispatcher:
         self._lives[life.request_id] = life
         self._placed.setdefault(decision.decode, set()).add(life)
         placement.promise()
-        prefill = asyncio.create_task(self._prefill(request, life, placement))
+        prefill = asyncio.create_task(
+            self._prefill(request, life, placement, self._prefix_source(decision))
+        )
         finished = False
         try:
             while not finished:
@@ -236,8 +238,23 @@ class ClusterDispatcher:
             sampling.min_tokens,
         )
 
+    def _prefix_source(self, decision: Decision) -> prefill_pb2.PrefixSource | None:
+        """From whom the prefill worker may pull blocks."""
+        holder = self._links.get(decision.holder)
+        if holder is None:
+            return None
+        return prefill_pb2.PrefixSource(
+            address=holder.record.address,
+            incarnation=decision.holder,
+            blocks=decision.holder_blocks,
+        )
+
     async def _prefill(
-        self, request: GenerationRequest, life: RequestLife, placement: _Placement
+        self,
+        request: GenerationRequest,
+        life: RequestLife,
+        placement: _Placement,
+        prefix_source: prefill_pb2.PrefixSource | None,
     ) -> None:
         """Follow the prefill call to its end; failures end the request."""
         spec = SequenceSpec(
@@ -256,6 +273,7 @@ class ClusterDispatcher:
             sequence=convert.sequence_to_proto(spec),
             decode_address=placement.target.record.address,
             decode_incarnation=placement.target.record.incarnation,
+            source=prefix_source,
         )
         stub = prefill_pb2_grpc.PrefillServiceStub(placement.source.channel)
         try:

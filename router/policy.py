@@ -41,6 +41,11 @@ class Decision:
     """Prompt tokens that the prefill worker will have to compute."""
     reason: str
     """``least_wait``, or ``prefix`` where a cached prefix decided."""
+    holder: str = ""
+    """Another worker, of any role, that holds more of the prompt than the prefill worker; or none.
+    """
+    holder_blocks: int = 0
+    """Leading blocks that the holder has and the prefill worker can use."""
 
 
 def choose(
@@ -77,9 +82,29 @@ def choose(
     target = min(decode, key=decode_wait)
     shortest_queue = min(worker.queued_tokens for worker in prefill)
     by_prefix = source.held_blocks > 0 and source.queued_tokens > shortest_queue
+    holder, holder_blocks = _best_holder(prompt_tokens, block_size, source, (*prefill, *decode))
     return Decision(
         source.incarnation,
         target.incarnation,
         uncached(source),
         "prefix" if by_prefix else "least_wait",
+        holder,
+        holder_blocks,
     )
+
+
+def _best_holder(
+    prompt_tokens: int, block_size: int, source: Candidate, workers: Sequence[Candidate]
+) -> tuple[str, int]:
+    """Who holds the most that ``source`` lacks, and how many leading blocks that makes."""
+    # The last token is always computed, and never into a block of others.
+    usable = (prompt_tokens - 1) // block_size
+
+    def preference(worker: Candidate) -> tuple[int, int, str]:
+        return (-min(worker.held_blocks, usable), worker.sequences, worker.incarnation)
+
+    best = min(workers, key=preference)
+    blocks = min(best.held_blocks, usable)
+    if blocks <= source.held_blocks:
+        return "", 0
+    return best.incarnation, blocks

@@ -31,6 +31,7 @@ from router.dispatcher import ClusterDispatcher
 from router.generation import GenerationRequest, OutputDelta
 from router.tokenizer import Tokenizer
 from worker.process import WorkerProcess
+from worker.role import RoleFactory
 from worker.settings import WorkerSettings
 
 DEADLINE_S = 60.0
@@ -67,7 +68,14 @@ def valkey() -> Iterator[str]:
 class MiniCluster:
     """Workers by slot, and a dispatcher that knows them."""
 
-    def __init__(self, config: Config, model: Path, redis_url: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model: Path,
+        redis_url: str,
+        prefill_role: RoleFactory = PrefillRole,
+    ) -> None:
+        self.roles: dict[str, RoleFactory] = {"prefill": prefill_role, "decode": DecodeRole}
         self.config = config
         self.model = model
         self.cluster_id = secrets.token_hex(4)
@@ -102,7 +110,7 @@ class MiniCluster:
             cluster_id=self.cluster_id,
             threads=1,
         )
-        worker = WorkerProcess(settings, {"prefill": PrefillRole, "decode": DecodeRole})
+        worker = WorkerProcess(settings, self.roles)
         await worker.start()
         self.workers[slot] = worker
         return worker
@@ -175,7 +183,13 @@ async def collect(deltas: AsyncIterator[OutputDelta]) -> OutputDelta:
 
 @asynccontextmanager
 async def mini_cluster(
-    model: Path, redis_url: str, *, prefill: int = 1, decode: int = 1, **changes: object
+    model: Path,
+    redis_url: str,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    prefill_role: RoleFactory = PrefillRole,
+    **changes: object,
 ) -> AsyncIterator[MiniCluster]:
     """A running cluster, in fp32 if ``changes`` do not say otherwise; they go to the pools
 
@@ -188,7 +202,7 @@ async def mini_cluster(
     )
     fields: dict[str, object] = {"dtype": "float32"} | changes
     config = Config(pools=pools, **fields)  # type: ignore[arg-type]
-    cluster = MiniCluster(config, model, redis_url)
+    cluster = MiniCluster(config, model, redis_url, prefill_role)
     try:
         await cluster.start()
         yield cluster

@@ -12,7 +12,7 @@ from typing import Protocol
 from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded
 from baton.metrics import WorkerMetrics
 from engine.block_pool import BlockPool
-from kvtransfer.ticket import Attempt, Ticket
+from kvtransfer.ticket import Attempt, Purpose, Ticket
 from kvtransfer.ticket_book import TicketBook
 
 NO_TRANSPORT = "none"
@@ -45,7 +45,14 @@ class BlockReceiver:
         self._transport: dict[str, str] = {}
 
     def promise(
-        self, attempt: Attempt, writer: str, *, missing: int, pinned: list[int], now: float
+        self,
+        attempt: Attempt,
+        writer: str,
+        *,
+        missing: int,
+        pinned: list[int],
+        now: float,
+        purpose: Purpose = Purpose.HANDOFF,
     ) -> Ticket:
         """Take ``missing`` blocks for a writer, and pin those that are held.
 
@@ -67,6 +74,7 @@ class BlockReceiver:
             block_bytes=self.block_bytes,
             lease_s=self._lease_s,
             now=now,
+            purpose=purpose,
         )
         self.book.add(ticket)
         return ticket
@@ -120,6 +128,10 @@ class BlockReceiver:
 
     # Endings
 
+    def shorten(self, ticket_id: str, count: int) -> None:
+        """Give back the missing blocks that the writer does not have; see ``Ticket.shorten``."""
+        self.pool.release(self.book.get(ticket_id).shorten(count))
+
     def commit(self, ticket_id: str, writer: str, now: float) -> Ticket:
         """The blocks are the caller's: pinned ones first, then what was missing.
 
@@ -131,7 +143,11 @@ class BlockReceiver:
         # An attempt has one ticket for life: a reserve that comes late gets none.
         self.book.bury(ticket.attempt, now)
         transport = self._count(ticket, "ok")
-        self._metrics.handoff_seconds.labels(transport=transport).observe(now - ticket.reserved_at)
+        if ticket.purpose is Purpose.HANDOFF:
+            seconds = now - ticket.reserved_at
+            self._metrics.handoff_seconds.labels(transport=transport).observe(seconds)
+        else:
+            self._metrics.pulled_blocks.labels(transport=transport).inc(len(ticket.missing))
         return ticket
 
     def renew(self, writer: str, ticket_ids: Sequence[str], now: float) -> list[str]:
@@ -149,12 +165,15 @@ class BlockReceiver:
                 ended.append(ticket_id)
         return ended
 
-    def abort(self, attempt: Attempt, now: float) -> None:
-        """End an attempt's ticket, or see that it never gets one; idempotent."""
+    def abort(self, attempt: Attempt, now: float, outcome: str = "aborted") -> None:
+        """End an attempt's ticket, or see that it never gets one; idempotent.
+
+        ``outcome`` is how the metrics call it.
+        """
         self.book.bury(attempt, now)
         ticket = self.book.find(attempt)
         if ticket is not None:
-            self._release(ticket, "aborted", TicketEnded("its writer or its request has ended"))
+            self._release(ticket, outcome, TicketEnded("its writer or its request has ended"))
 
     def writer_gone(self, writer: str, now: float) -> None:
         """A writer's stream has broken: what it had not sent will not come."""
@@ -192,5 +211,7 @@ class BlockReceiver:
 
     def _count(self, ticket: Ticket, outcome: str) -> str:
         transport = self._transport.pop(ticket.ticket_id, NO_TRANSPORT)
-        self._metrics.handoffs.labels(transport=transport, outcome=outcome).inc()
+        is_pull = ticket.purpose is Purpose.PULL
+        counter = self._metrics.pulls if is_pull else self._metrics.handoffs
+        counter.labels(transport=transport, outcome=outcome).inc()
         return transport

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,9 +20,18 @@ from engine.sequence import Sequence
 from worker.cores import CoreBoard
 from worker.engine_thread import EngineThread
 from worker.gauges import WorkerGauges
+from worker.pace import Pace
 
 _DEPTH = 2
 """Most plans in flight."""
+STEP_TOKENS = 32
+"""What a step costs beside its tokens, as so many of them: weights are read for one as for all."""
+_CPU_TOKEN_S = 1e-3
+_GPU_TOKEN_S = 5e-5
+"""Seconds for a prompt token until steps have shown it: rough figures of a small model on two CPU
+cores, and of one of 8B on one GPU."""
+_PACE_TOKENS = 64
+"""How much that counts beside the first steps."""
 
 
 class SequenceListener(Protocol):
@@ -66,6 +76,8 @@ class ControlLoop:
         self._loop = asyncio.get_running_loop()
         self._thread = EngineThread(engine.runner, self._hand_over, board)
         self._is_cpu = engine.runner.device.type == "cpu"
+        self.prompt_pace = Pace(_CPU_TOKEN_S if self._is_cpu else _GPU_TOKEN_S, _PACE_TOKENS)
+        """Of computing prompt tokens, and of ``STEP_TOKENS`` more for each step."""
         self._last_plan: StepPlan | None = None
         self._listener: SequenceListener | None = None
         self._next_id = 0
@@ -83,9 +95,9 @@ class ControlLoop:
         self._next_id += 1
         return self._next_id
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence whose KV is to be computed."""
-        self.scheduler.add(sequence)
+    def add(self, sequence: Sequence, blocks: Iterable[int] = ()) -> None:
+        """Queue a sequence whose KV is to be computed; see ``Scheduler.add``."""
+        self.scheduler.add(sequence, blocks)
         self.pump()
 
     def add_computed(self, sequence: Sequence, blocks: list[int], computed: int) -> None:
@@ -146,6 +158,8 @@ class ControlLoop:
             updates = self.scheduler.complete(plan, result)
             computed = sum(update.computed_prompt_tokens for update in updates)
             self._gauges.step(result.seconds, computed)
+            if computed:
+                self.prompt_pace.observe(computed + STEP_TOKENS, result.seconds)
             # Planned first: the engine computes while the tokens are handed out.
             self.pump()
             self._listener.on_step(updates)

@@ -12,9 +12,12 @@ from concurrent.futures import Executor
 
 import grpc.aio
 
+from baton import convert
 from baton.background import end_tasks
 from baton.errors import WorkerFailed
 from baton.grpc_channel import open_channel
+from baton.grpc_errors import error_from_rpc
+from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.inbound import Inbound
 from kvtransfer.outbound import Outbound
 from kvtransfer.pair import Identity, PairLimits, check_peer
@@ -35,6 +38,8 @@ class Exchange:
     ) -> None:
         """``transports`` are registered; ``executor`` reads blocks."""
         self.identity = identity
+        self.address = ""
+        """host:port of this worker's gRPC server; set once it listens."""
         self.receiver = receiver
         self.inbound = Inbound(identity, transports, receiver, limits)
         receiver.listeners.append(self.inbound)
@@ -116,6 +121,29 @@ class Exchange:
             # The pair notices a silent peer: this ends.
             await asyncio.wait([push.done])
             raise
+
+    async def ask(
+        self, holder: Peer, ticket_id: str, hashes: Sequence[bytes], deadline_s: float
+    ) -> int:
+        """Have another worker send, for a ticket of this one, what it holds: see ``give``.
+
+        Returns how many of the leading blocks of ``hashes`` have landed. Raises BatonError.
+        """
+        request = transfer_pb2.PullRequest(
+            fingerprint=self.identity.fingerprint,
+            geometry=convert.geometry_to_proto(self.identity.geometry),
+            holder=holder.incarnation,
+            reader=self.identity.incarnation,
+            reader_address=self.address,
+            ticket_id=ticket_id,
+            block_hashes=hashes,
+        )
+        stub = transfer_pb2_grpc.TransferServiceStub(self.channel(holder.address))
+        try:
+            response = await stub.Pull(request, timeout=deadline_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, holder.incarnation) from error
+        return int(response.blocks)
 
     def is_idle(self) -> bool:
         """Whether no block is promised here, nor read for others."""

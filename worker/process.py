@@ -103,6 +103,7 @@ class WorkerProcess:
             TransferServicer(exchange), self._server
         )
         port = self._server.add_insecure_port(f"{self.settings.host}:0")
+        exchange.address = f"{self.settings.host}:{port}"
         await self._server.start()
         # serves /metrics from a thread of its own; ended in stop()
         self._metrics_server, self._metrics_thread = start_http_server(

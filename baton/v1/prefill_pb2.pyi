@@ -24,26 +24,61 @@ class PrefillRequest(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
     DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     decode_address: _builtins.str
     """host:port of the decode worker's gRPC server."""
     decode_incarnation: _builtins.str
     """The life of that worker which is meant; another one refuses."""
     @_builtins.property
     def sequence(self) -> _worker_pb2.SequenceSpec: ...
+    @_builtins.property
+    def source(self) -> Global___PrefixSource:
+        """Who is said to hold more of the prompt than the prefill worker; absent if nobody does."""
+
     def __init__(
         self,
         *,
         sequence: _worker_pb2.SequenceSpec | None = ...,
         decode_address: _builtins.str = ...,
         decode_incarnation: _builtins.str = ...,
+        source: Global___PrefixSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_address", b"decode_address", "decode_incarnation", b"decode_incarnation", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_address", b"decode_address", "decode_incarnation", b"decode_incarnation", "sequence", b"sequence", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+
+@_typing.final
+class PrefixSource(_message.Message):
+    """A worker from which cached blocks can be pulled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port of its gRPC server."""
+    incarnation: _builtins.str
+    blocks: _builtins.int
+    """How many leading blocks of the prompt the prefix index says that it holds."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixSource: _TypeAlias = PrefixSource  # noqa: Y015
 
 @_typing.final
 class PrefillResponse(_message.Message):

@@ -93,6 +93,39 @@ def test_it_always_decides_and_the_order_does_not_matter(
         uncached = max(1, tokens - other.held_blocks * size)
         wait = source.queued_tokens + decision.uncached_tokens
         assert wait <= other.queued_tokens + uncached
+    most = max(min(c.held_blocks, (tokens - 1) // size) for c in (*prefill, *decode))
+    assert decision.holder_blocks == (most if most > source.held_blocks else 0)
+    holding = [c.incarnation for c in (*prefill, *decode) if c.held_blocks >= most]
+    assert decision.holder in (holding if decision.holder_blocks else [""])
+
+
+def test_whoever_holds_more_than_the_prefill_worker_is_named() -> None:
+    prefill = [worker("a", held_blocks=2), worker("b", held_blocks=3, queued_tokens=500)]
+    decode = [worker("c", held_blocks=5), worker("d", held_blocks=4)]
+    decision = choose(100, 16, prefill, decode)
+    assert (decision.prefill, decision.holder, decision.holder_blocks) == ("a", "c", 5)
+    decision = choose(100, 16, prefill, decode[1:])
+    assert (decision.prefill, decision.holder, decision.holder_blocks) == ("a", "d", 4)
+    decision = choose(100, 16, prefill, [IDLE])
+    assert (decision.prefill, decision.holder, decision.holder_blocks) == ("a", "b", 3)
+
+
+def test_a_holder_of_no_more_is_not_named() -> None:
+    decision = choose(100, 16, [worker("a", held_blocks=2)], [worker("c", held_blocks=2)])
+    assert (decision.holder, decision.holder_blocks) == ("", 0)
+
+
+def test_what_a_holder_has_beyond_the_last_token_counts_for_nothing() -> None:
+    decode = [worker("c", held_blocks=4)]
+    decision = choose(64, 16, [worker("a", held_blocks=3)], decode)
+    assert (decision.holder, decision.holder_blocks) == ("", 0)
+    assert choose(65, 16, [worker("a", held_blocks=3)], decode).holder == "c"
+
+
+def test_of_equal_holders_the_idlest_is_named() -> None:
+    decode = [worker("c", held_blocks=4, sequences=2), worker("d", held_blocks=9, sequences=1)]
+    decision = choose(70, 16, [worker("a")], decode)
+    assert (decision.holder, decision.holder_blocks) == ("d", 4)
 
 
 def test_among_equals_the_least_used_is_taken() -> None:
