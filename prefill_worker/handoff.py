@@ -24,6 +24,7 @@ from baton.request import SequenceSpec
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from kvtransfer.outbound import Outbound, Push
 from kvtransfer.transport import Peer
+from worker.converted_blocks import ConvertedBlocks, Staging
 from worker.role import WorkerContext
 
 log = logging.getLogger(__name__)
@@ -38,9 +39,18 @@ class Handoff:
     """One ticket at one decode worker, seen from its writer."""
 
     def __init__(
-        self, context: WorkerContext, spec: SequenceSpec, peer: Peer, *, deadline: float
+        self,
+        context: WorkerContext,
+        spec: SequenceSpec,
+        peer: Peer,
+        staging: Staging,
+        *,
+        deadline: float,
     ) -> None:
-        """``deadline`` is the request's, on this worker's monotonic clock."""
+        """``staging`` is for blocks that must be converted; ``deadline`` is the request's, on this
+
+        worker's monotonic clock.
+        """
         self.peer = peer
         self.ticket_id = ""
         self.pinned_blocks = 0
@@ -51,6 +61,9 @@ class Handoff:
         self._missing_blocks = 0
         self._put = 0
         self._use = ExitStack()
+        self._staging = staging
+        self._converted: ConvertedBlocks | None = None
+        """The sequence's blocks as the receiver has them, where its geometry is another one."""
         self._pair: Outbound | None = None
         self._push: Push | None = None
         self._committed = False
@@ -65,6 +78,10 @@ class Handoff:
         """Get a ticket; waits for room as long as the request has time. Raises BatonError."""
         self._pair = await self._context.exchange.outbound(self.peer)
         self._use.enter_context(self._pair.used())
+        cache = self._context.engine.cache
+        if self._pair.geometry != cache.geometry():
+            self._converted = ConvertedBlocks(cache, self._pair.geometry, self._staging)
+            self._use.callback(self._converted.close)
         while True:
             try:
                 response = await self._reserve_once()
@@ -75,7 +92,7 @@ class Handoff:
         self.ticket_id = response.ticket_id
         self.pinned_blocks = response.pinned_blocks
         self._missing_blocks = response.missing_blocks
-        self._push = self._pair.push(self.ticket_id)
+        self._push = self._pair.push(self.ticket_id, self._converted)
 
     async def _reserve_once(self) -> decode_pb2.ReserveResponse:
         left = self._left()
@@ -105,12 +122,23 @@ class Handoff:
         finally:
             answer.cancel()
 
-    def computed(self, block_table: list[int], blocks: int) -> None:
-        """The first ``blocks`` of the sequence's blocks are complete: push what is missing."""
+    def computed(self, block_table: list[int], tokens: int) -> None:
+        """The first ``tokens`` of the sequence's tokens are: push what is missing and complete.
+
+        Blocks are the receiver's; the last of them is complete when the last token is.
+        """
+        assert self._pair is not None, "no pair"
         assert self._push is not None, "no ticket"
-        size = self._context.memory.block_bytes
+        is_last = tokens >= len(self._spec.token_ids)
+        size = self._pair.geometry.block_size
+        blocks = -(-tokens // size) if is_last else tokens // size
+        if self._converted is not None:
+            self._converted.computed(block_table, tokens)
+        memory = self._converted or self._context.memory
         while self.pinned_blocks + self._put < blocks and self._put < self._missing_blocks:
-            self._push.put(self._put, block_table[self.pinned_blocks + self._put], 0, size)
+            block = self.pinned_blocks + self._put
+            source = block_table[block] if self._converted is None else block
+            self._push.put(self._put, source, 0, memory.block_bytes)
             self._put += 1
 
     def check(self) -> None:
