@@ -13,9 +13,10 @@ from concurrent.futures import Executor
 import grpc.aio
 
 from baton.background import end_tasks
-from baton.errors import WorkerFailed
+from baton.errors import GeometryMismatch, WorkerFailed
 from baton.grpc_channel import open_channel
 from kvtransfer.inbound import Inbound
+from kvtransfer.negotiation import Fit
 from kvtransfer.outbound import Outbound
 from kvtransfer.pair import Identity, PairLimits, check_peer
 from kvtransfer.transport import Peer, Transport
@@ -90,7 +91,12 @@ class Exchange:
         Returns how many have landed. They are pinned as long as this call runs: it is the read
         ticket of whoever pulls. Raises BatonError.
         """
-        check_peer(self.identity, reader, meant)
+        if check_peer(self.identity, reader, meant) is not Fit.EQUAL:
+            raise GeometryMismatch(
+                "blocks are pulled as they are: "
+                f"{reader.incarnation} has {reader.geometry}, "
+                f"{self.identity.incarnation} has {self.identity.geometry}"
+            )
         blocks = self._pool.match(hashes)
         if not blocks:
             return 0
