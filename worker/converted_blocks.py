@@ -117,6 +117,11 @@ class ConvertedBlocks:
         return "cpu"
 
     @property
+    def address(self) -> int:
+        """Raises HandoffError: there is no place where all of them lie."""
+        raise HandoffError("converted blocks have no address")
+
+    @property
     def shared_file(self) -> SharedFile | None:
         return None
 

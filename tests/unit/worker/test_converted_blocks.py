@@ -150,6 +150,11 @@ def test_nothing_is_there_before_it_is_computed(cache: KvCache) -> None:
         read(blocks, 0, 0, 64)
 
 
+def test_they_lie_nowhere(cache: KvCache) -> None:
+    with pytest.raises(HandoffError, match="no address"):
+        _ = make_blocks(cache, Staging(0)).address
+
+
 def test_they_are_only_read(cache: KvCache) -> None:
     with pytest.raises(HandoffError, match="cannot be written"):
         make_blocks(cache, Staging(0)).write(0, 0, memoryview(b"x" * 64))
