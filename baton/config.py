@@ -17,7 +17,11 @@ from pydantic_settings import (
 
 Role = Literal["prefill", "decode"]
 TransportName = Literal["auto", "shm", "grpc", "gloo", "nccl", "cuda_ipc", "nixl"]
+KvTypeName = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
 MIB = 1 << 20
+_KV_TYPES: tuple[KvTypeName, ...] = ("float32", "bfloat16", "float16", "int8", "fp8")
+"""The most precise first. Neither of the 16-bit types holds the other's values; their order must
+only be the same everywhere."""
 
 
 class _Section(BaseModel):
@@ -46,6 +50,12 @@ class PoolConfig(_Section):
     """Most sequences in one step."""
     chunk_tokens: int = Field(default=0, ge=0)
     """Most prompt tokens in one step; 0 takes 512 on the CPU and 8192 on a GPU."""
+    block_size: int = Field(default=0, ge=0, le=1024)
+    """Tokens in a KV block of its workers, a multiple of the cluster's ``block_size``; 0 takes that
+    itself. Blocks between pools of unequal sizes are converted by whoever sends them."""
+    kv_dtype: Literal["", "float32", "bfloat16", "float16", "int8", "fp8"] = ""
+    """Type of its workers' KV cache; empty takes the cluster's. Converted like unequal sizes. On a
+    CPU float32 and float16 caches are computed by torch, which is slow."""
     resources: dict[str, float] = Field(default_factory=dict)
     """Ray resources that a worker asks for, beside one ``baton_worker``."""
 
@@ -121,7 +131,7 @@ class Config(BaseSettings):
     classes: tuple[ContextClass, ...] = Field(default_factory=_default_classes)
     """The context-length classes, in rising order."""
     block_size: int = Field(default=16, ge=1, le=1024)
-    """Tokens in a KV block, and in a block of the prefix index."""
+    """Tokens in a KV block, where a pool has no other size, and in a block of the prefix index."""
     lease_s: float = Field(default=3.0, gt=0)
     """A handoff's ticket ends after this many seconds without a heartbeat."""
     heartbeat_s: float = Field(default=1.0, gt=0)
@@ -163,6 +173,35 @@ class Config(BaseSettings):
         if self.heartbeat_s * 2 > min(self.registry_ttl_s, self.lease_s):
             raise ValueError("heartbeat_s must be at most half of registry_ttl_s and of lease_s")
         return self
+
+    @model_validator(mode="after")
+    def _pools_share_kv(self) -> Config:
+        for pool in self.pools:
+            if pool.block_size % self.block_size:
+                raise ValueError(
+                    f"pools: {pool.name} has a block_size of {pool.block_size} tokens, and must "
+                    f"have a multiple of the cluster's {self.block_size}"
+                )
+        types = {pool.name: self.kv_dtype_of(pool) for pool in self.pools}
+        if self.deterministic and len(set(types.values())) > 1:
+            listed = ", ".join(f"{name} {kind}" for name, kind in types.items())
+            raise ValueError(
+                f"deterministic needs one kv_dtype in all pools, and they have: {listed}"
+            )
+        return self
+
+    def block_size_of(self, pool: PoolConfig) -> int:
+        """Tokens in a KV block of a pool's workers."""
+        return pool.block_size or self.block_size
+
+    def kv_dtype_of(self, pool: PoolConfig) -> KvTypeName:
+        """The type of the KV cache of a pool's workers."""
+        return pool.kv_dtype or (self.dtype if self.kv_dtype == "auto" else self.kv_dtype)
+
+    @property
+    def lossiest_kv_dtype(self) -> KvTypeName:
+        """The least precise KV type of all pools: what a value of the cluster's KV is worth."""
+        return max(map(self.kv_dtype_of, self.pools), key=_KV_TYPES.index)
 
     @classmethod
     def settings_customise_sources(

@@ -3,6 +3,9 @@
 A full block's hash is a keyed BLAKE2b-128 (RFC 7693) over its parent's hash and its token ids. The
 key binds the model's fingerprint and the tenant's salt, so equal prompts of two tenants, or of two
 models, share nothing.
+
+A cluster has one size of *hash blocks*. The blocks of a worker's KV cache are as large, or hold
+several of them.
 """
 
 from __future__ import annotations
@@ -39,3 +42,11 @@ def block_hashes(
         parent = digest.digest()
         hashes.append(parent)
     return hashes
+
+
+def last_hashes(hashes: Sequence[bytes], per_block: int) -> list[bytes]:
+    """The hashes by which full blocks of ``per_block`` hash blocks each are found.
+
+    A block's is that of its last hash block: chained, it stands for all that comes before it.
+    """
+    return list(hashes[per_block - 1 :: per_block])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.errors import BatonError, ContextLengthExceeded, HandoffError, NoRoom, TicketEnded
-from baton.hashing import block_hashes, hash_key
+from baton.hashing import block_hashes, hash_key, last_hashes
 from baton.request import Geometry, SequenceSpec
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
@@ -74,10 +74,11 @@ class HandoffReceiver:
                 known.renew(now)
                 return known
             raise TicketEnded(f"request {spec.request_id} attempt {spec.attempt} has a ticket")
-        size = self._scheduler.limits.block_size
-        hashes = block_hashes(spec.token_ids, size, hash_key(self._fingerprint, spec.cache_salt))
-        pinned = self._pool.match(hashes)
-        count = -(-len(spec.token_ids) // size) - len(pinned)
+        limits = self._scheduler.limits
+        key = hash_key(self._fingerprint, spec.cache_salt)
+        hashes = block_hashes(spec.token_ids, limits.hash_block, key)
+        pinned = self._pool.match(last_hashes(hashes, limits.hashes_per_block))
+        count = -(-len(spec.token_ids) // limits.block_size) - len(pinned)
         self._check_room(count, pinned)
         ticket = self.blocks.promise(attempt, offer.writer, missing=count, pinned=pinned, now=now)
         self._specs[ticket.ticket_id] = spec

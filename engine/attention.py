@@ -155,7 +155,7 @@ def _attend_chunk(
 ) -> torch.Tensor:
     """Attention of a prompt's chunk: [count, heads, head_dim]."""
     end = chunk.start + chunk.count
-    if chunk.start == 0 and cache.scales is None:
+    if chunk.start == 0 and cache.data.dtype == keys.dtype:
         origin = 0
         key, value = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
     else:

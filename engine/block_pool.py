@@ -16,7 +16,7 @@ Plain Python, owned by the control loop.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +46,8 @@ class BlockPool:
         self._quarantined: set[int] = set()
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._leading_of: dict[int, tuple[bytes, ...]] = {}
+        self._leading: Counter[bytes] = Counter()
         self._changed: dict[bytes, bool] = {}
 
     @property
@@ -106,6 +108,11 @@ class BlockPool:
         digest = self._hash_of.pop(block)
         del self._block_of[digest]
         self._changed[digest] = False
+        for prefix in self._leading_of.pop(block, ()):
+            self._leading[prefix] -= 1
+            if not self._leading[prefix]:
+                del self._leading[prefix]
+                self._changed[prefix] = False
 
     def release(self, blocks: Sequence[int]) -> None:
         """One user less of each block. The last of a sequence's blocks will be evicted first."""
@@ -119,10 +126,12 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def register(self, block: int, digest: bytes) -> int:
+    def register(self, block: int, digest: bytes, leading: Sequence[bytes] = ()) -> int:
         """Make a used block's contents findable. Returns the block that holds them from now on:
 
         another one, if equal contents were held already; the caller may exchange its own for it.
+        ``leading`` are the hashes of the shorter prefixes that end within the block: the prefix
+        index is told of them, but nothing is found here by them. Several blocks may share one.
         """
         if self._references[block] <= 0:
             raise ValueError(f"block {block} is not in use")
@@ -134,6 +143,11 @@ class BlockPool:
         self._block_of[digest] = block
         self._hash_of[block] = digest
         self._changed[digest] = True
+        if leading:
+            self._leading_of[block] = tuple(leading)
+        for prefix in leading:
+            self._leading[prefix] += 1
+            self._changed[prefix] = True
         return block
 
     def quarantine(self, blocks: Iterable[int]) -> None:
@@ -157,8 +171,8 @@ class BlockPool:
         return stored, [digest for digest, held in changed.items() if not held]
 
     def held_hashes(self) -> list[bytes]:
-        """Every hash that can be found here."""
-        return list(self._block_of)
+        """Every hash that the prefix index is to know of."""
+        return [*self._block_of, *self._leading]
 
     def drop_cache(self) -> None:
         """Forget every block that nobody uses."""
@@ -176,3 +190,6 @@ class BlockPool:
         assert cached <= self._hash_of.keys(), "a cached block has no hash"
         assert not (free | self._quarantined) & self._hash_of.keys(), "a free block has a hash"
         assert {d: b for b, d in self._hash_of.items()} == self._block_of, "hashes disagree"
+        assert self._leading_of.keys() <= self._hash_of.keys(), "a block has leading hashes alone"
+        shared = Counter(prefix for held in self._leading_of.values() for prefix in held)
+        assert shared == self._leading, "leading hashes disagree"

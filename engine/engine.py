@@ -55,8 +55,13 @@ class EngineSettings:
     max_sequences: int = 64
     quantization: str = "auto"
     """As ``engine.weights.load_weights`` takes it."""
+    hash_block_size: int = 0
+    """Tokens of a hash block, of which ``block_size`` is a multiple; 0: as many."""
     kv_dtype: str = "auto"
-    """The cache's: ``auto`` for ``dtype``, ``int8`` or ``fp8``."""
+    """The cache's: ``auto`` for ``dtype``, ``int8``, ``fp8``, or a plain type."""
+    lossiest_kv_dtype: str = ""
+    """The lossiest type of the caches that exchange KV, by name, for the fingerprint; empty: this
+    one's."""
     deterministic: bool = False
     """Whether what cannot keep a row's bits the same in every batch is refused."""
 
@@ -70,8 +75,9 @@ class Engine:
     pool: BlockPool
     scheduler: Scheduler
     fingerprint: str
-    """Of what decides the KV: weights, their quantisation, the tokenizer, the KV type, and, where a
-    row's bits are promised, what computes them. Engines with another one share no KV."""
+    """Of what decides the KV: weights, their quantisation, the tokenizer, the lossiest KV type of
+    those that share it, and, where a row's bits are promised, what computes them. Engines with
+    another one share no KV."""
 
     @property
     def cache(self) -> KvCache:
@@ -116,17 +122,19 @@ def build_engine(settings: EngineSettings, allocate: Allocate | None = None) -> 
         chunk_keys=_CHUNK_KEYS[device.type],
         max_sequences=settings.max_sequences,
         context_length=min(config.context_length, blocks * settings.block_size),
+        hash_block_size=settings.hash_block_size,
     )
     name = fingerprint(settings.model_path, settings.dtype, settings.quantization)
     runner = _runner(model, cache, settings, name)
     scheduler = Scheduler(pool, limits)
     arithmetic = _arithmetic(device) if settings.deterministic else ""
-    return Engine(config, runner, pool, scheduler, _fingerprint(name, kv, arithmetic))
+    lossiest = settings.lossiest_kv_dtype or kv_dtype_name(kv)
+    return Engine(config, runner, pool, scheduler, _fingerprint(name, lossiest, arithmetic))
 
 
-def _fingerprint(weights: str, kv: torch.dtype, arithmetic: str) -> str:
-    """An engine's, of that of its weights: 32 hex digits."""
-    text = f"{weights}:{kv_dtype_name(kv)}:{arithmetic}"
+def _fingerprint(weights: str, kv: str, arithmetic: str) -> str:
+    """An engine's, of that of its weights and the KV type's name: 32 hex digits."""
+    text = f"{weights}:{kv}:{arithmetic}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -36,7 +36,7 @@ class KvCache:
         device: torch.device,
         allocate: Allocate | None = None,
     ) -> None:
-        """``dtype`` is the model's, or int8 or float8_e4m3fn: then the codes have scales.
+        """``dtype`` is a plain one, or int8 or float8_e4m3fn: then the codes have scales.
 
         ``allocate`` gives the memory, once.
         """
@@ -81,7 +81,7 @@ class KvCache:
         """Store keys and values [tokens, kv_heads, head_dim] at (block, slot) [tokens] each."""
         for which, found in enumerate((keys, values)):
             if self.scales is None:
-                self.data[blocks, layer, which, :, slots] = found
+                self.data[blocks, layer, which, :, slots] = found.to(self.data.dtype)
                 continue
             codes, scales = quantize_kv(found, self.data.dtype)
             self._bits[blocks, layer, which, :, slots] = codes.view(torch.uint8)

@@ -14,6 +14,12 @@ from baton.errors import ConfigError
 
 KV_DTYPES: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """What ``--kv-dtype`` may name beside ``auto``."""
+PLAIN_KV_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""What a pool may name beside them: values without scales, rounded when they are written."""
 _LARGEST: dict[torch.dtype, float] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -21,9 +27,10 @@ def kv_dtype(name: str, model: torch.dtype) -> torch.dtype:
     """The type of the cache's codes; ``auto`` is the model's type. Raises ConfigError."""
     if name == "auto":
         return model
-    if name not in KV_DTYPES:
-        raise ConfigError(f"kv_dtype {name!r} is unknown; known: auto, {', '.join(KV_DTYPES)}")
-    return KV_DTYPES[name]
+    known = KV_DTYPES | PLAIN_KV_DTYPES
+    if name not in known:
+        raise ConfigError(f"kv_dtype {name!r} is unknown; known: auto, {', '.join(known)}")
+    return known[name]
 
 
 def kv_dtype_name(dtype: torch.dtype) -> str:

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest
+from baton.hashing import last_hashes
 from baton.request import FinishReason
 from engine.block_pool import BlockPool, OutOfBlocks
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
@@ -41,6 +42,25 @@ class SchedulerLimits:
     max_sequences: int
     context_length: int
     chunk_keys: int = 0
+    hash_block_size: int = 0
+    """Tokens of a hash block, of which ``block_size`` is a multiple; 0: as many."""
+
+    def __post_init__(self) -> None:
+        if self.block_size % self.hash_block:
+            raise ValueError(
+                f"a block of {self.block_size} tokens holds no whole hash blocks of "
+                f"{self.hash_block}"
+            )
+
+    @property
+    def hash_block(self) -> int:
+        """Tokens of a hash block."""
+        return self.hash_block_size or self.block_size
+
+    @property
+    def hashes_per_block(self) -> int:
+        """Hash blocks of a block."""
+        return self.block_size // self.hash_block
 
     def most_tokens(self, start: int) -> int:
         """The longest chunk that may begin at token ``start``; at least one token."""
@@ -260,7 +280,8 @@ class Scheduler:
         if not sequence.block_table:
             size = self.limits.block_size
             most = (len(sequence.token_ids) - 1) // size
-            hits = self.pool.match(sequence.full_hashes(size)[:most])
+            hashes = sequence.full_hashes(self.limits.hash_block)
+            hits = self.pool.match(last_hashes(hashes, self.limits.hashes_per_block)[:most])
             missing = self._blocks_for(sequence.target) - len(hits)
             # Room for one more block each keeps the running ones from preempting at once.
             headroom = len(self.running)
@@ -371,7 +392,7 @@ class Scheduler:
         """Exchange blocks whose contents were held already. Only for sequences not in flight."""
         for index in range(sequence.registered):
             own = sequence.block_table[index]
-            holder = self.pool.register(own, sequence.hashes[index])
+            holder = self._make_findable(sequence, index)
             if holder != own:
                 self.pool.pin([holder])
                 sequence.block_table[index] = holder
@@ -382,7 +403,13 @@ class Scheduler:
         full = sequence.computed // self.limits.block_size
         if full <= sequence.registered:
             return
-        hashes = sequence.full_hashes(self.limits.block_size)
+        sequence.full_hashes(self.limits.hash_block)
         for index in range(sequence.registered, full):
-            self.pool.register(sequence.block_table[index], hashes[index])
+            self._make_findable(sequence, index)
         sequence.registered = full
+
+    def _make_findable(self, sequence: Sequence, index: int) -> int:
+        """See ``BlockPool.register``."""
+        count = self.limits.hashes_per_block
+        *leading, last = sequence.hashes[index * count : (index + 1) * count]
+        return self.pool.register(sequence.block_table[index], last, leading)

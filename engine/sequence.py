@@ -80,7 +80,7 @@ class Sequence:
         """Tokens whose KV the next sample needs, counting samples in flight."""
         return len(self.token_ids) + self.pending
 
-    def full_hashes(self, block_size: int) -> list[bytes]:
-        """The hashes of all full blocks of the known tokens."""
-        self.hashes = block_hashes(self.token_ids, block_size, self.hash_key, self.hashes)
+    def full_hashes(self, hash_block: int) -> list[bytes]:
+        """The hashes of all full hash blocks, of that many tokens, of the known tokens."""
+        self.hashes = block_hashes(self.token_ids, hash_block, self.hash_key, self.hashes)
         return self.hashes

@@ -36,7 +36,7 @@ from baton.errors import (
 from baton.grpc_errors import grpc_boundary
 from baton.v1 import transfer_pb2
 from kvtransfer.checksum import raw_checksum
-from kvtransfer.negotiation import rank_transports
+from kvtransfer.negotiation import Fit, rank_transports
 from kvtransfer.pair import Identity, PairLimits, check_peer
 from kvtransfer.ticket import Ticket
 from kvtransfer.transfer import Transfer
@@ -126,11 +126,17 @@ class Inbound:
     def _open(self, message: transfer_pb2.OpenPair) -> tuple[InboundPair, Response]:
         geometry = convert.geometry_from_proto(message.geometry)
         writer = Identity(message.writer, message.fingerprint, geometry)
-        check_peer(self.identity, writer, message.receiver)
+        fit = check_peer(self.identity, writer, message.receiver)
         offers = {offer.transport: offer.offer for offer in message.offers}
         peer = Peer(message.writer, "")
         refusals = []
         for name in rank_transports(offers, self._transports):
+            if fit is Fit.CONVERTIBLE and not self._transports[name].copies_out:
+                refusals.append(
+                    f"{name}: it sends blocks as they lie, and those of {geometry} must become "
+                    f"those of {self.identity.geometry}"
+                )
+                continue
             try:
                 link, answer = self._transports[name].accept(peer, offers[name])
             except HandoffError as error:

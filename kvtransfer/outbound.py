@@ -27,6 +27,8 @@ from baton.grpc_errors import error_from_code, error_from_rpc
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.bandwidth import Bandwidth
 from kvtransfer.checksum import segment_checksum
+from kvtransfer.memory import BlockMemory
+from kvtransfer.negotiation import Fit, check_geometry
 from kvtransfer.pair import Identity, PairLimits
 from kvtransfer.push_queue import Load, PushQueue
 from kvtransfer.transfer import Transfer
@@ -45,8 +47,12 @@ _FIRST_GUESS = 1e9
 class Push:
     """The blocks of one ticket. ``done`` tells the bytes that have landed, or what went wrong."""
 
-    def __init__(self, outbound: Outbound, ticket_id: str) -> None:
+    def __init__(
+        self, outbound: Outbound, ticket_id: str, memory: BlockMemory | None = None
+    ) -> None:
+        """``memory``: where its blocks are, if not where the worker's are."""
         self.ticket_id = ticket_id
+        self.memory = memory
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._outbound = outbound
         self._bytes = 0
@@ -129,6 +135,8 @@ class Outbound:
         """``transports`` are registered; ``executor`` reads blocks."""
         self.peer = peer
         self.transport = ""
+        self.geometry = identity.geometry
+        """The receiver's: what it is sent must be blocks of that kind."""
         self.in_flight_bytes = 0
         """Announced and not yet landed."""
         self.bandwidth = Bandwidth(_FIRST_GUESS)
@@ -176,6 +184,8 @@ class Outbound:
             transport = self._transports.get(opened.transport)
             if transport is None:
                 raise HandoffError(f"{self.peer.incarnation} chose {opened.transport!r}")
+            self.geometry = convert.geometry_from_proto(opened.geometry)
+            self._check_fit(transport)
             self._link = transport.connect(self.peer, opened.answer)
         except BaseException as error:
             call.cancel()
@@ -191,6 +201,14 @@ class Outbound:
             asyncio.create_task(self._guard(self._pump()), name="pair-pump"),
         ]
         log.info("blocks go to %s by %s", self.peer.incarnation, self.transport)
+
+    def _check_fit(self, transport: Transport) -> None:
+        fit = check_geometry(self._identity.geometry, self.geometry)
+        if fit is Fit.CONVERTIBLE and not transport.copies_out:
+            raise HandoffError(
+                f"{self.peer.incarnation} chose {transport.name}, by which no converted block can "
+                f"go: it has {self.geometry}, here is {self._identity.geometry}"
+            )
 
     async def close(self) -> None:
         """End it; its pushes fail."""
@@ -226,9 +244,13 @@ class Outbound:
 
     # What is sent
 
-    def push(self, ticket_id: str) -> Push:
-        """Begin to send blocks to a ticket of the receiver."""
-        push = Push(self, ticket_id)
+    def push(self, ticket_id: str, memory: BlockMemory | None = None) -> Push:
+        """Begin to send blocks to a ticket of the receiver.
+
+        They are the worker's own. Where the receiver's ``geometry`` is another one they are those
+        of ``memory``, which has it.
+        """
+        push = Push(self, ticket_id, memory)
         self._pushes[ticket_id] = push
         if self.broken.done():
             push.broke(self.broken.result())
@@ -264,7 +286,7 @@ class Outbound:
             return
         assert self._link is not None, "not open"
         push.announced(load.bytes)
-        packed = await self._pack(load)
+        packed = await self._pack(load, push.memory)
         number, self._next = self._next, self._next + 1
         self._in_flight[number] = load
         self.in_flight_bytes += load.bytes
@@ -276,10 +298,10 @@ class Outbound:
         transfer = self._link.send(number, packed, self._limits.batch_deadline_s)
         transfer.when_over(self._sent)
 
-    async def _pack(self, load: Load) -> Packed:
+    async def _pack(self, load: Load, memory: BlockMemory | None) -> Packed:
         assert self._link is not None, "not open"
         parts = Parts(load.sources, load.offset, load.length)
-        reading = self._loop.run_in_executor(self._executor, self._link.pack, parts)
+        reading = self._loop.run_in_executor(self._executor, self._link.pack, parts, memory)
         try:
             return await asyncio.shield(reading)
         except asyncio.CancelledError:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from baton.errors import FingerprintMismatch, GeometryMismatch, HandoffError
 from baton.request import Geometry
+from kvtransfer.negotiation import Fit, check_geometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,8 @@ class PairLimits:
     """A batch that has not landed by then ends its pair."""
 
 
-def check_peer(own: Identity, peer: Identity, meant: str) -> None:
-    """Whether ``peer`` may hand blocks over to the life ``meant`` of this worker.
+def check_peer(own: Identity, peer: Identity, meant: str) -> Fit:
+    """Whether ``peer`` may exchange blocks with the life ``meant`` of this worker, and how.
 
     The fingerprint comes first. Raises HandoffError, and names both sides.
     """
@@ -39,9 +40,13 @@ def check_peer(own: Identity, peer: Identity, meant: str) -> None:
             f"{peer.incarnation} serves {peer.fingerprint}, "
             f"{own.incarnation} serves {own.fingerprint}"
         )
-    if peer.geometry != own.geometry:
+    try:
+        fit = check_geometry(peer.geometry, own.geometry)
+    except GeometryMismatch as error:
         raise GeometryMismatch(
-            f"{peer.incarnation} has {peer.geometry}, {own.incarnation} has {own.geometry}"
-        )
+            f"{peer.incarnation} has {peer.geometry}, {own.incarnation} has {own.geometry}: "
+            "these cannot be converted"
+        ) from error
     if meant != own.incarnation:
         raise HandoffError(f"{meant} is gone; here is {own.incarnation}")
+    return fit

@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 
 from baton.errors import BatonError, DeadlineExceeded
+from baton.hashing import last_hashes
 from engine.sequence import Sequence
 from kvtransfer.ticket import Purpose, Ticket
 from kvtransfer.transport import Peer
@@ -91,11 +92,13 @@ class Fetcher:
 
     def _choose(self, sequence: Sequence, source: PrefixSource, deadline: float) -> _Fetch | None:
         """What to fetch, None where nothing can be or where computing is faster."""
-        size = self._block_size
+        limits = self._context.engine.scheduler.limits
+        size, each = self._block_size, limits.hashes_per_block
         # The last token's logits are needed: it is computed, and never into a block of others.
-        hashes = sequence.full_hashes(size)[: (len(sequence.token_ids) - 1) // size]
+        most = (len(sequence.token_ids) - 1) // size
+        hashes = last_hashes(sequence.full_hashes(limits.hash_block), each)[:most]
         own = self._pool.match(hashes)
-        missing = hashes[len(own) : source.blocks]
+        missing = hashes[len(own) : source.blocks // each]
         holder = source.holder.incarnation
         if not missing or holder == self._context.incarnation:
             return None

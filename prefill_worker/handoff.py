@@ -26,6 +26,7 @@ from kvtransfer.layout import KvLayout
 from kvtransfer.outbound import Outbound, Push
 from kvtransfer.put_plan import Part, PutPlan
 from kvtransfer.transport import Peer
+from worker.converted_blocks import ConvertedBlocks, Staging
 from worker.role import WorkerContext
 
 log = logging.getLogger(__name__)
@@ -42,9 +43,18 @@ class Handoff:
     """One ticket at one decode worker, seen from its writer."""
 
     def __init__(
-        self, context: WorkerContext, spec: SequenceSpec, peer: Peer, *, deadline: float
+        self,
+        context: WorkerContext,
+        spec: SequenceSpec,
+        peer: Peer,
+        staging: Staging,
+        *,
+        deadline: float,
     ) -> None:
-        """``deadline`` is the request's, on this worker's monotonic clock."""
+        """``staging`` is for blocks that must be converted; ``deadline`` is the request's, on this
+
+        worker's monotonic clock.
+        """
         self.peer = peer
         self.ticket_id = ""
         self.pinned_blocks = 0
@@ -54,6 +64,9 @@ class Handoff:
         self._deadline = deadline
         self._puts: PutPlan
         self._use = ExitStack()
+        self._staging = staging
+        self._converted: ConvertedBlocks | None = None
+        """The sequence's blocks as the receiver has them, where its geometry is another one."""
         self._pair: Outbound | None = None
         self._push: Push | None = None
         self._committed = False
@@ -68,6 +81,10 @@ class Handoff:
         """Get a ticket; waits for room as long as the request has time. Raises BatonError."""
         self._pair = await self._context.exchange.outbound(self.peer)
         self._use.enter_context(self._pair.used())
+        cache = self._context.engine.cache
+        if self._pair.geometry != cache.geometry():
+            self._converted = ConvertedBlocks(cache, self._pair.geometry, self._staging)
+            self._use.callback(self._converted.close)
         while True:
             try:
                 response = await self._reserve_once()
@@ -77,10 +94,9 @@ class Handoff:
                 await self._unless_broken(asyncio.sleep(wait))
         self.ticket_id = response.ticket_id
         self.pinned_blocks = response.pinned_blocks
-        self._puts = PutPlan(
-            KvLayout.of(self._context.engine.cache.geometry()), response.missing_blocks
-        )
-        self._push = self._pair.push(self.ticket_id)
+        layout = KvLayout.of(self._pair.geometry)
+        self._puts = PutPlan(layout, response.missing_blocks)
+        self._push = self._pair.push(self.ticket_id, self._converted)
 
     async def _reserve_once(self) -> decode_pb2.ReserveResponse:
         left = self._left()
@@ -110,17 +126,29 @@ class Handoff:
         finally:
             answer.cancel()
 
-    def computed(self, block_table: list[int], blocks: int) -> None:
-        """The first ``blocks`` of the sequence's blocks are complete: push what is missing."""
+    def computed(self, block_table: list[int], tokens: int) -> None:
+        """The first ``tokens`` of the sequence's tokens are: push what is missing and complete.
+
+        Blocks are the receiver's; the last of them is complete when the last token is.
+        """
+        assert self._pair is not None, "no pair"
         assert self._push is not None, "no ticket"
+        is_last = tokens >= len(self._spec.token_ids)
+        size = self._pair.geometry.block_size
+        blocks = -(-tokens // size) if is_last else tokens // size
+        if self._converted is not None:
+            self._converted.computed(block_table, tokens)
         self._send(block_table, self._puts.blocks_done(blocks - self.pinned_blocks))
 
     def computing(self, block_table: list[int], blocks: int, layers: int) -> None:
         """Some layers of blocks that are being computed are complete, up to block ``blocks``.
 
-        They are pushed if that pays: if the wire takes its time for the blocks.
+        They are pushed if that pays: if the wire takes its time for the blocks. What is converted
+        is converted whole.
         """
         assert self._pair is not None, "no ticket"
+        if self._converted is not None:
+            return
         memory, puts = self._context.memory, self._puts
         waiting = (blocks - self.pinned_blocks - puts.whole) * memory.block_bytes
         wire_s = waiting / self._pair.bandwidth.bytes_per_s
@@ -131,7 +159,9 @@ class Handoff:
     def _send(self, block_table: list[int], parts: list[Part]) -> None:
         assert self._push is not None, "no ticket"
         for target, offset, length in parts:
-            self._push.put(target, block_table[self.pinned_blocks + target], offset, length)
+            block = self.pinned_blocks + target
+            source = block_table[block] if self._converted is None else block
+            self._push.put(target, source, offset, length)
 
     def check(self) -> None:
         """Raise what has broken the transfer, if anything has."""

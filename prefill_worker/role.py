@@ -11,6 +11,7 @@ from typing import Any
 import grpc.aio
 
 from baton import convert
+from baton.config import MIB
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, WorkerFailed
 from baton.request import FinishReason, SequenceSpec, TokenOutput
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
@@ -21,6 +22,7 @@ from prefill_worker.fetch import Fetcher, PrefixSource
 from prefill_worker.fetch_estimates import FetchEstimates
 from prefill_worker.handoff import Handoff
 from prefill_worker.service import PrefillServicer
+from worker.converted_blocks import Staging
 from worker.role import WorkerContext
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ class PrefillRole:
         self.context = context
         self._fetcher = Fetcher(context, estimates or FetchEstimates())
         self._listeners: dict[int, asyncio.Queue[Event]] = {}
+        self._staging = Staging(context.settings.config.transfer_window_mib * MIB)
         self._places = asyncio.Semaphore(context.settings.pool.max_sequences)
 
     def mount(self, server: grpc.aio.Server) -> None:
@@ -67,7 +70,8 @@ class PrefillRole:
         try:
             handoff = None
             if spec.sampling.max_tokens - (len(spec.token_ids) - spec.prompt_length) > 1:
-                handoff = Handoff(self.context, spec, Peer(incarnation, address), deadline=deadline)
+                peer = Peer(incarnation, address)
+                handoff = Handoff(self.context, spec, peer, self._staging, deadline=deadline)
             async for response in self._run(spec, handoff, source, deadline):
                 yield response
         finally:
@@ -123,16 +127,15 @@ class PrefillRole:
         self._listeners[sequence.sequence_id] = events
         # Nothing is awaited between the fetch and this: the blocks have an owner at all times.
         self.context.control.add(sequence, blocks)
-        size = self.context.engine.cache.block_size
         while True:
             event = await self._next_event(sequence, events, handoff, deadline)
             if isinstance(event, BatonError):
                 raise event
-            known = len(sequence.spec.token_ids)
-            complete = -(-known // size) if event.token_ids else sequence.computed // size
+            # With its first token all that it came with is computed.
+            tokens = len(sequence.spec.token_ids) if event.token_ids else sequence.computed
             # A sequence that has ended has no blocks any more, and none is wanted.
             if handoff is not None and sequence.finish_reason is None:
-                handoff.computed(sequence.block_table, complete)
+                handoff.computed(sequence.block_table, tokens)
             if event.token_ids:
                 return event.token_ids[0]
 

@@ -157,8 +157,8 @@ class ClusterDispatcher:
         decision = choose(
             len(request.prompt_ids),
             self._config.block_size,
-            [_candidate(link, held) for link in prefill],
-            [_candidate(link, held) for link in decode],
+            [_candidate(link, held, self._config.block_size) for link in prefill],
+            [_candidate(link, held, self._config.block_size) for link in decode],
         )
         self._metrics.route_decisions.labels(decision="remote", reason=decision.reason).inc()
         return decision
@@ -342,14 +342,18 @@ class _Placement:
             self.target.promised_sequences -= 1
 
 
-def _candidate(link: WorkerLink, held: dict[str, int]) -> Candidate:
+def _candidate(link: WorkerLink, held: dict[str, int], hash_block: int) -> Candidate:
+    """All counts in blocks of the prefix index, of which a worker's may hold several."""
     load = link.load
+    per_block = max(1, link.record.geometry.block_size // hash_block)
+    held_blocks = held.get(link.record.incarnation, 0)
     return Candidate(
         incarnation=link.record.incarnation,
         queued_tokens=max(link.promised_tokens, load.waiting_tokens),
         sequences=max(link.promised_sequences, load.running + load.waiting),
         max_sequences=link.record.max_sequences,
         placed=link.placed,
-        available_blocks=load.free_blocks + load.cached_blocks,
-        held_blocks=held.get(link.record.incarnation, 0),
+        available_blocks=(load.free_blocks + load.cached_blocks) * per_block,
+        # The first part of a block that goes on otherwise is of no use.
+        held_blocks=held_blocks - held_blocks % per_block,
     )

@@ -25,6 +25,7 @@ class Candidate:
     """Sequences that run, wait, or are promised to it."""
     max_sequences: int = 1
     available_blocks: int = 0
+    """Blocks that it could take, as everywhere here counted in the prefix index's size."""
     placed: int = 0
     """Requests that this router has ever sent there: among equals the least used is taken."""
     held_blocks: int = 0

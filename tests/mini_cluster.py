@@ -10,9 +10,10 @@ import asyncio
 import secrets
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import redis
 from prometheus_client import CollectorRegistry
@@ -189,16 +190,18 @@ async def mini_cluster(
     prefill: int = 1,
     decode: int = 1,
     prefill_role: RoleFactory = PrefillRole,
+    prefill_pool: Mapping[str, object] = MappingProxyType({}),
+    decode_pool: Mapping[str, object] = MappingProxyType({}),
     **changes: object,
 ) -> AsyncIterator[MiniCluster]:
     """A running cluster, in fp32 if ``changes`` do not say otherwise; they go to the pools
 
-    (``kv_pool_mib``, …) or the config.
+    (``kv_pool_mib``, …) or the config. ``prefill_pool`` and ``decode_pool`` go to one pool each.
     """
     pool_fields = {name: changes.pop(name) for name in list(changes) if name in _POOL_FIELDS}
     pools = (
-        PoolConfig(name="prefill", role="prefill", count=prefill, **pool_fields),
-        PoolConfig(name="decode", role="decode", count=decode, **pool_fields),
+        _pool("prefill", prefill, pool_fields | dict(prefill_pool)),
+        _pool("decode", decode, pool_fields | dict(decode_pool)),
     )
     fields: dict[str, object] = {"dtype": "float32"} | changes
     config = Config(pools=pools, **fields)  # type: ignore[arg-type]
@@ -208,6 +211,10 @@ async def mini_cluster(
         yield cluster
     finally:
         await cluster.stop()
+
+
+def _pool(role: str, count: int, fields: dict[str, object]) -> PoolConfig:
+    return PoolConfig.model_validate({"name": role, "role": role, "count": count} | fields)
 
 
 _POOL_FIELDS = {"kv_pool_mib", "max_sequences", "chunk_tokens"}

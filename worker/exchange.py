@@ -14,11 +14,12 @@ import grpc.aio
 
 from baton import convert
 from baton.background import end_tasks
-from baton.errors import WorkerFailed
+from baton.errors import GeometryMismatch, WorkerFailed
 from baton.grpc_channel import open_channel
 from baton.grpc_errors import error_from_rpc
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.inbound import Inbound
+from kvtransfer.negotiation import Fit
 from kvtransfer.outbound import Outbound
 from kvtransfer.pair import Identity, PairLimits, check_peer
 from kvtransfer.transport import Peer, Transport
@@ -95,7 +96,12 @@ class Exchange:
         Returns how many have landed. They are pinned as long as this call runs: it is the read
         ticket of whoever pulls. Raises BatonError.
         """
-        check_peer(self.identity, reader, meant)
+        if check_peer(self.identity, reader, meant) is not Fit.EQUAL:
+            raise GeometryMismatch(
+                "blocks are pulled as they are: "
+                f"{reader.incarnation} has {reader.geometry}, "
+                f"{self.identity.incarnation} has {self.identity.geometry}"
+            )
         blocks = self._pool.match(hashes)
         if not blocks:
             return 0

@@ -14,12 +14,17 @@ from dataclasses import dataclass
 import torch
 
 from baton.errors import GeometryMismatch, HandoffError
-from engine.kv_quantization import KV_DTYPES, dequantize_kv, has_scales, quantize_kv
+from engine.kv_quantization import (
+    KV_DTYPES,
+    PLAIN_KV_DTYPES,
+    dequantize_kv,
+    has_scales,
+    quantize_kv,
+)
 from kvtransfer.layout import KvLayout
 from kvtransfer.plan import check_convertible, overlaps
 
-_PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DTYPES = _PLAIN | KV_DTYPES
+_DTYPES = PLAIN_KV_DTYPES | KV_DTYPES
 """Of a layout's codes."""
 _CPU_VALUES, _GPU_VALUES = 1 << 20, 1 << 26
 """Most values that are converted at once, some fp32 copies of them being made: on a CPU as many as

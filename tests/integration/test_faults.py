@@ -264,10 +264,13 @@ async def test_strangers_are_refused(tiny_model: Path, redis_url: str) -> None:
             assert error.code == code
             assert value in error.message
         request = reserve_request(cluster, spec_of("stranger", 40))
-        request.geometry.block_size = 32
+        request.geometry.head_dim = 32
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Reserve(request, timeout=10)
-        assert error_from_rpc(caught.value, "decode").code == "handoff_geometry_mismatch"
+        error = error_from_rpc(caught.value, "decode")
+        assert error.code == "handoff_geometry_mismatch"
+        assert "head_dim=32" in error.message
+        assert "head_dim=8" in error.message
         await cluster.until_idle()
 
 

@@ -143,6 +143,13 @@ P, D = {"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}
         ({"pools": [P, {**D, "gpu_memory_fraction": 1.1}]}, "gpu_memory_fraction"),
         ({"pools": [P, {**D, "unknown": 1}]}, "unknown"),
         ({"pools": [P, {"name": "d"}]}, "role"),
+        ({"pools": [P, {**D, "block_size": 24}]}, "d has a block_size of 24.*cluster's 16"),
+        ({"pools": [P, {**D, "block_size": 8}]}, "multiple of the cluster's 16"),
+        ({"pools": [P, {**D, "kv_dtype": "int4"}]}, "kv_dtype"),
+        (
+            {"deterministic": True, "pools": [P, {**D, "kv_dtype": "fp8"}]},
+            "deterministic needs one kv_dtype.*p bfloat16, d fp8",
+        ),
         ({"classes": []}, "the last class has none"),
         ({"classes": [{"name": "a", "max_tokens": 5}]}, "the last class has none"),
         ({"classes": [{"name": "a"}, {"name": "b"}]}, "must rise"),
@@ -183,6 +190,38 @@ def test_it_travels_as_json() -> None:
         block_size=32, classes=[{"name": "a", "max_tokens": 7}, {"name": "b"}], pools=[P, D]
     )
     assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_pool_takes_what_the_cluster_has() -> None:
+    config = load_config(block_size=32, kv_dtype="fp8", pools=[P, {**D, "block_size": 96}])
+    assert [config.block_size_of(pool) for pool in config.pools] == [32, 96]
+    assert [config.kv_dtype_of(pool) for pool in config.pools] == ["fp8", "fp8"]
+    assert config.lossiest_kv_dtype == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pool", "lossiest"),
+    [
+        ({}, {}, "bfloat16"),
+        ({"dtype": "float32"}, {}, "float32"),
+        ({"dtype": "float32"}, {"kv_dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "bfloat16"}, {"kv_dtype": "float32"}, "bfloat16"),
+        ({}, {"kv_dtype": "int8"}, "int8"),
+        ({"kv_dtype": "int8"}, {"kv_dtype": "fp8"}, "fp8"),
+        ({"kv_dtype": "fp8"}, {"kv_dtype": "int8"}, "fp8"),
+        ({"kv_dtype": "int8"}, {"kv_dtype": "float16"}, "int8"),
+    ],
+)
+def test_the_lossiest_kv_type_is_that_of_all_pools(
+    cluster: dict[str, Any], pool: dict[str, Any], lossiest: str
+) -> None:
+    for pools in ([P, D | pool], [P | pool, D]):
+        assert load_config(**cluster, pools=pools).lossiest_kv_dtype == lossiest
+
+
+def test_deterministic_pools_may_differ_in_block_size() -> None:
+    config = load_config(deterministic=True, pools=[P, {**D, "block_size": 32}])
+    assert config.deterministic
 
 
 def test_it_cannot_be_changed() -> None:

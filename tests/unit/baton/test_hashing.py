@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.hashing import HASH_BYTES, block_hashes, hash_key
+from baton.hashing import HASH_BYTES, block_hashes, hash_key, last_hashes
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 3), max_size=40)
 KEY = hash_key("model")
@@ -66,6 +66,18 @@ def test_models_and_tenants_share_nothing(one: str, other: str, salt: bytes, pep
 
 def test_long_fingerprints_that_begin_alike_differ() -> None:
     assert hash_key("x" * 64 + "a") != hash_key("x" * 64 + "b")
+
+
+@quick
+@given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 4), st.integers(1, 4))
+def test_a_blocks_hash_is_that_of_its_last_hash_block(
+    tokens: list[int], size: int, per_block: int
+) -> None:
+    hashes = block_hashes(tokens, size, KEY)
+    found = last_hashes(hashes, per_block)
+    assert len(found) == len(tokens) // (size * per_block)
+    for index, digest in enumerate(found):
+        assert digest == hashes[(index + 1) * per_block - 1]
 
 
 def test_hashes_never_change() -> None:

@@ -25,6 +25,11 @@ def chain(name: str, length: int) -> list[bytes]:
     return [f"{name}{index}".encode() for index in range(length)]
 
 
+def leading(digest: bytes) -> list[bytes]:
+    """Hashes within a block of several hash blocks; the last one is common to two chains."""
+    return [digest + b"-0", b"common-" + digest[1:]]
+
+
 class BlockPoolMachine(RuleBasedStateMachine):
     """Owners hold lists of blocks, as sequences and tickets do; the model counts their pins."""
 
@@ -88,12 +93,12 @@ class BlockPoolMachine(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(blocks))
         digest = chain(name, depth + 1)[-1]
         if digest in self.named:
-            assert self.pool.register(block, digest) == self.named[digest]
+            assert self.pool.register(block, digest, leading(digest)) == self.named[digest]
         elif block in self.named.values():
             with pytest.raises(ValueError, match="another hash"):
-                self.pool.register(block, digest)
+                self.pool.register(block, digest, leading(digest))
         else:
-            assert self.pool.register(block, digest) == block
+            assert self.pool.register(block, digest, leading(digest)) == block
             self.named[digest] = block
 
     @precondition(lambda self: self.owners)
@@ -154,7 +159,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert counts.cached == len(unused)
         assert counts.quarantined == len(self.outside())
         assert counts.free + counts.used + counts.cached + counts.quarantined == self.pool.total
-        assert set(self.pool.held_hashes()) == set(self.named)
+        held = {prefix for digest in self.named for prefix in (digest, *leading(digest))}
+        assert sorted(self.pool.held_hashes()) == sorted(held)
 
     def teardown(self) -> None:
         if not hasattr(self, "pool"):
@@ -204,3 +210,25 @@ def test_a_pinned_block_is_never_evicted() -> None:
 def test_an_unused_block_cannot_be_registered() -> None:
     with pytest.raises(ValueError, match="not in use"):
         BlockPool(1).register(0, b"x")
+
+
+def test_a_prefix_within_two_blocks_is_told_of_until_both_are_gone() -> None:
+    """Prompts that part within a block share its first hash blocks."""
+    pool = BlockPool(2)
+    one, other = pool.allocate(2)
+    pool.register(one, b"one", [b"shared", b"its own"])
+    pool.register(other, b"other", [b"shared"])
+    stored, removed = pool.drain_changes()
+    assert (sorted(stored), removed) == ([b"its own", b"one", b"other", b"shared"], [])
+    assert pool.match([b"shared"]) == [], "half of a block was found"
+    pool.release([one])
+    assert pool.allocate(1) == [one]
+    stored, removed = pool.drain_changes()
+    assert (stored, sorted(removed)) == ([], [b"its own", b"one"])
+    assert sorted(pool.held_hashes()) == [b"other", b"shared"]
+    pool.check()
+    pool.release([other])
+    pool.drop_cache()
+    stored, removed = pool.drain_changes()
+    assert (stored, sorted(removed)) == ([], [b"other", b"shared"])
+    pool.check()

@@ -86,8 +86,40 @@ def test_what_decides_kv_is_in_the_fingerprint(base: EngineSettings) -> None:
     assert build_engine(replace(base, max_sequences=3)).fingerprint == names[0]
 
 
+def test_the_fingerprint_holds_the_lossiest_kv_type_of_those_that_share(
+    base: EngineSettings,
+) -> None:
+    """Then a worker that is more precise shares its KV, and finds its blocks by the same hashes."""
+    lossy = build_engine(replace(base, kv_dtype="int8"))
+    precise = build_engine(replace(base, lossiest_kv_dtype="int8"))
+    assert precise.cache.geometry().kv_dtype == "bfloat16"
+    assert precise.fingerprint == lossy.fingerprint != build_engine(base).fingerprint
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
+def test_a_plain_cache_may_be_narrower_than_the_model(base: EngineSettings, kv_dtype: str) -> None:
+    engine = build_engine(replace(base, dtype="float32", kv_dtype=kv_dtype))
+    assert engine.cache.geometry().kv_dtype == kv_dtype
+    plain = answers(build_engine(replace(base, dtype="float32")))
+    same = sum(one[0] == other[0] for one, other in zip(answers(engine), plain, strict=True))
+    assert same >= len(plain) - 1
+
+
+def test_a_narrower_cache_is_read_rounded_from_the_first_chunk_on(base: EngineSettings) -> None:
+    """Whether a prompt comes in one chunk or in two, its KV is the same, up to rare roundings."""
+    settings = replace(base, dtype="float32", kv_dtype="bfloat16", max_sequences=8)
+    prompt, sampling = tuple(range(30)), SamplingParams(temperature=0.0, max_tokens=1)
+    codes = []
+    for chunk in (32, 8):
+        engine = build_engine(replace(settings, chunk_tokens=chunk))
+        generate(engine, [SequenceSpec("r", 0, "", prompt, len(prompt), sampling)])
+        codes.append(engine.cache.bytes[:2].view(torch.int16))
+    assert codes[0].any()
+    assert (codes[0] == codes[1]).float().mean() > 0.99
+
+
 def test_unknown_types_are_named(base: EngineSettings) -> None:
-    with pytest.raises(ConfigError, match="known: auto, int8, fp8"):
+    with pytest.raises(ConfigError, match="known: auto, int8, fp8, float32, bfloat16, float16"):
         build_engine(replace(base, kv_dtype="int4"))
     with pytest.raises(ConfigError, match="known: auto, none, int8, int4, fp8"):
         build_engine(replace(base, quantization="int3"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.errors import InvalidRequest
-from baton.hashing import hash_key
+from baton.hashing import block_hashes, hash_key, last_hashes
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
@@ -79,7 +79,8 @@ class World:
         if ends or spec.sampling.max_tokens == 1:
             return None
         sequence = self.sequence(spec, stop_ids)
-        pinned = self.pool.match(sequence.full_hashes(size))
+        hashes = sequence.full_hashes(self.limits.hash_block)
+        pinned = self.pool.match(last_hashes(hashes, self.limits.hashes_per_block))
         count = -(-len(tokens) // size) - len(pinned)
         if count > self.pool.available - self.pool.evictable(pinned):
             self.ended[sequence] = None
@@ -223,12 +224,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk_tokens=st.integers(1, 12),
         max_sequences=st.integers(1, 5),
         depth=st.integers(1, 2),
+        hash_block_size=st.integers(0, 1),
     )
     def start(
-        self, block_size: int, spare: int, chunk_tokens: int, max_sequences: int, depth: int
+        self,
+        block_size: int,
+        spare: int,
+        chunk_tokens: int,
+        max_sequences: int,
+        depth: int,
+        hash_block_size: int,
     ) -> None:
         blocks = -(-20 // block_size) + spare
-        limits = SchedulerLimits(block_size, chunk_tokens, max_sequences, context_length=20)
+        limits = SchedulerLimits(
+            block_size, chunk_tokens, max_sequences, 20, hash_block_size=hash_block_size
+        )
         self.world = World(blocks, limits, depth)
         self.outside: list[list[int]] = []
 
@@ -395,6 +405,7 @@ def random_limits(random: Random) -> SchedulerLimits:
         max_sequences=random.choice((2, 4, 6)),
         context_length=20,
         chunk_keys=random.choice((0, 10, 60)),
+        hash_block_size=random.choice((0, 1)),
     )
 
 
@@ -538,6 +549,27 @@ def test_handed_off_blocks_give_way_to_equal_ones() -> None:
     assert sequence.block_table == [*held, own[2]]
     assert world.pool.counts().used == 3
     run_without_a_pause(world)
+
+
+def test_blocks_of_several_hash_blocks() -> None:
+    """Found whole; the index is told of every hash block in them."""
+    world = World(16, SchedulerLimits(4, 64, 8, 64, hash_block_size=2))
+    first = world.add(make_spec([*range(1, 11)], max_tokens=1))
+    world.run_to_end()
+    hashes = block_hashes([*range(1, 11)], 2, KEY)
+    assert sorted(world.pool.held_hashes()) == sorted(hashes[:4])
+    assert world.pool.match([hashes[1], hashes[3]]) != []
+    # Six tokens in common: one block, and half of another.
+    second = world.add(make_spec([1, 2, 3, 4, 5, 6, 9, 9, 9], max_tokens=1))
+    world.run_to_end()
+    assert (first.cached_tokens, second.cached_tokens) == (0, 4)
+    world.check_answers()
+    world.check_idle()
+
+
+def test_a_block_that_holds_no_whole_hash_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="6 tokens holds no whole hash blocks of 4"):
+        SchedulerLimits(6, 64, 8, 64, hash_block_size=4)
 
 
 def test_handed_off_blocks_become_findable() -> None:
