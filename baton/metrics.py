@@ -120,6 +120,12 @@ class WorkerMetrics:
             ["worker"],
             registry=registry,
         )
+        self.transfer_staging = Gauge(
+            "baton_transfer_staging_bytes",
+            "Memory for bytes of KV between blocks and wire.",
+            ["worker", "transport"],
+            registry=registry,
+        )
         self.handoffs = Counter(
             "baton_handoffs",
             "Handoffs that ended, counted by the receiver.",

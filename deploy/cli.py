@@ -32,6 +32,7 @@ app.add_typer(bench_app, name="bench")
 _DEFAULT_HTTP = "127.0.0.1:8000"
 _DEFAULT_GRPC = "127.0.0.1:8001"
 _MOST_WORKERS = 1024
+_COULD_NOT_RUN = 2
 
 
 def main() -> None:
@@ -460,9 +461,46 @@ def bench_quality(
 
 
 @app.command()
+def doctor(
+    nccl: Annotated[
+        bool,
+        typer.Option("--nccl", help="Move blocks between two GPUs over NCCL, and abort; GB/s."),
+    ] = False,
+) -> None:
+    """Show what of Baton can run on this machine; exit code 1 when something needed is missing.
+
+    With --nccl the exit code is 2 where there are fewer than two GPUs.
+    """
+    from deploy import doctor as examination  # noqa: PLC0415
+
+    if nccl:
+        _check_nccl()
+        return
+    findings = examination.examine(examination.CHECKS)
+    Console().print(examination.draw(findings), markup=False, highlight=False)
+    raise typer.Exit(0 if examination.is_fit(findings) else 1)
+
+
+@app.command()
 def version() -> None:
     """Show Baton's version."""
     typer.echo(installed_version("baton"))
+
+
+def _check_nccl() -> None:
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy.doctor import draw_steps, nccl_devices  # noqa: PLC0415
+    from deploy.pair_check import check_pair  # noqa: PLC0415
+
+    try:
+        devices = nccl_devices()
+    except BatonError as error:
+        _complain(error.message)
+        raise typer.Exit(_COULD_NOT_RUN) from None
+    try:
+        Console().print(draw_steps(check_pair("nccl", devices)))
+    except BatonError as error:
+        _fail(error.message)
 
 
 def _load(file: Path | None, **flags: Any) -> Config:

@@ -87,7 +87,7 @@ class EmbeddedValkey:
 
     async def _start(self, port: int) -> None:
         self._child = await Child.spawn(
-            "valkey", [_binary(), "-"], self._mark, self._run.log("valkey")
+            "valkey", [valkey_binary(), "-"], self._mark, self._run.log("valkey")
         )
         await self._child.say(self._configuration(port))
         try:
@@ -166,7 +166,8 @@ def _without_password(url: str) -> str:
     return parts._replace(netloc=f"***@{parts.netloc.rpartition('@')[2]}").geturl()
 
 
-def _binary() -> str:
+def valkey_binary() -> str:
+    """The embedded server's program. Raises ConfigError where there is none for this machine."""
     try:
         return str(get_binary_path())
     except ValkeyBinaryNotFoundError as error:

@@ -16,12 +16,15 @@ import logging
 import queue
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import grpc
+import numpy as np
 
 from baton.errors import BatonError, HandoffError, WorkerFailed
 from baton.grpc_channel import TlsFiles, make_blocking_server, open_blocking_channel
@@ -63,6 +66,13 @@ class GrpcTransport:
         self._server: grpc.Server | None = None
         self._address = ""
         self._links: dict[str, GrpcReceiveLink] = {}
+        self._senders: WeakSet[GrpcSendLink] = WeakSet()
+
+    @property
+    def staging_bytes(self) -> int:
+        """See ``Transport``: copies that wait to be sent, and a message for each writer."""
+        copies = sum(link.copied_bytes for link in list(self._senders))
+        return copies + CHUNK_BYTES * len(self._links)
 
     def register(self, memory: BlockMemory) -> None:
         """See ``Transport``. Starts the server."""
@@ -96,7 +106,9 @@ class GrpcTransport:
             address, pair = str(fields["address"]), str(fields["pair"])
         except (ValueError, KeyError, TypeError) as error:
             raise HandoffError(f"{peer.incarnation} has not said where blocks go") from error
-        return GrpcSendLink(self._memory, peer.incarnation, address, pair, self._tls)
+        link = GrpcSendLink(self._memory, peer.incarnation, address, pair, self._tls)
+        self._senders.add(link)
+        return link
 
     def link_of(self, pair: str) -> GrpcReceiveLink | None:
         """The link that a stream belongs to."""
@@ -139,6 +151,8 @@ class GrpcSendLink:
         self._memory = memory
         self._peer = peer
         self._transfers = OpenTransfers()
+        self.copied_bytes = 0
+        self._lock = threading.Lock()
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._channel = open_blocking_channel(address, tls)
         method: Any = self._channel.stream_unary(_METHOD)
@@ -154,10 +168,21 @@ class GrpcSendLink:
         if len(seen) == len(views):
             checksums = [source.checksum(block, offset, length) for block in parts.blocks]
             return Packed(parts, tuple(checksums), seen)
-        buffer = memoryview(bytearray(parts.bytes))
+        buffer = self._new_copy(parts.bytes)
         copies = [buffer[at : at + length] for at in range(0, parts.bytes, length)]
         pairs = zip(parts.blocks, copies, strict=True)
         return Packed(parts, tuple(source.read(b, offset, copy) for b, copy in pairs), copies)
+
+    def _new_copy(self, size: int) -> memoryview:
+        """Writable bytes that are counted until nobody refers to them."""
+        copy = np.empty(size, dtype=np.uint8)
+        self._count(size)
+        weakref.finalize(copy, self._count, -size)
+        return copy.data
+
+    def _count(self, size: int) -> None:
+        with self._lock:
+            self.copied_bytes += size
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
         """See ``SendLink``."""

@@ -42,6 +42,11 @@ class NixlTransport:
     batch_bytes = SLOT_BYTES
     copies_out = False
 
+    @property
+    def staging_bytes(self) -> int:
+        """See ``Transport``: it is registered once."""
+        return self._staging_bytes if self._reader is not None else 0
+
     def __init__(self, incarnation: str, staging_bytes: int = 128 << 20) -> None:
         """``incarnation`` is this worker's; ``staging_bytes`` of host memory hold what arrives."""
         # Random too, because two agents of one name would be taken for each other.

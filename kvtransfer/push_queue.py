@@ -26,6 +26,10 @@ class Load:
         return len(self.targets) * self.length
 
 
+_Waiting = OrderedDict[tuple[int, int], deque[tuple[int, int]]]
+"""By offset and length of a part: the target and the source of each block that waits for it."""
+
+
 class PushQueue:
     """Tickets take turns, a batch each, so that a long prompt does not hold up a short one."""
 
@@ -33,38 +37,30 @@ class PushQueue:
         """Most bytes of a part, and of a batch."""
         self._part_bytes = min(part_bytes, batch_bytes)
         self._batch_bytes = batch_bytes
-        self._waiting: OrderedDict[str, deque[tuple[int, int, int, int]]] = OrderedDict()
+        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     def put(self, ticket_id: str, target: int, source: int, offset: int, length: int) -> None:
         """Queue ``length`` bytes from ``offset`` of block ``source``."""
-        queue = self._waiting.setdefault(ticket_id, deque())
+        waiting = self._waiting.setdefault(ticket_id, OrderedDict())
         for start in range(offset, offset + length, self._part_bytes):
             part = min(self._part_bytes, offset + length - start)
-            queue.append((target, source, start, part))
+            waiting.setdefault((start, part), deque()).append((target, source))
 
     def take(self) -> Load:
         """The next batch. Raises KeyError where nothing waits."""
-        ticket_id, queue = self._waiting.popitem(last=False)
-        _, _, offset, length = queue[0]
-        targets: list[int] = []
-        sources: list[int] = []
-        later: deque[tuple[int, int, int, int]] = deque()
-        most = max(1, self._batch_bytes // length)
-        # The same part of other blocks lies behind the other parts of this one.
-        while queue and len(targets) < most:
-            target, source, *part = queue.popleft()
-            if part == [offset, length]:
-                targets.append(target)
-                sources.append(source)
-            else:
-                later.append((target, source, part[0], part[1]))
-        later.extend(queue)
-        if later:
-            self._waiting[ticket_id] = later
-        return Load(ticket_id, tuple(targets), tuple(sources), offset, length)
+        ticket_id, waiting = self._waiting.popitem(last=False)
+        (offset, length), blocks = next(iter(waiting.items()))
+        count = min(len(blocks), max(1, self._batch_bytes // length))
+        taken = [blocks.popleft() for _ in range(count)]
+        if not blocks:
+            del waiting[offset, length]
+        if waiting:
+            self._waiting[ticket_id] = waiting
+        targets, sources = zip(*taken, strict=True)
+        return Load(ticket_id, targets, sources, offset, length)
 
     def drop(self, ticket_id: str) -> None:
         """Send no more of a ticket; idempotent."""

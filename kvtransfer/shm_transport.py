@@ -48,6 +48,7 @@ class ShmTransport:
     part_bytes = 1 << 40
     batch_bytes = 8 << 20
     copies_out = False
+    staging_bytes = 0
 
     def __init__(self, executor: Executor) -> None:
         """``executor`` copies: each of its threads a batch at a time."""

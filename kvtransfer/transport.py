@@ -131,6 +131,10 @@ class Transport(Protocol):
     def copies_out(self) -> bool:
         """Whether ``pack`` copies: then other memory than the registered one may be sent."""
 
+    @property
+    def staging_bytes(self) -> int:
+        """Memory that it holds for bytes between blocks and wire, at this moment."""
+
     def register(self, memory: BlockMemory) -> None:
         """Make the worker's blocks ready for this transport; called once, first.
 

@@ -144,6 +144,10 @@ class Exchange:
         """Bytes announced to receivers that have not landed."""
         return sum(pair.in_flight_bytes for pair in self._outbound.values())
 
+    def staging(self) -> dict[str, int]:
+        """Bytes between blocks and wire, by transport."""
+        return {transport.name: transport.staging_bytes for transport in self._transports}
+
     async def close(self) -> None:
         """End every pair and transport."""
         await end_tasks(self._opening.values())

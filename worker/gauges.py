@@ -27,6 +27,7 @@ class WorkerGauges:
         self._preempted = 0
         self._worker = worker
         self._known_pairs: set[tuple[str, str, str]] = set()
+        self._staging = metrics.transfer_staging
         self._pairs = metrics.transfer_pairs
         self._in_flight = metrics.transfer_in_flight.labels(worker=worker)
 
@@ -40,8 +41,15 @@ class WorkerGauges:
         self._preemptions.inc(scheduler.preemptions - self._preempted)
         self._preempted = scheduler.preemptions
 
-    def transfers(self, pairs: Mapping[str, str], in_flight_bytes: int) -> None:
-        """The transport to each receiver by its incarnation, and what is under way to all."""
+    def transfers(
+        self, pairs: Mapping[str, str], in_flight_bytes: int, staging: Mapping[str, int]
+    ) -> None:
+        """The transport to each receiver by its incarnation, and what is under way to all;
+
+        ``staging`` is in bytes, by transport.
+        """
+        for transport, count in staging.items():
+            self._staging.labels(worker=self._worker, transport=transport).set(count)
         labels = {
             (self._worker, incarnation.partition(":")[0], transport)
             for incarnation, transport in pairs.items()

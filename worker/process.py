@@ -130,7 +130,9 @@ class WorkerProcess:
         receiver = BlockReceiver(
             engine.pool, metrics, block_bytes=memory.block_bytes, lease_s=config.lease_s
         )
-        transports = make_transports(config.transport, memory, self.settings.host, self._transfers)
+        transports = make_transports(
+            config, memory, incarnation, self.settings.host, self._transfers
+        )
         limits = PairLimits(window_bytes=config.transfer_window_mib * MIB, silence_s=config.lease_s)
         identity = Identity(incarnation, engine.fingerprint, engine.cache.geometry())
         return Exchange(identity, transports, receiver, limits, self._transfers)
@@ -238,7 +240,7 @@ class WorkerProcess:
             control = self.context.control
             # Blocks are given back without a step, too.
             self._gauges.refresh(control.scheduler, control.pool)
-            self._gauges.transfers(exchange.pairs(), exchange.in_flight_bytes)
+            self._gauges.transfers(exchange.pairs(), exchange.in_flight_bytes, exchange.staging())
             record = replace(self.record, load=control.load())
             try:
                 await self._registry.put(record, config.registry_ttl_s)

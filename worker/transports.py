@@ -6,10 +6,13 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from baton.config import TransportName
+from baton.config import MIB, Config
 from baton.errors import ConfigError
+from kvtransfer.cuda_ipc_transport import CudaIpcTransport
+from kvtransfer.group_transport import GroupTransport
 from kvtransfer.grpc_transport import GrpcTransport
 from kvtransfer.memory import BlockMemory
+from kvtransfer.nixl_transport import NixlTransport
 from kvtransfer.shm_transport import ShmTransport
 from kvtransfer.transport import Transport
 
@@ -17,28 +20,30 @@ log = logging.getLogger(__name__)
 
 Maker = Callable[[], Transport]
 
-_BY_ITSELF = {"cpu": ("shm", "grpc"), "cuda": ("cuda_ipc", "nccl", "grpc")}
-"""Tried where nothing is forced, by the blocks' device. Others have their price: see
-docs/handoff.md."""
+_BY_ITSELF = {"cpu": ("shm", "grpc"), "cuda": ("cuda_ipc", "grpc")}
+"""Tried where nothing is wanted, by the blocks' device. The others listen without knowing who
+comes, or need what a machine may lack: they are for those who ask for them. See docs/handoff.md."""
+
+
+_NIXL_PAIRS = 4
+"""Its staging is one for all pairs: so many of them may be stuck in it at a time."""
 
 
 def make_transports(
-    wanted: TransportName, memory: BlockMemory, host: str, executor: Executor
+    config: Config, memory: BlockMemory, incarnation: str, host: str, executor: Executor
 ) -> list[Transport]:
-    """Registered transports: the one that is ``wanted``, or all that work with ``auto``.
+    """Registered transports: the one that ``config`` names, or all that work with ``auto``.
 
     ``host`` is where servers listen, ``executor`` copies blocks. Raises ConfigError where the one
-    that is wanted does not work here, and says why.
+    that is named does not work here, and says why.
     """
-    makers = _makers(host, executor)
-    if wanted != "auto":
-        transport = makers[wanted]()
+    makers = _makers(incarnation, host, executor, config.transfer_window_mib * MIB)
+    if config.transport != "auto":
+        transport = makers[config.transport]()
         transport.register(memory)
         return [transport]
     found = []
     for name in _BY_ITSELF[memory.device.partition(":")[0]]:
-        if name not in makers:
-            continue
         try:
             transport = makers[name]()
             transport.register(memory)
@@ -48,8 +53,13 @@ def make_transports(
     return found
 
 
-def _makers(host: str, executor: Executor) -> dict[str, Maker]:
+def _makers(incarnation: str, host: str, executor: Executor, staging: int) -> dict[str, Maker]:
+    """``staging``: most bytes of a pair between blocks and wire."""
     return {
+        "cuda_ipc": lambda: CudaIpcTransport(executor),
         "shm": lambda: ShmTransport(executor),
+        "nixl": lambda: NixlTransport(incarnation, _NIXL_PAIRS * staging),
+        "nccl": lambda: GroupTransport("nccl", host, staging),
         "grpc": lambda: GrpcTransport(host),
+        "gloo": lambda: GroupTransport("gloo", host, staging),
     }
