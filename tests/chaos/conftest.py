@@ -13,7 +13,7 @@ from tests.chaos.stage import Stage
 from tests.mini_cluster import valkey
 from tests.models import make_tiny_model
 
-TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc")
+TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc", "gloo", "nixl")
 """Those that run here."""
 
 

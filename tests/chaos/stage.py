@@ -19,7 +19,7 @@ _LOOK_S = 0.05
 
 
 class Stage:
-    """Its processes are reused from test to test; those that were killed are replaced."""
+    """Its processes are reused from test to test; those that were killed are restarted."""
 
     def __init__(self, transport: TransportName, model: Path, redis_url: str, folder: Path) -> None:
         """Start all. ``folder`` is for their logs."""
@@ -28,16 +28,11 @@ class Stage:
         self._redis_url = redis_url
         self._folder = folder
         self._cluster_id = secrets.token_hex(4)
-        self._started = 0
-        self.workers: dict[Role, WorkerChild] = {}
-        self.spares: dict[Role, WorkerChild] = {}
-        for place in (self.workers, self.spares):
-            for role in OTHER:
-                place[role] = self._start(role)
+        self.workers: dict[Role, WorkerChild] = {role: self._start(role, 0) for role in OTHER}
+        self.spares: dict[Role, WorkerChild] = {role: self._start(role, 1) for role in OTHER}
 
-    def _start(self, role: Role) -> WorkerChild:
-        self._started += 1
-        slot = f"{role}-{self._started}"
+    def _start(self, role: Role, number: int) -> WorkerChild:
+        slot = f"{role}-{number}"
         job = Job(role, slot, self.transport, str(self._model), self._redis_url, self._cluster_id)
         return WorkerChild(job, self._folder / f"{slot}.log")
 
@@ -46,10 +41,11 @@ class Stage:
         for worker in (*self.workers.values(), *self.spares.values()):
             await worker.ready()
 
-    def replace(self, role: Role) -> None:
-        """A new process takes the place of one that was killed."""
+    async def restart(self, role: Role) -> None:
+        """End the worker, if it lives, and start another one in its place."""
         self.workers[role].end()
-        self.workers[role], self.spares[role] = self.spares[role], self._start(role)
+        self.workers[role] = self._start(role, 0)
+        await self.ready()
 
     def request(
         self,

@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +29,7 @@ from unittest.mock import patch
 import prefill_worker.role
 import worker.process
 from baton.config import Config, PoolConfig, Role, TransportName
+from baton.v1 import transfer_pb2
 from decode_worker.receiver import Offer
 from decode_worker.role import DecodeRole
 from kvtransfer import outbound
@@ -37,6 +39,7 @@ from prefill_worker.role import PrefillRole
 from worker.block_receiver import BlockReceiver
 from worker.process import WorkerProcess
 from worker.settings import WorkerSettings
+from worker.transfer_service import PairContext, TransferServicer
 
 _PATIENCE_S = 100.0
 _PR_SET_PDEATHSIG = 1
@@ -135,6 +138,14 @@ class HaltingReceiver(BlockReceiver):
             HALTS.reach("receiving")
 
 
+class HaltingTransferServicer(TransferServicer):
+    async def Transfer(  # type: ignore[override]  # noqa: N802 - gRPC's name
+        self, request_iterator: AsyncIterator[transfer_pb2.TransferRequest], context: PairContext
+    ) -> None:
+        HALTS.reach("opening")
+        await super().Transfer(request_iterator, context)
+
+
 class HaltingDecodeRole(DecodeRole):
     def reserve(self, offer: Offer) -> Ticket:
         HALTS.reach("before reserve")
@@ -192,5 +203,6 @@ if __name__ == "__main__":
         patch.object(prefill_worker.role, "Handoff", HaltingHandoff),
         patch.object(outbound, "Push", HaltingPush),
         patch.object(worker.process, "BlockReceiver", HaltingReceiver),
+        patch.object(worker.process, "TransferServicer", HaltingTransferServicer),
     ):
         asyncio.run(main(Job(**json.loads(sys.argv[1]))))
