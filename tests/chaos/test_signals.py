@@ -29,7 +29,10 @@ BOUND_S = 5.0
 """From the signal until the other worker is whole: the design's promise."""
 PATIENCE_S = 30.0
 """For what has no promise."""
+pytestmark = pytest.mark.timeout(300)
+"""A busy machine takes its time to start workers."""
 STATES = ("before reserve", "reserved", "receiving", "landed", "committed")
+"""Where the victim halts: about to reserve; no byte is there; some are; all; its sequence runs."""
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 

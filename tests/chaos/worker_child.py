@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.chaos.worker_script import Job
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 60.0
+START_S = 100.0
 """Until a worker that was just started serves."""
 ANSWER_S = 30.0
 """Until one that runs has done what it was told."""
