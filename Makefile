@@ -10,7 +10,7 @@ PINS := pyproject.toml requirements.lock Makefile
 # Flags for `baton up`, for example: make up ARGS="--decode 2"
 ARGS ?=
 # What `make test` runs, for example: make test TESTS=tests/unit
-TESTS ?= tests/unit tests/kernels tests/transports tests/integration tests/e2e
+TESTS ?= tests/unit tests/kernels tests/transports tests/integration tests/e2e tests/chaos
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

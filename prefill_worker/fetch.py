@@ -35,6 +35,7 @@ class PrefixSource:
 
     holder: Peer
     blocks: int
+    """Hash blocks, as the prefix index counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from baton import convert
-from baton.errors import DeadlineExceeded, NoRoom
+from baton.errors import BatonError, DeadlineExceeded, NoRoom
 from baton.grpc_errors import error_from_rpc
 from baton.request import SequenceSpec
 from baton.v1 import decode_pb2, decode_pb2_grpc
@@ -204,7 +204,7 @@ class Handoff:
         """
         if self._push is not None:
             self._push.cancel()
-        if not self._committed:
+        if not self._committed and self._pair is not None:
             self._committed = True
             # First: then the receiver gives up what is on its way, and says so.
             await self._abort()
@@ -218,7 +218,9 @@ class Handoff:
             attempt=self._spec.attempt,
             writer=self._context.incarnation,
         )
+        # A receiver whose pair has broken gets none: it may be silent, and to wait for it keeps the
+        # blocks here. It releases the ticket when it sees the stream end, or by the lease.
         try:
-            await self._stub.Abort(request, timeout=ABORT_DEADLINE_S)
-        except grpc.aio.AioRpcError as error:
-            log.info("abort at %s did not arrive: %s", self.peer.incarnation, error.code())
+            await self._unless_broken(self._stub.Abort(request, timeout=ABORT_DEADLINE_S))
+        except BatonError as error:
+            log.info("abort at %s did not arrive: %s", self.peer.incarnation, error.message)

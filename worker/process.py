@@ -240,8 +240,11 @@ class WorkerProcess:
             exchange = self.context.exchange
             exchange.heartbeat()
             await self._role.heartbeat()
+            control = self.context.control
+            # Blocks are given back without a step, too.
+            self._gauges.refresh(control.scheduler, control.pool)
             self._gauges.transfers(exchange.pairs(), exchange.in_flight_bytes, exchange.staging())
-            record = replace(self.record, load=self.context.control.load())
+            record = replace(self.record, load=control.load())
             try:
                 await self._registry.put(record, config.registry_ttl_s)
             except redis.RedisError as error:

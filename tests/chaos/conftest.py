@@ -1,0 +1,53 @@
+"""Fixtures of the chaos tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.config import TransportName
+from engine.engine import Engine, EngineSettings, build_engine
+from tests.chaos.stage import Stage
+from tests.mini_cluster import valkey
+from tests.models import make_tiny_model
+
+TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc", "gloo", "nixl")
+"""Those that run here."""
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    """A real Valkey."""
+    with valkey() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model; its blocks are large enough that a pool of 1 MiB has but 64."""
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), layers=8)
+
+
+@pytest.fixture(scope="session")
+def reference(model: Path) -> Engine:
+    """One process that does both."""
+    return build_engine(
+        EngineSettings(model, "float32", device="cpu", kv_pool_bytes=8 << 20, threads=1)
+    )
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def stage(
+    request: pytest.FixtureRequest,
+    model: Path,
+    redis_url: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Stage]:
+    """Workers that use one of the transports."""
+    stage = Stage(request.param, model, redis_url, tmp_path_factory.mktemp("workers"))
+    try:
+        yield stage
+    finally:
+        stage.close()

@@ -1,0 +1,208 @@
+"""Run in a process of its own: ``python -m tests.chaos.worker_script JOB``.
+
+A real worker without Ray. JOB is a ``Job`` as JSON. It prints JSON objects of one key a line, and
+does what lines of input say:
+
+    (start)     → {"record": its address, incarnation and metrics address}
+    arm POINT   → {"armed": POINT}, and when the worker comes to that point, once:
+                  {"halted": POINT}; then its event loop stands still until ``go``
+    go          goes on
+    report      → {"report": what it still holds}
+    (end)       its process ends at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest.mock import patch
+
+import prefill_worker.role
+import worker.process
+from baton.config import Config, PoolConfig, Role, TransportName
+from baton.v1 import transfer_pb2
+from decode_worker.receiver import Offer
+from decode_worker.role import DecodeRole
+from kvtransfer import outbound
+from kvtransfer.ticket import Ticket
+from prefill_worker.handoff import Handoff
+from prefill_worker.role import PrefillRole
+from worker.block_receiver import BlockReceiver
+from worker.process import WorkerProcess
+from worker.settings import WorkerSettings
+from worker.transfer_service import PairContext, TransferServicer
+
+_PATIENCE_S = 100.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the worker is to be."""
+
+    role: Role
+    slot: str
+    transport: TransportName
+    model: str
+    redis_url: str
+    cluster_id: str
+
+    def settings(self) -> WorkerSettings:
+        """Many chunks a prompt, and so few blocks that they are soon used again."""
+        pools = {
+            role: PoolConfig(name=role, role=role, kv_pool_mib=1, max_sequences=4, chunk_tokens=16)
+            for role in ("prefill", "decode")
+        }
+        config = Config(pools=tuple(pools.values()), dtype="float32", transport=self.transport)
+        return WorkerSettings(
+            config=config,
+            pool=pools[self.role],
+            slot=self.slot,
+            model_path=self.model,
+            model_name="tiny",
+            redis_url=self.redis_url,
+            cluster_id=self.cluster_id,
+            threads=1,
+        )
+
+
+def say(key: str, value: object) -> None:
+    print(json.dumps({key: value}), flush=True)  # noqa: T201 - the test reads it
+
+
+class Halts:
+    """The point at which the worker is to stand still."""
+
+    def __init__(self) -> None:
+        self.armed = ""
+        self.go = threading.Event()
+
+    def arm(self, point: str) -> None:
+        self.go.clear()
+        self.armed = point
+        say("armed", point)
+
+    def reach(self, point: str) -> None:
+        if point == self.armed:
+            self.armed = ""
+            say("halted", point)
+            assert self.go.wait(_PATIENCE_S), "nobody said go"
+
+
+HALTS = Halts()
+
+
+# The writer's points
+
+
+class HaltingHandoff(Handoff):
+    async def reserve(self) -> None:
+        HALTS.reach("before reserve")
+        await super().reserve()
+        HALTS.reach("reserved")
+
+    async def commit(self, first_token: int) -> int:
+        if HALTS.armed == "landed":
+            assert self._push is not None
+            self._push.end()
+            await asyncio.wait([self._push.done])
+            HALTS.reach("landed")
+        pushed = await super().commit(first_token)
+        HALTS.reach("committed")
+        return pushed
+
+
+class HaltingPush(outbound.Push):
+    def landed(self, count: int) -> None:
+        super().landed(count)
+        if self.is_open:
+            HALTS.reach("receiving")
+
+
+# The receiver's points
+
+
+class HaltingReceiver(BlockReceiver):
+    def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
+        super().end_copy(ticket_id, transport, copied)
+        if not self.book.get(ticket_id).is_complete:
+            HALTS.reach("receiving")
+
+
+class HaltingTransferServicer(TransferServicer):
+    async def Transfer(  # type: ignore[override]  # noqa: N802 - gRPC's name
+        self, request_iterator: AsyncIterator[transfer_pb2.TransferRequest], context: PairContext
+    ) -> None:
+        HALTS.reach("opening")
+        await super().Transfer(request_iterator, context)
+
+
+class HaltingDecodeRole(DecodeRole):
+    def reserve(self, offer: Offer) -> Ticket:
+        HALTS.reach("before reserve")
+        ticket = super().reserve(offer)
+        HALTS.reach("reserved")
+        return ticket
+
+    def commit(self, ticket_id: str, writer: str, first_token: int) -> int:
+        HALTS.reach("landed")
+        received = super().commit(ticket_id, writer, first_token)
+        HALTS.reach("committed")
+        return received
+
+
+def _report(process: WorkerProcess) -> dict[str, Any]:
+    assert process.context is not None, "not started"
+    context = process.context
+    counts = context.engine.pool.counts()
+    context.engine.pool.check()
+    return asdict(counts) | {
+        "total": context.engine.pool.total,
+        "tickets": len(context.exchange.receiver.book),
+        "in_flight_bytes": context.exchange.in_flight_bytes,
+        "is_idle": context.control.scheduler.is_idle() and context.exchange.is_idle(),
+    }
+
+
+def _obey(loop: asyncio.AbstractEventLoop, process: WorkerProcess) -> None:
+    for line in sys.stdin:
+        word, _, point = line.strip().partition(" ")
+        if word == "arm":
+            HALTS.arm(point)
+        elif word == "go":
+            HALTS.go.set()
+        else:
+            loop.call_soon_threadsafe(lambda: say("report", _report(process)))
+    # Whoever started it has gone.
+    os._exit(0)
+
+
+async def main(job: Job) -> None:
+    process = WorkerProcess(job.settings(), {"prefill": PrefillRole, "decode": HaltingDecodeRole})
+    record = await process.start()
+    say("record", asdict(record))
+    loop = asyncio.get_running_loop()
+    threading.Thread(target=_obey, args=(loop, process), daemon=True).start()
+    await process.run()
+
+
+if __name__ == "__main__":
+    # A stopped process does not see its input end: the kernel ends it with whoever started it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(name)s %(message)s")
+    with (
+        patch.object(prefill_worker.role, "Handoff", HaltingHandoff),
+        patch.object(outbound, "Push", HaltingPush),
+        patch.object(worker.process, "BlockReceiver", HaltingReceiver),
+        patch.object(worker.process, "TransferServicer", HaltingTransferServicer),
+    ):
+        asyncio.run(main(Job(**json.loads(sys.argv[1]))))
