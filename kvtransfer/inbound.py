@@ -37,7 +37,7 @@ from baton.grpc_errors import grpc_boundary
 from baton.v1 import transfer_pb2
 from kvtransfer.checksum import raw_checksum
 from kvtransfer.negotiation import Fit, rank_transports
-from kvtransfer.pair import Identity, PairLimits, check_peer
+from kvtransfer.pair import Identity, PairLimits, all_at_once, check_peer
 from kvtransfer.ticket import Ticket
 from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Batch, Parts, Peer, ReceiveLink, Transport
@@ -251,21 +251,21 @@ class InboundPair:
 
     async def _answer(self, context: Context) -> None:
         while True:
-            await context.write(await self._answers.get())
+            await context.write(await all_at_once(self._answers))
 
     async def _read(self, requests: AsyncIterator[transfer_pb2.TransferRequest]) -> None:
         async for request in requests:
             self._heard_at = time.monotonic()
-            if request.HasField("announce"):
-                self._announced(request.announce)
-            elif request.HasField("renew"):
+            if request.HasField("open"):
+                raise HandoffError("a pair is opened once")
+            for announced in request.announced:
+                self._announced(announced)
+            if request.HasField("renew"):
                 ended = self._inbound.keeper.renew(
                     self.writer, list(request.renew.ticket_ids), self._heard_at
                 )
                 renewed = transfer_pb2.LeasesRenewed(ended_ticket_ids=ended)
                 self._answers.put_nowait(Response(renewed=renewed))
-            else:
-                raise HandoffError("a pair is opened once")
 
     def _announced(self, message: transfer_pb2.AnnounceBatch) -> None:
         count = len(message.targets)
@@ -334,7 +334,7 @@ class InboundPair:
         landed = transfer_pb2.BatchLanded(number=number)
         if error is not None:
             landed.error, landed.code = error.message, error.code or ""
-        self._answers.put_nowait(Response(landed=landed))
+        self._answers.put_nowait(Response(landed=[landed]))
 
 
 def _batch(message: transfer_pb2.AnnounceBatch, blocks: tuple[int, ...] | None) -> Batch:

@@ -29,7 +29,7 @@ from kvtransfer.bandwidth import Bandwidth
 from kvtransfer.checksum import segment_checksum
 from kvtransfer.memory import BlockMemory
 from kvtransfer.negotiation import Fit, check_geometry
-from kvtransfer.pair import Identity, PairLimits
+from kvtransfer.pair import Identity, PairLimits, all_at_once
 from kvtransfer.push_queue import Load, PushQueue
 from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Packed, Parts, Peer, SendLink, Transport
@@ -294,7 +294,7 @@ class Outbound:
         self.bandwidth.began(now)
         if len(self._in_flight) == 1:
             self._landed_at = now
-        self._requests.put_nowait(Request(announce=_announcement(number, load, packed)))
+        self._requests.put_nowait(Request(announced=[_announcement(number, load, packed)]))
         transfer = self._link.send(number, packed, self._limits.batch_deadline_s)
         transfer.when_over(self._sent)
 
@@ -323,9 +323,9 @@ class Outbound:
     async def _listen(self) -> None:
         while True:
             answer = await self._read()
-            if answer.HasField("landed"):
-                self._landed(answer.landed)
-            elif answer.HasField("renewed"):
+            for landed in answer.landed:
+                self._landed(landed)
+            if answer.HasField("renewed"):
                 self._owed_since = None
                 for ticket_id in answer.renewed.ended_ticket_ids:
                     if (push := self._pushes.get(ticket_id)) is not None:
@@ -374,7 +374,7 @@ class Outbound:
 
     async def _speak(self) -> None:
         while True:
-            await self._write(await self._requests.get())
+            await self._write(await all_at_once(self._requests))
 
     async def _write(self, request: Request) -> None:
         assert self._call is not None, "not open"

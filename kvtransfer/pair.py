@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
+from typing import TypeVar
 
 from baton.errors import FingerprintMismatch, GeometryMismatch, HandoffError
 from baton.request import Geometry
+from baton.v1 import transfer_pb2
 from kvtransfer.negotiation import Fit, check_geometry
 
 
@@ -50,3 +53,17 @@ def check_peer(own: Identity, peer: Identity, meant: str) -> Fit:
     if meant != own.incarnation:
         raise HandoffError(f"{meant} is gone; here is {own.incarnation}")
     return fit
+
+
+Message = TypeVar("Message", transfer_pb2.TransferRequest, transfer_pb2.TransferResponse)
+
+
+async def all_at_once(queue: asyncio.Queue[Message]) -> Message:
+    """Whatever there is to say, in one message; waits until there is something.
+
+    A message costs some 0.2 ms on its way, whatever it holds.
+    """
+    message = await queue.get()
+    while not queue.empty():
+        message.MergeFrom(queue.get_nowait())
+    return message

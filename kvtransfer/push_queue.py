@@ -26,6 +26,8 @@ class Load:
         return len(self.targets) * self.length
 
 
+_BATCHES, _SMALL_BATCH_BYTES = 4, 1 << 20
+"""Into how many batches little is divided, and how small they may be."""
 _Waiting = OrderedDict[tuple[int, int], deque[tuple[int, int]]]
 """By offset and length of a part: the target and the source of each block that waits for it."""
 
@@ -53,7 +55,9 @@ class PushQueue:
         """The next batch. Raises KeyError where nothing waits."""
         ticket_id, waiting = self._waiting.popitem(last=False)
         (offset, length), blocks = next(iter(waiting.items()))
-        count = min(len(blocks), max(1, self._batch_bytes // length))
+        # While one batch is placed the next is sent and a third is read: that takes several.
+        room = min(self._batch_bytes, max(_SMALL_BATCH_BYTES, len(blocks) * length // _BATCHES))
+        count = min(len(blocks), max(1, room // length))
         taken = [blocks.popleft() for _ in range(count)]
         if not blocks:
             del waiting[offset, length]

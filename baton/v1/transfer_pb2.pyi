@@ -56,17 +56,19 @@ Global___Geometry: _TypeAlias = Geometry  # noqa: Y015
 
 @_typing.final
 class TransferRequest(_message.Message):
+    """What there is to say at a time, in one message."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     OPEN_FIELD_NUMBER: _builtins.int
-    ANNOUNCE_FIELD_NUMBER: _builtins.int
+    ANNOUNCED_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenPair:
-        """The first message, and only that."""
+        """In the first message, and only there."""
 
     @_builtins.property
-    def announce(self) -> Global___AnnounceBatch: ...
+    def announced(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnnounceBatch]: ...
     @_builtins.property
     def renew(self) -> Global___RenewLeases:
         """Heartbeat of the writer, with its tickets here."""
@@ -75,16 +77,14 @@ class TransferRequest(_message.Message):
         self,
         *,
         open: Global___OpenPair | None = ...,
-        announce: Global___AnnounceBatch | None = ...,
+        announced: _abc.Iterable[Global___AnnounceBatch] | None = ...,
         renew: Global___RenewLeases | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "message", b"message", "open", b"open", "renew", b"renew"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["open", b"open", "renew", b"renew"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "message", b"message", "open", b"open", "renew", b"renew"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced", b"announced", "open", b"open", "renew", b"renew"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "announce", "renew"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TransferRequest: _TypeAlias = TransferRequest  # noqa: Y015
 
@@ -228,7 +228,7 @@ class TransferResponse(_message.Message):
     @_builtins.property
     def opened(self) -> Global___PairOpened: ...
     @_builtins.property
-    def landed(self) -> Global___BatchLanded: ...
+    def landed(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchLanded]: ...
     @_builtins.property
     def renewed(self) -> Global___LeasesRenewed:
         """Heartbeat of the receiver: answers every renewal."""
@@ -237,16 +237,14 @@ class TransferResponse(_message.Message):
         self,
         *,
         opened: Global___PairOpened | None = ...,
-        landed: Global___BatchLanded | None = ...,
+        landed: _abc.Iterable[Global___BatchLanded] | None = ...,
         renewed: Global___LeasesRenewed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["landed", b"landed", "message", b"message", "opened", b"opened", "renewed", b"renewed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["opened", b"opened", "renewed", b"renewed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["landed", b"landed", "message", b"message", "opened", b"opened", "renewed", b"renewed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["landed", b"landed", "opened", b"opened", "renewed", b"renewed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "landed", "renewed"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TransferResponse: _TypeAlias = TransferResponse  # noqa: Y015
 

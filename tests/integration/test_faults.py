@@ -201,8 +201,8 @@ async def test_a_silent_writer_loses_its_ticket(tiny_model: Path, redis_url: str
             ],
         )
         pair = await open_pair(cluster, channel)
-        await pair.write(transfer_pb2.TransferRequest(announce=late))
-        landed = (await read(pair)).landed
+        await pair.write(transfer_pb2.TransferRequest(announced=[late]))
+        (landed,) = (await read(pair)).landed
         assert isinstance(error_from_code(landed.code, landed.error), TicketEnded)
         assert torch.equal(context_of(cluster, "decode-0").engine.cache.bytes, before)
         pair.cancel()

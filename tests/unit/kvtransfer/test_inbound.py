@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
 
 import grpc.aio
 import pytest
@@ -190,17 +192,19 @@ def announcement(
 ) -> Request:
     """Of blocks 20, 21, … whose checksums are 1000, 1001, …"""
     return Request(
-        announce=transfer_pb2.AnnounceBatch(
-            number=number,
-            ticket_id=ticket_id,
-            offset=offset,
-            length=length,
-            targets=targets,
-            sources=[20 + target for target in targets],
-            checksums=[
-                segment_checksum(1000 + target, ticket_id, target, offset) for target in targets
-            ],
-        )
+        announced=[
+            transfer_pb2.AnnounceBatch(
+                number=number,
+                ticket_id=ticket_id,
+                offset=offset,
+                length=length,
+                targets=targets,
+                sources=[20 + target for target in targets],
+                checksums=[
+                    segment_checksum(1000 + target, ticket_id, target, offset) for target in targets
+                ],
+            )
+        ]
     )
 
 
@@ -210,10 +214,15 @@ async def read(call: Call) -> Response:
     return answer
 
 
+_LANDED: WeakKeyDictionary[Call, deque[transfer_pb2.BatchLanded]] = WeakKeyDictionary()
+
+
 async def landed(call: Call) -> transfer_pb2.BatchLanded:
-    answer = await read(call)
-    assert answer.HasField("landed")
-    return answer.landed
+    """The next batch that has; several may be told of at a time."""
+    waiting = _LANDED.setdefault(call, deque())
+    while not waiting:
+        waiting.extend((await read(call)).landed)
+    return waiting.popleft()
 
 
 async def ending(call: Call) -> BatonError:
@@ -435,16 +444,20 @@ WRONG = {
     "a number that was left out": announcement(1, 0),
     "no parts": announcement(0),
     "a checksum too few": Request(
-        announce=transfer_pb2.AnnounceBatch(
-            ticket_id="t", length=8, targets=[0, 1], sources=[0, 1], checksums=[1]
-        )
+        announced=[
+            transfer_pb2.AnnounceBatch(
+                ticket_id="t", length=8, targets=[0, 1], sources=[0, 1], checksums=[1]
+            )
+        ]
     ),
     "a source too many": Request(
-        announce=transfer_pb2.AnnounceBatch(
-            ticket_id="t", length=8, targets=[0], sources=[0, 1], checksums=[1]
-        )
+        announced=[
+            transfer_pb2.AnnounceBatch(
+                ticket_id="t", length=8, targets=[0], sources=[0, 1], checksums=[1]
+            )
+        ]
     ),
-    "nothing": Request(),
+    "opened again": Request(open=transfer_pb2.OpenPair()),
 }
 
 

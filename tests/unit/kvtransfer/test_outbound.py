@@ -81,7 +81,7 @@ class Receiver(transfer_pb2_grpc.TransferServiceServicer):
     @property
     def announced(self) -> list[transfer_pb2.AnnounceBatch]:
         """The batches that it has heard of."""
-        return [request.announce for request in self.heard if request.HasField("announce")]
+        return [batch for request in self.heard for batch in request.announced]
 
     @property
     def renewals(self) -> list[list[str]]:
@@ -93,7 +93,7 @@ class Receiver(transfer_pb2_grpc.TransferServiceServicer):
         landed = transfer_pb2.BatchLanded(number=number)
         if error is not None:
             landed.error, landed.code = error.message, error.code or ""
-        self.answers.put_nowait(Response(landed=landed))
+        self.answers.put_nowait(Response(landed=[landed]))
 
 
 def opened(transport: str = "shm", window_bytes: int = 1 << 20) -> Response:
