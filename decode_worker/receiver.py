@@ -36,6 +36,8 @@ class Receipt:
     """A committed ticket: the sequence's blocks in order."""
 
     spec: SequenceSpec
+    hashes: list[bytes]
+    """Of the full hash blocks of its tokens."""
     blocks: list[int]
     bytes: int
 
@@ -58,7 +60,7 @@ class HandoffReceiver:
         self._fingerprint = fingerprint
         self._geometry = geometry
         self._incarnation = incarnation
-        self._specs: dict[str, SequenceSpec] = {}
+        self._promised: dict[str, tuple[SequenceSpec, list[bytes]]] = {}
         blocks.listeners.append(self)
 
     def reserve(self, offer: Offer, now: float) -> Ticket:
@@ -81,7 +83,7 @@ class HandoffReceiver:
         count = -(-len(spec.token_ids) // limits.block_size) - len(pinned)
         self._check_room(count, pinned)
         ticket = self.blocks.promise(attempt, offer.writer, missing=count, pinned=pinned, now=now)
-        self._specs[ticket.ticket_id] = spec
+        self._promised[ticket.ticket_id] = spec, hashes
         return ticket
 
     def _check_offer(self, offer: Offer) -> None:
@@ -114,8 +116,8 @@ class HandoffReceiver:
     def commit(self, ticket_id: str, writer: str, now: float) -> Receipt:
         """The sequence may run. Raises HandoffError where something is missing."""
         ticket = self.blocks.commit(ticket_id, writer, now)
-        spec = self._specs.pop(ticket_id)
-        return Receipt(spec, ticket.pinned + ticket.missing, ticket.expected_bytes)
+        spec, hashes = self._promised.pop(ticket_id)
+        return Receipt(spec, hashes, ticket.pinned + ticket.missing, ticket.expected_bytes)
 
     # What the blocks' receiver tells
 
@@ -124,4 +126,4 @@ class HandoffReceiver:
 
     def released(self, ticket: Ticket, error: BatonError) -> None:
         """It has ended."""
-        self._specs.pop(ticket.ticket_id, None)
+        self._promised.pop(ticket.ticket_id, None)

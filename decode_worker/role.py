@@ -96,6 +96,7 @@ class DecodeRole:
         receipt = self.receiver.commit(ticket_id, writer, time.monotonic())
         spec = receipt.spec
         sequence = self.context.make_sequence(spec)
+        sequence.hashes = receipt.hashes
         sequence.token_ids.append(first_token)
         self._sequences[(spec.request_id, spec.attempt)] = sequence
         # Told again: a prefill worker that dies before its answer loses nothing.

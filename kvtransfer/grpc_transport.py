@@ -52,7 +52,7 @@ class GrpcTransport:
 
     name = "grpc"
     part_bytes = CHUNK_BYTES
-    batch_bytes = 4 * CHUNK_BYTES
+    batch_bytes = 8 * CHUNK_BYTES
     copies_out = True
 
     def __init__(self, host: str = "127.0.0.1", tls: TlsFiles | None = None) -> None:

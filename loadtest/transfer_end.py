@@ -18,6 +18,7 @@ from kvtransfer.memory import BlockMemory
 from kvtransfer.pair import Identity, PairLimits
 from worker.block_receiver import BlockReceiver
 from worker.exchange import Exchange
+from worker.process import keep_buffers
 from worker.transports import make_transports
 
 LOOPBACK = "127.0.0.1"
@@ -36,6 +37,7 @@ async def transfer_end(
     config = Config.model_construct(transport=transport)
     usual = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    keep_buffers()
     threads = ThreadPoolExecutor(_TRANSFER_THREADS, thread_name_prefix="transfer")
     try:
         transports = make_transports(config, memory, identity.incarnation, LOOPBACK, threads)

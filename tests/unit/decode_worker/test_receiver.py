@@ -283,7 +283,7 @@ class ReceiverMachine(RuleBasedStateMachine):
             assert copy.ticket.state is not TicketState.COMMITTED
         alive = {t for t in self.tickets if t.is_open} | copying
         assert set(self.blocks.book) == alive
-        assert set(self.receiver._specs) == {t.ticket_id for t in alive - copying}
+        assert set(self.receiver._promised) == {t.ticket_id for t in alive - copying}
 
     def teardown(self) -> None:
         if not hasattr(self, "receiver"):
