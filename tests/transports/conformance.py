@@ -363,6 +363,8 @@ class TransportConformance:
         assert (pair.receiver.data == PATTERN).all()
 
     def test_a_writer_that_closes_its_link_leaves_nothing_half_done(self, pair: Pair) -> None:
+        """One that has not been heard of yet may close unnoticed: its pair's stream tells."""
+        pair.move([0], [0])
         packed = pair.pack([1, 2])
         batch, transfer = pair.announced(packed, [3, 4])
         pair.send.close()
