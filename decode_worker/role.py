@@ -43,7 +43,7 @@ class DecodeRole:
         self._outboxes: dict[str, Outbox] = {}
         self._sequences: dict[Attempt, Sequence] = {}
         self._deadlines: dict[Attempt, float] = {}
-        self._commits: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+        self._commits: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
 
     def mount(self, server: grpc.aio.Server) -> None:
         """Add DecodeService."""
@@ -71,11 +71,11 @@ class DecodeRole:
 
     async def _settled(self, ticket_id: str) -> None:
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._commits[ticket_id].add(waiting)
+        self._commits[ticket_id].append(waiting)
         try:
             await waiting
         finally:
-            self._commits[ticket_id].discard(waiting)
+            self._commits[ticket_id].remove(waiting)
             if not self._commits[ticket_id]:
                 del self._commits[ticket_id]
 

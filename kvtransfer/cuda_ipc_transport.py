@@ -16,13 +16,14 @@ from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from baton.errors import ConfigError, HandoffError, WorkerFailed
-from kvtransfer.links import OpenTransfers, check_part
+from kvtransfer.links import OpenTransfers, ReadSendLink, check_part
 from kvtransfer.memory import BlockMemory
 from kvtransfer.memory import check_part as check_place
 from kvtransfer.transfer import Transfer
-from kvtransfer.transport import Batch, Packed, Parts, Peer
+from kvtransfer.transport import Batch, Peer
 
 if TYPE_CHECKING:
     from kvtransfer.cuda_ipc import OpenedMemory
@@ -61,6 +62,7 @@ class CudaIpcTransport:
         self._memory: BlockMemory | None = None
         self._device = 0
         self._offer = b""
+        self._links: WeakSet[ReadSendLink | CudaIpcReceiveLink] = WeakSet()
 
     def register(self, memory: BlockMemory) -> None:
         """See ``Transport``."""
@@ -103,39 +105,21 @@ class CudaIpcTransport:
         size = theirs.blocks * theirs.block_bytes
         opened = cuda_ipc.OpenedMemory(exported, size, device)
         copier = _Copier(self._memory, self._device, opened, theirs.block_bytes)
-        return CudaIpcReceiveLink(copier, theirs, self._executor), b""
+        link = CudaIpcReceiveLink(copier, theirs, self._executor)
+        self._links.add(link)
+        return link, b""
 
-    def connect(self, peer: Peer, answer: bytes) -> CudaIpcSendLink:
+    def connect(self, peer: Peer, answer: bytes) -> ReadSendLink:
         """See ``Transport``."""
         assert self._memory is not None, "not registered"
-        return CudaIpcSendLink(self._memory)
+        link = ReadSendLink(self._memory)
+        self._links.add(link)
+        return link
 
     def close(self) -> None:
         """See ``Transport``. The memory belongs to the worker."""
-
-
-class CudaIpcSendLink:
-    """Implements ``SendLink``: the receiver reads, so there is nothing to send."""
-
-    def __init__(self, memory: BlockMemory) -> None:
-        self._memory = memory
-        self._transfers = OpenTransfers()
-
-    def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
-        """See ``SendLink``."""
-        assert memory is None or memory is self._memory, "the receiver cannot read other memory"
-        read = self._memory.checksum
-        return Packed(parts, tuple(read(b, parts.offset, parts.length) for b in parts.blocks))
-
-    def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
-        """See ``SendLink``."""
-        transfer = self._transfers.new()
-        transfer.finish()
-        return transfer
-
-    def close(self) -> None:
-        """See ``SendLink``."""
-        self._transfers.end(WorkerFailed("the pair was closed"))
+        for link in list(self._links):
+            link.close()
 
 
 class _Copier:

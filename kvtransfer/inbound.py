@@ -66,7 +66,7 @@ class TicketKeeper(Protocol):
     def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
         """A copy has ended well."""
 
-    def fail_copy(self, ticket_id: str, error: BatonError) -> None:
+    def fail_copy(self, ticket_id: str, error: BatonError, now: float) -> None:
         """A copy has failed: the ticket ends."""
 
     def drop_copy(self, ticket_id: str) -> None:
@@ -321,7 +321,7 @@ class InboundPair:
             keeper.drop_copy(ticket_id)
         except Exception as failure:
             error = _as_baton_error(failure)
-            keeper.fail_copy(ticket_id, error)
+            keeper.fail_copy(ticket_id, error, time.monotonic())
             if not isinstance(failure, ChecksumMismatch):
                 # The link can carry nothing more.
                 self.end(error)

@@ -1,12 +1,13 @@
-"""What the links of several transports share: transfers that end when their link does."""
+"""What the links of several transports share."""
 
 from __future__ import annotations
 
 import threading
 
-from baton.errors import BatonError, ChecksumMismatch
+from baton.errors import BatonError, ChecksumMismatch, WorkerFailed
+from kvtransfer.memory import BlockMemory
 from kvtransfer.transfer import Transfer
-from kvtransfer.transport import Batch
+from kvtransfer.transport import Batch, Packed, Parts
 
 
 class OpenTransfers:
@@ -51,3 +52,27 @@ def check_part(found: int, expected: int, batch: Batch) -> None:
     """Compare a part's checksum with the announced one. Raises ChecksumMismatch."""
     if found != expected:
         raise ChecksumMismatch(f"a part of batch {batch.number} arrived damaged")
+
+
+class ReadSendLink:
+    """Implements ``SendLink`` where the receiver reads: there is nothing to send."""
+
+    def __init__(self, memory: BlockMemory) -> None:
+        self._memory = memory
+        self._transfers = OpenTransfers()
+
+    def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
+        """See ``SendLink``."""
+        assert memory is None or memory is self._memory, "the receiver cannot read other memory"
+        read = self._memory.checksum
+        return Packed(parts, tuple(read(b, parts.offset, parts.length) for b in parts.blocks))
+
+    def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
+        """See ``SendLink``."""
+        transfer = self._transfers.new()
+        transfer.finish()
+        return transfer
+
+    def close(self) -> None:
+        """See ``SendLink``."""
+        self._transfers.end(WorkerFailed("the pair was closed"))

@@ -20,14 +20,15 @@ import logging
 import re
 import secrets
 from dataclasses import asdict
+from weakref import WeakSet
 
 from baton.errors import HandoffError, WorkerFailed
-from kvtransfer.links import OpenTransfers
+from kvtransfer.links import ReadSendLink
 from kvtransfer.memory import BlockMemory
 from kvtransfer.nixl_agent import NixlAgent
 from kvtransfer.nixl_reader import SLOT_BYTES, NixlReader, Source, WriterMemory
 from kvtransfer.transfer import Transfer
-from kvtransfer.transport import Batch, Packed, Parts, Peer
+from kvtransfer.transport import Batch, Peer
 
 log = logging.getLogger(__name__)
 
@@ -42,20 +43,21 @@ class NixlTransport:
     batch_bytes = SLOT_BYTES
     copies_out = False
 
-    @property
-    def staging_bytes(self) -> int:
-        """See ``Transport``: it is registered once."""
-        return self._staging_bytes if self._reader is not None else 0
-
     def __init__(self, incarnation: str, staging_bytes: int = 128 << 20) -> None:
         """``incarnation`` is this worker's; ``staging_bytes`` of host memory hold what arrives."""
         # Random too, because two agents of one name would be taken for each other.
         self._agent_name = f"{incarnation}-{secrets.token_hex(8)}"
         self._staging_bytes = staging_bytes
+        self._send_links: WeakSet[ReadSendLink] = WeakSet()
         self._memory: BlockMemory | None = None
         self._agent: NixlAgent | None = None
         self._reader: NixlReader | None = None
         self._offer = b""
+
+    @property
+    def staging_bytes(self) -> int:
+        """See ``Transport``: it is registered once."""
+        return self._staging_bytes if self._reader is not None else 0
 
     def register(self, memory: BlockMemory) -> None:
         """See ``Transport``. Over RDMA this pins the whole of the memory."""
@@ -87,15 +89,19 @@ class NixlTransport:
         self._reader.open(source)
         return NixlReceiveLink(source, self._memory, self._reader), b""
 
-    def connect(self, peer: Peer, answer: bytes) -> NixlSendLink:
+    def connect(self, peer: Peer, answer: bytes) -> ReadSendLink:
         """See ``Transport``. The receiver connects by itself, when it reads."""
         assert self._memory is not None, "not registered"
         if answer:
             raise HandoffError(f"{peer.incarnation} answers as no receiver of transport nixl does")
-        return NixlSendLink(self._memory)
+        link = ReadSendLink(self._memory)
+        self._send_links.add(link)
+        return link
 
     def close(self) -> None:
         """See ``Transport``."""
+        for link in list(self._send_links):
+            link.close()
         reader, self._reader = self._reader, None
         agent, self._agent = self._agent, None
         if reader is None or agent is None:
@@ -104,30 +110,6 @@ class NixlTransport:
             agent.close()
         else:
             log.warning("the thread of transport nixl is stuck; its memory is not given back")
-
-
-class NixlSendLink:
-    """Implements ``SendLink``: the receiver reads, so there is nothing to send."""
-
-    def __init__(self, memory: BlockMemory) -> None:
-        self._memory = memory
-        self._transfers = OpenTransfers()
-
-    def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
-        """See ``SendLink``."""
-        assert memory is None or memory is self._memory, "the receiver cannot read other memory"
-        read = self._memory.checksum
-        return Packed(parts, tuple(read(b, parts.offset, parts.length) for b in parts.blocks))
-
-    def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
-        """See ``SendLink``."""
-        transfer = self._transfers.new()
-        transfer.finish()
-        return transfer
-
-    def close(self) -> None:
-        """See ``SendLink``."""
-        self._transfers.end(WorkerFailed("the pair was closed"))
 
 
 class NixlReceiveLink:

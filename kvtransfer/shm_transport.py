@@ -19,11 +19,11 @@ from pathlib import Path
 from weakref import WeakSet
 
 from baton.errors import ConfigError, HandoffError, WorkerFailed
-from kvtransfer.links import OpenTransfers, check_part
+from kvtransfer.links import OpenTransfers, ReadSendLink, check_part
 from kvtransfer.memory import BlockMemory
 from kvtransfer.shared_pool import open_shared
 from kvtransfer.transfer import Transfer
-from kvtransfer.transport import Batch, Packed, Parts, Peer
+from kvtransfer.transport import Batch, Peer
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
@@ -56,7 +56,7 @@ class ShmTransport:
         self._executor = executor
         self._memory: BlockMemory | None = None
         self._offer = b""
-        self._links: WeakSet[ShmSendLink | ShmReceiveLink] = WeakSet()
+        self._links: WeakSet[ReadSendLink | ShmReceiveLink] = WeakSet()
 
     def register(self, memory: BlockMemory) -> None:
         """See ``Transport``."""
@@ -90,10 +90,10 @@ class ShmTransport:
         self._links.add(link)
         return link, b""
 
-    def connect(self, peer: Peer, answer: bytes) -> ShmSendLink:
+    def connect(self, peer: Peer, answer: bytes) -> ReadSendLink:
         """See ``Transport``."""
         assert self._memory is not None, "not registered"
-        link = ShmSendLink(self._memory)
+        link = ReadSendLink(self._memory)
         self._links.add(link)
         return link
 
@@ -101,30 +101,6 @@ class ShmTransport:
         """See ``Transport``. The memory belongs to the worker."""
         for link in list(self._links):
             link.close()
-
-
-class ShmSendLink:
-    """Implements ``SendLink``: the receiver reads, so there is nothing to send."""
-
-    def __init__(self, memory: BlockMemory) -> None:
-        self._memory = memory
-        self._transfers = OpenTransfers()
-
-    def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
-        """See ``SendLink``."""
-        assert memory is None or memory is self._memory, "the receiver cannot read other memory"
-        read = self._memory.checksum
-        return Packed(parts, tuple(read(b, parts.offset, parts.length) for b in parts.blocks))
-
-    def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
-        """See ``SendLink``."""
-        transfer = self._transfers.new()
-        transfer.finish()
-        return transfer
-
-    def close(self) -> None:
-        """See ``SendLink``."""
-        self._transfers.end(WorkerFailed("the pair was closed"))
 
 
 class ShmReceiveLink:

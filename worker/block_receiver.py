@@ -107,10 +107,13 @@ class BlockReceiver:
             for listener in self.listeners:
                 listener.completed(ticket)
 
-    def fail_copy(self, ticket_id: str, error: BatonError) -> None:
+    def fail_copy(self, ticket_id: str, error: BatonError, now: float) -> None:
         """Bytes were damaged, or did not come: the ticket ends."""
         outcome = "checksum" if isinstance(error, ChecksumMismatch) else "error"
-        self._release(self.book.get(ticket_id), outcome, error)
+        ticket = self.book.get(ticket_id)
+        if ticket.is_open:
+            self.book.bury(ticket.attempt, now)
+        self._release(ticket, outcome, error)
         self._end_copy(ticket_id)
 
     def drop_copy(self, ticket_id: str) -> None:

@@ -29,9 +29,9 @@ from baton.v1 import (
 )
 from kvtransfer.checksum import segment_checksum
 from kvtransfer.grpc_transport import GrpcTransport
+from kvtransfer.links import ReadSendLink
 from kvtransfer.memory import BlockMemory
 from kvtransfer.negotiation import TRANSPORTS
-from kvtransfer.shm_transport import ShmSendLink
 from kvtransfer.transport import Packed, Parts
 from tests.integration.test_handoff import local_answer, prompt_of
 from tests.mini_cluster import MiniCluster, mini_cluster, valkey
@@ -163,15 +163,15 @@ async def test_a_block_that_changes_before_it_is_read_fails_the_handoff(
 ) -> None:
     async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8, transport="shm") as cluster:
         blocks = context_of(cluster, "prefill-0").engine.cache.bytes
-        pack = ShmSendLink.pack
+        pack = ReadSendLink.pack
 
-        def damage(link: ShmSendLink, parts: Parts, memory: BlockMemory | None = None) -> Packed:
+        def damage(link: ReadSendLink, parts: Parts, memory: BlockMemory | None = None) -> Packed:
             packed = pack(link, parts, memory)
             blocks[parts.blocks[0], parts.offset + parts.length // 2] ^= 0x10
             return packed
 
         with monkeypatch.context() as damaged:
-            damaged.setattr(ShmSendLink, "pack", damage)
+            damaged.setattr(ReadSendLink, "pack", damage)
             assert isinstance(await prefill_error(cluster, "damaged"), ChecksumMismatch)
         assert (outcomes(cluster, "checksum"), outcomes(cluster, "ok")) == (1, 0)
         await cluster.until_idle()

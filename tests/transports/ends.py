@@ -10,8 +10,10 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
+from kvtransfer.group_transport import GroupTransport
 from kvtransfer.grpc_transport import GrpcTransport
 from kvtransfer.host_memory import HostMemory
+from kvtransfer.nixl_transport import NixlTransport
 from kvtransfer.shared_pool import allocate
 from kvtransfer.shm_transport import ShmTransport
 from kvtransfer.transport import Transport
@@ -26,6 +28,8 @@ THREADS = 2
 MAKERS: dict[str, Callable[[Executor], Transport]] = {
     "shm": ShmTransport,
     "grpc": lambda executor: GrpcTransport(),
+    "gloo": lambda executor: GroupTransport("gloo", staging_bytes=4 << 20),
+    "nixl": lambda executor: NixlTransport("end", 32 << 20),
 }
 """Makes a transport, which is not registered yet, by its name. ``executor`` copies."""
 

@@ -212,7 +212,7 @@ class ReceiverMachine(RuleBasedStateMachine):
             return
         was_open, before = copy.ticket.is_open, outcomes(self.receiver, fails)
         error = ChecksumMismatch("damaged") if fails == "checksum" else HandoffError("broken")
-        self.blocks.fail_copy(copy.ticket.ticket_id, error)
+        self.blocks.fail_copy(copy.ticket.ticket_id, error, self.now)
         assert copy.ticket.state is TicketState.RELEASED
         assert outcomes(self.receiver, fails) == before + was_open
 

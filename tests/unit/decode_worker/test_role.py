@@ -321,7 +321,7 @@ async def test_a_commit_that_waits_learns_what_has_ended_its_ticket(world: World
     world.begin_copy(damaged, 0)
     expired, aborted = world.reserve("expired"), world.reserve("aborted")
     commits = [await waiting_commit(world, each) for each in (damaged, expired, aborted)]
-    world.blocks.fail_copy(damaged, ChecksumMismatch("a part arrived damaged"))
+    world.blocks.fail_copy(damaged, ChecksumMismatch("a part arrived damaged"), 1.0)
     world.role.abort_handoff(("aborted", 0))
     world.now += 3.0
     world.blocks.sweep(world.now)

@@ -78,7 +78,7 @@ class Keeper:
         self.told.append(("end", ticket_id, transport, str(copied)))
         self.tickets[ticket_id].end_copy()
 
-    def fail_copy(self, ticket_id: str, error: BatonError) -> None:
+    def fail_copy(self, ticket_id: str, error: BatonError, now: float) -> None:
         self.told.append(("fail", ticket_id, error.code or ""))
         self.tickets[ticket_id].release()
         self.tickets[ticket_id].end_copy()

@@ -16,8 +16,9 @@ import pytest
 
 from baton.errors import ChecksumMismatch, HandoffError, WorkerFailed
 from kvtransfer.host_memory import HostMemory
+from kvtransfer.links import ReadSendLink
 from kvtransfer.nixl_reader import SLOT_BYTES
-from kvtransfer.nixl_transport import NixlReceiveLink, NixlSendLink, NixlTransport
+from kvtransfer.nixl_transport import NixlReceiveLink, NixlTransport
 from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Batch, Parts, Peer, Transport
 
@@ -49,7 +50,7 @@ class Pair:
         self.number = 0
         self.send_link, self.receive_link = self.link()
 
-    def link(self) -> tuple[NixlSendLink, NixlReceiveLink]:
+    def link(self) -> tuple[ReadSendLink, NixlReceiveLink]:
         offer = self.writer.transport.offer()
         receive_link, answer = self.receiver.transport.accept(Peer("writer", ""), offer)
         return self.writer.transport.connect(Peer("receiver", ""), answer), receive_link

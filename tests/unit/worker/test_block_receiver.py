@@ -166,7 +166,7 @@ class BlockReceiverMachine(RuleBasedStateMachine):
             self.receiver.drop_copy(ticket_id)
         else:
             error = ChecksumMismatch("damaged") if how == "checksum" else HandoffError("broken")
-            self.receiver.fail_copy(ticket_id, error)
+            self.receiver.fail_copy(ticket_id, error, self.now)
             assert copy.ticket.state is TicketState.RELEASED
             assert counted(self.receiver, how) == before + was_open
             assert (self.listener.released_errors[ticket_id] is error) is was_open
@@ -292,7 +292,7 @@ def test_blocks_are_quarantined_until_the_last_copy_has_ended() -> None:
         promise(receiver, now=13.0)
     receiver.end_copy(ticket.ticket_id, "shm", BLOCK_BYTES)
     assert receiver.pool.counts().quarantined == 2
-    receiver.fail_copy(ticket.ticket_id, HandoffError("broke after the ticket had ended"))
+    receiver.fail_copy(ticket.ticket_id, HandoffError("broke after the ticket had ended"), 1.0)
     assert receiver.pool.counts().free == 4
     assert counted(receiver, "error") == 0, "a handoff is counted once"
     assert listener.completed_ids == []
@@ -303,7 +303,7 @@ def test_a_damaged_part_ends_the_handoff_and_is_counted() -> None:
     ticket = promise(receiver)
     begin(receiver, ticket, 0)
     damaged = ChecksumMismatch("damaged")
-    receiver.fail_copy(ticket.ticket_id, damaged)
+    receiver.fail_copy(ticket.ticket_id, damaged, 1.0)
     assert counted(receiver, "checksum") == 1
     assert listener.released_errors == {ticket.ticket_id: damaged}
     with pytest.raises(TicketEnded):

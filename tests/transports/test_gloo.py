@@ -1,0 +1,9 @@
+"""kvtransfer/group_transport.py does with gloo what every transport does."""
+
+from __future__ import annotations
+
+from tests.transports.conformance import TransportConformance
+
+
+class TestGloo(TransportConformance):
+    transport = "gloo"
