@@ -134,7 +134,8 @@ class HaltingPush(outbound.Push):
 class HaltingReceiver(BlockReceiver):
     def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
         super().end_copy(ticket_id, transport, copied)
-        if not self.book.get(ticket_id).is_complete:
+        # Of a ticket that has ended nothing may be known any more: look only where it has not.
+        if HALTS.armed == "receiving" and not self.book.get(ticket_id).is_complete:
             HALTS.reach("receiving")
 
 
