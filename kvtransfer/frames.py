@@ -7,6 +7,7 @@ at each end. A message whose fields come in another order is read by that runtim
 
 from __future__ import annotations
 
+import ctypes
 import struct
 
 from baton.v1 import transfer_pb2
@@ -16,11 +17,37 @@ _NUMBER_TAG, _PART_TAG, _DATA_TAG = 1 << 3 | 1, 2 << 3 | 5, 3 << 3 | 2
 """Field numbers 1, 2 and 3; wire types fixed64, fixed32 and length-delimited."""
 
 
-def encode_frame(number: int, part: int, pieces: list[memoryview]) -> bytes:
-    """A message with ``pieces``, one after another, as its data."""
-    size = sum(piece.nbytes for piece in pieces)
-    head = _HEAD.pack(_NUMBER_TAG, number, _PART_TAG, part, _DATA_TAG)
-    return b"".join((head, _varint(size), *pieces))
+_NUMBER_AT = 1
+
+_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+_new_bytes.argtypes, _new_bytes.restype = (ctypes.c_void_p, ctypes.c_ssize_t), ctypes.py_object
+_address_of = ctypes.pythonapi.PyBytes_AsString
+_address_of.argtypes, _address_of.restype = (ctypes.py_object,), ctypes.c_void_p
+
+
+class Frame:
+    """A message whose data are filled in where they stay: gRPC takes ``bytes`` and nothing else.
+
+    Python's C interface allows what is done here, to fill new ``bytes`` before anybody sees them
+    (docs.python.org, PyBytes_FromStringAndSize); joining pieces would copy them once more.
+    """
+
+    def __init__(self, part: int, size: int) -> None:
+        """``size`` bytes of data, from part ``part`` of a batch on."""
+        head = _HEAD.pack(_NUMBER_TAG, 0, _PART_TAG, part, _DATA_TAG) + _varint(size)
+        self.size = len(head) + size
+        self._message: bytes = _new_bytes(None, self.size)
+        buffer = (ctypes.c_char * self.size).from_address(_address_of(self._message))
+        whole = memoryview(buffer).cast("B")
+        whole[: len(head)] = head
+        self._whole = whole
+        self.data = whole[len(head) :]
+        """To be written, all of it, before ``finish``."""
+
+    def finish(self, number: int) -> bytes:
+        """The message, as one of batch ``number``."""
+        struct.pack_into("<Q", self._whole, _NUMBER_AT, number)
+        return self._message
 
 
 def decode_frame(message: bytes) -> tuple[int, int, memoryview]:
@@ -36,7 +63,7 @@ def decode_frame(message: bytes) -> tuple[int, int, memoryview]:
 
 
 def _decode(message: bytes) -> tuple[int, int, memoryview] | None:
-    """What ``encode_frame`` has made; None where it was another."""
+    """What ``Frame`` has made; None where it was another."""
     if len(message) <= _HEAD.size:
         return None
     number_tag, number, part_tag, part, data_tag = _HEAD.unpack_from(message)

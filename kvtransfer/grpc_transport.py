@@ -24,12 +24,11 @@ from typing import Any
 from weakref import WeakSet
 
 import grpc
-import numpy as np
 
 from baton.errors import BatonError, HandoffError, WorkerFailed
 from baton.grpc_channel import TlsFiles, make_blocking_server, open_blocking_channel
 from baton.v1 import transfer_pb2
-from kvtransfer.frames import decode_frame, encode_frame
+from kvtransfer.frames import Frame, decode_frame
 from kvtransfer.links import OpenTransfers, check_part
 from kvtransfer.memory import BlockMemory
 from kvtransfer.transfer import Transfer
@@ -70,7 +69,7 @@ class GrpcTransport:
 
     @property
     def staging_bytes(self) -> int:
-        """See ``Transport``: copies that wait to be sent, and a message for each writer."""
+        """See ``Transport``: messages that wait to be sent, and one of each writer."""
         copies = sum(link.copied_bytes for link in list(self._senders))
         return copies + CHUNK_BYTES * len(self._links)
 
@@ -135,11 +134,10 @@ class GrpcTransport:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """What goes into one message."""
+    """A message to be sent."""
 
     number: int
-    first: int
-    parts: list[memoryview]
+    frame: Frame
     last: Transfer | None
     """The transfer that is over with it."""
 
@@ -162,25 +160,26 @@ class GrpcSendLink:
         self._call.add_done_callback(self._ended)
 
     def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
-        """See ``SendLink``. The payload is a view of each part, or of a copy."""
+        """See ``SendLink``. The payload is a list of frames."""
         source = self._memory if memory is None else memory
-        offset, length = parts.offset, parts.length
-        views = [source.view(block, offset, length) for block in parts.blocks]
-        seen = [view for view in views if view is not None]
-        if len(seen) == len(views):
-            checksums = [source.checksum(block, offset, length) for block in parts.blocks]
-            return Packed(parts, tuple(checksums), seen)
-        buffer = self._new_copy(parts.bytes)
-        copies = [buffer[at : at + length] for at in range(0, parts.bytes, length)]
-        pairs = zip(parts.blocks, copies, strict=True)
-        return Packed(parts, tuple(source.read(b, offset, copy) for b, copy in pairs), copies)
+        length, count = parts.length, len(parts.blocks)
+        frames, checksums = [], []
+        step = max(1, CHUNK_BYTES // length)
+        for first in range(0, count, step):
+            blocks = parts.blocks[first : first + step]
+            frame = self._new_frame(first, len(blocks) * length)
+            frames.append(frame)
+            for index, block in enumerate(blocks):
+                piece = frame.data[index * length : (index + 1) * length]
+                checksums.append(source.read(block, parts.offset, piece))
+        return Packed(parts, tuple(checksums), frames)
 
-    def _new_copy(self, size: int) -> memoryview:
-        """Writable bytes that are counted until nobody refers to them."""
-        copy = np.empty(size, dtype=np.uint8)
-        self._count(size)
-        weakref.finalize(copy, self._count, -size)
-        return copy.data
+    def _new_frame(self, first: int, size: int) -> Frame:
+        """It is counted until nobody refers to it."""
+        frame = Frame(first, size)
+        self._count(frame.size)
+        weakref.finalize(frame, self._count, -frame.size)
+        return frame
 
     def _count(self, size: int) -> None:
         with self._lock:
@@ -189,18 +188,20 @@ class GrpcSendLink:
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
         """See ``SendLink``."""
         transfer = self._transfers.new()
-        count = len(packed.parts.blocks)
-        step = max(1, CHUNK_BYTES // packed.parts.length)
-        for first in range(0, count, step):
-            last = transfer if first + step >= count else None
-            self._chunks.put(_Chunk(number, first, packed.payload[first : first + step], last))
+        *before, last = packed.payload
+        for frame in before:
+            self._chunks.put(_Chunk(number, frame, None))
+        self._chunks.put(_Chunk(number, last, transfer))
         return transfer
 
     def _messages(self) -> Iterator[bytes]:
         while (chunk := self._chunks.get()) is not None:
-            yield encode_frame(chunk.number, chunk.first, chunk.parts)
-            if chunk.last is not None:
-                chunk.last.finish()
+            message, last = chunk.frame.finish(chunk.number), chunk.last
+            del chunk  # and its memory, while the next one is awaited
+            yield message
+            del message
+            if last is not None:
+                last.finish()
 
     def _ended(self, call: Any) -> None:
         self._transfers.end(WorkerFailed(f"{self._peer} takes no more blocks: {_why(call)}"))

@@ -48,9 +48,6 @@ class HostMemory:
     def shared_file(self) -> SharedFile | None:
         return self._shared_file
 
-    def view(self, block: int, offset: int, length: int) -> memoryview | None:
-        return self._part(block, offset, length).data.toreadonly()
-
     def checksum(self, block: int, offset: int, length: int) -> int:
         return copying.checksum(self._part(block, offset, length))
 

@@ -43,9 +43,6 @@ class BlockMemory(Protocol):
     def shared_file(self) -> SharedFile | None:
         """Where the blocks lie, one after another; None: no other process can map them."""
 
-    def view(self, block: int, offset: int, length: int) -> memoryview | None:
-        """Part of a block, to read only; None where this process cannot address it."""
-
     def checksum(self, block: int, offset: int, length: int) -> int:
         """``kvtransfer.checksum.checksum`` of part of a block."""
 

@@ -125,9 +125,6 @@ class ConvertedBlocks:
     def shared_file(self) -> SharedFile | None:
         return None
 
-    def view(self, block: int, offset: int, length: int) -> memoryview | None:
-        return None
-
     def checksum(self, block: int, offset: int, length: int) -> int:
         return copying.checksum(self._part(block, offset, length))
 

@@ -55,9 +55,6 @@ class GpuMemory:
     def shared_file(self) -> SharedFile | None:
         return None
 
-    def view(self, block: int, offset: int, length: int) -> memoryview | None:
-        return None
-
     def checksum(self, block: int, offset: int, length: int) -> int:
         """On the GPU, unless the part begins or ends within a word."""
         part = self._part(block, offset, length)

@@ -33,9 +33,6 @@ class ArrayMemory:
     def address(self) -> int:
         return self.array.ctypes.data
 
-    def view(self, block: int, offset: int, length: int) -> memoryview | None:
-        return None
-
     def checksum(self, block: int, offset: int, length: int) -> int:
         return checksum(self._part(block, offset, length).data)
 

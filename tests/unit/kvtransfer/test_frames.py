@@ -9,11 +9,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.v1 import transfer_pb2
-from kvtransfer.frames import decode_frame, encode_frame
+from kvtransfer.frames import Frame, decode_frame
 
 NUMBERS = st.integers(0, (1 << 64) - 1)
 PARTS = st.integers(0, (1 << 32) - 1)
 quick = settings(max_examples=200, deadline=None, derandomize=True)
+
+
+def encode_frame(number: int, part: int, pieces: list[memoryview]) -> bytes:
+    """A message with ``pieces``, one after another, as its data."""
+    joined = b"".join(pieces)
+    frame = Frame(part, len(joined))
+    frame.data[:] = joined
+    return frame.finish(number)
 
 
 def pieces_of(data: list[bytes]) -> list[memoryview]:
