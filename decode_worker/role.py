@@ -59,7 +59,7 @@ class DecodeRole:
         """See ``HandoffReceiver.reserve``."""
         ticket = self.receiver.reserve(offer, time.monotonic())
         self._deadlines[ticket.attempt] = time.monotonic() + offer.spec.deadline_s
-        self.context.control.pump()
+        self.context.control.pump_soon()
         return ticket
 
     async def commit_when_complete(self, ticket_id: str, writer: str, first_token: int) -> int:

@@ -103,12 +103,16 @@ class ControlLoop:
     def add_computed(self, sequence: Sequence, blocks: list[int], computed: int) -> None:
         """Queue a sequence whose first ``computed`` tokens are in ``blocks``."""
         self.scheduler.add_computed(sequence, blocks, computed)
-        self.pump()
+        self.pump_soon()
 
     def remove(self, sequence: Sequence) -> None:
         """End a sequence; idempotent."""
         self.scheduler.remove(sequence)
         self.pump()
+
+    def pump_soon(self) -> None:
+        """``pump``, but first what the caller has to do: somebody waits for its answer."""
+        self._loop.call_soon(self.pump)
 
     def pump(self) -> None:
         """Give the engine thread what there is to do."""
