@@ -39,6 +39,9 @@ class Control:
     def pump(self) -> None:
         pass
 
+    def pump_soon(self) -> None:
+        pass
+
     def add_computed(self, sequence: Sequence, blocks: list[int], computed: int) -> None:
         self.scheduler.add_computed(sequence, blocks, computed)
 
