@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +44,8 @@ def copy_library() -> ctypes.CDLL | None:
     library.kv_checksum.restype = ctypes.c_uint64
     library.kv_copy.argtypes = [address, address, size, ctypes.c_int]
     library.kv_copy.restype = ctypes.c_uint64
+    library.kv_copy_many.argtypes = [address, address, size, size, ctypes.c_int, address]
+    library.kv_copy_many.restype = None
     return library
 
 
@@ -69,9 +73,74 @@ def copy(to: Bytes, source: Bytes, *, soon_read: bool = False) -> int:
     return int(library.kv_copy(_address(target), _address(origin), target.size, not soon_read))
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Several parts of equal length in one piece of memory."""
+
+    data: npt.NDArray[np.uint8]
+    """All of it, [bytes]."""
+    starts: npt.NDArray[np.int64]
+    """Where each part begins, [parts]."""
+    length: int
+    """Bytes of each part."""
+
+    def part(self, index: int) -> npt.NDArray[np.uint8]:
+        """One of them."""
+        start = int(self.starts[index])
+        return self.data[start : start + self.length]
+
+    def check(self) -> None:
+        """Raises ValueError where a part lies outside."""
+        if self.starts.size and not (
+            self.starts.min() >= 0 and self.starts.max() + self.length <= self.data.size
+        ):
+            raise ValueError(f"parts of {self.length} bytes lie outside {self.data.size} bytes")
+
+
+def checksum_many(source: Run) -> tuple[int, ...]:
+    """``checksum`` of each part. In one go: a call costs more than a small part."""
+    source.check()
+    library = copy_library()
+    if library is None:
+        return tuple(checksum(source.part(index)) for index in range(source.starts.size))
+    return _copy_many(library, None, source, soon_read=False)
+
+
+def copy_many(to: Run, source: Run, *, soon_read: bool = False) -> tuple[int, ...]:
+    """``copy`` of each part to the one at its place. In one go."""
+    to.check()
+    source.check()
+    if (to.length, to.starts.size) != (source.length, source.starts.size):
+        raise ValueError("the parts of source and target are not alike")
+    if not to.data.flags.writeable:
+        raise ValueError("the target is read-only")
+    library = copy_library()
+    if library is None:
+        count = range(to.starts.size)
+        return tuple(copy(to.part(index), source.part(index)) for index in count)
+    return _copy_many(library, to, source, soon_read=soon_read)
+
+
+def _copy_many(
+    library: ctypes.CDLL, to: Run | None, source: Run, *, soon_read: bool
+) -> tuple[int, ...]:
+    origins = source.starts + _address(source.data)
+    targets = None if to is None else to.starts + _address(to.data)
+    sums = np.empty(source.starts.size, dtype=np.uint64)
+    library.kv_copy_many(
+        None if targets is None else _address(targets),
+        _address(origins),
+        sums.size,
+        source.length,
+        not soon_read,
+        _address(sums),
+    )
+    return tuple(sums.tolist())
+
+
 def _bytes_of(data: Bytes) -> npt.NDArray[np.uint8]:
     return np.frombuffer(data, dtype=np.uint8)
 
 
-def _address(data: npt.NDArray[np.uint8]) -> int:
+def _address(data: npt.NDArray[Any]) -> int:
     return int(data.__array_interface__["data"][0])

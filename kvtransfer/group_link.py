@@ -389,10 +389,10 @@ class GroupSendLink(_Link):
         source = self._memory if memory is None else memory
         staged = self._stage(parts)
         if staged is None:
-            sums = [source.checksum(b, parts.offset, parts.length) for b in parts.blocks]
-            return Packed(parts, tuple(sums), source)
+            sums = source.checksum_many(parts.blocks, parts.offset, parts.length)
+            return Packed(parts, sums, source)
         sums = _read(source, parts, 0, len(parts.blocks), staged.buffer)
-        return Packed(parts, tuple(sums), staged)
+        return Packed(parts, sums, staged)
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
         """See ``SendLink``. What was cancelled is sent all the same: the peer waits for it."""
@@ -497,14 +497,11 @@ class GroupReceiveLink(_Link):
 
 def _read(
     memory: BlockMemory, parts: Parts, first: int, count: int, buffer: StagingBuffer
-) -> list[int]:
+) -> tuple[int, ...]:
     """Copy ``count`` parts from ``first`` on into a buffer. Returns their checksums."""
-    checksums = []
-    for position, block in enumerate(parts.blocks[first : first + count]):
-        start = position * parts.length
-        out = buffer.view[start : start + parts.length]
-        checksums.append(memory.read(block, parts.offset, out))
-    buffer.upload(count * parts.length)
+    blocks, length = parts.blocks[first : first + count], parts.length
+    checksums = memory.read_many(blocks, parts.offset, length, buffer.view[: count * length])
+    buffer.upload(count * length)
     return checksums
 
 

@@ -29,7 +29,7 @@ from baton.errors import BatonError, HandoffError, WorkerFailed
 from baton.grpc_channel import TlsFiles, make_blocking_server, open_blocking_channel
 from baton.v1 import transfer_pb2
 from kvtransfer.frames import Frame, decode_frame
-from kvtransfer.links import OpenTransfers, check_part
+from kvtransfer.links import OpenTransfers, place
 from kvtransfer.memory import BlockMemory
 from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Batch, Packed, Parts, Peer
@@ -163,15 +163,14 @@ class GrpcSendLink:
         """See ``SendLink``. The payload is a list of frames."""
         source = self._memory if memory is None else memory
         length, count = parts.length, len(parts.blocks)
-        frames, checksums = [], []
+        frames: list[Frame] = []
+        checksums: list[int] = []
         step = max(1, CHUNK_BYTES // length)
         for first in range(0, count, step):
             blocks = parts.blocks[first : first + step]
             frame = self._new_frame(first, len(blocks) * length)
             frames.append(frame)
-            for index, block in enumerate(blocks):
-                piece = frame.data[index * length : (index + 1) * length]
-                checksums.append(source.read(block, parts.offset, piece))
+            checksums += source.read_many(blocks, parts.offset, length, frame.data)
         return Packed(parts, tuple(checksums), frames)
 
     def _new_frame(self, first: int, size: int) -> Frame:
@@ -286,13 +285,7 @@ class GrpcReceiveLink:
             awaited.transfer.pause()
 
     def _place(self, batch: Batch, first: int, data: memoryview) -> None:
-        length, offset = batch.source.length, batch.source.offset
-        for index in range(len(data) // length):
-            part = data[index * length : (index + 1) * length]
-            target = batch.target.blocks[first + index]
-            check_part(
-                self._memory.write(target, offset, part), batch.checksums[first + index], batch
-            )
+        place(self._memory, batch, data, range(0, len(data), batch.source.length), first)
 
     def _find(self, number: int) -> _Awaited:
         """The batch; bytes may overtake what the pair's stream says of them, a little."""

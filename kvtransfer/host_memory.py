@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -57,6 +59,34 @@ class HostMemory:
 
     def write(self, block: int, offset: int, data: memoryview) -> int:
         return copying.copy(self._part(block, offset, data.nbytes), data)
+
+    def checksum_many(self, blocks: Sequence[int], offset: int, length: int) -> tuple[int, ...]:
+        return copying.checksum_many(self._run(blocks, offset, length))
+
+    def read_many(
+        self, blocks: Sequence[int], offset: int, length: int, out: memoryview
+    ) -> tuple[int, ...]:
+        target = np.frombuffer(out, dtype=np.uint8)
+        run = copying.Run(target, np.arange(len(blocks), dtype=np.int64) * length, length)
+        return copying.copy_many(run, self._run(blocks, offset, length), soon_read=True)
+
+    def write_many(
+        self,
+        blocks: Sequence[int],
+        offset: int,
+        length: int,
+        source: memoryview,
+        starts: Sequence[int],
+    ) -> tuple[int, ...]:
+        origin = np.frombuffer(source, dtype=np.uint8)
+        run = copying.Run(origin, np.array(starts, dtype=np.int64), length)
+        return copying.copy_many(self._run(blocks, offset, length), run)
+
+    def _run(self, blocks: Sequence[int], offset: int, length: int) -> copying.Run:
+        for block in blocks:
+            check_part(self, block, offset, length)
+        starts = np.array(blocks, dtype=np.int64) * self.block_bytes + offset
+        return copying.Run(self._data.reshape(-1), starts, length)
 
     def _part(self, block: int, offset: int, length: int) -> npt.NDArray[np.uint8]:
         check_part(self, block, offset, length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from baton.errors import BatonError, ChecksumMismatch, WorkerFailed
 from kvtransfer.memory import BlockMemory
@@ -48,6 +49,24 @@ class OpenTransfers:
             transfer.give_up(error)
 
 
+def place(
+    memory: BlockMemory,
+    batch: Batch,
+    source: memoryview,
+    starts: Sequence[int],
+    first: int = 0,
+) -> None:
+    """Write parts of a batch, from ``first`` on, to their blocks: they begin at ``starts``.
+
+    Raises ChecksumMismatch for one that is not what was announced.
+    """
+    parts, count = batch.target, len(starts)
+    blocks = parts.blocks[first : first + count]
+    found = memory.write_many(blocks, parts.offset, parts.length, source, starts)
+    if found != batch.checksums[first : first + count]:
+        raise ChecksumMismatch(f"a part of batch {batch.number} arrived damaged")
+
+
 def check_part(found: int, expected: int, batch: Batch) -> None:
     """Compare a part's checksum with the announced one. Raises ChecksumMismatch."""
     if found != expected:
@@ -64,8 +83,8 @@ class ReadSendLink:
     def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
         """See ``SendLink``."""
         assert memory is None or memory is self._memory, "the receiver cannot read other memory"
-        read = self._memory.checksum
-        return Packed(parts, tuple(read(b, parts.offset, parts.length) for b in parts.blocks))
+        sums = self._memory.checksum_many(parts.blocks, parts.offset, parts.length)
+        return Packed(parts, sums)
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
         """See ``SendLink``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,6 +52,57 @@ class BlockMemory(Protocol):
 
     def write(self, block: int, offset: int, data: memoryview) -> int:
         """Overwrite part of a block. Returns the checksum of what was written."""
+
+    def checksum_many(self, blocks: Sequence[int], offset: int, length: int) -> tuple[int, ...]:
+        """``checksum`` of the same part of several blocks."""
+
+    def read_many(
+        self, blocks: Sequence[int], offset: int, length: int, out: memoryview
+    ) -> tuple[int, ...]:
+        """``read`` of the same part of several blocks, one after another into ``out``."""
+
+    def write_many(
+        self,
+        blocks: Sequence[int],
+        offset: int,
+        length: int,
+        source: memoryview,
+        starts: Sequence[int],
+    ) -> tuple[int, ...]:
+        """``write`` of the same part of several blocks: what begins at ``starts`` of ``source``."""
+
+
+class PartByPart:
+    """The methods for several parts, for memory that gains nothing from them."""
+
+    def checksum_many(
+        self: BlockMemory, blocks: Sequence[int], offset: int, length: int
+    ) -> tuple[int, ...]:
+        """See ``BlockMemory``."""
+        return tuple(self.checksum(block, offset, length) for block in blocks)
+
+    def read_many(
+        self: BlockMemory, blocks: Sequence[int], offset: int, length: int, out: memoryview
+    ) -> tuple[int, ...]:
+        """See ``BlockMemory``."""
+        return tuple(
+            self.read(block, offset, out[index * length : (index + 1) * length])
+            for index, block in enumerate(blocks)
+        )
+
+    def write_many(
+        self: BlockMemory,
+        blocks: Sequence[int],
+        offset: int,
+        length: int,
+        source: memoryview,
+        starts: Sequence[int],
+    ) -> tuple[int, ...]:
+        """See ``BlockMemory``."""
+        pairs = zip(blocks, starts, strict=True)
+        return tuple(
+            self.write(block, offset, source[start : start + length]) for block, start in pairs
+        )
 
 
 def check_part(memory: BlockMemory, block: int, offset: int, length: int) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import BatonError, DeadlineExceeded, HandoffError, WorkerFailed
-from kvtransfer.links import OpenTransfers, check_part
+from kvtransfer.links import OpenTransfers, place
 from kvtransfer.memory import BlockMemory
 from kvtransfer.nixl_agent import NixlAgent
 from kvtransfer.transfer import Transfer
@@ -263,13 +263,8 @@ class NixlReader:
 
     def _copy(self, read: _Read) -> None:
         batch = read.incoming.batch
-        offset, length = batch.target.offset, batch.target.length
-        staged = memoryview(self._staging[read.slot])
-        for index in range(read.count):
-            part = read.first + index
-            data = staged[index * length : (index + 1) * length]
-            found = self._memory.write(batch.target.blocks[part], offset, data)
-            check_part(found, batch.checksums[part], batch)
+        starts = range(0, read.count * batch.target.length, batch.target.length)
+        place(self._memory, batch, memoryview(self._staging[read.slot]), starts, read.first)
 
     def _read_on(self, writer: _Writer) -> None:
         for source in writer.sources:

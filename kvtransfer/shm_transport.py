@@ -19,7 +19,7 @@ from pathlib import Path
 from weakref import WeakSet
 
 from baton.errors import ConfigError, HandoffError, WorkerFailed
-from kvtransfer.links import OpenTransfers, ReadSendLink, check_part
+from kvtransfer.links import OpenTransfers, ReadSendLink, place
 from kvtransfer.memory import BlockMemory
 from kvtransfer.shared_pool import open_shared
 from kvtransfer.transfer import Transfer
@@ -143,12 +143,9 @@ class ShmReceiveLink:
             transfer.finish()
 
     def _copy_parts(self, batch: Batch) -> None:
-        offset, length = batch.source.offset, batch.source.length
-        pairs = zip(batch.source.blocks, batch.target.blocks, batch.checksums, strict=True)
-        for source, target, checksum in pairs:
-            start = source * self._block_bytes + offset
-            data = self._theirs[start : start + length]
-            check_part(self._memory.write(target, offset, data), checksum, batch)
+        source = batch.source
+        starts = [block * self._block_bytes + source.offset for block in source.blocks]
+        place(self._memory, batch, self._theirs, starts)
 
     def close(self) -> None:
         """See ``ReceiveLink``. The mapping goes with the last copy that reads it."""

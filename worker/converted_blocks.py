@@ -21,7 +21,7 @@ from baton.request import Geometry
 from engine.kv_cache import KvCache
 from kvtransfer import copying
 from kvtransfer.layout import KvLayout
-from kvtransfer.memory import SharedFile, check_part
+from kvtransfer.memory import PartByPart, SharedFile, check_part
 from worker.kv_converter import Converter
 
 
@@ -62,7 +62,7 @@ class Staging:
                 del self._blocks[key]
 
 
-class ConvertedBlocks:
+class ConvertedBlocks(PartByPart):
     """``kvtransfer.memory.BlockMemory`` over one sequence, to read only.
 
     Block n is the nth block of the sequence as the receiver counts them.

@@ -10,10 +10,10 @@ import torch
 
 from kvtransfer import copying
 from kvtransfer.checksum_triton import checksum_tensor
-from kvtransfer.memory import SharedFile, check_part
+from kvtransfer.memory import PartByPart, SharedFile, check_part
 
 
-class GpuMemory:
+class GpuMemory(PartByPart):
     """``kvtransfer.memory.BlockMemory`` over blocks on a CUDA device.
 
     Safe beside a running step, because a block that is read is complete, and one that is written is

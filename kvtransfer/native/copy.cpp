@@ -155,4 +155,11 @@ uint64_t kv_copy(void* to, const void* from, int64_t bytes, int streamed) {
   if (streamed && aligned) return checksum<STREAMED>((char*)to, (const char*)from, bytes);
   return checksum<CACHED>((char*)to, (const char*)from, bytes);
 }
+
+// The same of several parts of equal length. Without targets (`to` is null) only the checksums.
+void kv_copy_many(void* const* to, const void* const* from, int64_t parts, int64_t bytes,
+                  int streamed, uint64_t* sums) {
+  for (int64_t i = 0; i < parts; i++)
+    sums[i] = to ? kv_copy(to[i], from[i], bytes, streamed) : kv_checksum(from[i], bytes);
+}
 }

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.checksum import checksum
-from kvtransfer.memory import SharedFile
+from kvtransfer.memory import PartByPart, SharedFile
 
 
-class ArrayMemory:
+class ArrayMemory(PartByPart):
     """A ``BlockMemory`` of random bytes, or of zeros."""
 
     def __init__(self, blocks: int, block_bytes: int, seed: int | None = None) -> None:
