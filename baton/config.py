@@ -123,7 +123,7 @@ class Config(BaseSettings):
     """How KV blocks travel between workers; ``auto``: the best that both ends of a pair can use."""
     transfer_window_mib: int = Field(default=32, ge=1, le=4096)
     """Most KV on its way from one worker to another at a time, and most memory of such a pair for
-    bytes between blocks and wire, in MiB."""
+    bytes between blocks and wire, in MiB; four times as much where nothing lies between them."""
     local_prefill: Literal["never"] = "never"
     """Whether decode workers compute prompts themselves; ``never`` hands every request off."""
     pools: tuple[PoolConfig, ...] = Field(default_factory=_default_pools)

@@ -45,9 +45,13 @@ def _keys(pairs: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
 
 def segment_checksum(digest: int, ticket_id: str, block_index: int, offset: int) -> int:
     """Bind a segment's ``checksum`` to its place, so that it cannot pass for another's."""
-    place = zlib.crc32(ticket_id.encode()) * _TICKET_FACTOR
-    place += (block_index + 1) * _BLOCK_FACTOR + offset * _OFFSET_FACTOR
+    place = _ticket_place(ticket_id) + (block_index + 1) * _BLOCK_FACTOR + offset * _OFFSET_FACTOR
     return (digest + place) & _MASK64
+
+
+@lru_cache(maxsize=1024)
+def _ticket_place(ticket_id: str) -> int:
+    return zlib.crc32(ticket_id.encode()) * _TICKET_FACTOR
 
 
 def raw_checksum(sealed: int, ticket_id: str, block_index: int, offset: int) -> int:

@@ -48,6 +48,10 @@ Context = grpc.aio.ServicerContext[transfer_pb2.TransferRequest, transfer_pb2.Tr
 Response = transfer_pb2.TransferResponse
 
 
+_WITHOUT_STAGING = 4
+"""Times the window of a pair whose transport copies from blocks to blocks."""
+
+
 class TicketKeeper(Protocol):
     """Owns the tickets; all its methods run on the control loop."""
 
@@ -145,7 +149,7 @@ class Inbound:
             opened = transfer_pb2.PairOpened(
                 transport=name,
                 answer=answer,
-                window_bytes=self.limits.window_bytes,
+                window_bytes=self._window(self._transports[name]),
                 geometry=convert.geometry_to_proto(self.identity.geometry),
             )
             log.info("%s sends blocks here by %s", message.writer, name)
@@ -154,6 +158,11 @@ class Inbound:
             f"no transport from {message.writer} to {self.identity.incarnation} works: "
             + "; ".join(refusals)
         )
+
+    def _window(self, transport: Transport) -> int:
+        """What bounds staging matters less where there is none: blocks are read where they lie."""
+        stages = transport.copies_out or transport.staging_bytes
+        return self.limits.window_bytes * (1 if stages else _WITHOUT_STAGING)
 
     def began(self, ticket_id: str, transfer: Transfer) -> None:
         """A transfer for a ticket is under way."""

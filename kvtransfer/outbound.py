@@ -154,6 +154,9 @@ class Outbound:
         self._in_flight: dict[int, Load] = {}
         self._next = 0
         self._requests: asyncio.Queue[Request] = asyncio.Queue()
+        self._reads: asyncio.Queue[tuple[int, Load, asyncio.Future[Packed]]] = asyncio.Queue(1)
+        """What is being read, besides one that is waited for."""
+        self._reading: set[asyncio.Future[Packed]] = set()
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._users = 0
@@ -179,7 +182,7 @@ class Outbound:
         try:
             async with asyncio.timeout(deadline_s):
                 await self._write(Request(open=hello))
-                answer = await self._read()
+                answer = await self._next_answer()
             opened = answer.opened
             transport = self._transports.get(opened.transport)
             if transport is None:
@@ -198,7 +201,8 @@ class Outbound:
         self._tasks = [
             asyncio.create_task(self._guard(self._listen()), name="pair-listen"),
             asyncio.create_task(self._guard(self._speak()), name="pair-speak"),
-            asyncio.create_task(self._guard(self._pump()), name="pair-pump"),
+            asyncio.create_task(self._guard(self._read_ahead()), name="pair-read-ahead"),
+            asyncio.create_task(self._guard(self._announce()), name="pair-announce"),
         ]
         log.info("blocks go to %s by %s", self.peer.incarnation, self.transport)
 
@@ -214,6 +218,9 @@ class Outbound:
         """End it; its pushes fail."""
         self._break(WorkerFailed(f"the pair with {self.peer.incarnation} was closed"))
         await end_tasks(self._tasks)
+        if self._reading:
+            # The memory may go now.
+            await asyncio.wait(self._reading, timeout=self._limits.silence_s)
 
     def _break(self, error: BatonError) -> None:
         if self.broken.done():
@@ -269,7 +276,8 @@ class Outbound:
         """For ``Push``."""
         self._pushes.pop(push.ticket_id, None)
 
-    async def _pump(self) -> None:
+    async def _read_ahead(self) -> None:
+        """Have the next batches read while those before them are on their way."""
         while True:
             while not self._queue:
                 self._wake.clear()
@@ -278,36 +286,38 @@ class Outbound:
             while self._in_flight and self.in_flight_bytes + load.bytes > self._window_bytes:
                 self._wake.clear()
                 await self._wake.wait()
-            await self._send(load)
+            push = self._pushes.get(load.ticket_id)
+            if push is not None and push.is_open:
+                await self._reads.put((self._begin(load, push), load, self._read(load, push)))
 
-    async def _send(self, load: Load) -> None:
-        push = self._pushes.get(load.ticket_id)
-        if push is None or not push.is_open:
-            return
-        assert self._link is not None, "not open"
-        push.announced(load.bytes)
-        packed = await self._pack(load, push.memory)
+    def _begin(self, load: Load, push: Push) -> int:
+        """From now on it counts as being on its way. Returns its number."""
         number, self._next = self._next, self._next + 1
+        push.announced(load.bytes)
         self._in_flight[number] = load
         self.in_flight_bytes += load.bytes
-        now = time.monotonic()
-        self.bandwidth.began(now)
         if len(self._in_flight) == 1:
-            self._landed_at = now
-        self._requests.put_nowait(Request(announced=[_announcement(number, load, packed)]))
-        transfer = self._link.send(number, packed, self._limits.batch_deadline_s)
-        transfer.when_over(self._sent)
+            self._landed_at = time.monotonic()
+        return number
 
-    async def _pack(self, load: Load, memory: BlockMemory | None) -> Packed:
+    def _read(self, load: Load, push: Push) -> asyncio.Future[Packed]:
         assert self._link is not None, "not open"
         parts = Parts(load.sources, load.offset, load.length)
-        reading = self._loop.run_in_executor(self._executor, self._link.pack, parts, memory)
-        try:
-            return await asyncio.shield(reading)
-        except asyncio.CancelledError:
-            # Whoever is told that nothing is read here any longer must be able to rely on it.
-            await asyncio.wait([reading], timeout=self._limits.silence_s)
-            raise
+        reading = self._loop.run_in_executor(self._executor, self._link.pack, parts, push.memory)
+        self._reading.add(reading)
+        reading.add_done_callback(self._reading.discard)
+        return reading
+
+    async def _announce(self) -> None:
+        """Announce and send what has been read, in the order of numbers."""
+        assert self._link is not None, "not open"
+        while True:
+            number, load, reading = await self._reads.get()
+            packed = await reading
+            self.bandwidth.began(time.monotonic())
+            self._requests.put_nowait(Request(announced=[_announcement(number, load, packed)]))
+            transfer = self._link.send(number, packed, self._limits.batch_deadline_s)
+            transfer.when_over(self._sent)
 
     def _sent(self, transfer: Transfer) -> None:
         """On a transport's thread."""
@@ -322,7 +332,7 @@ class Outbound:
 
     async def _listen(self) -> None:
         while True:
-            answer = await self._read()
+            answer = await self._next_answer()
             for landed in answer.landed:
                 self._landed(landed)
             if answer.HasField("renewed"):
@@ -381,7 +391,7 @@ class Outbound:
         async with self._stream_errors():
             await self._call.write(request)
 
-    async def _read(self) -> transfer_pb2.TransferResponse:
+    async def _next_answer(self) -> transfer_pb2.TransferResponse:
         assert self._call is not None, "not open"
         async with self._stream_errors():
             answer = await self._call.read()

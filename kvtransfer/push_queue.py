@@ -26,8 +26,8 @@ class Load:
         return len(self.targets) * self.length
 
 
-_BATCHES, _SMALL_BATCH_BYTES = 4, 1 << 20
-"""Into how many batches little is divided, and how small they may be."""
+_SMALL_BATCH_BYTES = 4 << 20
+"""What is not worth to be divided."""
 _Waiting = OrderedDict[tuple[int, int], deque[tuple[int, int]]]
 """By offset and length of a part: the target and the source of each block that waits for it."""
 
@@ -55,8 +55,9 @@ class PushQueue:
         """The next batch. Raises KeyError where nothing waits."""
         ticket_id, waiting = self._waiting.popitem(last=False)
         (offset, length), blocks = next(iter(waiting.items()))
-        # While one batch is placed the next is sent and a third is read: that takes several.
-        room = min(self._batch_bytes, max(_SMALL_BATCH_BYTES, len(blocks) * length // _BATCHES))
+        # The first half is placed while the second is read: each batch costs some messages, too.
+        half = (len(blocks) + 1) // 2 * length
+        room = min(self._batch_bytes, max(_SMALL_BATCH_BYTES, half))
         count = min(len(blocks), max(1, room // length))
         taken = [blocks.popleft() for _ in range(count)]
         if not blocks:

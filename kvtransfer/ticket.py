@@ -134,6 +134,8 @@ class Ticket:
     def _is_awaited(self, target: int, start: int, end: int) -> bool:
         """Whether all of it is; False if none is. Raises HandoffError for a part of it."""
         runs = self._awaited.get(target, [])
+        if runs == [(start, end)]:
+            return True
         if any(first <= start and end <= last for first, last in runs):
             return True
         if any(first < end and start < last for first, last in runs):
@@ -141,6 +143,9 @@ class Ticket:
         return False
 
     def _strike(self, target: int, start: int, end: int) -> None:
+        if self._awaited[target] == [(start, end)]:
+            del self._awaited[target]
+            return
         left = []
         for first, last in self._awaited[target]:
             cut = ((first, min(last, start)), (max(first, end), last))

@@ -22,6 +22,7 @@ from kvtransfer import grpc_transport
 from kvtransfer.checksum import checksum
 from kvtransfer.grpc_transport import CHUNK_BYTES, GrpcReceiveLink, GrpcTransport
 from kvtransfer.host_memory import HostMemory
+from kvtransfer.memory import PartByPart
 from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Batch, Packed, Parts, Peer
 from tests.certificates import Authority, needs_openssl
@@ -275,7 +276,7 @@ def test_whoever_waits_for_word_of_a_batch_waits_no_longer_than_its_link_lives(
             taken.result(DEADLINE_S)
 
 
-class BrokenMemory(HostMemory):
+class BrokenMemory(PartByPart, HostMemory):
     def write(self, block: int, offset: int, data: memoryview) -> int:
         raise OSError("no device")
 

@@ -279,7 +279,7 @@ async def test_the_best_common_transport_is_taken(make_world: MakeWorld) -> None
     await call.write(Request(open=hello("gloo", "grpc", "shm")))
     opened = (await read(call)).opened
     assert (opened.transport, opened.answer) == ("shm", b"answer of shm")
-    assert opened.window_bytes == LIMITS.window_bytes
+    assert opened.window_bytes == 4 * LIMITS.window_bytes, "nothing is staged"
     assert convert.geometry_from_proto(opened.geometry) == GEOMETRY
     assert shm.accepted == [(Peer(WRITER.incarnation, ""), b"of shm")]
     assert grpc_.accepted == []
