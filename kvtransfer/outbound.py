@@ -313,7 +313,8 @@ class Outbound:
         assert self._link is not None, "not open"
         while True:
             number, load, reading = await self._reads.get()
-            packed = await reading
+            # Shielded: the thread reads on, and whoever closes the pair waits for it.
+            packed = await asyncio.shield(reading)
             self.bandwidth.began(time.monotonic())
             self._requests.put_nowait(Request(announced=[_announcement(number, load, packed)]))
             transfer = self._link.send(number, packed, self._limits.batch_deadline_s)
