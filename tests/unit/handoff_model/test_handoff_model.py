@@ -1,0 +1,168 @@
+"""A model check of the handoff: the real code of both ends in a world where anything goes wrong.
+
+Hypothesis chooses what is asked and what breaks, and when; ``world.World`` says what may never be.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.unit.handoff_model.network import DATA, Fault, Strike
+from tests.unit.handoff_model.router import OK
+from tests.unit.handoff_model.world import SLOTS, World
+
+TRANSPORTS = (("shm",), ("grpc",))
+PREFILLS = ("prefill-0", "prefill-1")
+SLOT = st.sampled_from(sorted(SLOTS))
+MILLISECONDS = st.sampled_from((1, 5, 20, 100, 600, 1500, 4000))
+
+_CALLS = (Fault.LATE, Fault.LOST, Fault.TWICE, Fault.BROKEN)
+_ANSWERS = (Fault.LATE, Fault.LOST, Fault.BROKEN)
+_ANY = tuple(Fault)
+LANES = {
+    "Reserve>": _CALLS,
+    "Reserve<": _ANSWERS,
+    "Commit>": _CALLS,
+    "Commit<": _ANSWERS,
+    "Abort>": _CALLS,
+    "Abort<": _ANSWERS,
+    "Transfer>": _ANY,
+    "Transfer<": _ANY,
+    DATA: _ANY,
+}
+"""What can become of the messages of each lane. Streams are worse off here than TCP leaves them."""
+STRIKES = st.sampled_from([(lane, fault) for lane, faults in LANES.items() for fault in faults])
+
+
+class HandoffMachine(RuleBasedStateMachine):
+    """Every rule asks for something, breaks something, or lets time pass."""
+
+    @initialize(transports=st.sampled_from(TRANSPORTS))
+    def build(self, transports: tuple[str, ...]) -> None:
+        self.world = World(transports)
+
+    @rule(
+        prefill=st.sampled_from(PREFILLS),
+        family=st.integers(0, 1),
+        shared=st.integers(0, 12),
+        own=st.integers(1, 12),
+        max_tokens=st.sampled_from((1, 2, 5, 12)),
+        deadline_s=st.sampled_from((0.5, 3.0, 6.0)),
+    )
+    def begin(
+        self,
+        prefill: str,
+        family: int,
+        shared: int,
+        own: int,
+        max_tokens: int,
+        deadline_s: float,
+    ) -> None:
+        """Prompts of a family share their first tokens, so that blocks are pinned."""
+        number = len(self.world.router.requests)
+        tokens = [family, *range(2, 2 + shared), *([100 + number % 100] * own)]
+        self.world.begin(prefill, "decode-0", tokens, max_tokens, deadline_s)
+
+    @precondition(lambda self: self.world.router.requests)
+    @rule(data=st.data())
+    def abandon(self, data: st.DataObject) -> None:
+        requests = self.world.router.requests
+        name = data.draw(st.sampled_from(sorted(requests)))
+        self.world.router.abandon(requests[name])
+
+    @rule(milliseconds=MILLISECONDS)
+    def wait(self, milliseconds: int) -> None:
+        self.world.time.advance(milliseconds / 1000)
+
+    @rule(count=st.integers(1, 40))
+    def turn(self, count: int) -> None:
+        """The next few things happen, whenever that is."""
+        self.world.time.turn(count)
+
+    @rule(strike=STRIKES, amount=st.integers(0, 2000), times=st.sampled_from((1, 1, 1, 3)))
+    def strike(self, strike: tuple[str, Fault], amount: int, times: int) -> None:
+        lane, fault = strike
+        self.world.network.faults[lane].extend([Strike(fault, amount)] * times)
+
+    @rule(lane=st.sampled_from(sorted(LANES)), milliseconds=st.sampled_from((0, 3, 10, 50, 700)))
+    def slow_down(self, lane: str, milliseconds: int) -> None:
+        self.world.network.slow[lane] = milliseconds / 1000
+
+    @rule(slot=SLOT)
+    def cut(self, slot: str) -> None:
+        self.world.network.cut(self.world.workers[slot])
+
+    @rule(slot=SLOT)
+    def freeze(self, slot: str) -> None:
+        self.world.workers[slot].freeze()
+
+    @rule(slot=SLOT)
+    def wake(self, slot: str) -> None:
+        self.world.workers[slot].wake()
+
+    @rule(slot=SLOT)
+    def kill(self, slot: str) -> None:
+        self.world.kill(slot)
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        try:
+            self.world.settle()
+        finally:
+            self.world.close()
+
+
+def run(examples: int, steps: int, *, derandomize: bool) -> None:
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        HandoffMachine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=derandomize,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_whatever_breaks_nothing_is_lost_or_spoilt() -> None:
+    run(60, 40, derandomize=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_whatever_breaks_nothing_is_lost_or_spoilt_at_length() -> None:
+    run(3000, 60, derandomize=False)
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_where_nothing_breaks_every_request_is_answered(transports: tuple[str, ...]) -> None:
+    world = World(transports)
+    try:
+        requests = []
+        for number in range(8):
+            tokens = [number % 3, *range(1, 6 + number)]
+            requests.append(world.begin(PREFILLS[number % 2], "decode-0", tokens, 1 + number, 8.0))
+            world.time.advance(0.003)
+            world.check()
+        world.settle()
+        assert [request.outcome for request in requests] == [OK] * len(requests)
+    finally:
+        world.close()
