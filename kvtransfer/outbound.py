@@ -142,6 +142,8 @@ class Outbound:
         self._tasks: list[asyncio.Task[None]] = []
         self._users = 0
         self._owed_since: float | None = None
+        self._oldest: int | None = None
+        self._oldest_since = 0.0
 
     # Its life
 
@@ -321,16 +323,29 @@ class Outbound:
             self._users -= 1
 
     def heartbeat(self, now: float) -> None:
-        """Renew the leases of what is being pushed; give a silent receiver up."""
+        """Renew the leases of what is being pushed; give up a receiver that is silent or stuck."""
         if self.broken.done() or not self.transport:
             return
         if self._owed_since is not None and now - self._owed_since >= self._limits.silence_s:
             silent = f"{self.peer.incarnation} was silent for {now - self._owed_since:.1f} s"
             self._break(WorkerFailed(silent))
+        elif self._is_stuck(now):
+            late = f"a batch had not landed after {self._limits.batch_deadline_s} s"
+            self._break(WorkerFailed(f"{self.peer.incarnation}: {late}"))
         elif self._users or self._pushes:
             self._owed_since = self._owed_since or now
             renewal = transfer_pb2.RenewLeases(ticket_ids=list(self._pushes))
             self._requests.put_nowait(Request(renew=renewal))
+
+    def _is_stuck(self, now: float) -> bool:
+        """Whether a batch waits to be told of, of a receiver that answers heartbeats all the same.
+
+        Whoever gives blocks back waits for what is in flight.
+        """
+        oldest = next(iter(self._in_flight), None)
+        if oldest != self._oldest:
+            self._oldest, self._oldest_since = oldest, now
+        return oldest is not None and now - self._oldest_since >= self._limits.batch_deadline_s
 
     async def _speak(self) -> None:
         while True:
