@@ -11,7 +11,7 @@ import enum
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import grpc
@@ -51,6 +51,8 @@ class Strike:
 
     fault: Fault
     amount: int
+    spared: int = 0
+    """How many messages of its lane it lets pass first."""
 
 
 class Connection(Protocol):
@@ -109,6 +111,9 @@ class Network:
         """What is to become of the next message of a lane."""
         waiting = self.faults.get(lane)
         if not waiting:
+            return None
+        if waiting[0].spared:
+            waiting[0] = replace(waiting[0], spared=waiting[0].spared - 1)
             return None
         self.struck += 1
         return waiting.popleft()

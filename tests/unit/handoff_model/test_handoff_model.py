@@ -5,6 +5,8 @@ Hypothesis chooses what is asked and what breaks, and when; ``world.World`` says
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ from tests.unit.handoff_model.world import SLOTS, World
 TRANSPORTS = (("shm",), ("grpc",))
 PREFILLS = ("prefill-0", "prefill-1")
 SLOT = st.sampled_from(sorted(SLOTS))
-MILLISECONDS = st.sampled_from((1, 5, 20, 100, 600, 1500, 4000))
+MILLISECONDS = st.sampled_from((1, 2, 3, 5, 8, 20, 100, 600, 1500, 4000))
 
 _CALLS = (Fault.LATE, Fault.LOST, Fault.TWICE, Fault.BROKEN)
 _ANSWERS = (Fault.LATE, Fault.LOST, Fault.BROKEN)
@@ -38,40 +40,92 @@ LANES = {
     "Abort<": _ANSWERS,
     "Transfer>": _ANY,
     "Transfer<": _ANY,
-    DATA: _ANY,
+    DATA: (*_ANY, Fault.FLIPPED, Fault.FLIPPED, Fault.LATE, Fault.LATE),
 }
 """What can become of the messages of each lane. Streams are worse off here than TCP leaves them."""
-STRIKES = st.sampled_from([(lane, fault) for lane, faults in LANES.items() for fault in faults])
+MOST_SPARED = {"Transfer>": 8, "Transfer<": 8, DATA: 12}
+"""How many messages may pass before a fault strikes; a stream that never opens teaches little."""
+
+
+def strikes_of(lane: str, fault: Fault) -> st.SearchStrategy[tuple[str, Strike]]:
+    strikes = st.builds(
+        Strike,
+        fault=st.just(fault),
+        amount=st.integers(0, 2000),
+        spared=st.integers(0, MOST_SPARED.get(lane, 1)),
+    )
+    return st.tuples(st.just(lane), strikes)
+
+
+STRIKES = st.sampled_from(
+    [(lane, fault) for lane, faults in LANES.items() for fault in faults]
+).flatmap(lambda strike: strikes_of(*strike))
+
+
+@dataclass(frozen=True)
+class Order:
+    """A request to come. Prompts of a family share their first tokens, so that blocks are pinned."""
+
+    prefill: str
+    family: int
+    shared: int
+    own: int
+    max_tokens: int
+    deadline_s: float
+
+
+ORDERS = st.builds(
+    Order,
+    prefill=st.sampled_from(PREFILLS),
+    family=st.integers(0, 1),
+    shared=st.integers(0, 12),
+    own=st.integers(1, 12),
+    max_tokens=st.sampled_from((2, 5, 12, 1)),
+    deadline_s=st.sampled_from((3.0, 6.0, 0.5)),
+)
 
 
 class HandoffMachine(RuleBasedStateMachine):
     """Every rule asks for something, breaks something, or lets time pass."""
 
-    @initialize(transports=st.sampled_from(TRANSPORTS))
-    def build(self, transports: tuple[str, ...]) -> None:
+    @initialize(
+        transports=st.sampled_from(TRANSPORTS),
+        orders=st.lists(ORDERS, min_size=1, max_size=4),
+        strikes=st.lists(STRIKES, max_size=2),
+        turns=st.integers(0, 200),
+    )
+    def build(
+        self,
+        transports: tuple[str, ...],
+        orders: list[Order],
+        strikes: list[tuple[str, Strike]],
+        turns: int,
+    ) -> None:
+        """A world that is busy."""
         self.world = World(transports)
+        self.begin_many(orders, strikes)
+        self.turn(turns)
 
     @rule(
-        prefill=st.sampled_from(PREFILLS),
-        family=st.integers(0, 1),
-        shared=st.integers(0, 12),
-        own=st.integers(1, 12),
-        max_tokens=st.sampled_from((1, 2, 5, 12)),
-        deadline_s=st.sampled_from((0.5, 3.0, 6.0)),
+        orders=st.lists(ORDERS, min_size=1, max_size=4),
+        strikes=st.lists(STRIKES, max_size=1),
+        turns=st.integers(0, 100),
     )
     def begin(
-        self,
-        prefill: str,
-        family: int,
-        shared: int,
-        own: int,
-        max_tokens: int,
-        deadline_s: float,
+        self, orders: list[Order], strikes: list[tuple[str, Strike]], turns: int
     ) -> None:
-        """Prompts of a family share their first tokens, so that blocks are pinned."""
-        number = len(self.world.router.requests)
-        tokens = [family, *range(2, 2 + shared), *([100 + number % 100] * own)]
-        self.world.begin(prefill, "decode-0", tokens, max_tokens, deadline_s)
+        """Several requests come at once."""
+        self.begin_many(orders, strikes)
+        self.turn(turns)
+
+    def begin_many(self, orders: list[Order], strikes: list[tuple[str, Strike]]) -> None:
+        for order in orders:
+            number = len(self.world.router.requests)
+            tokens = [order.family, *range(2, 2 + order.shared), *([100 + number] * order.own)]
+            self.world.begin(
+                order.prefill, "decode-0", tokens, order.max_tokens, order.deadline_s
+            )
+        self.strike(strikes)
 
     @precondition(lambda self: self.world.router.requests)
     @rule(data=st.data())
@@ -84,15 +138,23 @@ class HandoffMachine(RuleBasedStateMachine):
     def wait(self, milliseconds: int) -> None:
         self.world.time.advance(milliseconds / 1000)
 
-    @rule(count=st.integers(1, 40))
+    @rule(count=st.integers(1, 30))
+    def go_on(self, count: int) -> None:
+        self.turn(count)
+
     def turn(self, count: int) -> None:
         """The next few things happen, whenever that is."""
         self.world.time.turn(count)
 
-    @rule(strike=STRIKES, amount=st.integers(0, 2000), times=st.sampled_from((1, 1, 1, 3)))
-    def strike(self, strike: tuple[str, Fault], amount: int, times: int) -> None:
-        lane, fault = strike
-        self.world.network.faults[lane].extend([Strike(fault, amount)] * times)
+    @rule(strikes=st.lists(STRIKES, min_size=1, max_size=2), turns=st.integers(0, 30))
+    def trouble(self, strikes: list[tuple[str, Strike]], turns: int) -> None:
+        self.strike(strikes)
+        self.turn(turns)
+
+    def strike(self, strikes: list[tuple[str, Strike]]) -> None:
+        """The next messages of some lanes are not what was sent."""
+        for lane, strike in strikes:
+            self.world.network.faults[lane].append(strike)
 
     @rule(lane=st.sampled_from(sorted(LANES)), milliseconds=st.sampled_from((0, 3, 10, 50, 700)))
     def slow_down(self, lane: str, milliseconds: int) -> None:
