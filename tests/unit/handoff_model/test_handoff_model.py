@@ -5,7 +5,9 @@ Hypothesis chooses what is asked and what breaks, and when; ``world.World`` says
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -190,6 +192,94 @@ class HandoffMachine(RuleBasedStateMachine):
             self.world.close()
 
 
+def run_world(transports: tuple[str, ...], trouble: Callable[[World], None]) -> World:
+    """Three requests that share a prefix, one after the other, and something that goes wrong."""
+    world = World(transports)
+    try:
+        for number in range(3):
+            tokens = [1, *range(2, 2 + 7 * number), *([100 + number] * 7)]
+            world.begin(PREFILLS[number % 2], "decode-0", tokens, 3, 4.0)
+        trouble(world)
+        for _ in range(20):
+            world.time.turn(20)
+            world.check()
+        world.settle()
+    finally:
+        world.close()
+    return world
+
+
+def strikes(amounts: tuple[int, ...], most_spared: int) -> Iterator[tuple[str, Strike]]:
+    """Every fault, at each of the first messages of its lane."""
+    for lane, faults in LANES.items():
+        for fault in dict.fromkeys(faults):
+            for spared in range(min(most_spared, 3 * MOST_SPARED.get(lane, 1))):
+                for amount in amounts:
+                    yield lane, Strike(fault, amount, spared)
+
+
+def stop(slot: str, how: str, turns: int, world: World) -> None:
+    """A worker is killed, frozen or cut off after some turns."""
+    world.time.turn(turns)
+    if how == "kill":
+        world.kill(slot)
+    elif how == "cut":
+        world.network.cut(world.workers[slot])
+    else:
+        world.workers[slot].freeze()
+        world.time.advance(FREEZES[how])
+        world.check()
+        world.workers[slot].wake()
+
+
+FREEZES = {"freeze": 0.03, "freeze long": 2.5}
+"""Shorter than every deadline, and longer than a lease. Seconds."""
+
+
+def run_strikes(transports: tuple[str, ...], amounts: tuple[int, ...], most_spared: int) -> None:
+    for lane, strike in strikes(amounts, most_spared):
+        try:
+            run_world(transports, lambda world: world.network.faults[lane].append(strike))
+        except BaseException as error:
+            error.add_note(f"{lane} {strike}")
+            raise
+
+
+def run_stops(transports: tuple[str, ...], every: int) -> None:
+    for slot in SLOTS:
+        for how in ("kill", "cut", *FREEZES):
+            for turns in range(0, 180, every):
+                try:
+                    run_world(transports, partial(stop, slot, how, turns))
+                except BaseException as error:
+                    error.add_note(f"{how} {slot} after {turns} turns")
+                    raise
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_one_message_goes_wrong(transports: tuple[str, ...]) -> None:
+    run_strikes(transports, (700,), 3)
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_one_worker_stops(transports: tuple[str, ...]) -> None:
+    run_stops(transports, 20)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_any_message_goes_wrong(transports: tuple[str, ...]) -> None:
+    run_strikes(transports, (3, 50, 133, 700, 1501), 24)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_one_worker_stops_at_any_step(transports: tuple[str, ...]) -> None:
+    run_stops(transports, 1)
+
+
 def run(examples: int, steps: int, *, derandomize: bool) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         HandoffMachine,
@@ -205,7 +295,7 @@ def run(examples: int, steps: int, *, derandomize: bool) -> None:
 
 
 def test_whatever_breaks_nothing_is_lost_or_spoilt() -> None:
-    run(60, 40, derandomize=True)
+    run(80, 40, derandomize=True)
 
 
 @pytest.mark.long
