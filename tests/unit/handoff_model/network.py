@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
+from kvtransfer.transport import Parts
 from tests.unit.handoff_model.memory import SimulatedMemory
 from tests.unit.handoff_model.process import Process
 from tests.unit.handoff_model.virtual_time import VirtualTime
@@ -74,8 +75,16 @@ class Network:
         """Seconds that the messages of a lane take longer."""
         self.faults: dict[str, deque[Strike]] = defaultdict(deque)
         self.struck = 0
+        self.holding: list[Wire] = []
+        """Wires with a message that is to come behind the next one."""
         self.memories: dict[str, SimulatedMemory] = {}
         """That others have mapped, of dead processes too: a mapping outlives its maker."""
+        self.senders: dict[tuple[str, str], Callable[[int, Parts], None]] = {}
+        """Told when a receiver reads a batch; by the writer and the receiver."""
+        self.stale: set[tuple[str, int, int]] = set()
+        """Pair, batch and part of what was read for sending after it had been given back."""
+        self.has_lied = False
+        """Whether what a receiver said was changed on its way: then a writer cannot know better."""
         self.contents: dict[bytes, bytes] = {}
         """What the block of a hash must hold, as far as any worker has computed it."""
         self._servers: dict[str, Server] = {}
@@ -106,6 +115,9 @@ class Network:
         """Nothing goes wrong from now on."""
         self.slow.clear()
         self.faults.clear()
+        for wire in self.holding:
+            wire.release()
+        self.holding.clear()
 
     def strike(self, lane: str) -> Strike | None:
         """What is to become of the next message of a lane."""
@@ -116,7 +128,9 @@ class Network:
             waiting[0] = replace(waiting[0], spared=waiting[0].spared - 1)
             return None
         self.struck += 1
-        return waiting.popleft()
+        strike = waiting.popleft()
+        self.has_lied |= lane == "Transfer<" and strike.fault in (Fault.FLIPPED, Fault.CUT_SHORT)
+        return strike
 
 
 class Wire:
@@ -142,7 +156,7 @@ class Wire:
         strike = self._network.strike(self._lane)
         if strike is None:
             self._post(message)
-            self._release()
+            self.release()
             return
         amount = strike.amount
         match strike.fault:
@@ -154,8 +168,9 @@ class Wire:
                 self._post(message)
                 self._post(message, amount / 1000)
             case Fault.SWAPPED:
-                self._release()
+                self.release()
                 self._held = message
+                self._network.holding.append(self)
                 return
             case Fault.FLIPPED:
                 self._post(flip(message, amount))
@@ -164,14 +179,15 @@ class Wire:
             case Fault.BROKEN:
                 self._broke()
                 return
-        self._release()
+        self.release()
 
     def end(self, call: Callable[[], None]) -> None:
         """Do something once all that was sent has arrived."""
         self._clear_at = max(self._clear_at, self._network.time.now + DELAY_S)
         self._network.time.at(self._clear_at, call)
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Let go of what was to come behind the next message."""
         if self._held is not None:
             held, self._held = self._held, None
             self._post(held)

@@ -17,8 +17,9 @@ class Process:
     def __init__(self, name: str, time: VirtualTime) -> None:
         self.name = name
         self.time = time
-        self.loop = VirtualLoop(time)
+        self.loop = VirtualLoop(time)  # type: ignore[abstract]
         self.is_alive = True
+        self.awake_since = time.now
         time.loops.append(self.loop)
 
     @property
@@ -31,6 +32,8 @@ class Process:
 
     def wake(self) -> None:
         """Go on, as after SIGCONT."""
+        if self.is_frozen:
+            self.awake_since = self.time.now
         self.loop.is_frozen = False
 
     def die(self) -> None:

@@ -23,10 +23,9 @@ from hypothesis.stateful import (
 
 from tests.unit.handoff_model.network import DATA, Fault, Strike
 from tests.unit.handoff_model.router import OK
-from tests.unit.handoff_model.world import SLOTS, World
+from tests.unit.handoff_model.world import PREFILLS, SLOTS, World
 
 TRANSPORTS = (("shm",), ("grpc",))
-PREFILLS = ("prefill-0", "prefill-1")
 SLOT = st.sampled_from(sorted(SLOTS))
 MILLISECONDS = st.sampled_from((1, 2, 3, 5, 8, 20, 100, 600, 1500, 4000))
 
@@ -66,7 +65,7 @@ STRIKES = st.sampled_from(
 
 @dataclass(frozen=True)
 class Order:
-    """A request to come. Prompts of a family share their first tokens, so that blocks are pinned."""
+    """A request to come. Prompts of a family share their first tokens: blocks are pinned."""
 
     prefill: str
     family: int
@@ -113,9 +112,7 @@ class HandoffMachine(RuleBasedStateMachine):
         strikes=st.lists(STRIKES, max_size=1),
         turns=st.integers(0, 100),
     )
-    def begin(
-        self, orders: list[Order], strikes: list[tuple[str, Strike]], turns: int
-    ) -> None:
+    def begin(self, orders: list[Order], strikes: list[tuple[str, Strike]], turns: int) -> None:
         """Several requests come at once."""
         self.begin_many(orders, strikes)
         self.turn(turns)
@@ -124,9 +121,7 @@ class HandoffMachine(RuleBasedStateMachine):
         for order in orders:
             number = len(self.world.router.requests)
             tokens = [order.family, *range(2, 2 + order.shared), *([100 + number] * order.own)]
-            self.world.begin(
-                order.prefill, "decode-0", tokens, order.max_tokens, order.deadline_s
-            )
+            self.world.begin(order.prefill, "decode-0", tokens, order.max_tokens, order.deadline_s)
         self.strike(strikes)
 
     @precondition(lambda self: self.world.router.requests)
@@ -238,11 +233,15 @@ FREEZES = {"freeze": 0.03, "freeze long": 2.5}
 
 def run_strikes(transports: tuple[str, ...], amounts: tuple[int, ...], most_spared: int) -> None:
     for lane, strike in strikes(amounts, most_spared):
-        try:
-            run_world(transports, lambda world: world.network.faults[lane].append(strike))
-        except BaseException as error:
-            error.add_note(f"{lane} {strike}")
-            raise
+        run_strike(transports, lane, strike)
+
+
+def run_strike(transports: tuple[str, ...], lane: str, strike: Strike) -> None:
+    try:
+        run_world(transports, lambda world: world.network.faults[lane].append(strike))
+    except BaseException as error:
+        error.add_note(f"{lane} {strike}")
+        raise
 
 
 def run_stops(transports: tuple[str, ...], every: int) -> None:
@@ -254,6 +253,27 @@ def run_stops(transports: tuple[str, ...], every: int) -> None:
                 except BaseException as error:
                     error.add_note(f"{how} {slot} after {turns} turns")
                     raise
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+@pytest.mark.parametrize("slot", ["prefill-0", "decode-0"])
+def test_who_waits_for_a_frozen_worker_is_whole_again_soon(
+    slot: str, transports: tuple[str, ...]
+) -> None:
+    for turns in range(0, 120, 6):
+        world = World(transports)
+        try:
+            for number in range(3):
+                tokens = [1, *range(2, 2 + 7 * number), *([100 + number] * 7)]
+                world.begin("prefill-0", "decode-0", tokens, 3, 60.0)
+            world.time.turn(turns)
+            world.workers[slot].freeze()
+            world.time.advance(5.0)
+            other = world.workers["decode-0" if slot == "prefill-0" else "prefill-0"]
+            other.check_idle()
+            world.settle()
+        finally:
+            world.close()
 
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
@@ -280,8 +300,17 @@ def test_one_worker_stops_at_any_step(transports: tuple[str, ...]) -> None:
     run_stops(transports, 1)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_any_bit_of_an_announcement_is_wrong(transports: tuple[str, ...]) -> None:
+    for spared in (1, 2, 3):
+        for bit in range(560):
+            run_strike(transports, "Transfer>", Strike(Fault.FLIPPED, bit, spared))
+
+
 def run(examples: int, steps: int, *, derandomize: bool) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         HandoffMachine,
         settings=settings(
             max_examples=examples,

@@ -35,8 +35,11 @@ _HEAD_BYTES = 8
 class Watch:
     """The test's eyes on a worker's memory, called when a transport touches it."""
 
-    reading: Callable[[Parts], None]
-    """A batch was made ready from these parts, here."""
+    is_given_back: Callable[[Parts], bool]
+    """Whether some of these sources are nobody's any more."""
+    complain: Callable[[str], None]
+    beginning: Callable[[int], None]
+    """A transport is about to write a part, or a batch, whose first block is this."""
     writing: Callable[[int], None]
     """A transport writes into this block."""
 
@@ -113,12 +116,12 @@ class SimulatedTransport:
 
     def pack(self, parts: Parts) -> Packed:
         """Read the parts' checksums."""
-        self.watch.reading(parts)
         read = self.memory.checksum
         return Packed(parts, tuple(read(b, parts.offset, parts.length) for b in parts.blocks))
 
 
 # The receiver reads
+
 
 class PullTransport(SimulatedTransport):
     """See the module's text."""
@@ -133,10 +136,12 @@ class PullTransport(SimulatedTransport):
         theirs = self.network.memories.get(offer.decode())
         if theirs is None:
             raise HandoffError("nobody's memory")
-        return PullReceiveLink(self, theirs), b""
+        return PullReceiveLink(self, peer.incarnation, theirs), b""
 
     def connect(self, peer: Peer, answer: bytes) -> PullSendLink:
-        return PullSendLink(self)
+        link = PullSendLink(self)
+        self.network.senders[self.process.name, peer.incarnation] = link.read
+        return link
 
 
 class PullSendLink:
@@ -145,14 +150,23 @@ class PullSendLink:
     def __init__(self, transport: PullTransport) -> None:
         self._transport = transport
         self._transfers = OpenTransfers()
+        self._sent: dict[int, Parts] = {}
 
     def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
         return self._transport.pack(parts)
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
+        self._sent[number] = packed.parts
         transfer = self._transfers.new()
         transfer.finish()
         return transfer
+
+    def read(self, number: int, parts: Parts) -> None:
+        """The receiver reads. What it does after this end has closed comes to nothing."""
+        is_alive = self._transport.process.is_alive
+        is_open = is_alive and self._transfers.error is None and self._sent.get(number) == parts
+        if is_open and self._transport.watch.is_given_back(parts):
+            self._transport.watch.complain(f"{parts.blocks} are copied and were given back")
 
     def close(self) -> None:
         self._transfers.end(WorkerFailed("the pair was closed"))
@@ -161,8 +175,9 @@ class PullSendLink:
 class PullReceiveLink:
     """Implements ``ReceiveLink``."""
 
-    def __init__(self, transport: PullTransport, theirs: SimulatedMemory) -> None:
+    def __init__(self, transport: PullTransport, writer: str, theirs: SimulatedMemory) -> None:
         self._transport = transport
+        self._ends = (writer, transport.process.name)
         self._placer = transport.placer
         self._theirs = theirs
         self._transfers = OpenTransfers()
@@ -177,6 +192,7 @@ class PullReceiveLink:
 
     def _begin(self, batch: Batch, transfer: Transfer) -> None:
         if transfer.begin():
+            self._transport.watch.beginning(batch.target.blocks[0])
             self._copy(batch, transfer, 0)
         else:
             self._placer.next()
@@ -206,6 +222,9 @@ class PullReceiveLink:
 
     def _read(self, batch: Batch, index: int) -> bytes:
         source = batch.source
+        read = self._transport.network.senders.get(self._ends)
+        if read is not None:
+            read(batch.number, source)
         data = self._theirs.part(source.blocks[index], source.offset, source.length)
         strike = self._transport.network.strike(DATA)
         if strike is None:
@@ -299,6 +318,8 @@ class PushSendLink:
     def _part(self, number: int, index: int, parts: Parts) -> None:
         """As of a real thread: memory is read when it is sent, not when it was packed."""
         if self._transfers.error is None:
+            if self._transport.watch.is_given_back(parts):
+                self._transport.network.stale.add((self._pair, number, index))
             data = self._transport.memory.part(parts.blocks[index], parts.offset, parts.length)
             head = number.to_bytes(4, "little") + index.to_bytes(4, "little")
             self._wire.send(head + data)
@@ -397,6 +418,9 @@ class PushReceiveLink:
             del self._awaited[number]
         if not awaited.transfer.begin():
             return
+        self._transport.watch.beginning(awaited.batch.target.blocks[index])
+        if (self._pair, number, index) in self._transport.network.stale:
+            self._transport.watch.complain(f"batch {number} is placed and was given back")
         self._is_placing = True
         self._placer.submit(lambda: self._place(awaited, index, data, is_last))
 

@@ -21,7 +21,7 @@ THREAD_S = 0.001
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """The event loop of one simulated process. Its threads are callbacks, so they freeze with it."""
+    """The event loop of one simulated process. Its threads are callbacks: they freeze with it."""
 
     def __init__(self, time: VirtualTime) -> None:
         self.is_frozen = False
@@ -43,22 +43,24 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def is_closed(self) -> bool:
         return False
 
-    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+    def call_soon(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
-    def call_soon_threadsafe(
+    def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Any, *args: Any, context: Any = None
     ) -> asyncio.Handle:
         return self.call_soon(callback, *args, context=context)
 
-    def call_later(
+    def call_later(  # type: ignore[override]
         self, delay: float, callback: Any, *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
-    def call_at(
+    def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self, context)

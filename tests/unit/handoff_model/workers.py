@@ -148,9 +148,7 @@ class Worker(Process):
             runner=SimpleNamespace(worker=self, device=SimpleNamespace(type="cpu")),
         )
         control = ControlLoop(engine, WorkerGauges(metrics, self.name, role), self.name)
-        self.receiver = BlockReceiver(
-            self.pool, metrics, block_bytes=BLOCK_BYTES, lease_s=LEASE_S
-        )
+        self.receiver = BlockReceiver(self.pool, metrics, block_bytes=BLOCK_BYTES, lease_s=LEASE_S)
         self.exchange = self._make_exchange(transports)
         settings = SimpleNamespace(
             config=SimpleNamespace(heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S),
@@ -168,11 +166,14 @@ class Worker(Process):
         self.role: Role = (PrefillRole if role == "prefill" else DecodeRole)(self.context)
         self.role.mount(self.server)  # type: ignore[arg-type]
         servicer = TransferServicer(self.exchange)
-        transfer_pb2_grpc.add_TransferServiceServicer_to_server(servicer, self.server)
+        transfer_pb2_grpc.add_TransferServiceServicer_to_server(
+            servicer,
+            self.server,  # type: ignore[arg-type]
+        )
         control.start(self.role)
 
     def _make_exchange(self, names: tuple[str, ...]) -> SimulatedExchange:
-        watch = Watch(self._reading, self._writing)
+        watch = Watch(self._is_given_back, self.complain, self._beginning, self._writing)
         kinds = {"shm": PullTransport, "grpc": PushTransport}
         made: list[Transport] = [
             cast(
@@ -200,9 +201,13 @@ class Worker(Process):
         """Something that must never happen has."""
         self.complaints.append(f"{self.name} at {self.time.now:.3f}: {what}")
 
-    def _reading(self, parts: Parts) -> None:
-        if any(self.pool._references[block] < 1 for block in parts.blocks):
-            self.complain(f"blocks {parts.blocks} are read for a push and were given back")
+    def _is_given_back(self, parts: Parts) -> bool:
+        is_free = any(self.pool._references[block] < 1 for block in parts.blocks)
+        return is_free and not self.network.has_lied
+
+    def _beginning(self, block: int) -> None:
+        if not any(ticket.is_open and block in ticket.missing for ticket in self.receiver.book):
+            self.complain(f"a copy into block {block} begins and its ticket has ended")
 
     def _writing(self, block: int) -> None:
         if not any(block in ticket.missing for ticket in self.receiver.book):
@@ -218,6 +223,7 @@ class Worker(Process):
         """What holds at every moment between two callbacks."""
         self.pool.check()
         self._check_references()
+        self._check_leases()
         self._check_contents()
         assert not self.complaints, self.complaints
         assert not self.loop.failures, self.loop.failures
@@ -242,6 +248,15 @@ class Worker(Process):
         assert expected == self.pool._references, "blocks are used by nobody, or by too many"
         assert quarantined == self.pool._quarantined, "the quarantine and the tickets disagree"
 
+    def _check_leases(self) -> None:
+        """Who is awake ends what has expired."""
+        now = self.time.now
+        if self.is_frozen or now - self.awake_since < 2 * HEARTBEAT_S:
+            return
+        for ticket in self.receiver.book:
+            late = now - ticket.expires_at
+            assert not (ticket.is_open and late > 2 * HEARTBEAT_S), "a lease does not end"
+
     def _check_contents(self) -> None:
         """What a sequence has computed, and what can be found by its hash, is right."""
         key = hash_key(FINGERPRINT)
@@ -265,7 +280,8 @@ class Worker(Process):
         self.check()
         assert not self.exchange.inbound._transfers, "transfers are left"
         for pair in self.exchange._outbound.values():
-            assert not pair._pushes and not pair._users, "pushes are left"
+            assert not pair._pushes, "pushes are left"
+            assert not pair._users, "a handoff counts as a user for ever"
             assert not pair._in_flight_bytes, "bytes are in flight for ever"
 
     async def shut_down(self) -> None:

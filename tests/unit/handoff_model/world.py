@@ -12,6 +12,7 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from tests.unit.engine.fake_engine import answer
 from tests.unit.handoff_model.network import Network
+from tests.unit.handoff_model.process import Process
 from tests.unit.handoff_model.router import GRACE_S, OK, Request, Router
 from tests.unit.handoff_model.virtual_time import VirtualTime
 from tests.unit.handoff_model.workers import (
@@ -23,6 +24,7 @@ from tests.unit.handoff_model.workers import (
 
 SLOTS = {"prefill-0": ("prefill", 16), "prefill-1": ("prefill", 16), "decode-0": ("decode", 12)}
 """Role and blocks of each worker."""
+PREFILLS = ("prefill-0", "prefill-1")
 SETTLE_S = 20.0
 """Longer than every deadline, lease and grace together."""
 
@@ -125,12 +127,22 @@ class World:
         self._probe()
 
     def _probe(self) -> None:
-        """The workers that live serve again, by every pair."""
-        for number, prefill in enumerate(("prefill-0", "prefill-1")):
-            request = self.begin(prefill, "decode-0", [number, 9, 9, 8, 8, 7, 7, 6, 6], 4, 5.0)
-            self.time.advance(2.0)
-            assert request.outcome == OK, f"{prefill} serves no more: {request.outcome}"
+        """The workers that live serve again, by every pair.
+
+        A link that broke while nothing was sent is noticed by the request that next needs it.
+        """
+        for number, prefill in enumerate(PREFILLS):
+            outcomes = []
+            for attempt in range(2):
+                tokens = [number, attempt, 9, 8, 8, 7, 7, 6, 6]
+                request = self.begin(prefill, "decode-0", tokens, 4, 5.0)
+                self.time.advance(2.0)
+                outcomes.append(request.outcome)
+            assert outcomes[-1] == OK, f"{prefill} serves no more: {outcomes}"
+            assert "" not in outcomes, "a request to whole workers takes long"
         self.check()
+        for worker in self.workers.values():
+            worker.check_idle()
 
     def close(self) -> None:
         """End every process, and give the modules their clock back."""
@@ -139,9 +151,9 @@ class World:
                 worker.wake()
                 worker.start(worker.shut_down(), "shut down")
             self.time.advance(1.0)
-            processes = [self.router, *self.workers.values(), *self._dead]
-            for process in self.workers.values():
-                process.die()
+            processes: list[Process] = [self.router, *self.workers.values(), *self._dead]
+            for worker in self.workers.values():
+                worker.die()
             self.router.die()
             for process in processes:
                 process.bury()
