@@ -81,6 +81,8 @@ class Network:
         """That others have mapped, of dead processes too: a mapping outlives its maker."""
         self.senders: dict[tuple[str, str], Callable[[int, Parts], None]] = {}
         """Told when a receiver reads a batch; by the writer and the receiver."""
+        self.meant: dict[str, str] = {}
+        """By request, the incarnation that is to decode it."""
         self.stale: set[tuple[str, int, int]] = set()
         """Pair, batch and part of what was read for sending after it had been given back."""
         self.has_lied = False

@@ -5,6 +5,7 @@ Hypothesis chooses what is asked and what breaks, and when; ``world.World`` says
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -187,13 +188,11 @@ class HandoffMachine(RuleBasedStateMachine):
             self.world.close()
 
 
-def run_world(transports: tuple[str, ...], trouble: Callable[[World], None]) -> World:
-    """Three requests that share a prefix, one after the other, and something that goes wrong."""
+def run_world(transports: tuple[str, ...], trouble: Callable[[World], None]) -> None:
+    """Three requests that share a prefix, which one before them left, and something goes wrong."""
     world = World(transports)
     try:
-        for number in range(3):
-            tokens = [1, *range(2, 2 + 7 * number), *([100 + number] * 7)]
-            world.begin(PREFILLS[number % 2], "decode-0", tokens, 3, 4.0)
+        begin_three(world)
         trouble(world)
         for _ in range(20):
             world.time.turn(20)
@@ -201,7 +200,14 @@ def run_world(transports: tuple[str, ...], trouble: Callable[[World], None]) -> 
         world.settle()
     finally:
         world.close()
-    return world
+
+
+def begin_three(world: World, deadline_s: float = 4.0) -> None:
+    world.begin("prefill-1", "decode-0", [1, *range(2, 10)], 2, deadline_s)
+    world.time.advance(0.2)
+    for number in range(3):
+        tokens = [1, *range(2, 2 + 7 * number), *([100 + number] * 7)]
+        world.begin(PREFILLS[number % 2], "decode-0", tokens, 3, deadline_s)
 
 
 def strikes(amounts: tuple[int, ...], most_spared: int) -> Iterator[tuple[str, Strike]]:
@@ -217,7 +223,12 @@ def stop(slot: str, how: str, turns: int, world: World) -> None:
     """A worker is killed, frozen or cut off after some turns."""
     world.time.turn(turns)
     if how == "kill":
+        dead = world.workers[slot].name
         world.kill(slot)
+        world.time.advance(SOON_S)
+        tickets = world.workers["decode-0"].receiver.book
+        left = [ticket for ticket in tickets if ticket.writer == dead and not ticket.is_complete]
+        assert not left, "a dead writer's tickets wait for their leases"
     elif how == "cut":
         world.network.cut(world.workers[slot])
     else:
@@ -227,6 +238,8 @@ def stop(slot: str, how: str, turns: int, world: World) -> None:
         world.workers[slot].wake()
 
 
+SOON_S = 0.05
+"""A few round trips."""
 FREEZES = {"freeze": 0.03, "freeze long": 2.5}
 """Shorter than every deadline, and longer than a lease. Seconds."""
 
@@ -260,17 +273,15 @@ def run_stops(transports: tuple[str, ...], every: int) -> None:
 def test_who_waits_for_a_frozen_worker_is_whole_again_soon(
     slot: str, transports: tuple[str, ...]
 ) -> None:
-    for turns in range(0, 120, 6):
+    for turns in range(0, 120, 8):
         world = World(transports)
         try:
-            for number in range(3):
-                tokens = [1, *range(2, 2 + 7 * number), *([100 + number] * 7)]
-                world.begin("prefill-0", "decode-0", tokens, 3, 60.0)
+            begin_three(world, 60.0)
             world.time.turn(turns)
             world.workers[slot].freeze()
             world.time.advance(5.0)
-            other = world.workers["decode-0" if slot == "prefill-0" else "prefill-0"]
-            other.check_idle()
+            for other in set(SLOTS) - {slot}:
+                world.workers[other].check_idle()
             world.settle()
         finally:
             world.close()
@@ -278,12 +289,40 @@ def test_who_waits_for_a_frozen_worker_is_whole_again_soon(
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_one_message_goes_wrong(transports: tuple[str, ...]) -> None:
-    run_strikes(transports, (700,), 3)
+    run_strikes(transports, (700,), 2)
 
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_one_worker_stops(transports: tuple[str, ...]) -> None:
-    run_stops(transports, 20)
+    run_stops(transports, 30)
+
+
+def leave(number: int, turns: int, lost: int, world: World) -> None:
+    """A client leaves after some turns, and some of the aborts that follow are lost."""
+    world.time.turn(turns)
+    world.network.faults["Abort>"].extend([Strike(Fault.LOST, 0)] * lost)
+    world.router.abandon(world.router.requests[f"request-{number + 1}"])
+
+
+def run_abandoned(transports: tuple[str, ...], every: int) -> None:
+    for lost, number, turns in itertools.product(range(3), range(3), range(0, 180, every)):
+        try:
+            run_world(transports, partial(leave, number, turns, lost))
+        except BaseException as error:
+            error.add_note(f"request {number} after {turns} turns, {lost} aborts lost")
+            raise
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_a_client_leaves(transports: tuple[str, ...]) -> None:
+    run_abandoned(transports, 45)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_a_client_leaves_at_any_step(transports: tuple[str, ...]) -> None:
+    run_abandoned(transports, 1)
 
 
 @pytest.mark.long
@@ -324,7 +363,7 @@ def run(examples: int, steps: int, *, derandomize: bool) -> None:
 
 
 def test_whatever_breaks_nothing_is_lost_or_spoilt() -> None:
-    run(80, 40, derandomize=True)
+    run(50, 40, derandomize=True)
 
 
 @pytest.mark.long

@@ -18,6 +18,7 @@ from engine.block_pool import BlockPool
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.scheduler import Scheduler, SchedulerLimits
 from kvtransfer.pair import Identity, PairLimits
+from kvtransfer.ticket import Attempt, Ticket
 from kvtransfer.transport import Parts, Transport
 from prefill_worker.role import PrefillRole
 from tests.unit.engine.fake_engine import next_token
@@ -108,6 +109,28 @@ class SimulatedExchange(Exchange):
         return self._channels[address]
 
 
+class WatchedReceiver(BlockReceiver):
+    """Complains of promises that must not be given."""
+
+    worker: Worker
+
+    def promise(
+        self, attempt: Attempt, writer: str, *, missing: int, pinned: list[int], now: float
+    ) -> Ticket:
+        ticket = super().promise(attempt, writer, missing=missing, pinned=pinned, now=now)
+        worker = self.worker
+        if attempt in worker.over:
+            worker.complain(f"{attempt} gets a ticket and was over")
+        if worker.network.meant[attempt[0]] != worker.name:
+            worker.complain(f"{attempt} gets a ticket here and was meant for another life")
+        worker.over.add(attempt)
+        return ticket
+
+    def abort(self, attempt: Attempt, now: float) -> None:
+        super().abort(attempt, now)
+        self.worker.over.add(attempt)
+
+
 class Worker(Process):
     """One incarnation."""
 
@@ -125,6 +148,8 @@ class Worker(Process):
         super().__init__(name, network.time)
         self.address = address
         self.complaints: list[str] = []
+        self.over: set[Attempt] = set()
+        """Attempts that were aborted here, or have had their ticket."""
         self.network = network
         self.memory = SimulatedMemory(blocks)
         self.pool = BlockPool(blocks)
@@ -148,7 +173,10 @@ class Worker(Process):
             runner=SimpleNamespace(worker=self, device=SimpleNamespace(type="cpu")),
         )
         control = ControlLoop(engine, WorkerGauges(metrics, self.name, role), self.name)
-        self.receiver = BlockReceiver(self.pool, metrics, block_bytes=BLOCK_BYTES, lease_s=LEASE_S)
+        self.receiver = WatchedReceiver(
+            self.pool, metrics, block_bytes=BLOCK_BYTES, lease_s=LEASE_S
+        )
+        self.receiver.worker = self
         self.exchange = self._make_exchange(transports)
         settings = SimpleNamespace(
             config=SimpleNamespace(heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S),

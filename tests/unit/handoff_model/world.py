@@ -102,6 +102,7 @@ class World:
             self.workers[decode],
             self.time.now + deadline_s + GRACE_S,
         )
+        self.network.meant[spec.request_id] = request.decode.name
         self.router.begin(request)
         return request
 
