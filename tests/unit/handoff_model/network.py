@@ -456,6 +456,12 @@ class Call:
             self._is_over_there = True
 
     def _arrive(self, message: bytes) -> None:
+        if self._server is not None and self.is_unary:
+            # A request that comes again is a call of its own, of whoever listens now.
+            again = self._network.server(self._address)
+            if again is not None:
+                again.process.soon(self._begin_again, again, message)
+            return
         if self._is_over_there:
             return
         if self._server is None:
@@ -465,12 +471,6 @@ class Call:
                 return
             handler = self._server.handlers[self._method.path]
             self._server.process.soon(self._begin, handler)
-        elif self.is_unary:
-            # A unary request that comes again is a call of its own, of whoever listens now.
-            again = self._network.server(self._address)
-            if again is not None:
-                again.process.soon(self._begin_again, again, message)
-            return
         self._server.process.soon(self._requests.put_nowait, message)
 
     def _return(self, message: bytes) -> None:

@@ -24,8 +24,8 @@ from tests.unit.handoff_model.process import Process
 
 PART_BYTES = BLOCK_BYTES // 2
 BATCH_BYTES = 2 * BLOCK_BYTES
-COPY_S = 0.001
-"""How long half a part takes."""
+COPY_S = 0.004
+"""How long half a part takes: longer than calls, so that all else happens during copies too."""
 PATIENCE_S = 1.0
 """How long bytes may be early."""
 _HEAD_BYTES = 8
