@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor
 from typing import Any
 
@@ -179,9 +179,9 @@ class Outbound:
         self._window_bytes = opened.window_bytes
         self._queue = PushQueue(transport.part_bytes, transport.batch_bytes)
         self._tasks = [
-            asyncio.create_task(self._guard(self._listen()), name="pair-listen"),
-            asyncio.create_task(self._guard(self._speak()), name="pair-speak"),
-            asyncio.create_task(self._guard(self._pump()), name="pair-pump"),
+            asyncio.create_task(self._guard(self._listen), name="pair-listen"),
+            asyncio.create_task(self._guard(self._speak), name="pair-speak"),
+            asyncio.create_task(self._guard(self._pump), name="pair-pump"),
         ]
         log.info("blocks go to %s by %s", self.peer.incarnation, self.transport)
 
@@ -205,9 +205,9 @@ class Outbound:
         for push in list(self._pushes.values()):
             push.broke(error)
 
-    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
-            await work
+            await work()
         except BatonError as error:
             self._break(error)
         except asyncio.CancelledError:
