@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor
 from typing import Any
 
@@ -161,7 +161,8 @@ class Outbound:
         self._tasks: list[asyncio.Task[None]] = []
         self._users = 0
         self._owed_since: float | None = None
-        self._landed_at = 0.0
+        self._oldest: int | None = None
+        self._oldest_since = 0.0
 
     # Its life
 
@@ -199,10 +200,10 @@ class Outbound:
         self._window_bytes = opened.window_bytes
         self._queue = PushQueue(transport.part_bytes, transport.batch_bytes)
         self._tasks = [
-            asyncio.create_task(self._guard(self._listen()), name="pair-listen"),
-            asyncio.create_task(self._guard(self._speak()), name="pair-speak"),
-            asyncio.create_task(self._guard(self._read_ahead()), name="pair-read-ahead"),
-            asyncio.create_task(self._guard(self._announce()), name="pair-announce"),
+            asyncio.create_task(self._guard(self._listen), name="pair-listen"),
+            asyncio.create_task(self._guard(self._speak), name="pair-speak"),
+            asyncio.create_task(self._guard(self._read_ahead), name="pair-read-ahead"),
+            asyncio.create_task(self._guard(self._announce), name="pair-announce"),
         ]
         log.info("blocks go to %s by %s", self.peer.incarnation, self.transport)
 
@@ -237,9 +238,9 @@ class Outbound:
         for push in list(self._pushes.values()):
             push.broke(error)
 
-    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
-            await work
+            await work()
         except BatonError as error:
             self._break(error)
         except asyncio.CancelledError:
@@ -296,8 +297,6 @@ class Outbound:
         push.announced(load.bytes)
         self._in_flight[number] = load
         self.in_flight_bytes += load.bytes
-        if len(self._in_flight) == 1:
-            self._landed_at = time.monotonic()
         return number
 
     def _read(self, load: Load, push: Push) -> asyncio.Future[Packed]:
@@ -349,8 +348,7 @@ class Outbound:
         if load is None:
             return
         self.in_flight_bytes -= load.bytes
-        self._landed_at = time.monotonic()
-        self.bandwidth.landed(load.bytes, self._landed_at, is_idle=not self._in_flight)
+        self.bandwidth.landed(load.bytes, time.monotonic(), is_idle=not self._in_flight)
         self._wake.set()
         push = self._pushes.get(load.ticket_id)
         if push is None:
@@ -369,19 +367,29 @@ class Outbound:
             self._users -= 1
 
     def heartbeat(self, now: float) -> None:
-        """Renew the leases of what is being pushed; give a silent receiver up."""
+        """Renew the leases of what is being pushed; give up a receiver that is silent or stuck."""
         if self.broken.done() or not self.transport:
             return
         if self._owed_since is not None and now - self._owed_since >= self._limits.silence_s:
             silent = f"{self.peer.incarnation} was silent for {now - self._owed_since:.1f} s"
             self._break(WorkerFailed(silent))
-        elif self._in_flight and now - self._landed_at > self._limits.batch_deadline_s:
-            stuck = f"{self.peer.incarnation} has taken no blocks for {now - self._landed_at:.0f} s"
-            self._break(WorkerFailed(stuck))
+        elif self._is_stuck(now):
+            late = f"a batch had not landed after {self._limits.batch_deadline_s} s"
+            self._break(WorkerFailed(f"{self.peer.incarnation}: {late}"))
         elif self._users or self._pushes:
             self._owed_since = self._owed_since or now
             renewal = transfer_pb2.RenewLeases(ticket_ids=list(self._pushes))
             self._requests.put_nowait(Request(renew=renewal))
+
+    def _is_stuck(self, now: float) -> bool:
+        """Whether a batch waits to be told of, of a receiver that answers heartbeats all the same.
+
+        Whoever gives blocks back waits for what is in flight.
+        """
+        oldest = next(iter(self._in_flight), None)
+        if oldest != self._oldest:
+            self._oldest, self._oldest_since = oldest, now
+        return oldest is not None and now - self._oldest_since >= self._limits.batch_deadline_s
 
     async def _speak(self) -> None:
         while True:

@@ -1,0 +1,157 @@
+"""A simulated router: places requests, reads tokens, ends each request with an answer or an error.
+
+It is never killed nor frozen. A request's deadline is the call's, as in the real router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+
+from baton import convert
+from baton.grpc_errors import error_from_rpc
+from baton.request import SequenceSpec, TokenOutput
+from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from tests.unit.handoff_model.network import Channel, Network
+from tests.unit.handoff_model.process import Process
+from tests.unit.handoff_model.workers import Worker
+
+RECONNECT_S = 0.2
+GRACE_S = 1.0
+"""How much later than the workers the router gives a request up."""
+OK = "ok"
+
+
+@dataclass
+class Request:
+    """One request and what became of it."""
+
+    spec: SequenceSpec
+    expected: tuple[int, ...]
+    prefill: Worker
+    decode: Worker
+    ends_by: float
+    tokens: dict[int, int] = field(default_factory=dict)
+    outcome: str = ""
+    is_decoding: bool = False
+    """A token came from the decode worker."""
+    task: asyncio.Task[None] | None = None
+
+
+class Router(Process):
+    """See the module's text."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__("router", network.time)
+        self.network = network
+        self.requests: dict[str, Request] = {}
+        self._readers: dict[str, asyncio.Task[None]] = {}
+        self._lost: defaultdict[str, bool] = defaultdict(bool)
+
+    def begin(self, request: Request) -> None:
+        """Place a request."""
+        self.requests[request.spec.request_id] = request
+        name = request.decode.name
+        if name not in self._readers:
+            self._readers[name] = self.start(self._read(request.decode), f"tokens {name}")
+        request.task = self.start(self._run(request), f"prefill {request.spec.request_id}")
+
+    def abandon(self, request: Request) -> None:
+        """The client has left."""
+        self._end(request, "abandoned")
+
+    def forget(self, worker: Worker) -> None:
+        """A decode worker's life is over: nobody reads its tokens any more."""
+        reader = self._readers.pop(worker.name, None)
+        if reader is not None:
+            reader.cancel()
+
+    async def _run(self, request: Request) -> None:
+        channel = Channel(self.network, self, request.prefill.address)
+        message = prefill_pb2.PrefillRequest(
+            sequence=convert.sequence_to_proto(request.spec),
+            decode_address=request.decode.address,
+            decode_incarnation=request.decode.name,
+        )
+        stub = prefill_pb2_grpc.PrefillServiceStub(channel)  # type: ignore[call-overload]
+        left = request.ends_by - self.loop.time()
+        call = stub.Prefill(message, timeout=left)
+        try:
+            async for response in call:
+                if response.HasField("first_token"):
+                    self._take(request, convert.output_from_proto(response.first_token))
+        except grpc.aio.AioRpcError as error:
+            if not request.is_decoding:
+                failure = error_from_rpc(error, "prefill")
+                self._end(request, f"{type(failure).__name__}: {failure.message}")
+                return
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        await asyncio.sleep(max(0.0, request.ends_by - self.loop.time()))
+        self._end(request, "DeadlineExceeded")
+
+    async def _read(self, worker: Worker) -> None:
+        """A decode worker's tokens; opened again when the stream breaks."""
+        channel = Channel(self.network, self, worker.address)
+        stub = decode_pb2_grpc.DecodeServiceStub(channel)  # type: ignore[call-overload]
+        while True:
+            call = stub.StreamTokens(decode_pb2.StreamTokensRequest(router_id=self.name))
+            try:
+                async for message in call:
+                    if message.load.incarnation != worker.name:
+                        break
+                    for output in message.outputs:
+                        self._told(convert.output_from_proto(output))
+            except grpc.aio.AioRpcError:
+                pass
+            finally:
+                call.cancel()
+            for request in self.requests.values():
+                if request.decode is worker and request.is_decoding:
+                    self._end(request, "WorkerFailed")
+            await asyncio.sleep(RECONNECT_S)
+
+    def _told(self, output: TokenOutput) -> None:
+        request = self.requests.get(output.request_id)
+        if request is None:
+            return
+        request.is_decoding = True
+        if output.error:
+            self._end(request, "WorkerFailed")
+        else:
+            self._take(request, output)
+
+    def _take(self, request: Request, output: TokenOutput) -> None:
+        for index, token in enumerate(output.token_ids, output.index):
+            request.tokens[index] = token
+        if output.finish_reason is not None:
+            self._end(request, OK)
+
+    def _end(self, request: Request, outcome: str) -> None:
+        if request.outcome:
+            return
+        request.outcome = outcome
+        if outcome == OK:
+            told = tuple(request.tokens[index] for index in sorted(request.tokens))
+            assert told == request.expected, f"{told} instead of {request.expected}"
+            return
+        assert request.task is not None
+        request.task.cancel()
+        self.start(self._abort(request), "abort")
+
+    async def _abort(self, request: Request) -> None:
+        channel = Channel(self.network, self, request.decode.address)
+        stub = decode_pb2_grpc.DecodeServiceStub(channel)  # type: ignore[call-overload]
+        message = decode_pb2.AbortRequest(
+            request_id=request.spec.request_id, attempt=request.spec.attempt
+        )
+        try:
+            await stub.Abort(message, timeout=GRACE_S)
+        except grpc.aio.AioRpcError:
+            # Lost: the decode worker's own deadlines must do.
+            return
