@@ -38,6 +38,16 @@ def reference(model: Path) -> Engine:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the short cases all run on shared memory, and one on each other transport."""
+    here = Path(__file__).parent
+    for item in items:
+        is_short = "[shm-" in item.name or "SIGSTOP-prefill-receiving" in item.name
+        if item.path.parent == here and not is_short:
+            item.add_marker(pytest.mark.long)
+
+
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def stage(
     request: pytest.FixtureRequest,

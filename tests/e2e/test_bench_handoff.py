@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from deploy.cli import app
 from tests.models import make_tiny_model
 
 
+@pytest.mark.long
 def test_a_cluster_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     model = make_tiny_model(tmp_path / "model", head_dim=16, context=2048)
