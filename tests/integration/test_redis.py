@@ -553,11 +553,16 @@ def test_the_index_is_right_after_a_check_whatever_came_before(
 
 
 async def test_loops_that_ask_the_server_end_at_any_moment(store: Store) -> None:
-    """A cancellation may meet the moment in which redis-py loses it."""
+    """A cancellation may meet the moment in which redis-py loses it.
+
+    Where the server answers at once, a call has no other moment: a loop that never rests could not
+    be ended.
+    """
 
     async def follow() -> None:
         while True:
             await store.registry.all()
+            await asyncio.sleep(0.001)
 
     for ticks in range(24):
         task = asyncio.create_task(follow())
