@@ -121,10 +121,16 @@ class Network:
             wire.release()
         self.holding.clear()
 
-    def strike(self, lane: str) -> Strike | None:
-        """What is to become of the next message of a lane."""
+    def strike(self, lane: str, *, is_first: bool = False) -> Strike | None:
+        """What is to become of the next message of a lane.
+
+        The first message of a stream says who is there. No bit of it is flipped: a writer by
+        another name is another writer, and only TCP's and TLS's own checks can tell.
+        """
         waiting = self.faults.get(lane)
         if not waiting:
+            return None
+        if is_first and lane != DATA and waiting[0].fault is Fault.FLIPPED:
             return None
         if waiting[0].spared:
             waiting[0] = replace(waiting[0], spared=waiting[0].spared - 1)
@@ -151,11 +157,13 @@ class Wire:
         self._arrived = arrived
         self._broke = broke
         self._clear_at = 0.0
+        self._is_used = False
         self._held: bytes | None = None
 
     def send(self, message: bytes) -> None:
         """Put a message on its way."""
-        strike = self._network.strike(self._lane)
+        strike = self._network.strike(self._lane, is_first=not self._is_used)
+        self._is_used = True
         if strike is None:
             self._post(message)
             self.release()
