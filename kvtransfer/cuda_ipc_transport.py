@@ -51,7 +51,7 @@ class CudaIpcTransport:
     """Implements ``kvtransfer.transport.Transport``."""
 
     name = "cuda_ipc"
-    part_bytes = 1 << 40
+    part_bytes = 64 << 20
     batch_bytes = 64 << 20
     copies_out = False
     staging_bytes = 0

@@ -161,15 +161,17 @@ class _Link:
         """Broken, and nothing of it is left."""
         return self.is_broken and not any(thread.is_alive() for thread in self._threads)
 
-    def end(self) -> None:
-        """Begin to close: every transfer ends, but threads and sockets may take a moment more."""
-        self._break(WorkerFailed(f"the link to {self._plan.peer} was closed"))
-
     def close(self) -> None:
-        """See ``SendLink`` and ``ReceiveLink``. Waits for the threads, 2 seconds at most."""
-        self.end()
+        """See ``SendLink`` and ``ReceiveLink``: threads and sockets may take a moment more.
+
+        It does not wait for them, because an event loop may call it; ``join`` does.
+        """
+        self._break(WorkerFailed(f"the link to {self._plan.peer} was closed"))
         if not self._threads:
             self._close_sockets()
+
+    def join(self) -> None:
+        """After ``close``: until the threads have ended, 2 seconds at most."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_S)

@@ -156,9 +156,9 @@ class GroupTransport:
         with self._lock:
             links, self._links = self._links, []
         for link in links:
-            link.end()
-        for link in links:
             link.close()
+        for link in links:
+            link.join()
         self._memory = None
 
     def _keep(self, link: GroupSendLink | GroupReceiveLink) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import logging
 import queue
 import secrets
 import threading
@@ -33,8 +32,6 @@ from kvtransfer.links import OpenTransfers, place
 from kvtransfer.memory import BlockMemory
 from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Batch, Packed, Parts, Peer
-
-log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
 """Most bytes of a message, but for a part that is larger; larger ones halve gRPC's throughput."""

@@ -302,7 +302,7 @@ class InboundPair:
         transfer = self._link.receive(batch, deadline_s, wanted=blocks is not None)
         self._awaited[batch.number] = self._heard_at
         if blocks is None:
-            end = partial(self._dropped, batch.number, error)
+            end = partial(self._landed, batch.number, error)
         else:
             self._inbound.began(message.ticket_id, transfer)
             end = partial(self._over, message.ticket_id, batch, transfer)
@@ -314,9 +314,6 @@ class InboundPair:
         except RuntimeError:
             # The loop was closed: nobody is left to be told.
             return
-
-    def _dropped(self, number: int, error: BatonError | None) -> None:
-        self._landed(number, error)
 
     def _over(self, ticket_id: str, batch: Batch, transfer: Transfer) -> None:
         """A transfer for which the keeper gave blocks has ended."""

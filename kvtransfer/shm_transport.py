@@ -46,7 +46,7 @@ class ShmTransport:
     """Implements ``kvtransfer.transport.Transport``."""
 
     name = "shm"
-    part_bytes = 1 << 40
+    part_bytes = 8 << 20
     batch_bytes = 8 << 20
     copies_out = False
     staging_bytes = 0

@@ -86,12 +86,13 @@ class SendLink(Protocol):
         """Begin to send a batch that has been announced. Never blocks.
 
         The transfer is done when the payload is needed no longer; that the bytes have landed, the
-        receiver says. It fails with WorkerFailed when the peer is gone, DeadlineExceeded after
-        ``deadline_s`` seconds; the link is of no more use then.
+        receiver says. It fails with WorkerFailed when the peer is gone, and DeadlineExceeded where
+        the transport itself waits for longer than ``deadline_s`` seconds (the pair watches what has
+        not landed in any case); the link is of no more use then.
         """
 
     def close(self) -> None:
-        """End every transfer with WorkerFailed and let the peer go; idempotent."""
+        """End every transfer with WorkerFailed and let the peer go. Never blocks; idempotent."""
 
 
 class ReceiveLink(Protocol):
@@ -104,12 +105,12 @@ class ReceiveLink(Protocol):
 
         The transfer is done when every part is in place and its checksum was found right. It fails
         with ChecksumMismatch for a damaged part, WorkerFailed when the peer is gone, and
-        DeadlineExceeded after ``deadline_s`` seconds. Once it is done, failed or cancelled, nothing
+        DeadlineExceeded as ``SendLink.send``. Once it is done, failed or cancelled, nothing
         writes into the target blocks any more.
         """
 
     def close(self) -> None:
-        """End every transfer with WorkerFailed and let the peer go; idempotent."""
+        """End every transfer with WorkerFailed and let the peer go. Never blocks; idempotent."""
 
 
 class Transport(Protocol):

@@ -283,12 +283,13 @@ def test_nothing_is_written_after_a_close(ends: Ends) -> None:
     assert ends.target.writes.acquire(timeout=LONG_S)
     landed.cancel()
     assert not landed.poll()
-    ends.receive.end()
+    ends.receive.close()
     assert not landed.poll()
     ends.target.may_write.set()
     assert error_of(landed) is WorkerFailed
     written = ends.target.array.copy()
-    ends.receive.close()
+    ends.receive.join()
+    assert ends.receive.is_over
     assert np.array_equal(written, ends.target.array)
     assert not ends.target.array[2:4].any()
 
