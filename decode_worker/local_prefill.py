@@ -71,7 +71,7 @@ class LocalPrefill:
         token: int | BatonError | None = None
         try:
             await self._place(sequence, source, first)
-            token = await _before(deadline, first)
+            token = await self._answered(first, deadline)
             if isinstance(token, BatonError):
                 raise token
         finally:
@@ -79,6 +79,18 @@ class LocalPrefill:
             if not isinstance(token, int):
                 self._end(sequence)
         yield first_token(sequence, token, sequence.finish_reason, self._context.control.load())
+
+    async def _answered(
+        self, first: asyncio.Future[int | BatonError], deadline: float
+    ) -> int | BatonError:
+        """A prompt's first token, or why there is none by the deadline."""
+        await asyncio.wait([first], timeout=max(0.0, deadline - time.monotonic()))
+        if not first.done():
+            # Ends what has expired, and tells of it.
+            self._context.control.pump()
+        if not first.done():
+            return DeadlineExceeded("the request's deadline passed during its prefill")
+        return first.result()
 
     def _check(self, spec: SequenceSpec, incarnation: str) -> None:
         own = self._context.incarnation
@@ -166,11 +178,3 @@ class LocalPrefill:
         """End every call that waits."""
         for attempt in list(self._firsts):
             self.ended(attempt, error)
-
-
-async def _before(deadline: float, first: asyncio.Future[int | BatonError]) -> int | BatonError:
-    """A prompt's first token, or why there is none by the deadline."""
-    await asyncio.wait([first], timeout=max(0.0, deadline - time.monotonic()))
-    if first.done():
-        return first.result()
-    return DeadlineExceeded("the request's deadline passed during its prefill")

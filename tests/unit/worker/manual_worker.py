@@ -134,6 +134,19 @@ class ManualWorker:
         await settle()
         return plan
 
+    async def fail(self) -> None:
+        """The step that runs breaks."""
+        try:
+            self.model.run(self.plan(), fail=True)
+        except RuntimeError as error:
+            self.thread.end(error)
+        await settle()
+
+    async def drain(self) -> None:
+        """Every step that there is ends."""
+        while self.thread.plans:
+            await self.step()
+
     def check_nothing_is_held(self) -> None:
         assert self.scheduler.is_idle()
         assert not len(self.receiver.book)

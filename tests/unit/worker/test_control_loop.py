@@ -102,8 +102,7 @@ async def test_one_that_decodes_stops_and_the_others_go_on(world: World) -> None
         plan = await world.step()
         assert [row.sequence_id for row in plan.rows] == [stays.sequence_id]
     world.control.remove(stays)
-    while world.thread.plans:
-        await world.step()
+    await world.drain()
     world.check_nothing_is_held()
 
 
@@ -172,10 +171,10 @@ async def test_a_prompt_is_chunked_by_what_the_others_can_bear(
     assert sum(chunks) == 45
     assert all(LEAST_TOKENS <= count <= 22 for count in chunks[:-1]), chunks
     world.control.remove(running)
-    while world.thread.plans:
-        await world.step()
+    await world.drain()
     alone = world.add(spec_of("alone", length=45, first=7, max_tokens=2))
     plan = await world.step()
     assert [row.count for row in plan.rows] == [45]
     world.control.remove(alone)
+    await world.drain()
     world.check_nothing_is_held()
