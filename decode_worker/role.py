@@ -64,7 +64,9 @@ class DecodeRole:
     def mount(self, server: grpc.aio.Server) -> None:
         """Add DecodeService, and PrefillService for prompts that are computed here."""
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(self), server)
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(self.local), server)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(
+            PrefillServicer(self.local.run), server
+        )
 
     def outbox(self, router_id: str) -> Outbox:
         """A router's outbox, made when it is first needed."""

@@ -1,38 +1,24 @@
-"""The gRPC face of computing prompts, whichever role does it."""
+"""The gRPC face of whatever computes prompts, whichever role it plays."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Protocol
 
 import grpc.aio
 
-from baton import convert
 from baton.grpc_errors import grpc_boundary
-from baton.request import SequenceSpec
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
-from kvtransfer.transport import Peer
-from worker.fetch import PrefixSource
 
-
-class Prefiller(Protocol):
-    """Computes prompts."""
-
-    def prefill(
-        self, spec: SequenceSpec, address: str, incarnation: str, source: PrefixSource | None
-    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        """See prefill.proto; ``address`` and ``incarnation`` are the decode worker's.
-
-        Closing the iterator aborts the request. Raises BatonError.
-        """
+Runner = Callable[[prefill_pb2.PrefillRequest], AsyncGenerator[prefill_pb2.PrefillResponse, None]]
+"""Computes a prompt, and says what comes of it. Raises BatonError; closing it aborts."""
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """Turns messages into calls of a prefiller. Runs on the control loop."""
+    """Turns messages into calls of a runner. Runs on the control loop."""
 
-    def __init__(self, prefiller: Prefiller) -> None:
-        self._prefiller = prefiller
+    def __init__(self, run: Runner) -> None:
+        self._run = run
 
     async def Prefill(  # noqa: N802 - gRPC's name
         self,
@@ -40,21 +26,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         context: grpc.aio.ServicerContext[object, object],
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         """See prefill.proto."""
-        spec = convert.sequence_from_proto(request.sequence)
-        async with (
-            grpc_boundary(context),
-            aclosing(
-                self._prefiller.prefill(
-                    spec, request.decode_address, request.decode_incarnation, _source(request)
-                )
-            ) as responses,
-        ):
+        async with grpc_boundary(context), aclosing(self._run(request)) as responses:
             async for response in responses:
                 yield response
-
-
-def _source(request: prefill_pb2.PrefillRequest) -> PrefixSource | None:
-    if not request.HasField("source"):
-        return None
-    source = request.source
-    return PrefixSource(Peer(source.incarnation, source.address), source.blocks)
