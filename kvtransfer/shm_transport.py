@@ -47,7 +47,7 @@ class ShmTransport:
 
     name = "shm"
     part_bytes = 8 << 20
-    batch_bytes = 8 << 20
+    batch_bytes = 16 << 20
     copies_out = False
     staging_bytes = 0
 

@@ -122,7 +122,7 @@ class WorkerProcess:
             asyncio.create_task(self._heartbeat(), name="heartbeat"),
             asyncio.create_task(self._publish(publisher), name="publish"),
         ]
-        _spare_the_interpreter()
+        spare_the_interpreter()
         keep_buffers()
         log.info("%s serves on %s", incarnation, self.record.address)
         return self.record
@@ -288,7 +288,7 @@ def keep_buffers() -> None:
         mallopt(_M_TRIM_THRESHOLD, 256 * MIB)
 
 
-def _spare_the_interpreter() -> None:
+def spare_the_interpreter() -> None:
     """All that was loaded stays: looking through it for garbage would only stop the steps."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.collect()
