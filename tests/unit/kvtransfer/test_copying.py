@@ -166,6 +166,11 @@ def test_several_parts_each_into_its_own_place(target: str) -> None:
     parts = [source.part(index) for index in range(3)]
     assert copying.copy_out(outs, source) == tuple(reference.checksum(part.data) for part in parts)
     assert [bytes(out) for out in outs] == [part.tobytes() for part in parts]
-    for bad in (outs[:2], [*outs[:2], bytearray(135)], [*outs[:2], bytes(136)]):
+    refused: list[list[copying.Bytes]] = [
+        [*outs[:2]],
+        [*outs[:2], bytearray(135)],
+        [*outs[:2], bytes(136)],
+    ]
+    for bad in refused:
         with pytest.raises(ValueError, match="not alike"):
             copying.copy_out(bad, source)
