@@ -51,6 +51,7 @@ class GrpcTransport:
     part_bytes = CHUNK_BYTES
     batch_bytes = 4 * CHUNK_BYTES
     copies_out = True
+    reads_in_place = False
 
     def __init__(self, host: str = "127.0.0.1", tls: TlsFiles | None = None) -> None:
         """Listens on ``host``, on a port that the system chooses. ``tls``: both sides prove
