@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import threading
 from collections.abc import AsyncIterable
 from pathlib import Path
 
@@ -32,7 +33,8 @@ from kvtransfer.grpc_transport import GrpcTransport
 from kvtransfer.links import ReadSendLink
 from kvtransfer.memory import BlockMemory
 from kvtransfer.negotiation import TRANSPORTS
-from kvtransfer.transport import Packed, Parts
+from kvtransfer.shm_transport import ShmReceiveLink
+from kvtransfer.transport import Batch, Packed, Parts
 from tests.integration.test_handoff import local_answer, prompt_of
 from tests.mini_cluster import MiniCluster, mini_cluster, valkey
 from tests.proxy import flip_one_byte, proxy
@@ -158,19 +160,26 @@ async def test_a_flipped_byte_on_the_wire_fails_the_handoff(
             await cluster.until_idle()
 
 
-async def test_a_block_that_changes_before_it_is_read_fails_the_handoff(
+async def test_a_block_that_changes_on_its_way_fails_the_handoff(
     tiny_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8, transport="shm") as cluster:
         blocks = context_of(cluster, "prefill-0").engine.cache.bytes
-        pack = ReadSendLink.pack
+        pack, copy = ReadSendLink.pack, ShmReceiveLink._copy_parts
+        copied = threading.Event()
+
+        def watched(link: ShmReceiveLink, batch: Batch) -> tuple[int, ...]:
+            found = copy(link, batch)
+            copied.set()
+            return found
 
         def damage(link: ReadSendLink, parts: Parts, memory: BlockMemory | None = None) -> Packed:
-            packed = pack(link, parts, memory)
+            assert copied.wait(20.0)
             blocks[parts.blocks[0], parts.offset + parts.length // 2] ^= 0x10
-            return packed
+            return pack(link, parts, memory)
 
         with monkeypatch.context() as damaged:
+            damaged.setattr(ShmReceiveLink, "_copy_parts", watched)
             damaged.setattr(ReadSendLink, "pack", damage)
             assert isinstance(await prefill_error(cluster, "damaged"), ChecksumMismatch)
         assert (outcomes(cluster, "checksum"), outcomes(cluster, "ok")) == (1, 0)
