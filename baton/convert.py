@@ -91,6 +91,7 @@ def output_to_proto(output: TokenOutput) -> worker_pb2.TokenOutput:
         token_ids=output.token_ids,
         finish_reason=finish_to_proto(output.finish_reason),
         error=output.error,
+        error_code=output.error_code,
     )
 
 
@@ -102,6 +103,7 @@ def output_from_proto(message: worker_pb2.TokenOutput) -> TokenOutput:
         token_ids=tuple(message.token_ids),
         finish_reason=finish_from_proto(message.finish_reason),
         error=message.error,
+        error_code=message.error_code,
     )
 
 

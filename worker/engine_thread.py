@@ -80,18 +80,20 @@ class EngineThread:
         self._runner.clear_progress()
         self._running = plan
         try:
-            return self._share_cores(plan)
+            return run_sharing(self._runner, self._board, plan)
         finally:
             self._running = None
 
-    def _share_cores(self, plan: StepPlan) -> StepResult:
-        if self._board is None:
-            return self._runner.run(plan)
-        self._runner.use_threads(self._board.begin())
-        try:
-            return self._runner.run(plan)
-        finally:
-            self._board.end()
+
+def run_sharing(runner: ModelRunner, board: CoreBoard | None, plan: StepPlan) -> StepResult:
+    """Run a step on as many threads as the board says, if there is one."""
+    if board is None:
+        return runner.run(plan)
+    runner.use_threads(board.begin())
+    try:
+        return runner.run(plan)
+    finally:
+        board.end()
 
 
 def _fail(error: Exception) -> NoReturn:

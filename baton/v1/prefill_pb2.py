@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/worker.proto\"\x96\x01\n\x0ePrefillRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12&\n\x06source\x18\x04 \x01(\x0b\x32\x16.baton.v1.PrefixSource\"D\n\x0cPrefixSource\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\"\xbb\x01\n\x0fPrefillResponse\x12,\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x15.baton.v1.TokenOutputH\x00\x12-\n\x07handoff\x18\x02 \x01(\x0b\x32\x1a.baton.v1.HandoffCommittedH\x00\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.baton.v1.LoadSnapshot\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x04 \x01(\rB\x07\n\x05\x65vent\"8\n\x10HandoffCommitted\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x15\n\rpinned_blocks\x18\x02 \x01(\r2R\n\x0ePrefillService\x12@\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x19.baton.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/worker.proto\"\x96\x01\n\x0ePrefillRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12&\n\x06source\x18\x04 \x01(\x0b\x32\x16.baton.v1.PrefixSource\"D\n\x0cPrefixSource\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\"\xfa\x01\n\x0fPrefillResponse\x12,\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x15.baton.v1.TokenOutputH\x00\x12-\n\x07handoff\x18\x02 \x01(\x0b\x32\x1a.baton.v1.HandoffCommittedH\x00\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.baton.v1.LoadSnapshot\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x04 \x01(\r\x12\x10\n\x08queue_ms\x18\x05 \x01(\x01\x12\x12\n\ncompute_ms\x18\x06 \x01(\x01\x12\x17\n\x0f\x63omputed_tokens\x18\x07 \x01(\rB\x07\n\x05\x65vent\"M\n\x10HandoffCommitted\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x15\n\rpinned_blocks\x18\x02 \x01(\r\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x32R\n\x0ePrefillService\x12@\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x19.baton.v1.PrefillResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,9 +37,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFIXSOURCE']._serialized_start=212
   _globals['_PREFIXSOURCE']._serialized_end=280
   _globals['_PREFILLRESPONSE']._serialized_start=283
-  _globals['_PREFILLRESPONSE']._serialized_end=470
-  _globals['_HANDOFFCOMMITTED']._serialized_start=472
-  _globals['_HANDOFFCOMMITTED']._serialized_end=528
-  _globals['_PREFILLSERVICE']._serialized_start=530
-  _globals['_PREFILLSERVICE']._serialized_end=612
+  _globals['_PREFILLRESPONSE']._serialized_end=533
+  _globals['_HANDOFFCOMMITTED']._serialized_start=535
+  _globals['_HANDOFFCOMMITTED']._serialized_end=612
+  _globals['_PREFILLSERVICE']._serialized_start=614
+  _globals['_PREFILLSERVICE']._serialized_end=696
 # @@protoc_insertion_point(module_scope)
