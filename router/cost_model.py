@@ -155,9 +155,7 @@ def mean_context(prompt_tokens: float, cached_tokens: float) -> float:
     return (prompt_tokens + cached_tokens) / 2.0
 
 
-_Matrix = tuple[
-    tuple[float, float, float], tuple[float, float, float], tuple[float, float, float]
-]
+_Matrix = tuple[tuple[float, float, float], tuple[float, float, float], tuple[float, float, float]]
 
 
 def _solve_three(
