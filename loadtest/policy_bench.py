@@ -169,7 +169,8 @@ class Replayer:
             max_sequences=_PLENTY,
             load=LoadSnapshot(free_blocks=_PLENTY),
         )
-        self._planner.table.add(record, 0.0)
+        self._planner.table.add(record)
+        self._planner.table.set_load(name, record.load, 0.0)
         self._planner.table.set_up(name, True)
 
     def _compute(

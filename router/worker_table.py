@@ -128,7 +128,7 @@ class WorkerTable:
         self.told_context, self.own_context = column("told_context"), column("own_context")
         self.available_blocks, self.told_blocks = column("available_blocks"), column("told_blocks")
         self.promised_blocks = column("promised_blocks")
-        self.per_block, self.context_length = column("per_block", 1.0), column("context_length")
+        self.per_block = column("per_block", 1.0)
         self.shape = column("shape", -1.0)
         self.up = column("up")
         hashes = np.zeros(capacity, dtype=np.uint64)
@@ -156,8 +156,8 @@ class WorkerTable:
         """Everybody that is listed."""
         return list(self._rows)
 
-    def add(self, record: WorkerRecord, now_ms: float) -> None:
-        """List a worker, not up yet; one that is listed keeps its row and its load."""
+    def add(self, record: WorkerRecord) -> None:
+        """List a worker, idle and not up yet; one that is listed keeps its row and its load."""
         row = self._rows.get(record.incarnation)
         if row is None:
             row = self._new_row(record)
@@ -170,8 +170,6 @@ class WorkerTable:
             worker.role = record.role
             self._groups.clear()
         self.max_sequences[row] = max(1, record.max_sequences)
-        self.context_length[row] = record.context_length
-        self.set_load(record.incarnation, record.load, now_ms)
 
     def _new_row(self, record: WorkerRecord) -> int:
         if not self._free:
