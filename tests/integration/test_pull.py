@@ -24,10 +24,10 @@ from baton.sampling_params import SamplingParams
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from engine.block_pool import BlockPool
 from kvtransfer.transport import Peer
-from prefill_worker.fetch_estimates import FetchEstimates
 from prefill_worker.role import PrefillRole
 from tests.integration.test_handoff import BLOCK, local_answer, prompt_of
 from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from worker.fetch_estimates import FetchEstimates
 from worker.role import WorkerContext
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=35, ignore_eos=True)

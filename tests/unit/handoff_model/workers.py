@@ -328,15 +328,15 @@ class Worker(Process):
 
 
 TIMED_MODULES = (
+    "decode_worker.local_prefill",
     "decode_worker.role",
     "decode_worker.service",
     "kvtransfer.inbound",
     "kvtransfer.outbound",
-    "prefill_worker.fetch",
     "prefill_worker.handoff",
     "prefill_worker.role",
     "worker.control_loop",
     "worker.exchange",
-    "worker.role",
+    "worker.fetch",
 )
 """All that read the clock."""

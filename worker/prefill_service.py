@@ -1,28 +1,38 @@
-"""The gRPC face of the prefill role."""
+"""The gRPC face of computing prompts, whichever role does it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import grpc.aio
 
 from baton import convert
 from baton.grpc_errors import grpc_boundary
+from baton.request import SequenceSpec
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from kvtransfer.transport import Peer
-from prefill_worker.fetch import PrefixSource
+from worker.fetch import PrefixSource
 
-if TYPE_CHECKING:
-    from prefill_worker.role import PrefillRole
+
+class Prefiller(Protocol):
+    """Computes prompts."""
+
+    def prefill(
+        self, spec: SequenceSpec, address: str, incarnation: str, source: PrefixSource | None
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        """See prefill.proto; ``address`` and ``incarnation`` are the decode worker's.
+
+        Closing the iterator aborts the request. Raises BatonError.
+        """
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """Turns messages into calls of the role. Runs on the control loop."""
+    """Turns messages into calls of a prefiller. Runs on the control loop."""
 
-    def __init__(self, role: PrefillRole) -> None:
-        self._role = role
+    def __init__(self, prefiller: Prefiller) -> None:
+        self._prefiller = prefiller
 
     async def Prefill(  # noqa: N802 - gRPC's name
         self,
@@ -34,7 +44,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         async with (
             grpc_boundary(context),
             aclosing(
-                self._role.prefill(
+                self._prefiller.prefill(
                     spec, request.decode_address, request.decode_incarnation, _source(request)
                 )
             ) as responses,

@@ -4,7 +4,7 @@
     RESERVED, RECEIVING ─holder gone, refused, too slow, damaged, aborted→ RELEASED
 
 The states are those of ``kvtransfer.ticket``: here the reader's own. Whatever goes wrong costs
-time, never the request: the blocks are computed then. Owned by the prefill worker's control loop.
+time, never the request: the blocks are computed then. Owned by the control loop.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from baton.hashing import last_hashes
 from engine.sequence import Sequence
 from kvtransfer.ticket import Purpose, Ticket
 from kvtransfer.transport import Peer
-from prefill_worker.fetch_estimates import FetchEstimates
 from worker.block_receiver import NO_TRANSPORT
+from worker.fetch_estimates import FetchEstimates
 from worker.role import WorkerContext
 
 log = logging.getLogger(__name__)
