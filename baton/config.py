@@ -17,6 +17,10 @@ from pydantic_settings import (
 
 Role = Literal["prefill", "decode"]
 TransportName = Literal["auto", "shm", "grpc", "gloo", "nccl", "cuda_ipc", "nixl"]
+LocalPrefill = Literal["auto", "never", "always"]
+PolicyName = Literal[
+    "predictive", "round_robin", "least_loaded", "prefix", "power_of_two", "session"
+]
 KvTypeName = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
 MIB = 1 << 20
 _KV_TYPES: tuple[KvTypeName, ...] = ("float32", "bfloat16", "float16", "int8", "fp8")
@@ -73,6 +77,11 @@ class ContextClass(_Section):
     """Its name in metrics and logs."""
     max_tokens: int | None = None
     """Prompts up to this many tokens belong to it; None, for the last class alone, is unbounded."""
+    local_prefill: Literal["", "auto", "never", "always"] = ""
+    """Whether decode workers compute its prompts; empty takes the cluster's."""
+    pools: tuple[str, ...] = ()
+    """Names of the pools that it owns: of a role in which it owns one, their workers alone serve it,
+    and they serve nobody else but classes that name the same pool."""
 
 
 def _default_classes() -> tuple[ContextClass, ...]:
@@ -124,8 +133,11 @@ class Config(BaseSettings):
     transfer_window_mib: int = Field(default=32, ge=1, le=4096)
     """Most KV on its way from one worker to another at a time, and most memory of such a pair for
     bytes between blocks and wire, in MiB; four times as much where nothing lies between them."""
-    local_prefill: Literal["never"] = "never"
-    """Whether decode workers compute prompts themselves; ``never`` hands every request off."""
+    policy: PolicyName = "predictive"
+    """How a request's workers are chosen: by predicted milliseconds, or by a simple rule."""
+    local_prefill: LocalPrefill = "auto"
+    """Whether decode workers compute prompts themselves: where that is predicted to be faster
+    (``auto``), always, or never, which hands every request off."""
     pools: tuple[PoolConfig, ...] = Field(default_factory=_default_pools)
     """The pools of workers."""
     classes: tuple[ContextClass, ...] = Field(default_factory=_default_classes)
@@ -172,6 +184,22 @@ class Config(BaseSettings):
             raise ValueError("classes: max_tokens must rise, and the last class has none")
         if self.heartbeat_s * 2 > min(self.registry_ttl_s, self.lease_s):
             raise ValueError("heartbeat_s must be at most half of registry_ttl_s and of lease_s")
+        return self
+
+    @model_validator(mode="after")
+    def _classes_have_workers(self) -> Config:
+        roles = {pool.name: pool.role for pool in self.pools}
+        owned = {name for one in self.classes for name in one.pools}
+        for one in self.classes:
+            unknown = [name for name in one.pools if name not in roles]
+            if unknown:
+                raise ValueError(f"classes: {one.name} owns {unknown[0]!r}, which is no pool")
+            for role in ("prefill", "decode"):
+                own = any(roles[name] == role for name in one.pools)
+                if not own and not any(r == role for n, r in roles.items() if n not in owned):
+                    raise ValueError(
+                        f"classes: {one.name} has no {role} pool: others own all of them"
+                    )
         return self
 
     @model_validator(mode="after")

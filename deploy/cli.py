@@ -114,7 +114,15 @@ def up(
     local_prefill: Annotated[
         str | None,
         typer.Option(
-            help="Whether decode workers compute prompts themselves: never. Default: never."
+            help="Whether decode workers compute prompts themselves: auto (where that is predicted"
+            " to be faster), never or always. Default: auto."
+        ),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="How a request's workers are chosen: predictive, round_robin, least_loaded,"
+            " prefix, power_of_two or session. Default: predictive."
         ),
     ] = None,
     config: Annotated[
@@ -139,6 +147,7 @@ def up(
         transport=transport,
         redis_url=redis_url,
         local_prefill=local_prefill,
+        policy=policy,
     )
     settings = _with_count(settings, "prefill", prefill)
     settings = _with_count(settings, "decode", decode)
@@ -540,6 +549,54 @@ def bench_handoff(
         programs = Programs(model=model_store.resolve(model, say, "auto").path)
         settings = HandoffSettings(_names(transport), prompt_tokens, answer_tokens, repetitions)
         bench_handoffs(settings, programs, say, Console(), output)
+    except BatonError as error:
+        _fail(error.message)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@bench_app.command("policy")
+def bench_policy(
+    trace: Annotated[
+        Path, typer.Option(metavar="FILE", help="In Mooncake's format, plain or gzipped.")
+    ],
+    workers: Annotated[
+        int, typer.Option(min=1, max=_MOST_WORKERS, help="Prefill workers.", show_default=True)
+    ] = 4,
+    scale_length: Annotated[
+        float, typer.Option(help="Divides the lengths of prompts and blocks.")
+    ] = 1.0,
+    cache_blocks: Annotated[
+        int | None, typer.Option(min=1, help="Most blocks in a worker's cache. Default: no bound.")
+    ] = None,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a block of the trace.")] = 512,
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="predictive, round_robin, least_loaded, prefix, power_of_two or session."
+        ),
+    ] = "predictive",
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+    ] = None,
+) -> None:
+    """Replay a trace through the router's policy and prefix index, without models."""
+    from typing import cast, get_args  # noqa: PLC0415
+
+    from baton.config import PolicyName  # noqa: PLC0415
+    from baton.errors import BatonError  # noqa: PLC0415
+    from loadtest.policy_bench import PolicyBenchSettings  # noqa: PLC0415
+    from loadtest.policy_bench import bench_policy as bench  # noqa: PLC0415
+
+    if policy not in get_args(PolicyName):
+        _fail(f"--policy: {policy!r} is none of {', '.join(get_args(PolicyName))}")
+    if not 0 < scale_length < float("inf"):
+        _fail(f"--scale-length: {scale_length} is not above 0")
+    settings = PolicyBenchSettings(
+        trace, workers, cast(PolicyName, policy), scale_length, cache_blocks, block_tokens
+    )
+    try:
+        bench(settings, lambda text: typer.echo(text, err=True), Console(), output)
     except BatonError as error:
         _fail(error.message)
     except KeyboardInterrupt:

@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
@@ -19,7 +20,7 @@ import redis
 from baton import convert
 from baton.background import end_tasks
 from baton.config import Config
-from baton.errors import BatonError, ContextLengthExceeded, WorkerFailed
+from baton.errors import BatonError, ContextLengthExceeded, Overloaded, Unavailable, WorkerFailed
 from baton.grpc_errors import error_from_rpc
 from baton.hashing import block_hashes, hash_key
 from baton.metrics import RouterMetrics
@@ -30,8 +31,11 @@ from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from router.admission import Admission
 from router.generation import GenerationRequest, OutputDelta
 from router.output_assembler import OutputAssembler
-from router.policy import Candidate, Decision, choose
+from router.planner import Planner, Promise
+from router.policies import make_policy
+from router.policy import Decision, RouteRequest, route_settings
 from router.request_life import RequestLife
+from router.roster import Roster
 from router.tokenizer import Tokenizer
 from router.worker_links import WorkerLink, WorkerLinks, error_from_gone
 
@@ -65,6 +69,10 @@ class ClusterDispatcher:
         self._links = WorkerLinks(
             self.router_id, self._on_output, self._on_broken, heartbeat_s=config.heartbeat_s
         )
+        self._planner = Planner(
+            make_policy(config.policy, route_settings(config)), config.block_size
+        )
+        self._roster = Roster(self._planner, self._links)
         self._admission = Admission(config.max_waiting_requests)
         self._lives: dict[str, RequestLife] = {}
         self._placed: dict[str, set[RequestLife]] = {}
@@ -113,9 +121,10 @@ class ClusterDispatcher:
         """``ok``, or ``down`` and why."""
         if self._draining:
             return "down", "draining"
-        for role in ("prefill", "decode"):
+        for role in ("decode", "prefill"):
             if not self._links.up(role):
-                return "down", f"no {role} worker is ready"
+                alone = role == "prefill" and self._config.local_prefill != "never"
+                return "degraded" if alone else "down", f"no {role} worker is ready"
         return "ok", ""
 
     def metrics_addresses(self) -> list[str]:
@@ -132,8 +141,8 @@ class ClusterDispatcher:
         self._admission.admit(request.request_id, time.monotonic())
         self._metrics.active_requests.inc()
         try:
-            decision = await self._route(request)
-            async for delta in self._run(request, decision):
+            route = await self._route(request)
+            async for delta in self._run(request, route):
                 yield delta
         finally:
             self._admission.left(request.request_id)
@@ -141,31 +150,57 @@ class ClusterDispatcher:
 
     # Routing
 
-    async def _route(self, request: GenerationRequest) -> Decision:
-        prefill, decode = self._links.up("prefill"), self._links.up("decode")
+    async def _route(self, request: GenerationRequest) -> _Route:
+        """Where it goes. Raises Unavailable, ContextLengthExceeded, Overloaded."""
+        asked_at = time.monotonic()
+        self._roster.refresh(asked_at)
+        longest = self._roster.context_length
+        hashes: list[bytes] = []
         held: dict[str, int] = {}
-        if prefill and decode:
-            longest = min(link.record.context_length for link in (*prefill, *decode))
+        if longest is not None:
             if len(request.prompt_ids) >= longest:
                 raise ContextLengthExceeded(
                     f"the prompt has {len(request.prompt_ids)} tokens, and the workers' context "
                     f"is {longest}"
                 )
-            held = await self._lookup(request, prefill[0].record.fingerprint)
-            # Who has gone meanwhile is not chosen: its broken stream is told of only once.
-            prefill, decode = self._links.up("prefill"), self._links.up("decode")
-        decision = choose(
+            key = hash_key(self._roster.fingerprint, request.cache_salt)
+            hashes = block_hashes(request.prompt_ids, self._config.block_size, key)
+            held = await self._lookup(hashes)
+        now = time.monotonic()
+        asked = RouteRequest(
             len(request.prompt_ids),
-            self._config.block_size,
-            [_candidate(link, held, self._config.block_size) for link in prefill],
-            [_candidate(link, held, self._config.block_size) for link in decode],
+            self._config.class_of(len(request.prompt_ids)),
+            request.session,
+            (request.deadline_s - (now - asked_at)) * 1e3,
         )
-        self._metrics.route_decisions.labels(decision="remote", reason=decision.reason).inc()
-        return decision
+        decision = self._decide(asked, hashes, held, now)
+        if decision.shed:
+            raise Overloaded(
+                f"the first token would come after {decision.ttft_ms / 1e3:.1f} s, beyond the"
+                " request's deadline",
+                retry_after=max(1.0, decision.queue_ms / 1e3),
+            )
+        self._metrics.route_decisions.labels(
+            decision="local" if decision.local else "remote", reason=decision.reason
+        ).inc()
+        return _Route(decision, asked, hashes)
 
-    async def _lookup(self, request: GenerationRequest, fingerprint: str) -> dict[str, int]:
-        key = hash_key(fingerprint, request.cache_salt)
-        hashes = block_hashes(request.prompt_ids, self._config.block_size, key)
+    def _decide(
+        self, asked: RouteRequest, hashes: list[bytes], held: dict[str, int], now: float
+    ) -> Decision:
+        """Among those that are up at this moment: the table may be a little older."""
+        try:
+            decision = self._planner.decide(asked, hashes, held, now)
+            chosen = {decision.prefill, decision.decode}
+            links = [link for name in chosen if (link := self._links.get(name)) is not None]
+            if len(links) == len(chosen) and all(map(self._links.is_up, links)):
+                return decision
+        except Unavailable:
+            pass
+        self._roster.refresh(now, at_once=True)
+        return self._planner.decide(asked, hashes, held, now)
+
+    async def _lookup(self, hashes: list[bytes]) -> dict[str, int]:
         lookup = asyncio.create_task(self._index.lookup(hashes))
         try:
             # Waited for from outside: a client's hang-up must not be lost in it (see end_tasks).
@@ -183,16 +218,17 @@ class ClusterDispatcher:
     # A request's life
 
     async def _run(
-        self, request: GenerationRequest, decision: Decision
+        self, request: GenerationRequest, route: _Route
     ) -> AsyncGenerator[OutputDelta, None]:
+        decision = route.decision
         source, target = self._links.get(decision.prefill), self._links.get(decision.decode)
         if source is None or target is None:
             raise error_from_gone(decision.prefill if source is None else decision.decode)
         life = RequestLife(request.request_id, 0, self._assembler(request))
-        placement = _Placement(source, target, decision.uncached_tokens)
+        promise = self._planner.promise(decision, route.request, route.hashes, time.monotonic())
+        placement = _Placement(source, target, promise)
         self._lives[life.request_id] = life
         self._placed.setdefault(decision.decode, set()).add(life)
-        placement.promise()
         prefill = asyncio.create_task(
             self._prefill(request, life, placement, self._prefix_source(decision))
         )
@@ -216,7 +252,7 @@ class ClusterDispatcher:
         self._placed[decode].discard(life)
         if not self._placed[decode]:
             del self._placed[decode]
-        placement.end()
+        placement.promise.ended(time.monotonic())
         prefill.cancel()
         if not life.worker_finished:
             self._in_background(
@@ -279,10 +315,19 @@ class ClusterDispatcher:
         try:
             async for response in stub.Prefill(message, timeout=request.deadline_s):
                 if response.HasField("first_token"):
-                    placement.computed()
+                    placement.promise.computed(
+                        time.monotonic(),
+                        computed_tokens=response.computed_tokens,
+                        compute_ms=response.compute_ms,
+                    )
                     life.accept(
                         convert.output_from_proto(response.first_token),
                         cached_prompt_tokens=response.cached_prompt_tokens,
+                    )
+                if response.HasField("handoff"):
+                    placement.promise.committed(
+                        pinned_blocks=response.handoff.pinned_blocks,
+                        transfer_ms=response.handoff.transfer_ms,
                     )
         except grpc.aio.AioRpcError as error:
             failure = error_from_rpc(error, placement.source.record.incarnation)
@@ -308,52 +353,19 @@ class ClusterDispatcher:
             life.fail(WorkerFailed(error.message, retry_after=1.0))
 
 
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """A decision and what it was made of."""
+
+    decision: Decision
+    request: RouteRequest
+    hashes: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class _Placement:
-    """What a request has been promised on its two workers."""
+    """A request's two workers, one and the same where it is computed locally."""
 
-    def __init__(self, source: WorkerLink, target: WorkerLink, tokens: int) -> None:
-        self.source = source
-        self.target = target
-        self._tokens = tokens
-        self._computing = False
-        self._placed = False
-
-    def promise(self) -> None:
-        """Count it against both workers."""
-        self.source.promised_tokens += self._tokens
-        self.source.promised_sequences += 1
-        self.target.promised_sequences += 1
-        self.source.placed += 1
-        self.target.placed += 1
-        self._computing = self._placed = True
-
-    def computed(self) -> None:
-        """The prompt is computed; idempotent."""
-        if self._computing:
-            self._computing = False
-            self.source.promised_tokens -= self._tokens
-            self.source.promised_sequences -= 1
-
-    def end(self) -> None:
-        """The request has ended; idempotent."""
-        self.computed()
-        if self._placed:
-            self._placed = False
-            self.target.promised_sequences -= 1
-
-
-def _candidate(link: WorkerLink, held: dict[str, int], hash_block: int) -> Candidate:
-    """All counts in blocks of the prefix index, of which a worker's may hold several."""
-    load = link.load
-    per_block = max(1, link.record.geometry.block_size // hash_block)
-    held_blocks = held.get(link.record.incarnation, 0)
-    return Candidate(
-        incarnation=link.record.incarnation,
-        queued_tokens=max(link.promised_tokens, load.waiting_tokens),
-        sequences=max(link.promised_sequences, load.running + load.waiting),
-        max_sequences=link.record.max_sequences,
-        placed=link.placed,
-        available_blocks=(load.free_blocks + load.cached_blocks) * per_block,
-        # The first part of a block that goes on otherwise is of no use.
-        held_blocks=held_blocks - held_blocks % per_block,
-    )
+    source: WorkerLink
+    target: WorkerLink
+    promise: Promise

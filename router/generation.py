@@ -25,6 +25,8 @@ class GenerationRequest:
     """Seconds from now until the request must have ended."""
     cache_salt: bytes = b""
     """Another salt, another prefix cache."""
+    session: str = ""
+    """What the client calls its conversation; empty: nothing was said."""
 
 
 @dataclass(frozen=True, slots=True)

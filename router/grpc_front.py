@@ -24,7 +24,7 @@ from router.conversation import plain_turns
 from router.delivery import Delivery
 from router.generation import Dispatcher, GenerationRequest, OutputDelta
 from router.grpc_health import HealthServicer
-from router.request_builder import Arrival, RequestBuilder
+from router.request_builder import SESSION_HEADER, Arrival, RequestBuilder
 from router.request_recorder import count_refusal
 from router.sampling_input import SamplingInput
 from router.served_model import ServedModel
@@ -94,7 +94,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise RequestTooLarge(f"the message is larger than {self._config.max_body_bytes} bytes")
         self._builder.check_model(request.model or self._model.id)
         arrival = Arrival(
-            f"gen-{secrets.token_hex(16)}", received_at, self._deadline_s(context), Principal()
+            f"gen-{secrets.token_hex(16)}",
+            received_at,
+            self._deadline_s(context),
+            Principal(),
+            _session(context),
         )
         sampling = _sampling(request.sampling)
         kind = request.WhichOneof("input")
@@ -110,6 +114,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _deadline_s(self, context: Context) -> float:
         given = context.time_remaining()
         return min(self._config.request_deadline_s, float("inf") if given is None else given)
+
+
+def _session(context: Context) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == SESSION_HEADER:
+            return value if isinstance(value, str) else value.decode(errors="replace")
+    return ""
 
 
 def _name(request: inference_pb2.GenerateRequest) -> str:

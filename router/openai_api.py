@@ -29,7 +29,7 @@ from router.openai_protocol import (
     ModelList,
     SamplingFields,
 )
-from router.request_builder import Arrival, Prompt, RequestBuilder
+from router.request_builder import SESSION_HEADER, Arrival, Prompt, RequestBuilder
 from router.request_recorder import count_refusal
 from router.sampling_input import SamplingInput
 from router.served_model import ServedModel
@@ -68,7 +68,7 @@ class OpenAiApi:
             answer = ChatAnswer(body.model, include_usage=_include_usage(body))
             turns = openai_turns(body.messages)
             built = await self._builder.chat(
-                self._arrival(answer, arrival_at), turns, _chat_sampling(body)
+                self._arrival(request, answer, arrival_at), turns, _chat_sampling(body)
             )
         return await self._answer(request, answer, [built], body, arrival_at)
 
@@ -82,7 +82,7 @@ class OpenAiApi:
             refuse_unsupported_completion(raw)
             answer = CompletionAnswer(body.model, include_usage=_include_usage(body))
             built = await self._builder.prompts(
-                self._arrival(answer, arrival_at), _prompts(body), _sampling(body)
+                self._arrival(request, answer, arrival_at), _prompts(body), _sampling(body)
             )
         return await self._answer(request, answer, built, body, arrival_at)
 
@@ -107,8 +107,9 @@ class OpenAiApi:
         deadline_s = self._config.request_deadline_s
         return await read_object(request, self._config.max_body_bytes, deadline_s)
 
-    def _arrival(self, answer: Answer, at: float) -> Arrival:
-        return Arrival(answer.id, at, self._config.request_deadline_s, Principal())
+    def _arrival(self, request: Request, answer: Answer, at: float) -> Arrival:
+        session = request.headers.get(SESSION_HEADER, "")
+        return Arrival(answer.id, at, self._config.request_deadline_s, Principal(), session)
 
     @asynccontextmanager
     async def _counting_refusals(self) -> AsyncIterator[None]:

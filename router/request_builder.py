@@ -23,6 +23,8 @@ MOST_PROMPTS = 128
 _INLINE_CHARACTERS = 4096
 """Shorter text is tokenised on the event loop (about 2 ms); longer text on a thread."""
 _SHOWN_ID_CHARACTERS = 128
+SESSION_HEADER = "x-baton-session"
+"""HTTP header, and gRPC metadata, in which a client names its conversation."""
 
 Prompt = str | tuple[int, ...]
 T = TypeVar("T")
@@ -39,6 +41,8 @@ class Arrival:
     deadline_s: float
     """Seconds from ``at``."""
     principal: Principal
+    session: str = ""
+    """What the client calls its conversation; empty: nothing was said."""
 
 
 class RequestBuilder:
@@ -158,4 +162,5 @@ class RequestBuilder:
             ),
             principal=arrival.principal,
             deadline_s=left,
+            session=arrival.session,
         )
