@@ -10,7 +10,8 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -19,7 +20,7 @@ import redis
 from baton import convert
 from baton.background import end_tasks
 from baton.config import Config
-from baton.errors import BatonError, ContextLengthExceeded, WorkerFailed
+from baton.errors import BatonError, ContextLengthExceeded, DeadlineExceeded, WorkerFailed
 from baton.grpc_errors import error_from_rpc
 from baton.hashing import block_hashes, hash_key
 from baton.metrics import RouterMetrics
@@ -27,12 +28,13 @@ from baton.prefix_index import PrefixIndex
 from baton.registry import Registry
 from baton.request import SequenceSpec, TokenOutput
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
-from router.admission import Admission
+from router.admission import Capacity
 from router.generation import GenerationRequest, OutputDelta
 from router.output_assembler import OutputAssembler
 from router.policy import Candidate, Decision, choose
 from router.request_life import RequestLife
 from router.tokenizer import Tokenizer
+from router.waiting_room import WaitingRoom
 from router.worker_links import WorkerLink, WorkerLinks, error_from_gone
 
 log = logging.getLogger(__name__)
@@ -65,7 +67,7 @@ class ClusterDispatcher:
         self._links = WorkerLinks(
             self.router_id, self._on_output, self._on_broken, heartbeat_s=config.heartbeat_s
         )
-        self._admission = Admission(config.max_waiting_requests)
+        self._waiting_room = WaitingRoom(config, metrics, self._capacity)
         self._lives: dict[str, RequestLife] = {}
         self._placed: dict[str, set[RequestLife]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -83,6 +85,7 @@ class ClusterDispatcher:
         self._draining = True
         for life in list(self._lives.values()):
             life.fail(WorkerFailed("the router is stopping", retry_after=1.0))
+        self._waiting_room.close()
         if self._poll is not None:
             await end_tasks([self._poll])
         if self._background:
@@ -129,17 +132,30 @@ class ClusterDispatcher:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta, None]:
         """See ``router.generation.Dispatcher``."""
-        self._admission.admit(request.request_id, time.monotonic())
+        deadline = time.monotonic() + request.deadline_s
         self._metrics.active_requests.inc()
+        finished = False
         try:
+            await self._waiting_room.turn(request)
             decision = await self._route(request)
-            async for delta in self._run(request, decision):
+            # What is sent to the workers is what is left now.
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded("the request's deadline passed while it waited")
+            async for delta in self._run(replace(request, deadline_s=left), decision):
+                self._waiting_room.first_token(request.request_id)
+                self._waiting_room.generated(request.request_id, len(delta.token_ids))
+                finished = delta.finish_reason is not None
                 yield delta
         finally:
-            self._admission.left(request.request_id)
+            self._waiting_room.left(request.request_id, finished=finished)
             self._metrics.active_requests.dec()
 
     # Routing
+
+    def _capacity(self) -> Capacity | None:
+        prefill, decode = self._links.up("prefill"), self._links.up("decode")
+        return _capacity(self._config.block_size, prefill, decode)
 
     async def _route(self, request: GenerationRequest) -> Decision:
         prefill, decode = self._links.up("prefill"), self._links.up("decode")
@@ -200,7 +216,6 @@ class ClusterDispatcher:
         try:
             while not finished:
                 delta = await life.next_delta()
-                self._admission.first_token(life.request_id, time.monotonic())
                 finished = delta.finish_reason is not None
                 if finished:
                     self._end(life, prefill, placement)
@@ -356,4 +371,24 @@ def _candidate(link: WorkerLink, held: dict[str, int], hash_block: int) -> Candi
         available_blocks=(load.free_blocks + load.cached_blocks) * per_block,
         # The first part of a block that goes on otherwise is of no use.
         held_blocks=held_blocks - held_blocks % per_block,
+    )
+
+
+def _capacity(
+    hash_block: int, prefill: Sequence[WorkerLink], decode: Sequence[WorkerLink]
+) -> Capacity | None:
+    """What the workers' snapshots show, in blocks of the prefix index; None without a role."""
+    if not prefill or not decode:
+        return None
+    seen = [_candidate(link, {}, hash_block) for link in decode]
+    return Capacity(
+        block_size=hash_block,
+        prefill_workers=len(prefill),
+        decode_sequences=sum(link.load.running + link.load.waiting for link in decode),
+        most_sequences=sum(worker.max_sequences for worker in seen),
+        available_blocks=tuple(worker.available_blocks for worker in seen),
+        total_blocks=tuple(
+            link.record.total_blocks * max(1, link.record.geometry.block_size // hash_block)
+            for link in decode
+        ),
     )

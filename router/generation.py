@@ -25,6 +25,10 @@ class GenerationRequest:
     """Seconds from now until the request must have ended."""
     cache_salt: bytes = b""
     """Another salt, another prefix cache."""
+    priority: int = 0
+    """Lower comes earlier among those of one tenant that wait."""
+    own_deadline: bool = False
+    """The client said how long it would wait; admission judges by that, and by no SLO."""
 
 
 @dataclass(frozen=True, slots=True)
