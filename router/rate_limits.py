@@ -15,13 +15,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import redis.asyncio
 from redis.commands.core import AsyncScript
 
-from baton.background import end_tasks
 from baton.config import KeyConfig
 from baton.errors import RateLimitExceeded, RequestTooLarge
 from baton.metrics import RouterMetrics
@@ -30,10 +30,11 @@ from router.running_mean import RunningMean
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 0.1
+ANSWER_S = 0.25
 """Redis has so many seconds to answer; then it goes without."""
 AWAY_S = 1.0
 """After a failure Redis is not asked for this long: its death costs one wait, not one a request."""
+MOST_CONNECTIONS = 4
 _FIRST_STAY_S = 1.0
 _WEIGHT = 0.1
 _MICROSECONDS = 1_000_000
@@ -152,12 +153,14 @@ class RateLimits:
         self._clock = clock
         self._away_until = float("-inf")
         self._stays: dict[str, RunningMean] = {}
-        self._leaving: set[asyncio.Task[object]] = set()
+        # A burst takes turns: a connection for each would take longer than the answers do.
+        self._connections = asyncio.Semaphore(MOST_CONNECTIONS)
+        self._background: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """Wait a moment for what is still being told to Redis."""
-        if self._leaving:
-            await asyncio.wait(self._leaving, timeout=2 * ANSWER_S)
+        if self._background:
+            await asyncio.wait(self._background, timeout=2 * ANSWER_S)
 
     async def enter(
         self, key: KeyConfig, request_id: str, tokens: int, deadline_s: float
@@ -174,15 +177,15 @@ class RateLimits:
                 f"the prompt has {tokens} tokens, and the API key {key.tokens_per_minute} a minute"
             )
         entered_at = self._clock()
-        answer = await self._ask(
-            self._enter,
-            key,
-            [
-                *(key.requests_per_minute, key.tokens_per_minute, key.concurrency),
-                *(tokens, request_id, int(deadline_s * _MICROSECONDS)),
-            ],
-        )
-        if not isinstance(answer, list):
+        values = (key.requests_per_minute, key.tokens_per_minute, key.concurrency, tokens)
+        left_us = int(deadline_s * _MICROSECONDS)
+
+        def undo(answer: Any) -> None:
+            if answer[0] == 0:
+                self.leave(Charge(key, request_id, tokens, entered_at, ()), 0, refund=True)
+
+        answer = await self._ask(self._enter, key, [*values, request_id, left_us], undo)
+        if answer is None:
             return None
         refused, wait, requests, requests_reset, left, left_reset = map(int, answer)
         limits = (
@@ -201,14 +204,13 @@ class RateLimits:
 
         Nobody waits until Redis knows.
         """
-        stay = self._stays.setdefault(charge.key.name, RunningMean(_WEIGHT))
-        stay.add(self._clock() - charge.entered_at)
         key = charge.key
+        if not refund:
+            stay = self._stays.setdefault(key.name, RunningMean(_WEIGHT))
+            stay.add(self._clock() - charge.entered_at)
         requests, tokens = (-1, -charge.tokens) if refund else (0, generated)
         values = (key.requests_per_minute, key.tokens_per_minute, requests, tokens)
-        task = asyncio.create_task(self._ask(self._leave, key, [*values, charge.request_id]))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        self._in_background(self._ask(self._leave, key, [*values, charge.request_id]))
 
     def _refusal(self, charge: Charge, refused: int, wait_s: float) -> RateLimitExceeded:
         key = charge.key
@@ -228,24 +230,46 @@ class RateLimits:
             facts=charge.headers(),
         )
 
-    async def _ask(self, script: AsyncScript, key: KeyConfig, values: list[int | str]) -> object:
-        """What the script answers; None where Redis is away."""
-        if self._clock() < self._away_until:
-            self._metrics.rate_limit_failures.inc()
-            return None
+    async def _ask(
+        self,
+        script: AsyncScript,
+        key: KeyConfig,
+        values: list[int | str],
+        undo: Callable[[Any], None] = lambda answer: None,
+    ) -> Any:
+        """What the script answers; None where Redis is away.
+
+        An answer that comes when nobody waits for it any more goes to ``undo``.
+        """
         keys = [f"{self._prefix}:{key.name}:{kind}" for kind in ("requests", "tokens", "running")]
-        asked = asyncio.ensure_future(script(keys=keys, args=values))
-        try:
-            # Waited for from outside: a client's hang-up must not be lost in it (see end_tasks).
-            await asyncio.wait([asked], timeout=ANSWER_S)
-            if asked.done():
-                return asked.result()
-            log.warning("rate limits: Redis did not answer in time")
-        except redis.RedisError as error:
-            log.warning("rate limits: %s", error)
-        finally:
-            if not asked.done():
-                await end_tasks([asked])
-        self._away_until = self._clock() + AWAY_S
+        async with self._connections:
+            if self._clock() < self._away_until:
+                self._metrics.rate_limit_failures.inc()
+                return None
+            asked = asyncio.ensure_future(script(keys=keys, args=values))
+            try:
+                # Waited for from outside: neither a hang-up nor our deadline ends the command.
+                await asyncio.wait([asked], timeout=ANSWER_S)
+                if asked.done():
+                    return asked.result()
+                log.warning("rate limits: Redis did not answer in time")
+            except redis.RedisError as error:
+                log.warning("rate limits: %s", error)
+            finally:
+                if not asked.done():
+                    self._in_background(_told_late(asked, undo))
+            self._away_until = self._clock() + AWAY_S
         self._metrics.rate_limit_failures.inc()
         return None
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+async def _told_late(asked: asyncio.Future[Any], undo: Callable[[Any], None]) -> None:
+    try:
+        undo(await asked)
+    except redis.RedisError as error:
+        log.warning("rate limits: %s", error)
