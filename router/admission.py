@@ -18,6 +18,7 @@ from baton.errors import BatonError, DeadlineUnreachable, Overloaded
 from router.drain_rate import DrainRate
 from router.fair_queue import Entry, FairQueue
 from router.forecast import Forecast
+from router.pace import Pace
 from router.running_mean import RunningMean
 
 WINDOW_S = 0.25
@@ -28,6 +29,8 @@ MOST_LEAD_S = 30.0
 """No priority, however low its number, is worth more than so many seconds of waiting."""
 FIRST_GUESS_S = 1.0
 """What a refused client is told before anything was learned."""
+SLACK_S = 0.1
+"""A turn that was taken late, for want of anything that told of it, is made up for this far."""
 LEAST_RETRY_S = 0.1
 """Nobody is told to come back earlier."""
 FIRST_ANSWER_TOKENS = 256
@@ -95,9 +98,12 @@ class Admission:
         weights: Mapping[str, float],
         limit: int,
         priority_step_s: float,
+        slo_tpot_s: float,
         refuse: Callable[[str, BatonError], None],
     ) -> None:
-        """``weights`` of the tenants; at most ``limit`` requests wait.
+        """``weights`` of the tenants; at most ``limit`` requests wait. Prompts are passed on only
+
+        as fast as the times per token allow, in seconds; infinite where nothing is asked of them.
 
         ``refuse`` hears the id of each request that was waiting and gets no turn, and why.
         """
@@ -108,6 +114,9 @@ class Admission:
         self._step_s = priority_step_s
         self._refuse = refuse
         self._drain = DrainRate()
+        self._pace = Pace()
+        self._slo_tpot_s = slo_tpot_s
+        self._not_before = -math.inf
         self._in_flight_tokens = 0
         self._waiting_tokens = 0
         self._answer_tokens = RunningMean(_WEIGHT)
@@ -123,8 +132,9 @@ class Admission:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The learned drain rate of all prefill workers."""
-        return self._drain.tokens_per_s
+        """The learned drain rate of all prefill workers, as far as it is made use of."""
+        rate = self._drain.tokens_per_s
+        return None if rate is None else rate * self._pace.share
 
     @property
     def tpot_s(self) -> float | None:
@@ -179,7 +189,7 @@ class Admission:
         released: list[str] = []
         self._drop_late(now)
         while (entry := self._queue.peek()) is not None:
-            if capacity is not None and not self._fits(entry.item, capacity):
+            if capacity is not None and not self._fits(entry.item, capacity, now):
                 break
             self._queue.pop()
             self._forget(entry)
@@ -188,6 +198,7 @@ class Admission:
                 entry.item.blocks = self._need(entry.item, capacity)
             self._sent[applicant.request_id] = entry.item
             self._in_flight_tokens += applicant.prompt_tokens
+            self._space(applicant.prompt_tokens, now)
             released.append(applicant.request_id)
         # Not where decode workers are what is waited for.
         busy = capacity is not None and self._prefill_full(capacity)
@@ -211,8 +222,13 @@ class Admission:
         if request is not None:
             request.generated += tokens
 
-    def left(self, request_id: str, now: float, *, finished: bool = False) -> None:
-        """A request has gone, wherever it stood; idempotent. ``finished``: with all its tokens."""
+    def left(
+        self, request_id: str, now: float, *, finished: bool = False, held_s: float = 0.0
+    ) -> None:
+        """A request has gone, wherever it stood; idempotent. ``finished``: with all its tokens.
+
+        ``held_s`` of the seconds since its first token its client held it up.
+        """
         entry = self._entries.get(request_id)
         if entry is not None:
             self._queue.remove(entry)
@@ -222,7 +238,7 @@ class Admission:
             self._in_flight_tokens -= sent.applicant.prompt_tokens
         begun = self._begun.pop(request_id, None)
         if begun is not None and begun.begun_at is not None and finished:
-            self._learn(begun, now - begun.begun_at)
+            self._learn(begun, max(0.0, now - begun.begun_at - held_s))
 
     def _forget(self, entry: Entry[_Request]) -> None:
         """What is no longer in the queue."""
@@ -233,7 +249,9 @@ class Admission:
         self._stay_s.add(stayed_s)
         self._answer_tokens.add(float(request.generated))
         if request.generated > 1:
-            self._tpot_s.add(stayed_s / (request.generated - 1))
+            tpot_s = stayed_s / (request.generated - 1)
+            self._tpot_s.add(tpot_s)
+            self._pace.heard(in_time=tpot_s <= self._slo_tpot_s)
 
     # Predictions
 
@@ -248,7 +266,7 @@ class Admission:
         queued = self._queue.tokens
         ahead = self._queue.tokens_ahead(entry.tenant, entry.order, entry.tokens)
         share = ahead / queued if queued else 0.0
-        rate = self._drain.tokens_per_s
+        rate = self.tokens_per_s
         if rate is not None:
             waits.append(share * self._waiting_tokens / rate)
         places = self._free_places(capacity) - share * len(self._queue)
@@ -273,7 +291,7 @@ class Admission:
 
     def _retry_after(self, wait_s: float) -> float:
         """When what is ahead now, here and at the workers, will have been served."""
-        rate = self._drain.tokens_per_s
+        rate = self.tokens_per_s
         if rate is None:
             return max(FIRST_GUESS_S, wait_s)
         return max(LEAST_RETRY_S, wait_s + self._in_flight_tokens / rate)
@@ -281,7 +299,7 @@ class Admission:
     # Room
 
     def _drop_late(self, now: float) -> None:
-        rate = self._drain.tokens_per_s
+        rate = self.tokens_per_s
         for entry in [entry for entry in self._queue if entry.item.late(now, rate)]:
             self._queue.remove(entry)
             self._forget(entry)
@@ -291,10 +309,20 @@ class Admission:
             )
             self._refuse(entry.item.applicant.request_id, error)
 
-    def _fits(self, request: _Request, capacity: Capacity) -> bool:
+    def _space(self, tokens: int, now: float) -> None:
+        """Let the time pass that these tokens take at the present pace."""
+        rate = self.tokens_per_s
+        if rate is None or self._pace.share == 1.0:
+            self._not_before = -math.inf
+        else:
+            self._not_before = max(now - SLACK_S, self._not_before) + tokens / rate
+
+    def _fits(self, request: _Request, capacity: Capacity, now: float) -> bool:
         if not self._sent and not self._begun:
             # Whatever it takes: nothing of ours would ever make more room.
             return True
+        if now < self._not_before:
+            return False
         if self._prefill_full(capacity) or self._free_places(capacity) < 1:
             return False
         need = self._need(request, capacity)
@@ -304,7 +332,7 @@ class Admission:
     def _prefill_full(self, capacity: Capacity) -> bool:
         """Whether the prefill workers have enough to do."""
         least = LEAST_WINDOW_TOKENS * capacity.prefill_workers
-        return self._in_flight_tokens >= max(least, WINDOW_S * (self._drain.tokens_per_s or 0.0))
+        return self._in_flight_tokens >= max(least, WINDOW_S * (self.tokens_per_s or 0.0))
 
     def _free_places(self, capacity: Capacity) -> int:
         # Snapshots of other routers' sequences and of ours; ours are known earlier.

@@ -134,7 +134,7 @@ class ClusterDispatcher:
         """See ``router.generation.Dispatcher``."""
         deadline = time.monotonic() + request.deadline_s
         self._metrics.active_requests.inc()
-        finished = False
+        finished, held_s = False, 0.0
         try:
             await self._waiting_room.turn(request)
             decision = await self._route(request)
@@ -146,9 +146,11 @@ class ClusterDispatcher:
                 self._waiting_room.first_token(request.request_id)
                 self._waiting_room.generated(request.request_id, len(delta.token_ids))
                 finished = delta.finish_reason is not None
+                given_at = time.monotonic()
                 yield delta
+                held_s += time.monotonic() - given_at
         finally:
-            self._waiting_room.left(request.request_id, finished=finished)
+            self._waiting_room.left(request.request_id, finished=finished, held_s=held_s)
             self._metrics.active_requests.dec()
 
     # Routing

@@ -40,7 +40,11 @@ class WaitingRoom:
         self._clock = clock
         self._tenants = config.tenant_weights
         self._admission = Admission(
-            self._tenants, config.max_waiting_requests, config.priority_step_s, self._refuse
+            self._tenants,
+            config.max_waiting_requests,
+            config.priority_step_s,
+            config.slo_tpot_s if config.admission_slo_factor else math.inf,
+            self._refuse,
         )
         self._turns: dict[str, asyncio.Future[None]] = {}
         self._capacity: Capacity | None = None
@@ -89,9 +93,12 @@ class WaitingRoom:
         """So many more tokens of its answer came."""
         self._admission.generated(request_id, tokens)
 
-    def left(self, request_id: str, *, finished: bool = False) -> None:
-        """The request has gone; idempotent. ``finished``: with its whole answer."""
-        self._admission.left(request_id, self._clock(), finished=finished)
+    def left(self, request_id: str, *, finished: bool = False, held_s: float = 0.0) -> None:
+        """The request has gone; idempotent. ``finished``: with its whole answer, of whose time the
+
+        client held it up for ``held_s`` seconds.
+        """
+        self._admission.left(request_id, self._clock(), finished=finished, held_s=held_s)
         self._pump()
 
     def close(self) -> None:

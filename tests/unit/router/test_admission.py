@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import math
@@ -29,14 +30,18 @@ class Cluster:
     token_s: float = 0.01
     limit: int = 1000
     slo_s: float = math.inf
+    slo_tpot_s: float = math.inf
+    strain: float = 0.0
+    """By how many milliseconds a token takes longer for each prompt of the last second."""
     now: float = 0.0
     free_at: float = 0.0
     refused: dict[str, BatonError] = field(default_factory=dict)
     begun: dict[str, float] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
+    tpots: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.admission = Admission(WEIGHTS, self.limit, 1.0, self.refuse)
+        self.admission = Admission(WEIGHTS, self.limit, 1.0, self.slo_tpot_s, self.refuse)
         self.events: list[tuple[float, int, str, str]] = []
         self.count = itertools.count()
         self.wanted: dict[str, Applicant] = {}
@@ -100,7 +105,10 @@ class Cluster:
                 self.most_blocks = max(self.most_blocks, sum(self.running.values()))
                 self.admission.first_token(name, self.now)
                 self.admission.generated(name, wanted.max_tokens)
-                self.at(self.now + self.token_s * wanted.max_tokens, "end", name)
+                recent = sum(at > self.now - 1.0 for at in self.begun.values())
+                token_s = self.token_s + self.strain * recent / 1e3
+                self.tpots[name] = token_s
+                self.at(self.now + token_s * wanted.max_tokens, "end", name)
             else:
                 del self.running[name]
                 self.admission.left(name, self.now, finished=True)
@@ -241,6 +249,34 @@ def test_overload_keeps_what_is_admitted_within_its_time() -> None:
     assert len(ttfts) >= 0.95 * 60 * 20
     assert max(ttfts) <= 2.0
     assert len(ttfts) + len(cluster.refused) == len(sent)
+
+
+def test_prompts_come_no_faster_than_tokens_allow() -> None:
+    """The cluster could take 20 prompts a second, of which its decoding bears 13."""
+    cluster = Cluster(slo_s=1.6, slo_tpot_s=0.1, strain=6.0)
+    cluster.learn()
+    start = cluster.now
+    for number in range(60 * 60):
+        cluster.until(start + number / 60)
+        with contextlib.suppress(DeadlineUnreachable):
+            cluster.offer(f"r{number}")
+    cluster.finish()
+    late = [name for name, at in cluster.begun.items() if at > start + 20.0]
+    in_time = [name for name in late if cluster.tpots[name] * 10 / 9 <= 0.1]
+    assert len(in_time) >= 0.75 * len(late)
+    assert len(in_time) >= 0.75 * 13 * 40
+
+
+def test_a_slow_reader_slows_nobody_down() -> None:
+    cluster = Cluster(slo_tpot_s=0.1)
+    cluster.learn()
+    rate = cluster.admission.tokens_per_s
+    for number in range(20):
+        cluster.offer(f"r{number}")
+        cluster.until(cluster.now + 0.06)
+        cluster.admission.generated(f"r{number}", 10)
+        cluster.admission.left(f"r{number}", cluster.now + 60.0, finished=True, held_s=60.0)
+    assert cluster.admission.tokens_per_s == rate
 
 
 def test_a_lower_priority_number_goes_first_and_age_makes_up_for_it() -> None:
