@@ -31,6 +31,7 @@ def _subclasses(root: type[errors.BatonError]) -> list[type[errors.BatonError]]:
 _BY_CODE = {cls.code: cls for cls in _subclasses(errors.BatonError)}
 _BY_STATUS: dict[grpc.StatusCode, type[errors.BatonError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
     grpc.StatusCode.NOT_FOUND: errors.ModelNotFound,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
@@ -76,6 +77,8 @@ async def _abort(
     trailers = [(CODE_KEY, error.code or "")]
     if error.retry_after is not None:
         trailers.append((RETRY_KEY, str(int(error.retry_after * 1000))))
+    if isinstance(error, errors.RateLimitExceeded):
+        trailers.extend(error.facts.items())
     await context.abort(grpc.StatusCode[error.grpc_status], error.message, tuple(trailers))
 
 

@@ -13,6 +13,17 @@ _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.
 _HANDOFF = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
+def _queue_seconds(registry: CollectorRegistry) -> Histogram:
+    """Routers and workers alike have it, each with a role of its own."""
+    return Histogram(
+        "baton_queue_seconds",
+        "From arrival to the first step at a worker; at a router, to being passed on.",
+        ["role"],
+        buckets=_LATENCY,
+        registry=registry,
+    )
+
+
 class RouterMetrics:
     """The series of a router process."""
 
@@ -56,6 +67,24 @@ class RouterMetrics:
         self.active_requests = Gauge(
             "baton_active_requests", "Requests that have not ended.", registry=registry
         )
+        self.queue_seconds = _queue_seconds(registry)
+        self.waiting_requests = Gauge(
+            "baton_waiting_requests",
+            "Requests that wait in the router for their turn.",
+            ["tenant"],
+            registry=registry,
+        )
+        self.prefill_drain_rate = Gauge(
+            "baton_prefill_drain_tokens_per_second",
+            "Prompt tokens a second that all prefill workers finish while requests wait;"
+            " 0 before it was seen.",
+            registry=registry,
+        )
+        self.rate_limit_failures = Counter(
+            "baton_rate_limit_failures",
+            "Questions about rate limits that Redis did not answer: nobody was refused by them.",
+            registry=registry,
+        )
         self.routable_workers = Gauge(
             "baton_routable_workers",
             "Workers that this router can use.",
@@ -94,13 +123,7 @@ class WorkerMetrics:
             labels,
             registry=registry,
         )
-        self.queue_seconds = Histogram(
-            "baton_queue_seconds",
-            "From arrival at the worker to the first step.",
-            ["role"],
-            buckets=_LATENCY,
-            registry=registry,
-        )
+        self.queue_seconds = _queue_seconds(registry)
         self.step_seconds = Histogram(
             "baton_step_seconds",
             "Duration of an engine step.",

@@ -603,6 +603,45 @@ def bench_policy(
         raise typer.Exit(130) from None
 
 
+@bench_app.command("overload")
+def bench_overload(
+    trace: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="As Azure publishes them: CSV, plain or .gz."),
+    ],
+    model: Annotated[
+        str,
+        typer.Option(help="As for `baton up`. Default: smollm2-135m-instruct.", show_default=False),
+    ] = "smollm2-135m-instruct",
+    scale_length: Annotated[float, typer.Option(min=1, help="Lengths are divided by it.")] = 8.0,
+    factor: Annotated[
+        float, typer.Option(min=1, help="What is offered, over the measured capacity.")
+    ] = 3.0,
+    seconds: Annotated[float, typer.Option(min=1, help="How long that is offered.")] = 60.0,
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+    ] = None,
+) -> None:
+    """Goodput of a cluster of its own when a multiple of its capacity is asked of it."""
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy import model_store  # noqa: PLC0415
+    from loadtest.overload import OverloadSettings  # noqa: PLC0415
+    from loadtest.overload import bench_overload as run_bench  # noqa: PLC0415
+    from loadtest.peer_servers import Programs  # noqa: PLC0415
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    try:
+        programs = Programs(model=model_store.resolve(model, say, "auto").path)
+        settings = OverloadSettings(trace, scale_length, factor, seconds)
+        run_bench(settings, programs, say, Console(), output)
+    except BatonError as error:
+        _fail(error.message)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
 @app.command()
 def doctor(
     nccl: Annotated[

@@ -10,8 +10,8 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc.aio
@@ -20,7 +20,14 @@ import redis
 from baton import convert
 from baton.background import end_tasks
 from baton.config import Config
-from baton.errors import BatonError, ContextLengthExceeded, Overloaded, Unavailable, WorkerFailed
+from baton.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    Overloaded,
+    Unavailable,
+    WorkerFailed,
+)
 from baton.grpc_errors import error_from_rpc
 from baton.hashing import block_hashes, hash_key
 from baton.metrics import RouterMetrics
@@ -28,7 +35,7 @@ from baton.prefix_index import PrefixIndex
 from baton.registry import Registry
 from baton.request import SequenceSpec, TokenOutput
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
-from router.admission import Admission
+from router.admission import Capacity
 from router.generation import GenerationRequest, OutputDelta
 from router.output_assembler import OutputAssembler
 from router.planner import Planner, Promise
@@ -37,6 +44,7 @@ from router.policy import Decision, RouteRequest, route_settings
 from router.request_life import RequestLife
 from router.roster import Roster
 from router.tokenizer import Tokenizer
+from router.waiting_room import WaitingRoom
 from router.worker_links import WorkerLink, WorkerLinks, error_from_gone
 
 log = logging.getLogger(__name__)
@@ -73,7 +81,7 @@ class ClusterDispatcher:
             make_policy(config.policy, route_settings(config)), config.block_size
         )
         self._roster = Roster(self._planner, self._links)
-        self._admission = Admission(config.max_waiting_requests)
+        self._waiting_room = WaitingRoom(config, metrics, self._capacity)
         self._lives: dict[str, RequestLife] = {}
         self._placed: dict[str, set[RequestLife]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -91,6 +99,7 @@ class ClusterDispatcher:
         self._draining = True
         for life in list(self._lives.values()):
             life.fail(WorkerFailed("the router is stopping", retry_after=1.0))
+        self._waiting_room.close()
         if self._poll is not None:
             await end_tasks([self._poll])
         if self._background:
@@ -138,17 +147,30 @@ class ClusterDispatcher:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta, None]:
         """See ``router.generation.Dispatcher``."""
-        self._admission.admit(request.request_id, time.monotonic())
+        deadline = time.monotonic() + request.deadline_s
         self._metrics.active_requests.inc()
+        finished, held_s = False, 0.0
         try:
-            route = await self._route(request)
-            async for delta in self._run(request, route):
+            await self._waiting_room.turn(request)
+            route = await self._route(_with_time_left(request, deadline))
+            async for delta in self._run(_with_time_left(request, deadline), route):
+                self._waiting_room.first_token(request.request_id)
+                self._waiting_room.generated(request.request_id, len(delta.token_ids))
+                finished = delta.finish_reason is not None
+                given_at = time.monotonic()
                 yield delta
+                held_s += time.monotonic() - given_at
         finally:
-            self._admission.left(request.request_id)
+            self._waiting_room.left(request.request_id, finished=finished, held_s=held_s)
             self._metrics.active_requests.dec()
 
     # Routing
+
+    def _capacity(self) -> Capacity | None:
+        prefill, decode = self._links.up("prefill"), self._links.up("decode")
+        if self._config.local_prefill != "never":
+            prefill = prefill or decode
+        return _capacity(self._config.block_size, prefill, decode)
 
     async def _route(self, request: GenerationRequest) -> _Route:
         """Where it goes. Raises Unavailable, ContextLengthExceeded, Overloaded."""
@@ -236,7 +258,6 @@ class ClusterDispatcher:
         try:
             while not finished:
                 delta = await life.next_delta()
-                self._admission.first_token(life.request_id, time.monotonic())
                 finished = delta.finish_reason is not None
                 if finished:
                     self._end(life, prefill, placement)
@@ -353,6 +374,14 @@ class ClusterDispatcher:
             life.fail(WorkerFailed(error.message, retry_after=1.0))
 
 
+def _with_time_left(request: GenerationRequest, deadline: float) -> GenerationRequest:
+    """What is sent to the workers is what is left now. Raises DeadlineExceeded."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise DeadlineExceeded("the request's deadline passed while it waited")
+    return replace(request, deadline_s=left)
+
+
 @dataclass(frozen=True, slots=True)
 class _Route:
     """A decision and what it was made of."""
@@ -369,3 +398,26 @@ class _Placement:
     source: WorkerLink
     target: WorkerLink
     promise: Promise
+
+
+def _capacity(
+    hash_block: int, prefill: Sequence[WorkerLink], decode: Sequence[WorkerLink]
+) -> Capacity | None:
+    """What the workers' snapshots show, in blocks of the prefix index; None without a role."""
+    if not prefill or not decode:
+        return None
+    sizes = [max(1, link.record.geometry.block_size // hash_block) for link in decode]
+    loads = [link.load for link in decode]
+    return Capacity(
+        block_size=hash_block,
+        prefill_workers=len(prefill),
+        decode_sequences=sum(load.running + load.waiting for load in loads),
+        most_sequences=sum(link.record.max_sequences for link in decode),
+        available_blocks=tuple(
+            (load.free_blocks + load.cached_blocks) * size
+            for load, size in zip(loads, sizes, strict=True)
+        ),
+        total_blocks=tuple(
+            link.record.total_blocks * size for link, size in zip(decode, sizes, strict=True)
+        ),
+    )

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from baton.config import Config
 from baton.metrics import RouterMetrics
+from router.access import Access
 from router.cluster_metrics import cluster_page
 from router.generation import Dispatcher
 from router.http_edge import HttpEdge
@@ -39,9 +40,13 @@ Unknown fields are ignored; known ones that are not served are refused by name.
 _SCHEMA = "#/components/schemas/{model}"
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request cannot be served as it is."},
+    401: {"model": ErrorResponse, "description": "A known API key is required."},
     404: {"model": ErrorResponse, "description": "No such model."},
     413: {"model": ErrorResponse, "description": "The body is too large."},
-    429: {"model": ErrorResponse, "description": "Queues are full; see Retry-After."},
+    429: {
+        "model": ErrorResponse,
+        "description": "No room, no time or no allowance; see Retry-After.",
+    },
     503: {"model": ErrorResponse, "description": "Nothing can serve the request at present."},
 }
 
@@ -52,15 +57,20 @@ def create_app(
     model: ServedModel,
     metrics: RouterMetrics,
     config: Config,
+    access: Access | None = None,
 ) -> FastAPI:
-    """The app of one router process; its life is that of what it is given."""
+    """The app of one router process; its life is that of what it is given.
+
+    Without ``access``, keys are those of ``config``, and their limits are not kept.
+    """
+    access = access or Access(config, metrics)
     # FastAPI's own pages at /docs load their scripts from the Internet; these carry them.
     app = FastAPIOffline(
         title="Baton", version=version("baton"), description=_DESCRIPTION, redirect_slashes=False
     )
     app.add_middleware(HttpEdge)
     add_error_handlers(app)
-    _add_openai(app, OpenAiApi(dispatcher, tokenizer, model, metrics, config), model.id)
+    _add_openai(app, OpenAiApi(dispatcher, tokenizer, model, metrics, config, access), model.id)
     _add_operations(app, dispatcher, metrics)
     _describe_bodies(app)
     return app
