@@ -77,7 +77,7 @@ class PrefixIndex:
         also keep the index alive and drop a piece of what dead workers held.
         """
         head: list[Any] = [self._buckets, incarnation, generation, sequence]
-        changes = [b"".join(stored), b"".join(removed), int(tend)]
+        changes: list[Any] = [b"".join(stored), b"".join(removed), int(tend)]
         return bool(await cast(Any, self._apply(keys=self._keys, args=[*head, *changes])))
 
     async def begin(self, incarnation: str) -> bytes:

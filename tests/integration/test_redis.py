@@ -165,6 +165,81 @@ async def test_a_silent_worker_is_dead_after_its_ttl(store: Store) -> None:
     assert await store.registry.dead() == set()
 
 
+async def test_a_reader_is_told_what_has_changed(store: Store, own_url: str) -> None:
+    """One that has read before sees what one sees that has not."""
+    reader = open_store(own_url, store.cluster_id)
+
+    async def seen() -> tuple[dict[str, WorkerRecord], set[str]]:
+        known = await reader.registry.read()
+        assert known == await Registry(reader.client, store.cluster_id).read()
+        return known
+
+    assert await seen() == ({}, set())
+    records = {name: record_of(name) for name in ("w", "v", "u")}
+    for record in records.values():
+        await store.registry.put(record, 30.0)
+    assert await seen() == (records, set())
+    records["v"] = replace(records["v"], load=LoadSnapshot("v", running=5))
+    await store.registry.put(records["v"], 30.0)
+    assert await seen() == (records, set())
+    records["u"] = replace(records["u"], state="draining")
+    await store.registry.put(records["u"], 30.0)
+    await store.registry.remove("w")
+    del records["w"]
+    assert await seen() == (records, {"w"})
+    await store.registry.forget("w")
+    assert await seen() == (records, set())
+    # Between two reads one goes and another one comes.
+    await store.registry.remove("v")
+    await store.registry.forget("v")
+    del records["v"]
+    records["t"] = record_of("t")
+    await store.registry.put(records["t"], 30.0)
+    assert await seen() == (records, set())
+    # Redis is flushed, and as many changes follow as there were before.
+    await store.client.flushall()
+    records = {"s": record_of("s")}
+    for running in range(8):
+        records["s"] = record_of("s", load=LoadSnapshot("s", running=running))
+        await store.registry.put(records["s"], 30.0)
+    assert await seen() == (records, set())
+    await store.client.flushall()
+    assert await seen() == ({}, set())
+    await reader.client.aclose()
+
+
+async def test_a_heartbeat_that_changes_nothing_is_not_told(store: Store) -> None:
+    state = f"baton:{{{store.cluster_id}}}:registry"
+    for _ in range(3):
+        await store.registry.put(record_of("w"), 30.0)
+    assert await cast(Any, store.client.hget(state, "version")) == b"1"
+
+
+async def test_one_that_lives_after_all_is_not_forgotten(store: Store) -> None:
+    await store.registry.put(record_of("w"), 30.0)
+    await store.registry.forget("w")
+    assert set(await store.registry.all()) == {"w"}
+
+
+async def test_a_lost_record_is_written_again(store: Store) -> None:
+    """An operator's Redis may evict a key; the next heartbeat heals it for every reader."""
+    await store.registry.put(record_of("w"), 30.0)
+    await store.registry.read()
+    await store.client.delete(f"baton:{{{store.cluster_id}}}:worker:w")
+    assert await store.registry.dead() == set()
+    await store.registry.put(record_of("w", state="draining"), 30.0)
+    assert (await store.registry.all())["w"].state == "draining"
+    assert set(await Registry(store.client, store.cluster_id).all()) == {"w"}
+
+
+async def test_nothing_is_left_of_a_cluster_that_has_ended(store: Store) -> None:
+    for name in ("w", "v"):
+        await store.registry.put(record_of(name), 30.0)
+        await store.registry.remove(name)
+        await store.registry.forget(name)
+    assert await store.keys() == []
+
+
 async def test_heartbeats_renew_the_ttl(store: Store) -> None:
     await store.registry.put(record_of("w"), 0.05)
     await store.registry.put(record_of("w"), 30.0)
@@ -497,8 +572,9 @@ async def test_answers_that_cross_a_change_of_the_workers(store: Store) -> None:
     """A lookup that was sent with the older table of numbers is read with that table."""
     await store.index.snapshot("w", names("a", 2))
     await store.index.lookup(names("a", 2))
-    (one, other), _ = await asyncio.gather(
-        asyncio.gather(*(store.index.lookup(names("a", 2)) for _ in range(2))),
+    one, other, _ = await asyncio.gather(
+        store.index.lookup(names("a", 2)),
+        store.index.lookup(names("a", 2)),
         store.index.snapshot("v", names("a", 1)),
     )
     assert one["w"] == other["w"] == 2
@@ -687,7 +763,8 @@ async def test_a_batch_without_an_answer_is_sent_again(
     worker = Publisher(store)
     worker.fill(names("a", 2))
     await worker.publisher.publish()
-    apply, begun = store.index.apply, []
+    apply = store.index.apply
+    begun: list[str] = []
 
     async def broken(*arguments: Any, tend: bool = False) -> bool:
         if arrived:
