@@ -52,7 +52,7 @@ class PrefixIndex:
         self._state = f"baton:{{{cluster_id}}}:index"
         self._keys = [self._state, f"{self._state}:numbers", f"{self._state}:retired"]
         self._buckets = f"{self._state}:"
-        self._bucket_bytes = int(memory_bytes / BUCKETS / _ALLOCATOR) - _BUCKET_COST_BYTES
+        self._most_bytes = int(memory_bytes / _ALLOCATOR) - BUCKETS * _BUCKET_COST_BYTES
         self._tag = b""
         self._names: dict[int, str] = {}
         self._begin = client.register_script(BEGIN)
@@ -85,7 +85,7 @@ class PrefixIndex:
 
         Returns the generation.
         """
-        args: list[Any] = [incarnation, secrets.token_hex(4), self._bucket_bytes]
+        args: list[Any] = [incarnation, secrets.token_hex(4), self._most_bytes]
         return cast(bytes, await cast(Any, self._begin(keys=self._keys, args=args)))
 
     async def snapshot(self, incarnation: str, held: Sequence[bytes]) -> tuple[bytes, int]:

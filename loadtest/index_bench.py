@@ -27,7 +27,7 @@ from baton.errors import BatonError, DeadlineExceeded
 from baton.prefix_index import DEFAULT_MEMORY_BYTES, PrefixIndex
 from baton.redis_client import redis_client
 from loadtest.bench_store import bench_store
-from loadtest.index_workload import IndexWorkload, Question
+from loadtest.index_workload import COMMON_BLOCKS, IndexWorkload, Question
 from loadtest.machine import Machine, this_machine
 from loadtest.transfer_rows import write_json
 
@@ -124,7 +124,7 @@ async def _measure(
         say(f"looking up, {settings.lookups_per_s:.0f} times a second")
         questions = workload.questions()
         for question in _take(questions, _WARM):
-            await _ask(index, question)
+            await _check(index, question, settings.workers)
         asked = _take(questions, max(1, round(settings.lookups_per_s * settings.seconds)))
         await client.config_resetstat()
         run = await _Run(index, asked, settings.lookups_per_s).measure()
@@ -171,10 +171,11 @@ def _take(questions: Iterator[Question], count: int) -> list[Question]:
     return [next(questions) for _ in range(count)]
 
 
-async def _ask(index: PrefixIndex, question: Question) -> None:
+async def _check(index: PrefixIndex, question: Question, workers: int) -> None:
     """Raises BatonError where the answer is wrong."""
-    answer = await index.lookup(question.hashes)
-    if answer != {_name(worker): depth for worker, depth in question.held.items()}:
+    expected = dict.fromkeys(map(_name, range(workers)), COMMON_BLOCKS)
+    expected |= {_name(worker): depth for worker, depth in question.holders.items()}
+    if await index.lookup(question.hashes) != expected:
         raise BatonError("the index gave a wrong answer")
 
 

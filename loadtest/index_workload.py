@@ -23,15 +23,16 @@ _MOST_HOLDERS = 64
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt's block hashes, and how many leading ones each worker number holds."""
+    """A prompt's block hashes, and who holds more of its leading blocks than the common ones."""
 
     hashes: list[bytes]
-    held: dict[int, int]
+    holders: dict[int, int]
+    """Worker number → how many leading blocks."""
 
     @property
     def is_deep(self) -> bool:
         """Whether at least 16 workers hold at least 128 of its blocks."""
-        return sum(depth >= DEEP_BLOCKS for depth in self.held.values()) >= DEEP_WORKERS
+        return sum(depth >= DEEP_BLOCKS for depth in self.holders.values()) >= DEEP_WORKERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,8 @@ class IndexWorkload:
     def _question(self, prompt: _Prompt, cut: int) -> Question:
         known = self._common + prompt.digests[: (cut - COMMON_BLOCKS) * HASH_BYTES]
         fresh = self._random.bytes((PROMPT_BLOCKS - cut) * HASH_BYTES)
-        held = dict.fromkeys(range(self._workers), COMMON_BLOCKS)
-        held |= {worker: min(depth, cut) for worker, depth in prompt.holders.items()}
-        return Question(_split(known + fresh), held)
+        holders = {worker: min(depth, cut) for worker, depth in prompt.holders.items()}
+        return Question(_split(known + fresh), holders)
 
 
 def _split(digests: bytes) -> list[bytes]:

@@ -596,13 +596,24 @@ async def test_many_workers_hold_a_prefix(store: Store) -> None:
 # Bounded memory
 
 
-async def test_what_is_asked_for_outlives_what_is_not(store: Store, own_url: str) -> None:
-    """In a bucket that is full: it holds some thirty blocks of one worker each."""
-    small = PrefixIndex(store.client, store.cluster_id, memory_bytes=32 << 20)
+SMALL = 32 << 20
+"""Bytes of an index in which a bucket's share is that of 32 blocks of one worker each."""
+
+
+async def pretend(store: Store, *, part: float) -> None:
+    """That part of what may be in all buckets is there."""
+    state = f"baton:{{{store.cluster_id}}}:index"
+    most = int(await cast(Any, store.client.hget(state, "most_bytes")))
+    await cast(Any, store.client.hset(state, "bytes", int(most * part)))
+
+
+async def test_what_is_asked_for_outlives_what_is_not(store: Store) -> None:
+    small = PrefixIndex(store.client, store.cluster_id, memory_bytes=SMALL)
     same_bucket = [bytes(2) + secrets.token_bytes(HASH_BYTES - 2) for _ in range(200)]
     generation, sequence = await small.snapshot("w", same_bucket[:20])
     assert await small.lookup(same_bucket[:1]) == {"w": 1}
     for start in range(20, 200, 10):
+        await pretend(store, part=1.01)
         batch = same_bucket[start : start + 10]
         assert await small.apply("w", generation, sequence, batch, ())
         sequence += 1
@@ -618,19 +629,44 @@ async def test_what_is_asked_for_outlives_what_is_not(store: Store, own_url: str
     assert await contents(store) == {}
 
 
-async def test_a_block_that_all_hold_does_not_fill_a_bucket_for_ever(store: Store) -> None:
-    small = PrefixIndex(store.client, store.cluster_id, memory_bytes=32 << 20)
+async def test_while_there_is_memory_nothing_is_forgotten(store: Store) -> None:
+    small = PrefixIndex(store.client, store.cluster_id, memory_bytes=SMALL)
+    same_bucket = [bytes(2) + secrets.token_bytes(HASH_BYTES - 2) for _ in range(200)]
+    await small.snapshot("w", same_bucket)
+    assert await small.lookup(same_bucket) == {"w": 200}
+
+
+@pytest.mark.parametrize(("part", "stays"), [(1.01, True), (1.2, False)])
+async def test_a_block_that_all_hold_goes_last(store: Store, part: float, stays: bool) -> None:
+    """It may be larger than a bucket's share, and is what most requests ask for."""
+    small = PrefixIndex(store.client, store.cluster_id, memory_bytes=SMALL)
     digest = bytes(HASH_BYTES)
     for number in range(200):
         await small.snapshot(f"w{number}", [digest])
-        await small.lookup([digest])
-    (key,) = [key for key in await store.keys() if key.endswith(bytes(2))]
-    assert await store.client.strlen(key) <= 330
+    for _ in range(3):
+        assert len(await small.lookup([digest])) == 200
+        await pretend(store, part=part)
+        fresh = [bytes(2) + secrets.token_bytes(HASH_BYTES - 2) for _ in range(40)]
+        await small.snapshot("w", fresh)
+        assert (len(await small.lookup([digest])) == 200) is stays
+        if not stays:
+            break
+
+
+async def test_the_bytes_of_all_buckets_are_known(store: Store) -> None:
+    hashes = [secrets.token_bytes(HASH_BYTES) for _ in range(300)]
+    generation, sequence = await store.index.snapshot("w", hashes)
+    await store.index.snapshot("v", hashes[:100])
+    assert await store.index.apply("w", generation, sequence, (), hashes[50:200])
+    await store.index.collect("v")
+    await walk_round(store, "other")
+    state = f"baton:{{{store.cluster_id}}}:index"
+    assert int(await cast(Any, store.client.hget(state, "bytes"))) == 150 * 10
 
 
 async def test_only_keys_of_the_cluster_are_touched(store: Store) -> None:
     await store.client.set("an operator's", "own")
-    small = PrefixIndex(store.client, store.cluster_id, memory_bytes=32 << 20)
+    small = PrefixIndex(store.client, store.cluster_id, memory_bytes=SMALL)
     await small.snapshot("w", [bytes(2) + secrets.token_bytes(14) for _ in range(500)])
     await small.forget_generation()
     assert await store.client.get("an operator's") == b"own"

@@ -69,11 +69,11 @@ class Worker:
 
 
 class Router:
-    """Sends where the least is to be computed, by the index and by what it has sent itself."""
+    """Sends where the least is to be computed, by the index and by the load that workers tell."""
 
-    def __init__(self, index: PrefixIndex) -> None:
+    def __init__(self, index: PrefixIndex, sent: list[int]) -> None:
         self._index = index
-        self._sent = [0] * WORKERS
+        self._sent = sent
 
     async def choose(self, hashes: list[bytes]) -> int:
         held = await self._index.lookup(hashes)
@@ -95,7 +95,8 @@ async def hits(url: str, cluster_id: str, rows: Sequence[Row], routers: int) -> 
         indexes = [PrefixIndex(client, f"{cluster_id}-{routers}") for client in clients]
         blocks = sum(len(row.blocks) for row in rows)
         workers = [Worker(indexes[-1], str(number), blocks) for number in range(WORKERS)]
-        asked = [Router(index) for index in indexes[:-1]]
+        sent = [0] * WORKERS
+        asked = [Router(index, sent) for index in indexes[:-1]]
         found = count = 0
         for _, together in groupby(rows, key=lambda row: row.timestamp):
             for worker in workers:

@@ -51,13 +51,14 @@ def test_prompts_and_who_holds_them(workers: int, pairs: int) -> None:
     asked = list(islice(workload.questions(), 60))
     for question in asked:
         assert len(question.hashes) == PROMPT_BLOCKS
-        for worker, blocks in question.held.items():
-            assert blocks >= COMMON_BLOCKS
+        for worker in range(workers):
             known = [digest in held[worker] for digest in question.hashes]
+            blocks = question.holders.get(worker, COMMON_BLOCKS)
+            assert blocks >= COMMON_BLOCKS
             assert known == [number < blocks for number in range(PROMPT_BLOCKS)]
     if workers >= DEEP_WORKERS:
         assert [question.is_deep for question in asked] == [True, False] * 30
-        deep = asked[0].held.values()
+        deep = asked[0].holders.values()
         assert sum(blocks >= DEEP_BLOCKS for blocks in deep) >= DEEP_WORKERS
 
 
