@@ -329,32 +329,31 @@ local function leave(numbers)
   if #numbers > 0 then answer[#answer + 1] = two(depth) .. two(#numbers / 2) .. numbers end
 end
 
-local function at_place(numbers, place)
-  local h, l = byte(numbers, place, place + 1)
-  return h * 256 + l
-end
-
--- Keep those of `alive` that are in `numbers`, both in rising order. Runs that agree are skipped.
+-- Keep those of `alive` that are in `numbers`, both in rising order. Runs of eight that agree are
+-- skipped, and gaps are jumped over.
 local function meet(numbers)
   local kept, gone, a, n = {}, {}, 1, 1
   while a <= #alive and n <= #numbers do
-    local run = sub(alive, a, a + 63)
-    if run == sub(numbers, n, n + 63) then
+    local run = sub(alive, a, a + 15)
+    if run == sub(numbers, n, n + 15) then
       kept[#kept + 1] = run
-      a, n = a + 64, n + 64
+      a, n = a + 16, n + 16
     else
-      local stop = a + 64
+      local stop = a + 16
       while a < stop and a <= #alive and n <= #numbers do
-        local mine, other = at_place(alive, a), at_place(numbers, n)
+        local h, l = byte(alive, a, a + 1)
+        local i, j = byte(numbers, n, n + 1)
+        local mine, other = h * 256 + l, i * 256 + j
         if mine == other then
           kept[#kept + 1] = sub(alive, a, a + 1)
           a, n = a + 2, n + 2
         elseif mine < other then
           local past = seek(alive, other, a)
           gone[#gone + 1] = sub(alive, a, past - 1)
-          a = past
+          -- What follows a gap agrees, mostly: back to whole runs.
+          a, stop = past, 0
         else
-          n = seek(numbers, mine, n)
+          n, stop = seek(numbers, mine, n), 0
         end
       end
     end

@@ -81,6 +81,7 @@ def bench_index(settings: IndexSettings, say: Say, console: Console, output: Pat
     """
     if output is not None:
         write_json(output, "{}\n")
+    machine = this_machine()
     say("making the prompts")
     workload = IndexWorkload(settings.workers, settings.pairs)
     with (
@@ -88,7 +89,7 @@ def bench_index(settings: IndexSettings, say: Say, console: Console, output: Pat
         bench_store(Path(folder)) as url,
         _own_core(url),
     ):
-        report = asyncio.run(_measure(settings, workload, url, say))
+        report = asyncio.run(_measure(settings, machine, workload, url, say))
     for line in lines_of(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if output is not None:
@@ -110,7 +111,7 @@ def lines_of(report: IndexReport) -> list[str]:
 
 
 async def _measure(
-    settings: IndexSettings, workload: IndexWorkload, url: str, say: Say
+    settings: IndexSettings, machine: Machine, workload: IndexWorkload, url: str, say: Say
 ) -> IndexReport:
     async with redis_client(url, timeout_s=_DEADLINE_S) as client:
         memory = max(DEFAULT_MEMORY_BYTES, _BYTES_PER_PAIR * settings.pairs)
@@ -130,7 +131,7 @@ async def _measure(
         run = await _Run(index, asked, settings.lookups_per_s).measure()
         lookup_us = await _server_us(client)
     return IndexReport(
-        machine=this_machine(),
+        machine=machine,
         workers=settings.workers,
         blocks=workload.pairs,
         lookup_ms_p50=float(np.percentile(run.took_s, 50)) * 1000,

@@ -20,7 +20,7 @@ from tests.mini_cluster import MiniCluster, free_port, mini_cluster, valkey
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 AWAY_S = [1.5, pytest.param(30.0, marks=pytest.mark.long)]
-BEATS = {"heartbeat_s": 0.2, "registry_ttl_s": 0.6}
+BEATS: dict[str, Any] = {"heartbeat_s": 0.2, "registry_ttl_s": 0.6}
 
 
 @contextmanager
