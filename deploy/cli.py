@@ -642,6 +642,34 @@ def bench_overload(
         raise typer.Exit(130) from None
 
 
+@bench_app.command("index")
+def bench_index(
+    workers: Annotated[int, typer.Option(min=1, max=65535, help="Workers in the index.")] = 1000,
+    blocks: Annotated[
+        int, typer.Option(min=1, help="(block, worker) pairs in the index.")
+    ] = 10_000_000,
+    rate: Annotated[float, typer.Option(min=1, help="Lookups a second.")] = 500.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long they are measured.")] = 20.0,
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+    ] = None,
+) -> None:
+    """Lookups of 256-block prompts in a prefix index of a given size, and its memory."""
+    from baton.errors import BatonError  # noqa: PLC0415
+    from loadtest.index_bench import IndexSettings  # noqa: PLC0415
+    from loadtest.index_bench import bench_index as run_bench  # noqa: PLC0415
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    try:
+        run_bench(IndexSettings(workers, blocks, rate, seconds), say, Console(), output)
+    except BatonError as error:
+        _fail(error.message)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
 @app.command()
 def doctor(
     nccl: Annotated[

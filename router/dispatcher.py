@@ -41,6 +41,7 @@ from router.output_assembler import OutputAssembler
 from router.planner import Planner, Promise
 from router.policies import make_policy
 from router.policy import Decision, RouteRequest, route_settings
+from router.prefix_lookup import PrefixLookup
 from router.request_life import RequestLife
 from router.roster import Roster
 from router.tokenizer import Tokenizer
@@ -51,8 +52,9 @@ log = logging.getLogger(__name__)
 
 REGISTRY_POLL_S = 0.25
 """How often the registry is read."""
-LOOKUP_DEADLINE_S = 0.1
-"""A prefix lookup that takes longer is done without."""
+COLLECT_AFTER_S = 10.0
+"""So long a worker must be listed as dead before the index forgets it: after Redis was away, all
+are until their next heartbeat. Nothing is routed to a dead one meanwhile."""
 COMMIT_GRACE_S = 1.0
 """After a prefill worker's death: how long the decode worker has to show that it had committed."""
 
@@ -74,6 +76,7 @@ class ClusterDispatcher:
         self._metrics = metrics
         self._registry = registry
         self._index = index
+        self._prefixes = PrefixLookup(index)
         self._links = WorkerLinks(
             self.router_id, self._on_output, self._on_broken, heartbeat_s=config.heartbeat_s
         )
@@ -104,19 +107,21 @@ class ClusterDispatcher:
             await end_tasks([self._poll])
         if self._background:
             await asyncio.wait(self._background, timeout=2.0)
+        await self._prefixes.close()
         await self._links.close()
 
     async def _follow_registry(self) -> None:
-        known_dead: set[str] = set()
+        dead_since: dict[str, float] = {}
         while True:
             try:
                 records, dead = await self._registry.read()
                 self._links.update(records)
-                for incarnation in dead & known_dead:
-                    # Twice in a row: its index entries go, a bounded batch at a time.
-                    await self._index.collect(incarnation)
-                    await self._registry.forget(incarnation)
-                known_dead = dead
+                now = time.monotonic()
+                dead_since = {name: dead_since.get(name, now) for name in dead}
+                for incarnation, since in dead_since.items():
+                    if now - since > COLLECT_AFTER_S:
+                        await self._index.collect(incarnation)
+                        await self._registry.forget(incarnation)
             except redis.RedisError as error:
                 # Serving goes on with the last view; broken streams tell of dead workers.
                 log.warning("the registry cannot be read: %s", error)
@@ -187,7 +192,7 @@ class ClusterDispatcher:
                 )
             key = hash_key(self._roster.fingerprint, request.cache_salt)
             hashes = block_hashes(request.prompt_ids, self._config.block_size, key)
-            held = await self._lookup(hashes)
+            held = await self._prefixes.ask(hashes)
         now = time.monotonic()
         asked = RouteRequest(
             len(request.prompt_ids),
@@ -221,21 +226,6 @@ class ClusterDispatcher:
             pass
         self._roster.refresh(now, at_once=True)
         return self._planner.decide(asked, hashes, held, now)
-
-    async def _lookup(self, hashes: list[bytes]) -> dict[str, int]:
-        lookup = asyncio.create_task(self._index.lookup(hashes))
-        try:
-            # Waited for from outside: a client's hang-up must not be lost in it (see end_tasks).
-            await asyncio.wait([lookup], timeout=LOOKUP_DEADLINE_S)
-            if lookup.done():
-                return lookup.result()
-            log.warning("the prefix index did not answer in time")
-        except redis.RedisError as error:
-            log.warning("the prefix index was not asked: %s", error)
-        finally:
-            if not lookup.done():
-                self._in_background(end_tasks([lookup]))
-        return {}
 
     # A request's life
 
