@@ -96,14 +96,25 @@ class EchoWorker(
         self._mail: defaultdict[str, _Mail] = defaultdict(_Mail)
         self._begun = asyncio.Event()
 
-    async def Prefill(  # noqa: N802 - gRPC's name
-        self, request: prefill_pb2.PrefillRequest, context: Context
-    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        """See prefill.proto."""
-        for response in self.begin(request.sequence):
-            yield response
+    async def Prefills(  # noqa: N802 - gRPC's name
+        self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: Context
+    ) -> AsyncIterator[prefill_pb2.PrefillsResponse]:
+        """See prefill.proto. A cancelled prefill has ended here already."""
+        async for message in request_iterator:
+            events = []
+            for command in message.commands:
+                if command.HasField("start"):
+                    spec = command.start.sequence
+                    name = {"request_id": spec.request_id, "attempt": spec.attempt}
+                    events += [
+                        prefill_pb2.PrefillEvent(**name, response=response)
+                        for response in self._begin(spec)
+                    ]
+                    end = prefill_pb2.PrefillEnd()
+                    events.append(prefill_pb2.PrefillEvent(**name, end=end))
+            yield prefill_pb2.PrefillsResponse(events=events)
 
-    def begin(self, spec: worker_pb2.SequenceSpec) -> list[prefill_pb2.PrefillResponse]:
+    def _begin(self, spec: worker_pb2.SequenceSpec) -> list[prefill_pb2.PrefillResponse]:
         """The answers of a prefill; its sequence decodes from now on."""
         answer = _Answer(
             spec.router_id, spec.request_id, spec.attempt, 0, spec.sampling.max_tokens

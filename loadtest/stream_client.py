@@ -29,8 +29,9 @@ from baton.errors import DeadlineExceeded, WorkerFailed
 from baton.grpc_channel import open_channel
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
+from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, worker_pb2
 from loadtest.line_service import Asker, Fields, run_helper
+from router.prefill_stream import PrefillStream
 from router.tokenizer import Tokenizer
 
 _ANSWER_S = 60.0
@@ -201,6 +202,7 @@ class DirectTarget(Target):
         """``decode`` is the worker's incarnation in its decode role."""
         self._router_id = f"direct-{secrets.token_hex(4)}"
         self._channel = channel
+        self._prefills = PrefillStream(channel, decode)
         self._decode = decode
         self._tokenizer = tokenizer
         self._answers: dict[str, Answer] = {}
@@ -238,8 +240,7 @@ class DirectTarget(Target):
         return answer
 
     async def _prefill(self, request: prefill_pb2.PrefillRequest, answer: Answer) -> None:
-        stub = prefill_pb2_grpc.PrefillServiceStub(self._channel)
-        async for response in stub.Prefill(request, timeout=_ANSWER_S):
+        async for response in self._prefills.run(request):
             if response.HasField("first_token"):
                 self._take(response.first_token)
 
@@ -260,6 +261,7 @@ class DirectTarget(Target):
 
     async def close(self) -> None:
         """See ``Target``."""
+        await self._prefills.close()
         await end_tasks(self._tasks)
         await self._channel.close()
 

@@ -11,22 +11,21 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
 from typing import Any
 
-import grpc.aio
 import redis
 
 from baton import convert
 from baton.background import end_tasks
 from baton.config import Config
 from baton.errors import BatonError, ContextLengthExceeded, WorkerFailed
-from baton.grpc_errors import error_from_rpc
 from baton.hashing import block_hashes, hash_key
 from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
 from baton.registry import Registry
 from baton.request import SequenceSpec, TokenOutput
-from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from baton.v1 import prefill_pb2
 from router.admission import Admission
 from router.generation import GenerationRequest, OutputDelta
 from router.output_assembler import OutputAssembler
@@ -256,7 +255,7 @@ class ClusterDispatcher:
         placement: _Placement,
         prefix_source: prefill_pb2.PrefixSource | None,
     ) -> None:
-        """Follow the prefill call to its end; failures end the request."""
+        """Follow the prefill to its end; failures end the request."""
         spec = SequenceSpec(
             request_id=request.request_id,
             attempt=life.attempt,
@@ -275,18 +274,17 @@ class ClusterDispatcher:
             decode_incarnation=placement.target.record.incarnation,
             source=prefix_source,
         )
-        stub = prefill_pb2_grpc.PrefillServiceStub(placement.source.channel)
         try:
-            async for response in stub.Prefill(message, timeout=request.deadline_s):
-                if response.HasField("first_token"):
-                    placement.computed()
-                    life.accept(
-                        convert.output_from_proto(response.first_token),
-                        cached_prompt_tokens=response.cached_prompt_tokens,
-                    )
-        except grpc.aio.AioRpcError as error:
-            failure = error_from_rpc(error, placement.source.record.incarnation)
-            if error.code() is grpc.StatusCode.UNAVAILABLE and type(failure) is WorkerFailed:
+            async with aclosing(placement.source.prefills.run(message)) as responses:
+                async for response in responses:
+                    if response.HasField("first_token"):
+                        placement.computed()
+                        life.accept(
+                            convert.output_from_proto(response.first_token),
+                            cached_prompt_tokens=response.cached_prompt_tokens,
+                        )
+        except BatonError as failure:
+            if type(failure) is WorkerFailed:
                 placement.source.failed(time.monotonic())
             with contextlib.suppress(TimeoutError):
                 if isinstance(failure, WorkerFailed):

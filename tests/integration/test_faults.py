@@ -23,7 +23,6 @@ from baton.v1 import (
     decode_pb2,
     decode_pb2_grpc,
     prefill_pb2,
-    prefill_pb2_grpc,
     transfer_pb2,
     transfer_pb2_grpc,
 )
@@ -33,6 +32,7 @@ from kvtransfer.links import ReadSendLink
 from kvtransfer.memory import BlockMemory
 from kvtransfer.negotiation import TRANSPORTS
 from kvtransfer.transport import Packed, Parts
+from router.prefill_stream import PrefillStream
 from tests.integration.test_handoff import local_answer, prompt_of
 from tests.mini_cluster import MiniCluster, mini_cluster, valkey
 from tests.proxy import flip_one_byte, proxy
@@ -98,12 +98,14 @@ async def prefill_error(cluster: MiniCluster, request_id: str) -> BatonError:
         decode_incarnation=record.incarnation,
     )
     async with channel_to(cluster, "prefill-0") as channel:
-        call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(request, timeout=30)
+        stream = PrefillStream(channel, "prefill")
         events: list[str | None] = []
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read_events(call, events)
+        with pytest.raises(BatonError) as caught:
+            async with asyncio.timeout(30):
+                await read_events(stream.run(request), events)
+        await stream.close()
     assert "handoff" not in events
-    return error_from_rpc(caught.value, "prefill")
+    return caught.value
 
 
 def outcomes(cluster: MiniCluster, outcome: str) -> float:
