@@ -117,6 +117,8 @@ class Config(BaseSettings):
     """host:port of the HTTP front."""
     grpc: str = "127.0.0.1:8001"
     """host:port of the gRPC front."""
+    routers: int = Field(default=1, ge=1, le=64)
+    """Router processes behind the HTTP and gRPC ports; the kernel picks one for each connection."""
     redis_url: str = ""
     """A Redis or Valkey server, ``redis://host:port/db``; empty starts an embedded Valkey."""
     transport: TransportName = "auto"
@@ -141,7 +143,7 @@ class Config(BaseSettings):
     request_deadline_s: float = Field(default=300.0, gt=0)
     """A request that has not ended after this many seconds gets an error."""
     max_waiting_requests: int = Field(default=256, ge=1)
-    """Requests that may wait for a prefill worker, in one router; more are shed with 429."""
+    """Requests that may wait for a prefill worker, in one router process; more are shed with 429."""
     max_body_bytes: int = Field(default=8 * MIB, ge=1024)
     """Largest HTTP body that is read, in bytes."""
     slo_ttft_s: float = Field(default=2.0, gt=0)

@@ -61,6 +61,10 @@ def up(
         int | None,
         typer.Option(min=1, max=_MOST_WORKERS, help="How many decode workers. Default: 1."),
     ] = None,
+    routers: Annotated[
+        int | None,
+        typer.Option(help="How many router processes share the two ports. Default: 1."),
+    ] = None,
     http: Annotated[
         str | None,
         typer.Option(
@@ -130,6 +134,7 @@ def up(
         config,
         model=model,
         served_model_name=served_model_name,
+        routers=routers,
         http=http,
         grpc=grpc,
         dtype=dtype,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+import uvloop
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict
 
@@ -58,6 +59,8 @@ class RouterSettings(BaseModel):
     cluster_id: str
     model_path: str
     model_name: str
+    number: int = 0
+    """Of this process, among those that share the ports."""
 
 
 class _Server(uvicorn.Server):
@@ -84,7 +87,7 @@ async def serve(settings: RouterSettings) -> None:
     await dispatcher.start()
     folder = Path(settings.model_path)
     model = ServedModel(settings.model_name, int(time.time()), _context_length(folder))
-    app = create_app(dispatcher, tokenizer, model, metrics, config)
+    app = create_app(dispatcher, tokenizer, model, metrics, config, number=settings.number)
     http = _Server(
         uvicorn.Config(
             app,
@@ -95,14 +98,15 @@ async def serve(settings: RouterSettings) -> None:
             timeout_graceful_shutdown=STOP_GRACE_S,
         )
     )
-    grpc_server = make_server()
+    shares_port = config.routers > 1
+    grpc_server = make_server(shares_port=shares_port)
     add_grpc_front(grpc_server, dispatcher, tokenizer, model, metrics, config)
     grpc_server.add_insecure_port(config.grpc)
     await grpc_server.start()
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    listening = _listen(config.http)
+    listening = _listen(config.http, shares_port=shares_port)
     _keep_collections_short()
     serving = asyncio.create_task(http.serve(sockets=[listening]))
     stopped = asyncio.create_task(stop.wait())
@@ -142,13 +146,15 @@ def _context_length(folder: Path) -> int:
     return int(json.loads((folder / "config.json").read_text())["max_position_embeddings"])
 
 
-def _listen(address: str) -> socket.socket:
+def _listen(address: str, *, shares_port: bool) -> socket.socket:
     host, port = split_host_port(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With its protocol said: asyncio switches Nagle's algorithm off only where it knows that it is
     # TCP, and an answer's second packet would wait 40 ms for the client's acknowledgement.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shares_port:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listening.bind((host, port))
     return listening
 
@@ -162,10 +168,10 @@ def main() -> None:
         stream=sys.stderr,
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    sys.setswitchinterval(float(os.environ.get("LEAN_SW",SWITCH_S)))
+    sys.setswitchinterval(SWITCH_S)
     # A text is one piece of work: to hand it to another thread costs more than it spares.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    asyncio.run(serve(settings))
+    uvloop.run(serve(settings))
 
 
 if __name__ == "__main__":
