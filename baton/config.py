@@ -143,7 +143,7 @@ class Config(BaseSettings):
     request_deadline_s: float = Field(default=300.0, gt=0)
     """A request that has not ended after this many seconds gets an error."""
     max_waiting_requests: int = Field(default=256, ge=1)
-    """Requests that may wait for a prefill worker, in one router process; more are shed with 429."""
+    """Requests that may wait for a prefill worker, in a router process; more are shed with 429."""
     max_body_bytes: int = Field(default=8 * MIB, ge=1024)
     """Largest HTTP body that is read, in bytes."""
     slo_ttft_s: float = Field(default=2.0, gt=0)

@@ -36,8 +36,7 @@ _TTL_S = 4.0
 _GEOMETRY = Geometry(block_size=16, layers=1, kv_heads=1, head_dim=64, kv_dtype="bfloat16")
 _BLOCKS = 1 << 20
 _MOST_SEQUENCES = 4096
-_FIRST_TOKEN_ID = 1000
-_TOKEN_IDS = 4096
+_TOKEN_IDS = 64
 """Answers run through this many ids, so that their texts differ."""
 
 Context = grpc.aio.ServicerContext[object, object]
@@ -53,6 +52,7 @@ class _Answer:
     told: int
     """How many of its tokens have been told."""
     tokens: int
+    first_token_id: int
 
     def next_token(self) -> worker_pb2.TokenOutput:
         index = self.told
@@ -62,7 +62,7 @@ class _Answer:
             request_id=self.request_id,
             attempt=self.attempt,
             index=index,
-            token_ids=(_FIRST_TOKEN_ID + (len(self.request_id) + index) % _TOKEN_IDS,),
+            token_ids=(self.first_token_id + index % _TOKEN_IDS,),
             finish_reason=(
                 inference_pb2.FINISH_REASON_LENGTH
                 if last
@@ -88,8 +88,9 @@ class EchoWorker(
     while it is None answers wait at their first token.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_token_id: int) -> None:
         self.step_s: float | None = 0.0
+        self._first_token_id = first_token_id
         self.steps_missed = 0
         """Steps that began a whole step or more too late: then this worker is too slow."""
         self._answers: dict[tuple[str, int], _Answer] = {}
@@ -101,23 +102,30 @@ class EchoWorker(
     ) -> AsyncIterator[prefill_pb2.PrefillsResponse]:
         """See prefill.proto. A cancelled prefill has ended here already."""
         async for message in request_iterator:
-            events = []
+            response = prefill_pb2.PrefillsResponse()
             for command in message.commands:
                 if command.HasField("start"):
-                    spec = command.start.sequence
-                    name = {"request_id": spec.request_id, "attempt": spec.attempt}
-                    events += [
-                        prefill_pb2.PrefillEvent(**name, response=response)
-                        for response in self._begin(spec)
-                    ]
-                    end = prefill_pb2.PrefillEnd()
-                    events.append(prefill_pb2.PrefillEvent(**name, end=end))
-            yield prefill_pb2.PrefillsResponse(events=events)
+                    self._prefill(command.start.sequence, response)
+            yield response
+
+    def _prefill(
+        self, spec: worker_pb2.SequenceSpec, message: prefill_pb2.PrefillsResponse
+    ) -> None:
+        name = spec.request_id
+        for response in self._begin(spec):
+            message.events.add(request_id=name, attempt=spec.attempt, response=response)
+        end = prefill_pb2.PrefillEnd()
+        message.events.add(request_id=name, attempt=spec.attempt, end=end)
 
     def _begin(self, spec: worker_pb2.SequenceSpec) -> list[prefill_pb2.PrefillResponse]:
         """The answers of a prefill; its sequence decodes from now on."""
         answer = _Answer(
-            spec.router_id, spec.request_id, spec.attempt, 0, spec.sampling.max_tokens
+            router_id=spec.router_id,
+            request_id=spec.request_id,
+            attempt=spec.attempt,
+            told=0,
+            tokens=spec.sampling.max_tokens,
+            first_token_id=self._first_token_id,
         )
         first = answer.next_token()
         responses = [prefill_pb2.PrefillResponse(first_token=first)]
@@ -223,7 +231,9 @@ async def _renew(registry: Registry, records: list[WorkerRecord]) -> None:
 
 
 async def _work(asker: Asker, start: Fields) -> None:
-    server, worker = make_server(), EchoWorker()
+    # Handoffs are none of its work: nobody reserves or commits.
+    worker = EchoWorker(start["first_token_id"])  # type: ignore[abstract]
+    server = make_server()
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(worker, server)
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

@@ -39,7 +39,7 @@ from rich.table import Table
 from baton.config import Config
 from baton.errors import ConfigError, Unavailable
 from loadtest.bench_store import bench_store
-from loadtest.line_service import Helper, helper
+from loadtest.line_service import Fields, Helper, helper
 from loadtest.machine import Machine, this_machine
 from loadtest.peer_servers import LOOPBACK, SERVED_NAME, cores, free_port
 from loadtest.process_group import last_lines
@@ -54,7 +54,6 @@ _RUN_S = 120.0
 _POLL_S = 0.05
 _END_S = 10.0
 _CONTEXT_TOKENS = 8192
-_WARM_UP_REQUESTS = 200
 
 Say = Callable[[str], None]
 
@@ -68,6 +67,7 @@ class RouterBenchSettings:
     rate: float = 200.0
     """Requests a second, of the latencies."""
     requests: int = 2000
+    warm_up_requests: int = 200
     prompt_words: int = 200
     """Of each prompt; a word is about a token."""
     answer_tokens: int = 16
@@ -79,6 +79,8 @@ class RouterBenchSettings:
     """Rates that are tried, rising, until the router falls behind."""
     rate_s: float = 3.0
     """Seconds that each of them takes."""
+    first_token_id: int = 1000
+    """Answers are made of this id and those behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +208,12 @@ async def measure_router(settings: RouterBenchSettings, say: Say) -> RouterFigur
     with tempfile.TemporaryDirectory(prefix="baton-") as name, pinned(usable[1]):
         folder = Path(name)
         with bench_store(folder) as url:
-            fields = {"redis_url": url, "cluster_id": _CLUSTER_ID}
-            fields["context_length"] = _CONTEXT_TOKENS
+            fields = {
+                "redis_url": url,
+                "cluster_id": _CLUSTER_ID,
+                "context_length": _CONTEXT_TOKENS,
+                "first_token_id": settings.first_token_id,
+            }
             log = folder / "echo.log"
             async with (
                 helper("loadtest.echo_worker", fields, log, ready_s=_READY_S) as echo,
@@ -224,9 +230,8 @@ async def _measure(
     folder: Path,
     say: Say,
 ) -> RouterFigures:
-    common = {"prompt_words": settings.prompt_words, "seed": 1}
-    direct_start = common | echo.hello
-    direct_start["model_path"] = str(settings.model)
+    common: Fields = {"prompt_words": settings.prompt_words, "seed": 1}
+    direct_start = common | echo.hello | {"model_path": str(settings.model)}
     http_start = common | {"http": http, "model": SERVED_NAME}
     log = folder / "client.log"
     module = "loadtest.stream_client"
@@ -250,7 +255,7 @@ async def _latencies(
 ) -> Latencies:
     await echo.ask({"step_s": settings.step_s}, _RUN_S)
     question = {"do": "at_rate", "rate": settings.rate, "tokens": settings.answer_tokens}
-    await client.ask(question | {"requests": _WARM_UP_REQUESTS}, _RUN_S)
+    await client.ask(question | {"requests": settings.warm_up_requests}, _RUN_S)
     used = _CoreUse(process)
     answer = await client.ask(question | {"requests": settings.requests}, _RUN_S)
     share = used.share()

@@ -1,8 +1,8 @@
 """The load of `baton bench router`: streamed requests, over HTTP or straight to a worker.
 
-Run as a module, in a process of its own; see ``line_service``. It keeps its own cost small, since it
-shares its core with the echo worker: it reads events as bytes and counts them. Owned by the process's
-event loop.
+Run as a module, in a process of its own; see ``line_service``. It keeps its own cost small, since
+it shares its core with the echo worker: it reads events as bytes and counts them. Owned by the
+process's event loop.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from router.tokenizer import Tokenizer
 
 _ANSWER_S = 60.0
 _WORDS = (
-    "a red house stands near the old harbour and seven grey boats wait for calm water while some"
-    " children count birds above quiet hills under slow clouds before rain comes home again"
-).split()
+    *("a", "red", "house", "stands", "near", "the", "old", "harbour", "and", "seven", "grey"),
+    *("boats", "wait", "for", "calm", "water", "while", "some", "children", "count", "birds"),
+    *("above", "quiet", "hills", "under", "slow", "clouds", "before", "rain", "comes", "home"),
+)
 _EVENT = b"data: "
 _HEAD_END = b"\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"

@@ -3,8 +3,8 @@
     closed ─a request→ open ─broken, or ended by the worker→ closed: its requests fail
     closed, open ─close()→ gone: its requests fail, and so does every other
 
-It is opened by the first request, and again by the first after it broke. Owned by the router's event
-loop.
+It is opened by the first request, and again by the first after it broke. Owned by the router's
+event loop.
 """
 
 from __future__ import annotations

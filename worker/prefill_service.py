@@ -31,9 +31,7 @@ log = logging.getLogger(__name__)
 CLOSE_S = 1.0
 """How long a stream of a worker that stops waits for what its prefills end with."""
 
-Runner = Callable[
-    [prefill_pb2.PrefillRequest], AsyncGenerator[prefill_pb2.PrefillResponse, None]
-]
+Runner = Callable[[prefill_pb2.PrefillRequest], AsyncGenerator[prefill_pb2.PrefillResponse, None]]
 """Computes a prompt, and says what comes of it. Raises BatonError; closing it aborts."""
 PrefillName = tuple[str, int]
 """Request id and attempt."""

@@ -27,9 +27,9 @@ class Worker(prefill_pb2_grpc.PrefillServiceServicer):
         self.heard: list[prefill_pb2.PrefillCommand] = []
         self.messages = 0
         self.streams = 0
-        self.says: asyncio.Queue[
-            prefill_pb2.PrefillsResponse | grpc.StatusCode | None
-        ] = asyncio.Queue()
+        self.says: asyncio.Queue[prefill_pb2.PrefillsResponse | grpc.StatusCode | None] = (
+            asyncio.Queue()
+        )
 
     async def Prefills(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: Context

@@ -1,4 +1,4 @@
-"""One stream for all prefills of a router: a scripted runner, a real server, the router's own end."""
+"""One stream for all prefills of a router: a scripted runner, real gRPC, the router's own end."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ async def test_one_that_is_cancelled_before_it_was_sent_is_not_left_running() ->
         await asyncio.wait([following])
         world.prompts.going_on.set()
         assert await follow(world.stream, request_of("b")) == ["first_token", "handoff"]
-        await world.until(lambda: world.prompts.begun == world.prompts.aborted + ["b"])
+        await world.until(lambda: world.prompts.begun == [*world.prompts.aborted, "b"])
 
 
 async def test_a_prefill_that_is_started_twice_runs_once() -> None:
