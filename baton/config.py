@@ -166,6 +166,8 @@ class Config(BaseSettings):
     """host:port of the HTTP front."""
     grpc: str = "127.0.0.1:8001"
     """host:port of the gRPC front."""
+    routers: int = Field(default=1, ge=1, le=64)
+    """Router processes behind the HTTP and gRPC ports; the kernel picks one for each connection."""
     redis_url: str = ""
     """A Redis or Valkey server, ``redis://host:port/db``; empty starts an embedded Valkey."""
     index_mib: int = Field(default=128, ge=32, le=1 << 20)
@@ -196,7 +198,7 @@ class Config(BaseSettings):
     request_deadline_s: float = Field(default=300.0, gt=0)
     """A request that has not ended after this many seconds gets an error."""
     max_waiting_requests: int = Field(default=256, ge=1)
-    """Requests that may wait for their turn, in one router; more are shed with 429."""
+    """Requests that may wait for their turn, in one router process; more are shed with 429."""
     admission_slo_factor: float = Field(default=0.8, ge=0)
     """A request without a deadline of its own is refused with 429 when its predicted time to the
     first token is over its class's SLO times this; 0 never does."""

@@ -82,9 +82,11 @@ async def _abort(
     await context.abort(grpc.StatusCode[error.grpc_status], error.message, tuple(trailers))
 
 
-def error_from_code(code: str, message: str) -> errors.BatonError:
+def error_from_code(
+    code: str, message: str, *, retry_after: float | None = None
+) -> errors.BatonError:
     """The error of that code; one that is not known here is a failed handoff."""
-    return _BY_CODE.get(code, errors.HandoffError)(message)
+    return _BY_CODE.get(code, errors.HandoffError)(message, retry_after=retry_after)
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> errors.BatonError:

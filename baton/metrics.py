@@ -6,11 +6,20 @@ Labels are bounded: classes, roles and slots come from the configuration, codes 
 
 from __future__ import annotations
 
+import os
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.multiprocess import MultiProcessCollector
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
 _HANDOFF = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+SHARED_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+"""prometheus_client's own name, which it reads when it is imported: processes with the same folder
+there count in files of that folder, and any of them can show the sums. What a process has counted
+outlives it."""
 
 
 def _queue_seconds(registry: CollectorRegistry) -> Histogram:
@@ -25,7 +34,7 @@ def _queue_seconds(registry: CollectorRegistry) -> Histogram:
 
 
 class RouterMetrics:
-    """The series of a router process."""
+    """The series of a router process, or of several that share a folder."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -65,7 +74,10 @@ class RouterMetrics:
             "route_decisions", "Where prompts were computed, and why.", ["decision", "reason"]
         )
         self.active_requests = Gauge(
-            "baton_active_requests", "Requests that have not ended.", registry=registry
+            "baton_active_requests",
+            "Requests that have not ended.",
+            registry=registry,
+            multiprocess_mode="livesum",
         )
         self.queue_seconds = _queue_seconds(registry)
         self.waiting_requests = Gauge(
@@ -73,12 +85,14 @@ class RouterMetrics:
             "Requests that wait in the router for their turn.",
             ["tenant"],
             registry=registry,
+            multiprocess_mode="livesum",
         )
         self.prefill_drain_rate = Gauge(
             "baton_prefill_drain_tokens_per_second",
             "Prompt tokens a second that all prefill workers finish while requests wait;"
             " 0 before it was seen.",
             registry=registry,
+            multiprocess_mode="livesum",
         )
         self.rate_limit_failures = Counter(
             "baton_rate_limit_failures",
@@ -87,10 +101,19 @@ class RouterMetrics:
         )
         self.routable_workers = Gauge(
             "baton_routable_workers",
-            "Workers that this router can use.",
+            "Workers that this router can use; the fewest of its processes.",
             ["role"],
             registry=registry,
+            multiprocess_mode="livemin",
         )
+
+    def shown(self) -> CollectorRegistry:
+        """What to show of them: the sums over all processes that share a folder."""
+        if SHARED_FOLDER_VARIABLE not in os.environ:
+            return self.registry
+        sums = CollectorRegistry()
+        MultiProcessCollector(sums)  # type: ignore[no-untyped-call]
+        return sums
 
 
 class WorkerMetrics:

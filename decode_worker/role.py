@@ -59,14 +59,13 @@ class DecodeRole:
         self._sequences: dict[Attempt, Sequence] = {}
         self._deadlines: dict[Attempt, float] = {}
         """Of requests that have tickets. A sequence has its own, which the control loop keeps."""
+        self._prefills = PrefillServicer(self.local.run)
         self._commits: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
 
     def mount(self, server: grpc.aio.Server) -> None:
         """Add DecodeService, and PrefillService for prompts that are computed here."""
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(self), server)
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(
-            PrefillServicer(self.local.run), server
-        )
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self._prefills, server)
 
     def outbox(self, router_id: str) -> Outbox:
         """A router's outbox, made when it is first needed."""
@@ -236,6 +235,7 @@ class DecodeRole:
             self._fail(sequence, stopping)
             self.context.control.remove(sequence)
         self.local.close(stopping)
+        self._prefills.close()
         self._flush()
 
 

@@ -11,10 +11,10 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-import grpc.aio
 import redis
 
 from baton import convert
@@ -28,13 +28,12 @@ from baton.errors import (
     Unavailable,
     WorkerFailed,
 )
-from baton.grpc_errors import error_from_rpc
 from baton.hashing import block_hashes, hash_key
 from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
 from baton.registry import Registry
 from baton.request import SequenceSpec, TokenOutput
-from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from baton.v1 import prefill_pb2
 from router.admission import Capacity
 from router.generation import GenerationRequest, OutputDelta
 from router.output_assembler import OutputAssembler
@@ -303,7 +302,7 @@ class ClusterDispatcher:
         placement: _Placement,
         prefix_source: prefill_pb2.PrefixSource | None,
     ) -> None:
-        """Follow the prefill call to its end; failures end the request."""
+        """Follow the prefill to its end; failures end the request."""
         spec = SequenceSpec(
             request_id=request.request_id,
             attempt=life.attempt,
@@ -322,27 +321,12 @@ class ClusterDispatcher:
             decode_incarnation=placement.target.record.incarnation,
             source=prefix_source,
         )
-        stub = prefill_pb2_grpc.PrefillServiceStub(placement.source.channel)
         try:
-            async for response in stub.Prefill(message, timeout=request.deadline_s):
-                if response.HasField("first_token"):
-                    placement.promise.computed(
-                        time.monotonic(),
-                        computed_tokens=response.computed_tokens,
-                        compute_ms=response.compute_ms,
-                    )
-                    life.accept(
-                        convert.output_from_proto(response.first_token),
-                        cached_prompt_tokens=response.cached_prompt_tokens,
-                    )
-                if response.HasField("handoff"):
-                    placement.promise.committed(
-                        pinned_blocks=response.handoff.pinned_blocks,
-                        transfer_ms=response.handoff.transfer_ms,
-                    )
-        except grpc.aio.AioRpcError as error:
-            failure = error_from_rpc(error, placement.source.record.incarnation)
-            if error.code() is grpc.StatusCode.UNAVAILABLE and type(failure) is WorkerFailed:
+            async with aclosing(placement.source.prefills.run(message)) as responses:
+                async for response in responses:
+                    self._heard(response, life, placement.promise)
+        except BatonError as failure:
+            if type(failure) is WorkerFailed:
                 placement.source.failed(time.monotonic())
             with contextlib.suppress(TimeoutError):
                 if isinstance(failure, WorkerFailed):
@@ -350,6 +334,26 @@ class ClusterDispatcher:
                         await life.decode_began.wait()
             if not life.decode_began.is_set():
                 life.fail(failure)
+
+    def _heard(
+        self, response: prefill_pb2.PrefillResponse, life: RequestLife, promise: Promise
+    ) -> None:
+        """What a worker says of a prefill."""
+        if response.HasField("first_token"):
+            promise.computed(
+                time.monotonic(),
+                computed_tokens=response.computed_tokens,
+                compute_ms=response.compute_ms,
+            )
+            life.accept(
+                convert.output_from_proto(response.first_token),
+                cached_prompt_tokens=response.cached_prompt_tokens,
+            )
+        if response.HasField("handoff"):
+            promise.committed(
+                pinned_blocks=response.handoff.pinned_blocks,
+                transfer_ms=response.handoff.transfer_ms,
+            )
 
     # What the decode workers say
 

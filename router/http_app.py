@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import version
 from typing import Any
 
@@ -29,6 +30,7 @@ from router.openai_protocol import (
     Model,
     ModelList,
 )
+from router.process_number import ROUTER_HEADER
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
 
@@ -58,10 +60,13 @@ def create_app(
     metrics: RouterMetrics,
     config: Config,
     access: Access | None = None,
+    *,
+    number: int = 0,
 ) -> FastAPI:
     """The app of one router process; its life is that of what it is given.
 
-    Without ``access``, keys are those of ``config``, and their limits are not kept.
+    Without ``access``, keys are those of ``config``, and their limits are not kept. ``number``
+    tells the process from the others that share its port.
     """
     access = access or Access(config, metrics)
     # FastAPI's own pages at /docs load their scripts from the Internet; these carry them.
@@ -71,7 +76,7 @@ def create_app(
     app.add_middleware(HttpEdge)
     add_error_handlers(app)
     _add_openai(app, OpenAiApi(dispatcher, tokenizer, model, metrics, config, access), model.id)
-    _add_operations(app, dispatcher, metrics)
+    _add_operations(app, dispatcher, metrics, number)
     _describe_bodies(app)
     return app
 
@@ -122,24 +127,28 @@ def _body(name: str, example: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def _add_operations(app: FastAPI, dispatcher: Dispatcher, metrics: RouterMetrics) -> None:
+def _add_operations(
+    app: FastAPI, dispatcher: Dispatcher, metrics: RouterMetrics, number: int
+) -> None:
     async def health() -> Response:
         """Whether requests can be served: 200 with `ok` or `degraded`, otherwise 503."""
         status, reason = dispatcher.health()
         content = {"status": status, **({"reason": reason} if reason else {})}
-        return JSONResponse(content, 503 if status == "down" else 200)
+        headers = {ROUTER_HEADER: str(number)}
+        return JSONResponse(content, 503 if status == "down" else 200, headers)
 
     async def live() -> dict[str, str]:
         """The process is up."""
         return {"status": "ok"}
 
     async def own_metrics() -> Response:
-        """This router's series, for Prometheus."""
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        """This router's series, summed over its processes, for Prometheus."""
+        page = await asyncio.to_thread(lambda: generate_latest(metrics.shown()))
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     async def all_metrics() -> Response:
         """Everything of the cluster in one page, for people."""
-        page = await cluster_page(metrics.registry, dispatcher.metrics_addresses())
+        page = await cluster_page(metrics.shown(), dispatcher.metrics_addresses())
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     for path, handler in (

@@ -65,6 +65,9 @@ class RequestRecorder:
         self._last_at = 0.0
         self._tokens = 0
         self._ended = False
+        # Looked up once: tokens are many.
+        self._gaps = metrics.inter_token_latency.labels(context_class)
+        self._generated = metrics.generated_tokens.labels(context_class)
         metrics.prompt_tokens.labels(context_class).inc(prompt_tokens)
 
     @property
@@ -78,7 +81,7 @@ class RequestRecorder:
         for _ in delta.token_ids:
             self._token(now)
         if delta.token_ids:
-            self._metrics.generated_tokens.labels(self._class).inc(len(delta.token_ids))
+            self._generated.inc(len(delta.token_ids))
 
     def succeed(self, now: float) -> None:
         """The last token came."""
@@ -108,7 +111,7 @@ class RequestRecorder:
             ttft = now - self._received_at
             self._metrics.time_to_first_token.labels(self._class).observe(ttft)
         else:
-            self._metrics.inter_token_latency.labels(self._class).observe(now - self._last_at)
+            self._gaps.observe(now - self._last_at)
         self._last_at = now
         self._tokens += 1
 

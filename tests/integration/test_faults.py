@@ -24,7 +24,6 @@ from baton.v1 import (
     decode_pb2,
     decode_pb2_grpc,
     prefill_pb2,
-    prefill_pb2_grpc,
     transfer_pb2,
     transfer_pb2_grpc,
 )
@@ -35,6 +34,7 @@ from kvtransfer.memory import BlockMemory
 from kvtransfer.negotiation import TRANSPORTS
 from kvtransfer.shm_transport import ShmReceiveLink
 from kvtransfer.transport import Batch, Packed, Parts
+from router.prefill_stream import PrefillStream
 from tests.integration.test_handoff import local_answer, prompt_of
 from tests.mini_cluster import MiniCluster, mini_cluster, valkey
 from tests.proxy import flip_one_byte, proxy
@@ -100,12 +100,14 @@ async def prefill_error(cluster: MiniCluster, request_id: str) -> BatonError:
         decode_incarnation=record.incarnation,
     )
     async with channel_to(cluster, "prefill-0") as channel:
-        call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(request, timeout=30)
+        stream = PrefillStream(channel, "prefill")
         events: list[str | None] = []
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read_events(call, events)
+        with pytest.raises(BatonError) as caught:
+            async with asyncio.timeout(30):
+                await read_events(stream.run(request), events)
+        await stream.close()
     assert "handoff" not in events
-    return error_from_rpc(caught.value, "prefill")
+    return caught.value
 
 
 def outcomes(cluster: MiniCluster, outcome: str) -> float:
