@@ -6,12 +6,15 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
+from collections.abc import AsyncIterator
 
 import grpc.aio
 
-from baton.errors import BatonError
+from baton.errors import BatonError, Unavailable
 from baton.request import FinishReason, TokenOutput
-from baton.v1 import decode_pb2_grpc
+from baton.v1 import decode_pb2, decode_pb2_grpc
+from decode_worker.handoff_stream import Context as HandoffsContext
+from decode_worker.handoff_stream import HandoffStream
 from decode_worker.outbox import Outbox
 from decode_worker.receiver import HandoffReceiver, Offer
 from decode_worker.service import DecodeServicer
@@ -43,6 +46,7 @@ class DecodeRole:
         self._outboxes: dict[str, Outbox] = {}
         self._sequences: dict[Attempt, Sequence] = {}
         self._deadlines: dict[Attempt, float] = {}
+        self._streams: set[HandoffStream] = set()
         self._commits: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
 
     def mount(self, server: grpc.aio.Server) -> None:
@@ -54,6 +58,19 @@ class DecodeRole:
         if router_id not in self._outboxes:
             self._outboxes[router_id] = Outbox(time.monotonic())
         return self._outboxes[router_id]
+
+    async def answer_handoffs(
+        self, requests: AsyncIterator[decode_pb2.HandoffsRequest], context: HandoffsContext
+    ) -> None:
+        """A writer's calls, until it leaves. Raises Unavailable when this worker stops."""
+        if self.closing:
+            raise _stopping()
+        stream = HandoffStream(self, context)
+        self._streams.add(stream)
+        try:
+            await stream.run(requests)
+        finally:
+            self._streams.discard(stream)
 
     def reserve(self, offer: Offer) -> Ticket:
         """See ``HandoffReceiver.reserve``."""
@@ -190,8 +207,14 @@ class DecodeRole:
     async def close(self) -> None:
         """End every sequence and ticket."""
         self.closing = True
+        for stream in list(self._streams):
+            stream.end(_stopping())
         self.receiver.blocks.close()
         for sequence in list(self._sequences.values()):
             self._fail(sequence, "the decode worker is stopping")
             self.context.control.remove(sequence)
         self._flush()
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("this decode worker is stopping")
