@@ -24,7 +24,9 @@ from decode_worker.receiver import Offer
 if TYPE_CHECKING:
     from decode_worker.role import DecodeRole
 
-Context = grpc.aio.ServicerContext[decode_pb2.HandoffsRequest, decode_pb2.HandoffsResponse]
+Request = decode_pb2.HandoffsRequest
+Response = decode_pb2.HandoffsResponse
+Context = grpc.aio.ServicerContext[Request, Response]
 
 
 class HandoffStream:
@@ -38,7 +40,7 @@ class HandoffStream:
         self._turn = asyncio.Lock()
         """One answer is written at a time."""
 
-    async def run(self, requests: AsyncIterator[decode_pb2.HandoffsRequest]) -> None:
+    async def run(self, requests: AsyncIterator[Request]) -> None:
         """Answer calls until the writer leaves. Raises BatonError where ``end`` was called."""
         reading = asyncio.create_task(self._read(requests), name="handoffs-read")
         try:
@@ -55,39 +57,55 @@ class HandoffStream:
             self._ended.set_exception(error)
             self._ended.exception()  # looked at, so that asyncio does not log it
 
-    async def _read(self, requests: AsyncIterator[decode_pb2.HandoffsRequest]) -> None:
+    async def _read(self, requests: AsyncIterator[Request]) -> None:
         async for request in requests:
-            if request.HasField("commit"):
-                commit = asyncio.create_task(self._answer(request), name="commit")
+            if request.HasField("commit") and self._role.awaits_bytes(request.commit.ticket_id):
+                commit = asyncio.create_task(self._commit_in_time(request), name="commit")
                 self._commits.add(commit)
                 commit.add_done_callback(self._commits.discard)
             else:
-                await self._answer(request)
+                await self._write(self._answer(request))
 
-    async def _answer(self, request: decode_pb2.HandoffsRequest) -> None:
-        try:
-            response = await self._do(request)
-        except Exception as failure:
-            response = decode_pb2.HandoffsResponse(error=_refusal(as_baton_error(failure)))
-        response.call = request.call
+    async def _write(self, response: Response) -> None:
         async with self._turn:
             await self._context.write(response)
 
-    async def _do(self, request: decode_pb2.HandoffsRequest) -> decode_pb2.HandoffsResponse:
-        match request.WhichOneof("call_kind"):
-            case "reserve":
-                return decode_pb2.HandoffsResponse(reserve=self._reserve(request.reserve))
-            case "commit":
-                timeout_s = request.timeout_ms / 1000
-                return decode_pb2.HandoffsResponse(
-                    commit=await self._commit(request.commit, timeout_s)
-                )
-            case "abort":
-                self._role.abort_handoff((request.abort.request_id, request.abort.attempt))
-                return decode_pb2.HandoffsResponse(abort=decode_pb2.AbortResponse())
-        raise HandoffError("this decode worker does not know that call")
+    def _answer(self, request: Request) -> Response:
+        response = Response(call=request.call)
+        try:
+            match request.WhichOneof("call_kind"):
+                case "reserve":
+                    self._reserve(request.reserve, response.reserve)
+                case "commit":
+                    commit = request.commit
+                    response.commit.bytes = self._role.commit(
+                        commit.ticket_id, commit.writer, commit.first_token
+                    )
+                case "abort":
+                    self._role.abort_handoff((request.abort.request_id, request.abort.attempt))
+                    response.abort.SetInParent()
+                case _:
+                    raise HandoffError("this decode worker does not know that call")
+        except Exception as failure:
+            _refuse(response, failure)
+        return response
 
-    def _reserve(self, request: decode_pb2.ReserveRequest) -> decode_pb2.ReserveResponse:
+    async def _commit_in_time(self, request: Request) -> None:
+        response, commit = Response(call=request.call), request.commit
+        try:
+            async with asyncio.timeout(request.timeout_ms / 1000):
+                response.commit.bytes = await self._role.commit_when_complete(
+                    commit.ticket_id, commit.writer, commit.first_token
+                )
+        except TimeoutError:
+            _refuse(response, DeadlineExceeded("the blocks have not come in time"))
+        except Exception as failure:
+            _refuse(response, failure)
+        await self._write(response)
+
+    def _reserve(
+        self, request: decode_pb2.ReserveRequest, answer: decode_pb2.ReserveResponse
+    ) -> None:
         if self._role.closing:
             raise Unavailable("this decode worker is stopping")
         ticket = self._role.reserve(
@@ -99,28 +117,15 @@ class HandoffStream:
                 spec=convert.sequence_from_proto(request.sequence),
             )
         )
-        return decode_pb2.ReserveResponse(
-            ticket_id=ticket.ticket_id,
-            pinned_blocks=len(ticket.pinned),
-            missing_blocks=len(ticket.missing),
-            lease_ms=int(ticket.lease_s * 1000),
-        )
-
-    async def _commit(
-        self, request: decode_pb2.CommitRequest, timeout_s: float
-    ) -> decode_pb2.CommitResponse:
-        try:
-            async with asyncio.timeout(timeout_s):
-                received = await self._role.commit_when_complete(
-                    request.ticket_id, request.writer, request.first_token
-                )
-        except TimeoutError:
-            raise DeadlineExceeded("the blocks have not come in time") from None
-        return decode_pb2.CommitResponse(bytes=received)
+        answer.ticket_id = ticket.ticket_id
+        answer.pinned_blocks = len(ticket.pinned)
+        answer.missing_blocks = len(ticket.missing)
+        answer.lease_ms = int(ticket.lease_s * 1000)
 
 
-def _refusal(error: BatonError) -> decode_pb2.CallError:
-    retry_after_ms = None if error.retry_after is None else int(error.retry_after * 1000)
-    return decode_pb2.CallError(
-        code=error.code or "", message=error.message, retry_after_ms=retry_after_ms
-    )
+def _refuse(response: Response, failure: Exception) -> None:
+    error = as_baton_error(failure)
+    response.error.code = error.code or ""
+    response.error.message = error.message
+    if error.retry_after is not None:
+        response.error.retry_after_ms = int(error.retry_after * 1000)

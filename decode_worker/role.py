@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
-from baton.errors import BatonError, Unavailable
+from baton.errors import BatonError, TicketEnded, Unavailable
 from baton.request import FinishReason, TokenOutput
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from decode_worker.handoff_stream import Context as HandoffsContext
@@ -79,10 +79,17 @@ class DecodeRole:
         self.context.control.pump_soon()
         return ticket
 
+    def awaits_bytes(self, ticket_id: str) -> bool:
+        """Whether a commit has to wait."""
+        try:
+            ticket = self.receiver.blocks.book.get(ticket_id)
+        except TicketEnded:
+            return False
+        return ticket.is_open and not ticket.is_complete
+
     async def commit_when_complete(self, ticket_id: str, writer: str, first_token: int) -> int:
         """``commit``, as soon as every byte is in place. Raises what has ended the ticket."""
-        ticket = self.receiver.blocks.book.get(ticket_id)
-        if ticket.is_open and not ticket.is_complete:
+        if self.awaits_bytes(ticket_id):
             await self._settled(ticket_id)
         return self.commit(ticket_id, writer, first_token)
 

@@ -33,7 +33,6 @@ from loadtest.line_service import Fields, helper
 from loadtest.transfer_end import transfer_end
 from loadtest.transfer_rows import EmptyHandoff
 from worker.exchange import Exchange
-from worker.handoff_calls import HandoffCalls
 
 EMPTY_PER_REPETITION = 20
 """How many empty handoffs stand for one repetition of a large transfer."""
@@ -207,23 +206,21 @@ class _Writer:
         await self._commit(reserved.ticket_id)
 
     async def _reserve(self, name: str) -> decode_pb2.ReserveResponse:
-        request = decode_pb2.ReserveRequest(
-            sequence=convert.sequence_to_proto(replace(self._spec, request_id=name))
-        )
-        request.MergeFrom(self._offer)
-        calls = await self._calls()
-        return await calls.reserve(request, _CALL_S)
+        request = decode_pb2.HandoffsRequest(reserve=self._offer)
+        convert.write_sequence(request.reserve.sequence, replace(self._spec, request_id=name))
+        return (await self._call(request)).reserve
 
     async def _commit(self, ticket_id: str) -> None:
-        request = decode_pb2.CommitRequest(
-            ticket_id=ticket_id, writer=_WRITER, first_token=_FIRST_TOKEN
-        )
-        calls = await self._calls()
-        await calls.commit(request, _CALL_S)
+        request = decode_pb2.HandoffsRequest()
+        request.commit.ticket_id = ticket_id
+        request.commit.writer = _WRITER
+        request.commit.first_token = _FIRST_TOKEN
+        await self._call(request)
 
-    async def _calls(self) -> HandoffCalls:
-        """As a prefill worker has them."""
-        return self._exchange.handoff_calls(await self._exchange.outbound(self._peer))
+    async def _call(self, request: decode_pb2.HandoffsRequest) -> decode_pb2.HandoffsResponse:
+        """As a prefill worker does."""
+        calls = self._exchange.handoff_calls(await self._exchange.outbound(self._peer))
+        return await calls.call(request, _CALL_S)
 
     async def _abort(self, name: str) -> None:
         try:

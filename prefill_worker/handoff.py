@@ -12,7 +12,6 @@ import asyncio
 import logging
 import time
 from contextlib import ExitStack
-from typing import Any
 
 from baton import convert
 from baton.errors import BatonError, DeadlineExceeded, NoRoom
@@ -97,16 +96,15 @@ class Handoff:
 
     async def _reserve_once(self) -> decode_pb2.ReserveResponse:
         left = self._left()
-        sequence = convert.sequence_to_proto(self._spec)
-        sequence.deadline_ms = int(left * 1000)
-        request = decode_pb2.ReserveRequest(
-            fingerprint=self._context.engine.fingerprint,
-            geometry=convert.geometry_to_proto(self._context.engine.cache.geometry()),
-            incarnation=self.peer.incarnation,
-            writer=self._context.incarnation,
-            sequence=sequence,
-        )
-        return await self._calls.reserve(request, left)
+        request = decode_pb2.HandoffsRequest()
+        reserve = request.reserve
+        reserve.fingerprint = self._context.engine.fingerprint
+        reserve.geometry.CopyFrom(convert.geometry_to_proto(self._context.engine.cache.geometry()))
+        reserve.incarnation = self.peer.incarnation
+        reserve.writer = self._context.incarnation
+        convert.write_sequence(reserve.sequence, self._spec)
+        reserve.sequence.deadline_ms = int(left * 1000)
+        return (await self._calls.call(request, left)).reserve
 
     def computed(self, block_table: list[int], tokens: int) -> None:
         """The first ``tokens`` of the sequence's tokens are: push what is missing and complete.
@@ -162,15 +160,16 @@ class Handoff:
         """
         assert self._push is not None, "no ticket"
         self._push.end()
-        request = decode_pb2.CommitRequest(
-            ticket_id=self.ticket_id, writer=self._context.incarnation, first_token=first_token
-        )
+        request = decode_pb2.HandoffsRequest()
+        request.commit.ticket_id = self.ticket_id
+        request.commit.writer = self._context.incarnation
+        request.commit.first_token = first_token
         # The receiver waits for the bytes: that spares a round trip after the last of them.
-        answer = self._calls.commit(request, self._left())
+        answer = self._calls.call(request, self._left())
         self._push.done.add_done_callback(lambda pushed: _fail_with(answer, pushed))
         response = await answer
         self._committed = True
-        return response.bytes
+        return response.commit.bytes
 
     async def close(self) -> None:
         """End what is not committed, here and at the receiver. Never raises, idempotent.
@@ -188,19 +187,20 @@ class Handoff:
         self._use.close()
 
     async def _abort(self) -> None:
-        request = decode_pb2.AbortRequest(
-            request_id=self._spec.request_id,
-            attempt=self._spec.attempt,
-        )
+        request = decode_pb2.HandoffsRequest()
+        request.abort.request_id = self._spec.request_id
+        request.abort.attempt = self._spec.attempt
         # A receiver whose pair has broken gets none: it may be silent, and to wait for it keeps the
         # blocks here. It releases the ticket when it sees the stream end, or by the lease.
         try:
-            await self._calls.abort(request, ABORT_DEADLINE_S)
+            await self._calls.call(request, ABORT_DEADLINE_S)
         except BatonError as error:
             log.info("abort at %s did not arrive: %s", self.peer.incarnation, error.message)
 
 
-def _fail_with(answer: asyncio.Future[Any], pushed: asyncio.Future[int]) -> None:
+def _fail_with(
+    answer: asyncio.Future[decode_pb2.HandoffsResponse], pushed: asyncio.Future[int]
+) -> None:
     """A commit whose blocks do not arrive fails at once, with what went wrong with them."""
     error = pushed.exception()
     if error is not None and not answer.done():

@@ -18,7 +18,7 @@ from typing import Any
 import grpc.aio
 
 from baton.background import end_tasks
-from baton.errors import BatonError, DeadlineExceeded, HandoffError, WorkerFailed
+from baton.errors import BatonError, DeadlineExceeded, WorkerFailed
 from baton.grpc_errors import as_baton_error, error_from_code, stream_ending, stream_errors
 from baton.v1 import decode_pb2, decode_pb2_grpc
 
@@ -31,7 +31,7 @@ _LONGEST_MS = 2**32 - 1
 
 
 class HandoffCalls:
-    """Each call gives a future, which fails with a BatonError; cancelling it forgets the call."""
+    """See the module's text."""
 
     def __init__(self, channel: grpc.aio.Channel, peer: str) -> None:
         """``channel`` leads to the decode worker ``peer``."""
@@ -40,30 +40,17 @@ class HandoffCalls:
         self._stream: _Stream | None = None
         self._ended: BatonError | None = None
 
-    def reserve(
-        self, request: decode_pb2.ReserveRequest, timeout_s: float
-    ) -> asyncio.Future[decode_pb2.ReserveResponse]:
-        """Ask for blocks."""
-        return self._begin(Request(reserve=request), timeout_s)
+    def call(self, request: Request, timeout_s: float) -> asyncio.Future[Response]:
+        """Begin a call; ``request`` says which, and has no number yet.
 
-    def commit(
-        self, request: decode_pb2.CommitRequest, timeout_s: float
-    ) -> asyncio.Future[decode_pb2.CommitResponse]:
-        """Let the sequence run as soon as its last byte has landed."""
-        return self._begin(Request(commit=request), timeout_s)
-
-    def abort(
-        self, request: decode_pb2.AbortRequest, timeout_s: float
-    ) -> asyncio.Future[decode_pb2.AbortResponse]:
-        """Give the writer's ticket up."""
-        return self._begin(Request(abort=request), timeout_s)
-
-    def _begin(self, request: Request, timeout_s: float) -> asyncio.Future[Any]:
+        The answer is of the same kind, or the future fails with a BatonError. Who cancels the
+        future does not want the answer any more.
+        """
         if self._ended is not None:
             raise self._ended
         if self._stream is None or not self._stream.is_open:
             self._stream = _Stream(self._channel, self._peer)
-        return self._stream.begin(request, timeout_s)
+        return self._stream.call(request, timeout_s)
 
     def end(self, error: BatonError) -> None:
         """Fail what waits and what is yet asked; idempotent."""
@@ -86,7 +73,7 @@ class _Stream:
         self._peer = peer
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._waiting: dict[int, asyncio.Future[Response]] = {}
         self._requests: asyncio.Queue[Request] = asyncio.Queue()
         self._call: grpc.aio.StreamStreamCall[Request, Response]
         self._call = decode_pb2_grpc.DecodeServiceStub(channel).Handoffs()
@@ -95,14 +82,14 @@ class _Stream:
             self._loop.create_task(self._guard(self._speak), name="handoffs-speak"),
         ]
 
-    def begin(self, request: Request, timeout_s: float) -> asyncio.Future[Any]:
-        """Send a call. Its future has the answer of the call's own kind."""
+    def call(self, request: Request, timeout_s: float) -> asyncio.Future[Response]:
+        """See ``HandoffCalls.call``."""
         number = request.call = next(self._numbers)
         request.timeout_ms = min(_LONGEST_MS, int(timeout_s * 1000))
         answer = self._waiting[number] = self._loop.create_future()
         timer = self._loop.call_later(timeout_s, self._expire, number)
 
-        def forget(_: asyncio.Future[Any]) -> None:
+        def forget(_: asyncio.Future[Response]) -> None:
             timer.cancel()
             self._waiting.pop(number, None)
 
@@ -112,41 +99,33 @@ class _Stream:
         return answer
 
     def _expire(self, number: int) -> None:
-        late = DeadlineExceeded(f"{self._peer} has not answered in time")
-        self._settle(number, error=late)
+        self._fail(number, DeadlineExceeded(f"{self._peer} has not answered in time"))
 
-    def _settle(self, number: int, answer: Any = None, error: BatonError | None = None) -> None:
-        """The first answer to a call counts; one that nobody waits for is dropped."""
+    def _fail(self, number: int, error: BatonError) -> None:
         waiting = self._waiting.get(number)
-        if waiting is None or waiting.done():
-            return
-        if error is None:
-            waiting.set_result(answer)
-        else:
+        if waiting is not None and not waiting.done():
             waiting.set_exception(error)
 
     async def _speak(self) -> None:
-        while True:
-            request = await self._requests.get()
-            async with stream_errors(self._call, self._peer):
-                await self._call.write(request)
+        async with stream_errors(self._call, self._peer):
+            while True:
+                await self._call.write(await self._requests.get())
 
     async def _listen(self) -> None:
-        while True:
-            async with stream_errors(self._call, self._peer):
-                response = await self._call.read()
-            if not isinstance(response, Response):
-                raise await stream_ending(self._call, self._peer)
-            self._take(response)
+        async with stream_errors(self._call, self._peer):
+            while isinstance(response := await self._call.read(), Response):
+                self._take(response)
+        raise await stream_ending(self._call, self._peer)
 
     def _take(self, response: Response) -> None:
-        kind = response.WhichOneof("answer")
-        if kind is None:
-            raise HandoffError(f"{self._peer} has sent an empty answer")
-        if kind == "error":
-            self._settle(response.call, error=_error_of(response.error))
+        """The first answer to a call counts; one that nobody waits for is dropped."""
+        waiting = self._waiting.get(response.call)
+        if waiting is None or waiting.done():
+            return
+        if response.HasField("error"):
+            waiting.set_exception(_error_of(response.error))
         else:
-            self._settle(response.call, getattr(response, kind))
+            waiting.set_result(response)
 
     async def _guard(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
@@ -166,7 +145,7 @@ class _Stream:
             task.cancel()
         self._call.cancel()
         for number in list(self._waiting):
-            self._settle(number, error=error)
+            self._fail(number, error)
 
     async def close(self) -> None:
         """Wait until its tasks have ended."""
