@@ -13,17 +13,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor
 from typing import Any
 
-import grpc
 import grpc.aio
 
 from baton import convert
 from baton.background import end_tasks
 from baton.errors import BatonError, HandoffError, TicketEnded, WorkerFailed
-from baton.grpc_errors import error_from_code, error_from_rpc
+from baton.grpc_errors import error_from_code, stream_ending, stream_errors
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.bandwidth import Bandwidth
 from kvtransfer.checksum import segment_checksum
@@ -410,43 +409,16 @@ class Outbound:
 
     async def _write(self, request: Request) -> None:
         assert self._call is not None, "not open"
-        async with self._stream_errors():
+        async with stream_errors(self._call, self.peer.incarnation):
             await self._call.write(request)
 
     async def _next_answer(self) -> transfer_pb2.TransferResponse:
         assert self._call is not None, "not open"
-        async with self._stream_errors():
+        async with stream_errors(self._call, self.peer.incarnation):
             answer = await self._call.read()
         if not isinstance(answer, transfer_pb2.TransferResponse):
-            raise await self._ending()
+            raise await stream_ending(self._call, self.peer.incarnation)
         return answer
-
-    @contextlib.asynccontextmanager
-    async def _stream_errors(self) -> AsyncIterator[None]:
-        try:
-            yield
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, self.peer.incarnation) from error
-        except asyncio.InvalidStateError as error:
-            raise await self._ending() from error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            # Nobody cancelled this: gRPC cancels a call to which it can no longer write.
-            raise WorkerFailed(f"the connection to {self.peer.incarnation} broke") from None
-
-    async def _ending(self) -> BatonError:
-        """Why the receiver has ended the stream."""
-        assert self._call is not None, "not open"
-        call = self._call
-        code = await call.code()
-        if code is grpc.StatusCode.OK:
-            return WorkerFailed(f"{self.peer.incarnation} has ended the pair")
-        status = grpc.aio.AioRpcError(
-            code, grpc.aio.Metadata(), await call.trailing_metadata(), await call.details()
-        )
-        return error_from_rpc(status, self.peer.incarnation)
 
 
 def _sealed(load: Load, packed: Packed) -> list[int]:

@@ -18,12 +18,25 @@ from baton.grpc_errors import error_from_rpc
 from baton.registry import WorkerRecord
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
+from router.prefill_stream import PrefillStream
 from tests.integration.test_handoff import ANSWER, BLOCK, SAMPLINGS, local_answer, prompt_of
 from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 
 LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
 ROUTER = "a-router"
+
+
+async def responses_of(
+    channel: grpc.aio.Channel, message: prefill_pb2.PrefillRequest
+) -> list[prefill_pb2.PrefillResponse]:
+    """All that a worker says of a prefill, on a stream of its own. Raises BatonError."""
+    stream = PrefillStream(channel, message.decode_incarnation)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            return [response async for response in stream.run(message)]
+    finally:
+        await stream.close()
 
 
 @dataclass
@@ -73,9 +86,7 @@ class Client:
             decode_address=self.record.address,
             decode_incarnation=incarnation or self.record.incarnation,
         )
-        stub = prefill_pb2_grpc.PrefillServiceStub(self.channel)
-        found = [response async for response in stub.Prefill(message, timeout=DEADLINE_S)]
-        (response,) = found
+        (response,) = await responses_of(self.channel, message)
         assert response.HasField("first_token")
         return response
 
@@ -220,8 +231,7 @@ async def test_a_handoff_reports_what_the_transfer_added(tiny_model: Path, redis
             decode_incarnation=target.incarnation,
         )
         async with open_channel(source.address) as channel:
-            stub = prefill_pb2_grpc.PrefillServiceStub(channel)
-            first, committed = [r async for r in stub.Prefill(message, timeout=DEADLINE_S)]
+            first, committed = await responses_of(channel, message)
         assert (first.computed_tokens, first.cached_prompt_tokens) == (64, 0)
         assert first.compute_ms > 0
         assert first.queue_ms > 0

@@ -291,7 +291,7 @@ class PushSendLink:
         self._address = address
         self._pair = pair
         self._transfers = OpenTransfers()
-        self._wire = Wire(transport.network, DATA, self._arrive, self.lose)
+        self._wire = Wire(transport.network, lambda _: DATA, self._arrive, self.lose)
         self._server: Server | None = None
         self._work: deque[Callable[[], None]] = deque()
         self._is_busy = False
