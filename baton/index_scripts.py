@@ -322,8 +322,8 @@ if tag ~= ARGV[2] then
   table_of_numbers = concat(redis.call('HGETALL', KEYS[2]), '\\n')
 end
 local base, hashes = ARGV[1] .. state[1] .. ':', ARGV[3]
-local answer, depth, total, span = {}, 0, #hashes / 16, 16
-local alive, last
+local answer, depth, total = {}, 0, #hashes / 16
+local alive, last, length
 
 local function leave(numbers)
   if #numbers > 0 then answer[#answer + 1] = two(depth) .. two(#numbers / 2) .. numbers end
@@ -363,10 +363,11 @@ local function meet(numbers)
   alive = concat(kept)
 end
 
--- Blocks are fetched a span at a time, so that a prompt that nobody knows costs little.
+-- Sixteen buckets at a time: a prompt that nobody knows costs little, and longer answers would leave
+-- the server's buffer for short ones.
 while depth < total do
   local keys = {}
-  for i = depth, math.min(depth + span, total) - 1 do
+  for i = depth, math.min(depth + 16, total) - 1 do
     keys[#keys + 1] = base .. sub(hashes, 16 * i + 1, 16 * i + 2)
   end
   local buckets = redis.call('MGET', unpack(keys))
@@ -380,21 +381,26 @@ while depth < total do
       leave(alive or '')
       return {tag, table_of_numbers, concat(answer)}
     end
-    local h, l = byte(bucket, at + 6, at + 7)
-    -- A server without memory refuses that, and nothing is lost.
-    if h < 128 then redis.pcall('SETRANGE', keys[i], at + 5, char(h + 128)) end
-    local numbers = sub(bucket, at + 8, at + 7 + 2 * (h % 128 * 256 + l))
-    -- Equal strings are one object in Lua: that blocks of a run are held alike costs nothing.
-    if not last then
-      alive = numbers
-    elseif numbers ~= last then
-      meet(numbers)
-      if #alive == 0 then return {tag, table_of_numbers, concat(answer)} end
+    -- Equal strings are one object in Lua: that blocks of a run are held alike costs little.
+    if not last or sub(bucket, at + 6, at + length) ~= last then
+      local h, l = byte(bucket, at + 6, at + 7)
+      -- A server without memory refuses that, and nothing is lost.
+      if h < 128 then
+        h = h + 128
+        redis.pcall('SETRANGE', keys[i], at + 5, char(h))
+      end
+      length = 7 + 2 * (h % 128 * 256 + l)
+      local numbers = sub(bucket, at + 8, at + length)
+      if not alive then
+        alive = numbers
+      elseif alive ~= numbers then
+        meet(numbers)
+        if #alive == 0 then return {tag, table_of_numbers, concat(answer)} end
+      end
+      last = char(h, l) .. numbers
     end
-    last = numbers
     depth = depth + 1
   end
-  span = 128
 end
 leave(alive or '')
 return {tag, table_of_numbers, concat(answer)}

@@ -69,6 +69,7 @@ class IndexReport:
     deep_share: float
     """Share of lookups whose answer names at least 16 workers with at least 128 blocks."""
     server_us_per_lookup: float
+    server_us_p99: float
     client_cpu_us_per_lookup: float
     load_s: float
     server_us_per_stored_block: float
@@ -104,7 +105,7 @@ def lines_of(report: IndexReport) -> list[str]:
         f" {report.load_s:.0f} s ({report.server_us_per_stored_block:.1f} µs of the server each)",
         f"{report.lookups_per_s:.0f} lookups/s, {report.deep_share:.0%} of them deep:"
         f" p50 {report.lookup_ms_p50:.2f} ms, p99 {report.lookup_ms_p99:.2f} ms;"
-        f" {report.server_us_per_lookup:.0f} µs of the server,"
+        f" {report.server_us_per_lookup:.0f} µs (p99 {report.server_us_p99:.0f} µs) of the server,"
         f" {report.client_cpu_us_per_lookup:.0f} µs of the client's processor each",
         f"{report.machine.line()}.",
     ]
@@ -130,6 +131,7 @@ async def _measure(
         await client.config_resetstat()
         run = await _Run(index, asked, settings.lookups_per_s).measure()
         lookup_us = await _server_us(client)
+        lookup_us_p99 = await _server_us_p99(client)
     return IndexReport(
         machine=machine,
         workers=settings.workers,
@@ -140,6 +142,7 @@ async def _measure(
         bytes_per_million_blocks=used_bytes / workload.pairs * _MILLION,
         deep_share=sum(question.is_deep for question in asked) / len(asked),
         server_us_per_lookup=lookup_us / len(asked),
+        server_us_p99=lookup_us_p99,
         client_cpu_us_per_lookup=run.cpu_s / len(asked) * 1e6,
         load_s=load_s,
         server_us_per_stored_block=store_us / workload.pairs,
@@ -231,6 +234,12 @@ async def _server_us(client: redis.asyncio.Redis) -> float:
     return float(
         sum(stats.get(f"cmdstat_{name}", {"usec": 0})["usec"] for name in ("eval", "evalsha"))
     )
+
+
+async def _server_us_p99(client: redis.asyncio.Redis) -> float:
+    """The 99th percentile of microseconds in a call of a script."""
+    stats = await cast(Any, client.info("latencystats"))
+    return float(stats["latency_percentiles_usec_evalsha"]["p99"])
 
 
 @contextlib.contextmanager

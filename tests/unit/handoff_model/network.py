@@ -162,34 +162,35 @@ class Wire:
         self._broke = broke
         self._clear_at = 0.0
         self._is_used = False
-        self._held: bytes | None = None
+        self._held: tuple[str, bytes] | None = None
 
     def send(self, message: bytes) -> None:
         """Put a message on its way."""
-        strike = self._network.strike(self._lane_of(message), is_first=not self._is_used)
+        lane = self._lane_of(message)
+        strike = self._network.strike(lane, is_first=not self._is_used)
         self._is_used = True
         if strike is None:
-            self._post(message)
+            self._post(lane, message)
             self.release()
             return
         amount = strike.amount
         match strike.fault:
             case Fault.LATE:
-                self._post(message, amount / 1000)
+                self._post(lane, message, amount / 1000)
             case Fault.LOST:
                 return
             case Fault.TWICE:
-                self._post(message)
-                self._post(message, amount / 1000)
+                self._post(lane, message)
+                self._post(lane, message, amount / 1000)
             case Fault.SWAPPED:
                 self.release()
-                self._held = message
+                self._held = lane, message
                 self._network.holding.append(self)
                 return
             case Fault.FLIPPED:
-                self._post(flip(message, amount))
+                self._post(lane, flip(message, amount))
             case Fault.CUT_SHORT:
-                self._post(message[:-1])
+                self._post(lane, message[:-1])
             case Fault.BROKEN:
                 self._broke()
                 return
@@ -204,11 +205,11 @@ class Wire:
         """Let go of what was to come behind the next message."""
         if self._held is not None:
             held, self._held = self._held, None
-            self._post(held)
+            self._post(*held)
 
-    def _post(self, message: bytes, extra: float = 0.0) -> None:
+    def _post(self, lane: str, message: bytes, extra: float = 0.0) -> None:
         time = self._network.time
-        slow = self._network.slow.get(self._lane_of(message), 0.0)
+        slow = self._network.slow.get(lane, 0.0)
         self._clear_at = max(self._clear_at, time.now + DELAY_S + slow + extra)
         time.at(self._clear_at, lambda: self._arrived(message))
 

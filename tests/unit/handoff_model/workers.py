@@ -68,6 +68,9 @@ class SimulatedEngineThread:
     def stop(self, timeout_s: float) -> None:
         """Nothing of it runs on its own."""
 
+    def progress(self) -> None:
+        """Nothing is known of a step before its end."""
+
     def submit(self, plan: StepPlan) -> None:
         loop = self._worker.loop
         self._free_at = max(self._free_at, loop.time()) + STEP_S
