@@ -83,8 +83,8 @@ class ContextClass(_Section):
     local_prefill: Literal["", "auto", "never", "always"] = ""
     """Whether decode workers compute its prompts; empty takes the cluster's."""
     pools: tuple[str, ...] = ()
-    """Names of the pools that it owns: of a role in which it owns one, their workers alone serve it,
-    and they serve nobody else but classes that name the same pool."""
+    """Names of the pools that it owns: of a role in which it owns one, their workers alone serve
+    it, and they serve nobody else but classes that name the same pool."""
     slo_ttft_s: float | None = Field(default=None, gt=0)
     """The time to the first token that counts as good in this class, in seconds; None takes the
     cluster's ``slo_ttft_s``."""

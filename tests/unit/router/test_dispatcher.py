@@ -18,7 +18,7 @@ from baton.registry import Registry, WorkerRecord
 from baton.request import FinishReason, Geometry, LoadSnapshot, Principal
 from baton.sampling_params import SamplingParams
 from router.admission import Capacity
-from router.dispatcher import ClusterDispatcher, _candidate, _capacity
+from router.dispatcher import ClusterDispatcher, _capacity
 from router.generation import GenerationRequest, OutputDelta
 from router.worker_links import WorkerLink
 from tests.unit.router.front_fakes import tiny_tokenizer
@@ -41,22 +41,6 @@ def record_of(role: str, block_size: int) -> WorkerRecord:
         max_sequences=8,
         load=LoadSnapshot(running=2, waiting=1, free_blocks=7, cached_blocks=3),
     )
-
-
-@pytest.mark.parametrize(
-    ("block_size", "held", "available_blocks", "held_blocks"),
-    [(16, 5, 10, 5), (32, 5, 20, 4), (64, 3, 40, 0), (64, 4, 40, 4)],
-)
-async def test_counts_are_in_hash_blocks(
-    block_size: int, held: int, available_blocks: int, held_blocks: int
-) -> None:
-    """The first part of a larger block cannot be pinned, and does not count as held."""
-    link = WorkerLink(record_of("decode", block_size))
-    try:
-        found = _candidate(link, {"d": held, "p": 9}, HASH_BLOCK)
-    finally:
-        await link.channel.close()
-    assert (found.available_blocks, found.held_blocks) == (available_blocks, held_blocks)
 
 
 async def test_workers_are_told_what_is_left_of_the_deadline(
