@@ -363,8 +363,8 @@ local function meet(numbers)
   alive = concat(kept)
 end
 
--- Sixteen buckets at a time: a prompt that nobody knows costs little, and longer answers would leave
--- the server's buffer for short ones.
+-- Sixteen buckets at a time: a prompt that nobody knows costs little, and longer answers would not
+-- fit into the buffer that the server has for short ones.
 while depth < total do
   local keys = {}
   for i = depth, math.min(depth + 16, total) - 1 do

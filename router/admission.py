@@ -31,6 +31,8 @@ FIRST_GUESS_S = 1.0
 """What a refused client is told before anything was learned."""
 SLACK_S = 0.1
 """A turn that was taken late, for want of anything that told of it, is made up for this far."""
+LEAST_PACED_TOKENS = 8
+"""The time per token of a shorter answer is that of its handoff more than that of decoding."""
 LEAST_RETRY_S = 0.1
 """Nobody is told to come back earlier."""
 FIRST_ANSWER_TOKENS = 256
@@ -251,7 +253,8 @@ class Admission:
         if request.generated > 1:
             tpot_s = stayed_s / (request.generated - 1)
             self._tpot_s.add(tpot_s)
-            self._pace.heard(in_time=tpot_s <= self._slo_tpot_s)
+            if request.generated >= LEAST_PACED_TOKENS:
+                self._pace.heard(in_time=tpot_s <= self._slo_tpot_s)
 
     # Predictions
 
