@@ -94,6 +94,8 @@ async def serve(settings: RouterSettings) -> None:
             http=BoundedHttpProtocol,
             log_config=None,
             access_log=False,
+            # Nothing asks for a client's address.
+            proxy_headers=False,
             lifespan="off",
             timeout_graceful_shutdown=STOP_GRACE_S,
         )
