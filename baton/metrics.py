@@ -7,6 +7,7 @@ Labels are bounded: classes, roles and slots come from the configuration, codes 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, fields
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -20,6 +21,20 @@ SHARED_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """prometheus_client's own name, which it reads when it is imported: processes with the same folder
 there count in files of that folder, and any of them can show the sums. What a process has counted
 outlives it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSeries:
+    """The series of one context-length class: looked up once, since every token needs them."""
+
+    time_to_first_token: Histogram
+    time_per_output_token: Histogram
+    inter_token_latency: Histogram
+    request_latency: Histogram
+    goodput_requests: Counter
+    prompt_tokens: Counter
+    cached_prompt_tokens: Counter
+    generated_tokens: Counter
 
 
 def _queue_seconds(registry: CollectorRegistry) -> Histogram:
@@ -106,6 +121,17 @@ class RouterMetrics:
             registry=registry,
             multiprocess_mode="livemin",
         )
+
+        self._classes: dict[str, ClassSeries] = {}
+
+    def of_class(self, name: str) -> ClassSeries:
+        """The series of a context-length class; ``name`` is one of the configuration's."""
+        known = self._classes.get(name)
+        if known is None:
+            known = self._classes[name] = ClassSeries(
+                *(getattr(self, field.name).labels(name) for field in fields(ClassSeries))
+            )
+        return known
 
     def shown(self) -> CollectorRegistry:
         """What to show of them: the sums over all processes that share a folder."""

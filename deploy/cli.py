@@ -688,7 +688,7 @@ def bench_router(
         float, typer.Option(min=1, help="Requests a second, while latencies are measured.")
     ] = 200.0,
     requests: Annotated[int, typer.Option(min=100, help="How many of them.")] = 2000,
-    prompt_words: Annotated[int, typer.Option(min=1, help="Words of a prompt.")] = 200,
+    prompt_words: Annotated[int, typer.Option(min=1, help="Words of a prompt.")] = 100,
     answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens of their answers.")] = 16,
     step_ms: Annotated[
         float, typer.Option(min=0, help="Between an answer's tokens; 0 tells all at once.")
@@ -699,6 +699,15 @@ def bench_router(
     tokens_per_s: Annotated[
         str, typer.Option(help="Rates that are tried, until the router falls behind.")
     ] = "10000,15000,20000,25000,30000,40000,50000",
+    peer: Annotated[
+        str,
+        typer.Option(
+            metavar="COMMAND",
+            help="Measure another router too, which passes HTTP on: its command, with {backend}"
+            " (a URL) and {port} in it. Default: none.",
+            show_default=False,
+        ),
+    ] = "",
     output: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
     ] = None,
@@ -725,6 +734,7 @@ def bench_router(
             step_s=step_ms / 1e3,
             streams=streams,
             tokens_per_s=_counts(tokens_per_s),
+            peer=peer,
         )
         measure_router(settings, say, Console(), output)
     except BatonError as error:

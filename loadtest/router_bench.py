@@ -15,6 +15,8 @@ event.
 *Tokens a second* is the highest rate that the router keeps up with, of those tried: many answers
 are open, the echo worker tells each of them one token a step, and the client must have had all of
 them within ``KEPT_UP`` of the steps' own time.
+
+With ``peer`` another router is measured in the same way: see ``loadtest.router_peer``.
 """
 
 from __future__ import annotations
@@ -22,11 +24,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,7 +43,9 @@ from loadtest.bench_store import bench_store
 from loadtest.line_service import Fields, Helper, helper
 from loadtest.machine import Machine, this_machine
 from loadtest.peer_servers import LOOPBACK, SERVED_NAME, cores, free_port
+from loadtest.pinning import pinned
 from loadtest.process_group import last_lines
+from loadtest.router_peer import check_command, peer_router
 from loadtest.transfer_rows import write_json
 from loadtest.whole_table import print_whole
 
@@ -68,7 +71,7 @@ class RouterBenchSettings:
     """Requests a second, of the latencies."""
     requests: int = 2000
     warm_up_requests: int = 200
-    prompt_words: int = 200
+    prompt_words: int = 100
     """Of each prompt; a word is about a token."""
     answer_tokens: int = 16
     step_s: float = 0.01
@@ -81,6 +84,8 @@ class RouterBenchSettings:
     """Seconds that each of them takes."""
     first_token_id: int = 1000
     """Answers are made of this id and those behind it."""
+    peer: str = ""
+    """Another router's command; see ``loadtest.router_peer``. Empty: none is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,21 @@ class RouterFigures:
     rates: tuple[Rate, ...]
 
     @property
+    def added_ms(self) -> tuple[float, float]:
+        """p50 and p99 of the first event."""
+        through, direct = self.through, self.direct
+        return (
+            through.first_ms_p50 - direct.first_ms_p50,
+            through.first_ms_p99 - direct.first_ms_p99,
+        )
+
+    @property
+    def end_added_ms(self) -> tuple[float, float]:
+        """p50 and p99 of the last event."""
+        through, direct = self.through, self.direct
+        return through.end_ms_p50 - direct.end_ms_p50, through.end_ms_p99 - direct.end_ms_p99
+
+    @property
     def tokens_per_s(self) -> float:
         """0 where the router kept up with none of the rates."""
         return max((rate.passed for rate in self.rates if rate.kept_up), default=0.0)
@@ -131,36 +151,53 @@ def bench_router(
     """
     if output is not None:
         write_json(output, "{}\n")
+    if settings.peer:
+        check_command(settings.peer)
     figures = asyncio.run(measure_router(settings, say))
+    peer = asyncio.run(measure_peer(settings, say)) if settings.peer else None
     machine = this_machine()
-    print_whole(console, draw(figures))
-    print_whole(console, draw_rates(figures.rates))
+    for title, measured in (("Baton", figures), ("the peer", peer)):
+        if measured is not None:
+            print_whole(console, draw(measured, title))
+            print_whole(console, draw_rates(measured.rates, title))
     console.print(f"{machine.line()}.", markup=False, highlight=False, soft_wrap=True)
     if output is not None:
-        write_json(output, as_json(machine, settings, figures))
+        write_json(output, as_json(machine, settings, figures, peer))
 
 
-def as_json(machine: Machine, settings: RouterBenchSettings, figures: RouterFigures) -> str:
+def as_json(
+    machine: Machine,
+    settings: RouterBenchSettings,
+    figures: RouterFigures,
+    peer: RouterFigures | None = None,
+) -> str:
     """The figures, and what they were measured on."""
-    through, direct = figures.through, figures.direct
-    fields = {
-        "added_ms_p50": through.first_ms_p50 - direct.first_ms_p50,
-        "added_ms_p99": through.first_ms_p99 - direct.first_ms_p99,
-        "tokens_per_s": figures.tokens_per_s,
-        "end_added_ms_p50": through.end_ms_p50 - direct.end_ms_p50,
-        "end_added_ms_p99": through.end_ms_p99 - direct.end_ms_p99,
-        "through": asdict(through),
-        "direct": asdict(direct),
-        "rates": [asdict(rate) for rate in figures.rates],
-        "settings": {**asdict(settings), "model": settings.model.name},
-        "machine": asdict(machine),
-    }
+    fields = _fields(figures)
+    if peer is not None:
+        fields["peer"] = _fields(peer)
+    fields["settings"] = {**asdict(settings), "model": settings.model.name}
+    fields["machine"] = asdict(machine)
     return json.dumps(fields, indent=1) + "\n"
 
 
-def draw(figures: RouterFigures) -> Table:
+def _fields(figures: RouterFigures) -> dict[str, object]:
+    added, end_added = figures.added_ms, figures.end_added_ms
+    return {
+        "added_ms_p50": added[0],
+        "added_ms_p99": added[1],
+        "tokens_per_s": figures.tokens_per_s,
+        "end_added_ms_p50": end_added[0],
+        "end_added_ms_p99": end_added[1],
+        "through": asdict(figures.through),
+        "direct": asdict(figures.direct),
+        "rates": [asdict(rate) for rate in figures.rates],
+    }
+
+
+def draw(figures: RouterFigures, title: str = "") -> Table:
     """The latencies."""
-    table = Table("", "first event p50, ms", "p99", "end p50, ms", "p99", "router's core")
+    columns = ("", "first event p50, ms", "p99", "end p50, ms", "p99", "router's core")
+    table = Table(*columns, title=title)
     for column in table.columns[1:]:
         column.justify = "right"
     through, direct = figures.through, figures.direct
@@ -173,19 +210,15 @@ def draw(figures: RouterFigures) -> Table:
             f"{row.end_ms_p99:.2f}",
             f"{row.core_used:.0%}",
         )
-    table.add_row(
-        "added",
-        f"{through.first_ms_p50 - direct.first_ms_p50:.2f}",
-        f"{through.first_ms_p99 - direct.first_ms_p99:.2f}",
-        f"{through.end_ms_p50 - direct.end_ms_p50:.2f}",
-        f"{through.end_ms_p99 - direct.end_ms_p99:.2f}",
-    )
+    added = (*figures.added_ms, *figures.end_added_ms)
+    table.add_row("added", *(f"{milliseconds:.2f}" for milliseconds in added))
     return table
 
 
-def draw_rates(rates: Sequence[Rate]) -> Table:
+def draw_rates(rates: Sequence[Rate], title: str = "") -> Table:
     """A line for each rate."""
-    table = Table("tokens/s offered", "passed on", "events per token", "router's core", "kept up")
+    columns = ("tokens/s offered", "passed on", "events per token", "router's core", "kept up")
+    table = Table(*columns, title=title)
     for column in table.columns:
         column.justify = "right"
     for rate in rates:
@@ -201,11 +234,9 @@ def draw_rates(rates: Sequence[Rate]) -> Table:
 
 async def measure_router(settings: RouterBenchSettings, say: Say) -> RouterFigures:
     """Raises ConfigError on a machine of one core, and BatonError where a part fails."""
-    usable = cores()
-    if len(usable) < 2:
-        raise ConfigError("two cores are needed: one for the router, one for the load")
+    router_core, load_core = _two_cores()
     # Short: a socket's path is bounded.
-    with tempfile.TemporaryDirectory(prefix="baton-") as name, pinned(usable[1]):
+    with tempfile.TemporaryDirectory(prefix="baton-") as name, pinned(load_core):
         folder = Path(name)
         with bench_store(folder) as url:
             fields = {
@@ -217,21 +248,45 @@ async def measure_router(settings: RouterBenchSettings, say: Say) -> RouterFigur
             log = folder / "echo.log"
             async with (
                 helper("loadtest.echo_worker", fields, log, ready_s=_READY_S) as echo,
-                _router(settings, url, usable[0], folder) as (http, process),
+                _router(settings, url, router_core, folder) as (http, process),
             ):
-                return await _measure(settings, echo, http, process, folder, say)
+                direct = echo.hello | {"model_path": str(settings.model)}
+                return await _measure(settings, echo, direct, (http, process), folder, say)
+
+
+async def measure_peer(settings: RouterBenchSettings, say: Say) -> RouterFigures:
+    """The same of ``settings.peer``. Raises as ``measure_router``."""
+    router_core, load_core = _two_cores()
+    with tempfile.TemporaryDirectory(prefix="baton-") as name, pinned(load_core):
+        folder = Path(name)
+        log = folder / "echo.log"
+        async with helper("loadtest.echo_http", {}, log, ready_s=_READY_S) as echo:
+            backend = f"{LOOPBACK}:{echo.hello['port']}"
+            url = f"http://{backend}"
+            async with peer_router(settings.peer, url, router_core, folder) as router:
+                direct = {"http": backend, "model": SERVED_NAME}
+                return await _measure(settings, echo, direct, router, folder, say)
+
+
+def _two_cores() -> tuple[int, int]:
+    usable = cores()
+    if len(usable) < 2:
+        raise ConfigError("two cores are needed: one for the router, one for the load")
+    return usable[0], usable[1]
 
 
 async def _measure(
     settings: RouterBenchSettings,
     echo: Helper,
-    http: str,
-    process: psutil.Process,
+    direct_start: Fields,
+    router: tuple[str, psutil.Process],
     folder: Path,
     say: Say,
 ) -> RouterFigures:
+    """``direct_start``: how a client reaches the echo; ``router``: its host:port and process."""
+    http, process = router
     common: Fields = {"prompt_words": settings.prompt_words, "seed": 1}
-    direct_start = common | echo.hello | {"model_path": str(settings.model)}
+    direct_start = common | direct_start
     http_start = common | {"http": http, "model": SERVED_NAME}
     log = folder / "client.log"
     module = "loadtest.stream_client"
@@ -304,17 +359,6 @@ class _CoreUse:
     def share(self) -> float:
         """1 is a whole core."""
         return (self._seconds() - self._before) / (time.perf_counter() - self._began)
-
-
-@contextlib.contextmanager
-def pinned(core: int) -> Iterator[None]:
-    """This thread, and what it starts meanwhile, runs on one core."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 @contextlib.asynccontextmanager

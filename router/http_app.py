@@ -17,6 +17,7 @@ from baton.config import Config
 from baton.metrics import RouterMetrics
 from router.access import Access
 from router.cluster_metrics import cluster_page
+from router.direct_routes import DirectRoutes
 from router.generation import Dispatcher
 from router.http_edge import HttpEdge
 from router.http_errors import add_error_handlers
@@ -39,6 +40,7 @@ _DESCRIPTION = """Large language models, served with prefill and decode apart.
 The OpenAI API as far as it goes; fields marked as extensions are common to other servers.
 Unknown fields are ignored; known ones that are not served are refused by name.
 """
+_CHAT, _PLAIN = "/v1/chat/completions", "/v1/completions"
 _SCHEMA = "#/components/schemas/{model}"
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request cannot be served as it is."},
@@ -73,9 +75,11 @@ def create_app(
     app = FastAPIOffline(
         title="Baton", version=version("baton"), description=_DESCRIPTION, redirect_slashes=False
     )
+    api = OpenAiApi(dispatcher, tokenizer, model, metrics, config, access)
+    app.add_middleware(DirectRoutes, posts={_CHAT: api.chat_completions, _PLAIN: api.completions})
     app.add_middleware(HttpEdge)
     add_error_handlers(app)
-    _add_openai(app, OpenAiApi(dispatcher, tokenizer, model, metrics, config, access), model.id)
+    _add_openai(app, api, model.id)
     _add_operations(app, dispatcher, metrics, number)
     _describe_bodies(app)
     return app
@@ -89,7 +93,7 @@ def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:
     }
     plain = {"model": model_id, "prompt": "The capital of France is", "max_tokens": 8}
     app.add_api_route(
-        "/v1/chat/completions",
+        _CHAT,
         api.chat_completions,
         methods=["POST"],
         tags=["openai"],
@@ -98,7 +102,7 @@ def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:
         openapi_extra=_body("ChatCompletionRequest", chat),
     )
     app.add_api_route(
-        "/v1/completions",
+        _PLAIN,
         api.completions,
         methods=["POST"],
         tags=["openai"],

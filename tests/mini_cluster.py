@@ -196,7 +196,9 @@ async def mini_cluster(
 ) -> AsyncIterator[MiniCluster]:
     """A running cluster, in fp32 and handing off if ``changes`` do not say otherwise; they go to
 
-    pools (``kv_pool_mib``, …) or the config. ``prefill_pool`` and ``decode_pool`` go to one pool each.
+    pools (``kv_pool_mib``, …) or the config. ``prefill_pool`` and ``decode_pool`` go to one pool
+
+    each.
     """
     pool_fields = {name: changes.pop(name) for name in list(changes) if name in _POOL_FIELDS}
     pools = (

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from baton.errors import ConfigError
 from loadtest.machine import this_machine
+from loadtest.pinning import pinned
 from loadtest.router_bench import (
     Latencies,
     Rate,
@@ -19,8 +21,8 @@ from loadtest.router_bench import (
     as_json,
     draw,
     draw_rates,
-    pinned,
 )
+from loadtest.router_peer import check_command
 from loadtest.whole_table import print_whole
 
 THROUGH = Latencies(2.5, 5.5, 160.0, 170.0, 0.4)
@@ -54,6 +56,20 @@ def test_the_tables() -> None:
     assert "added" in text
     assert "1.50" in text
     assert "43000" in text
+
+
+def test_a_peer_stands_beside_it() -> None:
+    settings = RouterBenchSettings(Path("/models/some-model"), peer="x {backend} {port}")
+    peer = dataclasses.replace(FIGURES, through=DIRECT)
+    found = json.loads(as_json(this_machine(), settings, FIGURES, peer))
+    assert found["peer"]["added_ms_p50"] == 0
+    assert found["added_ms_p50"] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("command", ["", "router --port {port}", "router {backend}"])
+def test_a_peers_command_says_where_its_backend_and_port_go(command: str) -> None:
+    with pytest.raises(ConfigError, match="must have"):
+        check_command(command)
 
 
 def test_pinning_ends() -> None:
