@@ -23,7 +23,7 @@ def write_chats(path: Path, chats: int = 23, turns: int = 6) -> Path:
     for turn in range(turns):
         for chat, blocks in held.items():
             more = dice.randint(1, 4)
-            blocks += range(fresh, fresh + more)
+            blocks.extend(range(fresh, fresh + more))
             fresh += more
             rows.append(
                 {
