@@ -40,8 +40,8 @@ PAUSE = 1.0
 PATIENCE_S = 0.15
 """How long prefill computes without a break before decode pauses for it."""
 
-NICENESS = 5
-"""Of threads that compute; about a third of the weight of others (sched(7)). engine/cpu/board.h has
+NICENESS = 10
+"""Of threads that compute; about a tenth of the weight of others (sched(7)). engine/cpu/board.h has
 the same."""
 
 _LINE = struct.Struct("=qiiq40x")

@@ -30,7 +30,7 @@ struct Board {
   int64_t count = 0, mine = 0, cores = 0;
 
   static const int64_t STALE_NS = 5000000000;  // a dead engine's line counts no longer than that
-  static const int NICENESS = 5;  // as in worker/cores.py
+  static const int NICENESS = 10;  // as in worker/cores.py
 
   // Helpers that a step which yields may have now.
   int helpers() const {
