@@ -54,6 +54,9 @@ class EchoHttp:
 
     def begin(self, connection: _Connection, tokens: int) -> None:
         """Answer with the first token."""
+        if tokens == 1:
+            connection.write(_STREAM_HEAD + _LAST_TOKEN + _end(tokens))
+            return
         connection.write(_STREAM_HEAD + _TOKEN)
         self._answers[connection] = [1, tokens]
         self._begun.set()

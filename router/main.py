@@ -43,8 +43,8 @@ STOP_GRACE_S = 2
 """How long open connections have to end once the router stops."""
 PARENT_POLL_S = 2.0
 SWITCH_S = 0.0005
-"""How soon the event loop has the interpreter's lock back from a thread that tokenises a long prompt
-or draws a metrics page; the default of 5 ms is longer than all else that a router adds."""
+"""How soon the event loop has the interpreter's lock back from a thread that tokenises a long
+prompt or draws a metrics page; the default of 5 ms is longer than all else that a router adds."""
 GARBAGE_OBJECTS = 50_000
 """New objects that may be left before the youngest are looked through: about 1 ms of work."""
 
