@@ -54,6 +54,9 @@ class EchoHttp:
 
     def begin(self, connection: _Connection, tokens: int) -> None:
         """Answer with the first token."""
+        if tokens == 1:
+            connection.write(_STREAM_HEAD + _LAST_TOKEN + _end(tokens))
+            return
         connection.write(_STREAM_HEAD + _TOKEN)
         self._answers[connection] = [1, tokens]
         self._begun.set()
@@ -117,7 +120,12 @@ class _Connection(asyncio.Protocol):
             return
         self._came = rest[size:]
         if lines[0].startswith(b"post /v1/chat/completions"):
-            self._echo.begin(self, json.loads(rest[:size])["max_tokens"])
+            body = json.loads(rest[:size])
+            # The newer name of the same thing, which some routers put in its place.
+            self._echo.begin(self, body.get("max_tokens") or body["max_completion_tokens"])
+        elif lines[0].startswith(b"pri "):
+            # HTTP/2 is not spoken here.
+            self._transport.close()
         else:
             answer = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d"
             self.write(answer % len(_OK) + b"\r\n\r\n" + _OK)

@@ -18,7 +18,7 @@ import httpx
 import psutil
 
 from baton.errors import ConfigError, Unavailable
-from loadtest.peer_servers import LOOPBACK, free_port
+from loadtest.peer_servers import LOOPBACK, SERVED_NAME, free_port
 from loadtest.pinning import pinned
 from loadtest.process_group import last_lines, process_group
 
@@ -55,15 +55,18 @@ async def peer_router(
         address = f"{LOOPBACK}:{port}"
         deadline = time.monotonic() + _READY_S
         async with httpx.AsyncClient(trust_env=False) as client:
-            while not await _is_healthy(client, address):
+            while not await _answers(client, address):
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise Unavailable(f"the peer does not come up:\n{last_lines(log)}")
                 await asyncio.sleep(_POLL_S)
         yield address, psutil.Process(process.pid)
 
 
-async def _is_healthy(client: httpx.AsyncClient, address: str) -> bool:
+async def _answers(client: httpx.AsyncClient, address: str) -> bool:
+    """A router may be healthy before it has found its backend."""
+    url, messages = f"http://{address}/v1/chat/completions", [{"role": "user", "content": "Hello."}]
+    body = {"model": SERVED_NAME, "messages": messages, "max_tokens": 1, "stream": True}
     try:
-        return (await client.get(f"http://{address}/health")).is_success
+        return (await client.post(url, json=body)).is_success
     except httpx.HTTPError:
         return False
