@@ -80,8 +80,8 @@ class ContextClass(_Section):
     local_prefill: Literal["", "auto", "never", "always"] = ""
     """Whether decode workers compute its prompts; empty takes the cluster's."""
     pools: tuple[str, ...] = ()
-    """Names of the pools that it owns: of a role in which it owns one, their workers alone serve it,
-    and they serve nobody else but classes that name the same pool."""
+    """Names of the pools that it owns: of a role in which it owns one, their workers alone serve
+    it, and they serve nobody else but classes that name the same pool."""
 
 
 def _default_classes() -> tuple[ContextClass, ...]:

@@ -1,9 +1,9 @@
 """Traces in Mooncake's format: a JSON object a line, plain or gzipped.
 
 ``timestamp`` is in milliseconds from the start, ``input_length`` in tokens, ``hash_ids`` has one
-number for each block of the prompt; equal leading numbers are equal prefixes. ``session_id`` is read
-where it is given; what else a row has is not. Mooncake: Trading More Storage for Less Computation,
-Qin et al., FAST 2025.
+number for each block of the prompt; equal leading numbers are equal prefixes. ``session_id`` is
+read where it is given; what else a row has is not. Mooncake: Trading More Storage for Less
+Computation, Qin et al., FAST 2025.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def scaled(rows: Sequence[TraceRow], divisor: float) -> list[TraceRow]:
 def _row(fields: Any) -> TraceRow:
     if not isinstance(fields, dict):
         raise ValueError("a row is a JSON object")
-    at, length, ids = (fields.get(name) for name in ("timestamp", "input_length", "hash_ids"))
+    at: Any = fields.get("timestamp")
+    length, ids = fields.get("input_length"), fields.get("hash_ids")
     if not _is_number(at) or not 0 <= at < float("inf"):
         raise ValueError(f"timestamp must be a number of milliseconds from 0 on, not {at!r}")
     if not isinstance(length, int) or isinstance(length, bool) or length < 0:

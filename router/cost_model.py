@@ -7,13 +7,13 @@ Recursive least squares with exponential forgetting, in its information form (Lj
 Theory and Practice of Recursive Identification, 1983, chapter 2), with three changes:
 
 - Residuals are relative, since a long prompt's error is longer too, and large ones count with
-  Huber's weight (Robust Estimation of a Location Parameter, 1964): one prompt that was held up for a
-  second teaches little, a worker that has become slower is believed after some dozens.
+  Huber's weight (Robust Estimation of a Location Parameter, 1964): one prompt that was held up for
+  a second teaches little, a worker that has become slower is believed after some dozens.
 - No coefficient is negative: the quadratic form is minimised over every set of coefficients that
   may be other than zero. With three that is exact and cheap.
-- Where the coefficients began (a calibration, or the defaults) stays in the sum with a small weight,
-  so that what traffic does not tell, such as the share of the context while all prompts are of one
-  length, keeps a sane value.
+- Where the coefficients began (a calibration, or the defaults) stays in the sum with a small
+  weight, so that what traffic does not tell, such as the share of the context while all prompts are
+  of one length, keeps a sane value.
 
 Plain Python.
 """
@@ -35,6 +35,10 @@ STEP_DEFAULT: Coefficients = (8.0, 1.0, 0.001)
 
 _KEPT = 0.98
 """The share of its weight that an observation keeps when the next one comes: a memory of 50."""
+_KEPT_IF_WRONG = 0.9
+"""The same where the prediction was far off: where that goes on, the worker has changed, and what
+was learned is no longer true (Fortescue, Kershenbaum and Ydstie, Implementation of Self-tuning
+Regulators with Variable Forgetting Factors, Automatica 17(6), 1981)."""
 _NOISE = 0.1
 """Relative noise of a timing, against which the beginning is weighed."""
 _PRIOR_ERROR = 0.5
@@ -45,7 +49,7 @@ _LEAST_PRIOR = 1e-3
 """The share of its weight that the beginning never loses."""
 _HUBER = 3.0
 """Residuals of more than so many typical ones count as that many."""
-_SPREAD_STEP = 0.05
+_SPREAD_STEP = 0.1
 _LEAST_SPREAD = 0.02
 _WIDEST_SPREAD = 1.0
 """At the start: an early outlier must not be what is believed."""
@@ -102,17 +106,19 @@ class CostModel:
         known = self._solve()
         predicted = max(_LEAST_MS, sum(x * y for x, y in zip(known, features, strict=True)))
         residual = abs(took_ms - predicted) / predicted
-        weight = 1.0 if residual <= _HUBER * self._spread else _HUBER * self._spread / residual
+        wrong = residual > _HUBER * self._spread
+        kept = _KEPT_IF_WRONG if wrong else _KEPT
+        weight = _HUBER * self._spread / residual if wrong else 1.0
         # Large ones move it too, a bounded way: else a worker that changed would stay unbelieved.
         moved = min(residual, (_HUBER + 1.0) * self._spread) - self._spread
         self._spread = max(_LEAST_SPREAD, self._spread + _SPREAD_STEP * moved)
         weight /= (_NOISE * predicted) ** 2
-        self._prior = max(_LEAST_PRIOR, self._prior * _KEPT)
+        self._prior = max(_LEAST_PRIOR, self._prior * kept)
         for place, (row, column) in enumerate(_ENTRIES):
             added = weight * features[row] * features[column]
-            self._information[place] = _KEPT * self._information[place] + added
+            self._information[place] = kept * self._information[place] + added
         for place in range(3):
-            self._right[place] = _KEPT * self._right[place] + weight * features[place] * took_ms
+            self._right[place] = kept * self._right[place] + weight * features[place] * took_ms
         return True
 
     def _solve(self) -> tuple[float, float, float]:

@@ -1,6 +1,6 @@
 """Policies that judge workers one by one, for comparison and for those who know their load.
 
-Each orders the workers of a role; the first one computes the prompt, the first one with room decodes.
+Each picks a worker of each role, for decoding one with room where there is any.
 """
 
 from __future__ import annotations
@@ -93,8 +93,10 @@ class LeastLoaded(SimplePolicy):
 
 
 class LongestPrefix(SimplePolicy):
-    """Who holds the most of the prompt, of equals the least loaded. It herds: what begins alike goes
-    to one worker."""
+    """Who holds the most of the prompt, of equals the least loaded.
+
+    It herds: what begins alike goes to one worker.
+    """
 
     reason = "prefix"
 

@@ -2,8 +2,8 @@
 
     transfer_ms = a + b*blocks      blocks that the receiver lacks
 
-A pair that has told nothing yet is taken as the mean pair. Plain Python; owned by the router's event
-loop.
+A pair that has told nothing yet is taken as the mean pair. Plain Python; owned by the router's
+event loop.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A row's load is what the worker's last snapshot said, and what this router has promised it since.
 Names are incarnations; what is said of one that is not listed is ignored. Milliseconds on the
-router's clock; blocks as the prefix index counts them. No I/O, no clock; owned by the router's event
-loop.
+router's clock; blocks as the prefix index counts them. No I/O, no clock; owned by the router's
+event loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
 
 HALF_LIFE_MS = 60_000.0
-"""Work that a worker was given this long ago counts half: what spreads requests when nobody waits."""
+"""Work that a worker was given this long ago counts half."""
 _LONGEST_EXPONENT = 256.0
 _LATE_CREDIT = 0.9
 """How much of the prompt at the head of a queue may count as done before its first token has come:
@@ -358,7 +358,8 @@ class WorkerTable:
 
     def recent_work(self, now_ms: float) -> Floats:
         """For each row: milliseconds of computing that it was given, with ``HALF_LIFE_MS``."""
-        return self.work * (2.0 ** -self._exponent(now_ms))
+        faded: Floats = self.work * (2.0 ** -self._exponent(now_ms))
+        return faded
 
     def _exponent(self, now_ms: float) -> float:
         # Work is kept as it would be had it all come at the epoch: nothing decays row by row.

@@ -194,7 +194,7 @@ async def mini_cluster(
     decode_pool: Mapping[str, object] = MappingProxyType({}),
     **changes: object,
 ) -> AsyncIterator[MiniCluster]:
-    """A running cluster, in fp32 if ``changes`` do not say otherwise; they go to the pools
+    """A running cluster, in fp32 and handing off if ``changes`` do not say otherwise; they go to pools
 
     (``kv_pool_mib``, …) or the config. ``prefill_pool`` and ``decode_pool`` go to one pool each.
     """
@@ -203,7 +203,7 @@ async def mini_cluster(
         _pool("prefill", prefill, pool_fields | dict(prefill_pool)),
         _pool("decode", decode, pool_fields | dict(decode_pool)),
     )
-    fields: dict[str, object] = {"dtype": "float32"} | changes
+    fields: dict[str, object] = {"dtype": "float32", "local_prefill": "never"} | changes
     config = Config(pools=pools, **fields)  # type: ignore[arg-type]
     cluster = MiniCluster(config, model, redis_url, prefill_role)
     try:
