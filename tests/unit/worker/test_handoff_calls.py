@@ -56,6 +56,16 @@ class Decode(decode_pb2_grpc.DecodeServiceServicer):
         async for request in requests:
             self.requests.put_nowait(request)
 
+    async def Abort(  # noqa: N802
+        self, request: decode_pb2.AbortRequest, context: object
+    ) -> decode_pb2.AbortResponse:
+        raise NotImplementedError
+
+    def StreamTokens(  # noqa: N802
+        self, request: decode_pb2.StreamTokensRequest, context: object
+    ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
+        raise NotImplementedError
+
     async def next(self) -> Request:
         return await soon(self.requests.get())
 
