@@ -31,6 +31,8 @@ FIRST_GUESS_S = 1.0
 """What a refused client is told before anything was learned."""
 SLACK_S = 0.1
 """A turn that was taken late, for want of anything that told of it, is made up for this far."""
+LEAST_PACED_TOKENS = 8
+"""The time per token of a shorter answer is that of its handoff more than that of decoding."""
 LEAST_RETRY_S = 0.1
 """Nobody is told to come back earlier."""
 FIRST_ANSWER_TOKENS = 256
@@ -83,9 +85,10 @@ class _Request:
     begun_at: float | None = None
     generated: int = 0
 
-    def late(self, now: float, rate: float | None) -> bool:
-        """Whether its first token would come too late if it were sent now."""
-        least = self.applicant.prompt_tokens / rate if rate is not None else 0.0
+    def late(self, now: float, rate: float | None, in_flight_tokens: int) -> bool:
+        """Whether its first token would come too late if it were sent now, behind those tokens."""
+        ahead = in_flight_tokens + self.applicant.prompt_tokens
+        least = ahead / rate if rate is not None else 0.0
         limit = min(self.applicant.give_up_s, self.applicant.deadline_s)
         return now + least > self.offered_at + limit
 
@@ -251,7 +254,8 @@ class Admission:
         if request.generated > 1:
             tpot_s = stayed_s / (request.generated - 1)
             self._tpot_s.add(tpot_s)
-            self._pace.heard(in_time=tpot_s <= self._slo_tpot_s)
+            if request.generated >= LEAST_PACED_TOKENS:
+                self._pace.heard(in_time=tpot_s <= self._slo_tpot_s)
 
     # Predictions
 
@@ -300,7 +304,8 @@ class Admission:
 
     def _drop_late(self, now: float) -> None:
         rate = self.tokens_per_s
-        for entry in [entry for entry in self._queue if entry.item.late(now, rate)]:
+        in_flight = self._in_flight_tokens
+        for entry in [entry for entry in self._queue if entry.item.late(now, rate, in_flight)]:
             self._queue.remove(entry)
             self._forget(entry)
             error = DeadlineUnreachable(

@@ -33,6 +33,7 @@ from kvtransfer.links import ReadSendLink
 from kvtransfer.memory import BlockMemory
 from kvtransfer.negotiation import TRANSPORTS
 from kvtransfer.transport import Packed, Parts
+from router.generation import OutputDelta
 from tests.integration.test_handoff import local_answer, prompt_of
 from tests.mini_cluster import MiniCluster, mini_cluster, valkey
 from tests.proxy import flip_one_byte, proxy
@@ -357,16 +358,18 @@ async def test_a_full_decode_worker_makes_prefill_wait(
 
 
 async def test_full_queues_shed(tiny_model: Path, redis_url: str) -> None:
+    """Three prompts are all that lies at the prefill worker at a time, and one may wait."""
     async with mini_cluster(
         tiny_model, redis_url, kv_pool_mib=8, max_waiting_requests=1
     ) as cluster:
         results = await asyncio.gather(
-            *(cluster.answer(prompt_of(30, salt), SHORT) for salt in range(4)),
+            *(cluster.answer(prompt_of(480, salt), SHORT) for salt in range(7)),
             return_exceptions=True,
         )
         shed = [result for result in results if isinstance(result, Overloaded)]
         assert len(shed) == 3
         assert all(error.retry_after and error.retry_after >= 1 for error in shed)
+        assert sum(isinstance(result, OutputDelta) for result in results) == 4
         await cluster.until_idle()
 
 
