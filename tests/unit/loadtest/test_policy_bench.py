@@ -17,13 +17,13 @@ BLOCK = 512
 
 
 def write_chats(path: Path, chats: int = 23, turns: int = 6) -> Path:
-    """Chats with one first block, whose turns take turns: each repeats the one before and goes on."""
+    """Chats with one first block, one after the other; each turn repeats the one before it."""
     dice, rows, fresh = random.Random(1), [], 1
     held: dict[int, list[int]] = {chat: [0] for chat in range(chats)}
     for turn in range(turns):
         for chat, blocks in held.items():
             more = dice.randint(1, 4)
-            blocks += range(fresh, fresh + more)
+            blocks.extend(range(fresh, fresh + more))
             fresh += more
             rows.append(
                 {
