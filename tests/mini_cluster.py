@@ -194,11 +194,10 @@ async def mini_cluster(
     decode_pool: Mapping[str, object] = MappingProxyType({}),
     **changes: object,
 ) -> AsyncIterator[MiniCluster]:
-    """A running cluster, in fp32 and handing off if ``changes`` do not say otherwise; they go to
+    """A running cluster, in fp32 and with every request handed off if ``changes`` do not say
 
-    pools (``kv_pool_mib``, …) or the config. ``prefill_pool`` and ``decode_pool`` go to one pool
-
-    each.
+    otherwise; they go to the pools (``kv_pool_mib``, …) or the config. ``prefill_pool`` and
+    ``decode_pool`` go to one pool each.
     """
     pool_fields = {name: changes.pop(name) for name in list(changes) if name in _POOL_FIELDS}
     pools = (
