@@ -44,11 +44,12 @@ class PrefillRole:
         self._fetcher = Fetcher(context, estimates or FetchEstimates())
         self._listeners: dict[int, asyncio.Queue[Event]] = {}
         self._staging = Staging(context.settings.config.transfer_window_mib * MIB)
+        self._service = PrefillServicer(self.run)
         self._places = asyncio.Semaphore(context.settings.pool.max_sequences)
 
     def mount(self, server: grpc.aio.Server) -> None:
         """Add PrefillService."""
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(self.run), server)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self._service, server)
 
     async def run(
         self, request: prefill_pb2.PrefillRequest
@@ -213,9 +214,10 @@ class PrefillRole:
         self.context.control.pump()
 
     async def close(self) -> None:
-        """Calls under way end with an error."""
+        """Prefills under way end with an error, then the routers' streams."""
         for listener in self._listeners.values():
             listener.put_nowait(WorkerFailed("the prefill worker is stopping"))
+        self._service.close()
 
 
 def _expired() -> DeadlineExceeded:
