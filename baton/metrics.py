@@ -37,6 +37,17 @@ class ClassSeries:
     generated_tokens: Counter
 
 
+def _queue_seconds(registry: CollectorRegistry) -> Histogram:
+    """Routers and workers alike have it, each with a role of its own."""
+    return Histogram(
+        "baton_queue_seconds",
+        "From arrival to the first step at a worker; at a router, to being passed on.",
+        ["role"],
+        buckets=_LATENCY,
+        registry=registry,
+    )
+
+
 class RouterMetrics:
     """The series of a router process, or of several that share a folder."""
 
@@ -82,6 +93,26 @@ class RouterMetrics:
             "Requests that have not ended.",
             registry=registry,
             multiprocess_mode="livesum",
+        )
+        self.queue_seconds = _queue_seconds(registry)
+        self.waiting_requests = Gauge(
+            "baton_waiting_requests",
+            "Requests that wait in the router for their turn.",
+            ["tenant"],
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self.prefill_drain_rate = Gauge(
+            "baton_prefill_drain_tokens_per_second",
+            "Prompt tokens a second that all prefill workers finish while requests wait;"
+            " 0 before it was seen.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self.rate_limit_failures = Counter(
+            "baton_rate_limit_failures",
+            "Questions about rate limits that Redis did not answer: nobody was refused by them.",
+            registry=registry,
         )
         self.routable_workers = Gauge(
             "baton_routable_workers",
@@ -141,13 +172,7 @@ class WorkerMetrics:
             labels,
             registry=registry,
         )
-        self.queue_seconds = Histogram(
-            "baton_queue_seconds",
-            "From arrival at the worker to the first step.",
-            ["role"],
-            buckets=_LATENCY,
-            registry=registry,
-        )
+        self.queue_seconds = _queue_seconds(registry)
         self.step_seconds = Histogram(
             "baton_step_seconds",
             "Duration of an engine step.",

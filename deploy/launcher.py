@@ -170,7 +170,8 @@ class Launcher:
         if self._config.redis_url:
             return self._config.redis_url
         with self._progress.step("starting Valkey"):
-            valkey = self._parts.valkey = EmbeddedValkey(self._mark, self._run)
+            valkey = EmbeddedValkey(self._mark, self._run, self._config.index_mib)
+            self._parts.valkey = valkey
             await valkey.start()
         self._pids["valkey"] = valkey.pid
         return valkey.url

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from baton.config import Config
 from baton.metrics import RouterMetrics
+from router.access import Access
 from router.cluster_metrics import cluster_page
 from router.direct_routes import DirectRoutes
 from router.generation import Dispatcher
@@ -44,9 +45,13 @@ _CHAT, _PLAIN = "/v1/chat/completions", "/v1/completions"
 _SCHEMA = "#/components/schemas/{model}"
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request cannot be served as it is."},
+    401: {"model": ErrorResponse, "description": "A known API key is required."},
     404: {"model": ErrorResponse, "description": "No such model."},
     413: {"model": ErrorResponse, "description": "The body is too large."},
-    429: {"model": ErrorResponse, "description": "Queues are full; see Retry-After."},
+    429: {
+        "model": ErrorResponse,
+        "description": "No room, no time or no allowance; see Retry-After.",
+    },
     503: {"model": ErrorResponse, "description": "Nothing can serve the request at present."},
 }
 
@@ -57,14 +62,18 @@ def create_app(
     model: ServedModel,
     metrics: RouterMetrics,
     config: Config,
+    access: Access | None = None,
     *,
     number: int = 0,
 ) -> ASGIApp:
     """The app of one router process; its life is that of what it is given.
 
-    ``number`` tells it from the others that share its port.
+    Without ``access``, keys are those of ``config``, and their limits are not kept. ``number``
+    tells the process from the others that share its port.
     """
-    api = OpenAiApi(dispatcher, tokenizer, model, metrics, config)
+    api = OpenAiApi(
+        dispatcher, tokenizer, model, metrics, config, access or Access(config, metrics)
+    )
     # FastAPI's own pages at /docs load their scripts from the Internet; these carry them.
     app = FastAPIOffline(
         title="Baton", version=version("baton"), description=_DESCRIPTION, redirect_slashes=False

@@ -30,10 +30,12 @@ from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry
+from router.access import Access
 from router.dispatcher import ClusterDispatcher
 from router.grpc_front import add_grpc_front
 from router.http_app import create_app
 from router.http_protocol import BoundedHttpProtocol
+from router.rate_limits import RateLimits
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
 
@@ -87,7 +89,9 @@ async def serve(settings: RouterSettings) -> None:
     await dispatcher.start()
     folder = Path(settings.model_path)
     model = ServedModel(settings.model_name, int(time.time()), _context_length(folder))
-    app = create_app(dispatcher, tokenizer, model, metrics, config, number=settings.number)
+    limits = RateLimits(client, settings.cluster_id, metrics)
+    access = Access(config, metrics, limits)
+    app = create_app(dispatcher, tokenizer, model, metrics, config, access, number=settings.number)
     http = _Server(
         uvicorn.Config(
             app,
@@ -102,7 +106,7 @@ async def serve(settings: RouterSettings) -> None:
     )
     shares_port = config.routers > 1
     grpc_server = make_server(shares_port=shares_port)
-    add_grpc_front(grpc_server, dispatcher, tokenizer, model, metrics, config)
+    add_grpc_front(grpc_server, dispatcher, tokenizer, model, metrics, config, access)
     grpc_server.add_insecure_port(config.grpc)
     await grpc_server.start()
     stop = asyncio.Event()
@@ -122,6 +126,7 @@ async def serve(settings: RouterSettings) -> None:
         http.should_exit = True
         await serving
         await grpc_server.stop(STOP_GRACE_S)
+        await limits.close()
         await client.aclose()
 
 

@@ -247,8 +247,19 @@ class PrefillResponse(_message.Message):
     HANDOFF_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
+    COMPUTE_MS_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     cached_prompt_tokens: _builtins.int
     """With the first token: prompt tokens whose KV was found here."""
+    queue_ms: _builtins.float
+    """With the first token: milliseconds from the request's arrival to its first step."""
+    compute_ms: _builtins.float
+    """With the first token: milliseconds of engine steps for the tokens that were computed; a step
+    with others counts in proportion to its tokens.
+    """
+    computed_tokens: _builtins.int
+    """With the first token: tokens whose KV was computed in that time."""
     @_builtins.property
     def first_token(self) -> _worker_pb2.TokenOutput:
         """Sent as soon as it is sampled; a finish_reason means that no decode follows."""
@@ -266,10 +277,13 @@ class PrefillResponse(_message.Message):
         handoff: Global___HandoffCommitted | None = ...,
         load: _worker_pb2.LoadSnapshot | None = ...,
         cached_prompt_tokens: _builtins.int = ...,
+        queue_ms: _builtins.float = ...,
+        compute_ms: _builtins.float = ...,
+        computed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "handoff", b"handoff", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "event", b"event", "first_token", b"first_token", "handoff", b"handoff", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "compute_ms", b"compute_ms", "computed_tokens", b"computed_tokens", "event", b"event", "first_token", b"first_token", "handoff", b"handoff", "load", b"load", "queue_ms", b"queue_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "handoff"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -283,19 +297,25 @@ class HandoffCommitted(_message.Message):
 
     BYTES_FIELD_NUMBER: _builtins.int
     PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    TRANSFER_MS_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
     """Bytes of KV that crossed the wire."""
     pinned_blocks: _builtins.int
     """Blocks that the decode worker already held."""
+    transfer_ms: _builtins.float
+    """Milliseconds from the prompt's last step to the commit's answer: what of the transfer the
+    computing did not hide.
+    """
     def __init__(
         self,
         *,
         bytes: _builtins.int = ...,
         pinned_blocks: _builtins.int = ...,
+        transfer_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "pinned_blocks", b"pinned_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "pinned_blocks", b"pinned_blocks", "transfer_ms", b"transfer_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

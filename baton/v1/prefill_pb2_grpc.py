@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class PrefillServiceStub(object):
-    """The prefill role: computes a prompt's KV, samples the first token and hands the sequence off.
+    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker serves
+    it too: a request whose decode_incarnation is its own is computed in its own batch and goes on
+    there, and all its tokens come by StreamTokens, the first one too.
     """
 
     def __init__(self, channel):
@@ -43,13 +45,16 @@ class PrefillServiceStub(object):
 
 
 class PrefillServiceServicer(object):
-    """The prefill role: computes a prompt's KV, samples the first token and hands the sequence off.
+    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker serves
+    it too: a request whose decode_incarnation is its own is computed in its own batch and goes on
+    there, and all its tokens come by StreamTokens, the first one too.
     """
 
     def Prefills(self, request_iterator, context):
         """One stream a router, for all requests that it places here: what it wants, and what becomes of
         it. When the stream ends, by whichever side, all that it has started and that has not ended is
-        aborted, with its handoff.
+        aborted, with its handoff; what a decode worker has sampled a first token for runs on, and
+        DecodeService.Abort ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,7 +77,9 @@ def add_PrefillServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillService(object):
-    """The prefill role: computes a prompt's KV, samples the first token and hands the sequence off.
+    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker serves
+    it too: a request whose decode_incarnation is its own is computed in its own batch and goes on
+    there, and all its tokens come by StreamTokens, the first one too.
     """
 
     @staticmethod

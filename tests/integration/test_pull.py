@@ -24,11 +24,11 @@ from baton.sampling_params import SamplingParams
 from baton.v1 import prefill_pb2
 from engine.block_pool import BlockPool
 from kvtransfer.transport import Peer
-from prefill_worker.fetch_estimates import FetchEstimates
 from prefill_worker.role import PrefillRole
 from router.prefill_stream import PrefillStream
 from tests.integration.test_handoff import BLOCK, local_answer, prompt_of
 from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from worker.fetch_estimates import FetchEstimates
 from worker.role import WorkerContext
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=35, ignore_eos=True)
