@@ -12,6 +12,7 @@ from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
 
 from baton.config import Config
 from baton.metrics import RouterMetrics
@@ -64,25 +65,25 @@ def create_app(
     access: Access | None = None,
     *,
     number: int = 0,
-) -> FastAPI:
+) -> ASGIApp:
     """The app of one router process; its life is that of what it is given.
 
     Without ``access``, keys are those of ``config``, and their limits are not kept. ``number``
     tells the process from the others that share its port.
     """
-    access = access or Access(config, metrics)
+    api = OpenAiApi(
+        dispatcher, tokenizer, model, metrics, config, access or Access(config, metrics)
+    )
     # FastAPI's own pages at /docs load their scripts from the Internet; these carry them.
     app = FastAPIOffline(
         title="Baton", version=version("baton"), description=_DESCRIPTION, redirect_slashes=False
     )
-    api = OpenAiApi(dispatcher, tokenizer, model, metrics, config, access)
-    app.add_middleware(DirectRoutes, posts={_CHAT: api.chat_completions, _PLAIN: api.completions})
     app.add_middleware(HttpEdge)
     add_error_handlers(app)
     _add_openai(app, api, model.id)
     _add_operations(app, dispatcher, metrics, number)
     _describe_bodies(app)
-    return app
+    return DirectRoutes(app, {_CHAT: api.chat_completions, _PLAIN: api.completions})
 
 
 def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:

@@ -16,8 +16,8 @@ import jsonschema
 import pytest
 import tokenizers
 import uvicorn
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from baton.config import Config
@@ -149,7 +149,7 @@ class Front:
     config: Config
     tokenizer: Tokenizer
 
-    def app(self) -> FastAPI:
+    def app(self) -> ASGIApp:
         return create_app(self.dispatcher, self.tokenizer, MODEL, self.metrics, self.config)
 
     def count(self, name: str, **labels: str) -> float:
