@@ -3,104 +3,63 @@
 A worker applies batches of stored and removed hashes. A batch counts only if it follows the last
 one (its sequence number) in the same index (its generation); otherwise the worker sends all that it
 holds. A lookup answers, in one round trip, how many leading blocks each worker holds.
+
+Each snapshot of a worker is held under a number of its own. Who is dead, or sends another snapshot,
+loses the number: its entries count for nothing at once, and are dropped bit by bit, by the calls of
+those that live. The index holds no more than a given memory, and then forgets what nobody has
+asked for longest. How it is laid out in Redis: ``baton/index_scripts.py``.
 """
 
 from __future__ import annotations
 
 import secrets
+import struct
 from collections.abc import Sequence
 from typing import Any, cast
 
 import redis.asyncio
 
-# KEYS: generation, the worker's own state. ARGV: prefix of block keys, incarnation, generation,
-# sequence number, how many stored, the stored hashes, the removed hashes.
-_APPLY = """
-if redis.call('GET', KEYS[1]) ~= ARGV[3] then return 0 end
-if redis.call('GET', KEYS[2]) ~= ARGV[4] then return 0 end
-local stored = tonumber(ARGV[5])
-for i = 6, #ARGV do
-  local key = ARGV[1] .. ARGV[i]
-  if i < 6 + stored then
-    redis.call('SADD', key, ARGV[2])
-    redis.call('SADD', KEYS[3], ARGV[i])
-  else
-    redis.call('SREM', key, ARGV[2])
-    redis.call('SREM', KEYS[3], ARGV[i])
-  end
-end
-redis.call('INCR', KEYS[2])
-return 1
-"""
+from baton.index_scripts import APPLY, BEGIN, BUCKETS, DROP, LOOKUP, RETIRE
 
-# KEYS: generation, the worker's state, what it holds. ARGV: a new generation in case there is none.
-_BEGIN_SNAPSHOT = """
-redis.call('SETNX', KEYS[1], ARGV[1])
-redis.call('SET', KEYS[2], 0)
-return redis.call('GET', KEYS[1])
-"""
-
-# KEYS: the worker's state, what it holds. ARGV: prefix of block keys, incarnation, most to drop.
-# The state goes first: a worker that lives after all can apply nothing more, and sends a snapshot.
-_COLLECT = """
-redis.call('DEL', KEYS[1])
-local hashes = redis.call('SPOP', KEYS[2], ARGV[3])
-for _, hash in ipairs(hashes) do
-  redis.call('SREM', ARGV[1] .. hash, ARGV[2])
-end
-return #hashes
-"""
-
-# ARGV: prefix of block keys, hashes from the first block on. Answers incarnation, depth, …
-_LOOKUP = """
-local depth = {}
-local alive = nil
-for i = 2, #ARGV do
-  local members = redis.call('SMEMBERS', ARGV[1] .. ARGV[i])
-  local still = {}
-  local any = false
-  for _, member in ipairs(members) do
-    if i == 2 or alive[member] then
-      still[member] = true
-      depth[member] = i - 1
-      any = true
-    end
-  end
-  if not any then break end
-  alive = still
-end
-local answer = {}
-for member, blocks in pairs(depth) do
-  answer[#answer + 1] = member
-  answer[#answer + 1] = blocks
-end
-return answer
-"""
-
-COLLECT_BATCH = 1000
-"""Hashes dropped in one call of the collector: about 2 ms of the server's time."""
-SNAPSHOT_BATCH = 2000
-"""Hashes sent in one call of a snapshot."""
+BATCH = 256
+"""Most hashes of one call that changes the index: about a millisecond of the server's time."""
+MOST_BLOCKS = 65535
+"""A lookup asks for no more leading blocks than this."""
+DEFAULT_MEMORY_BYTES = 128 << 20
+_BUCKET_COST_BYTES = 130
+"""What the server needs for a key, besides its value."""
+_ALLOCATOR = 1.125
+"""What the server's allocator takes for a byte of a value, on average."""
+_DROP_BUCKETS = 4096
+_GROUP = struct.Struct(">HH")
 
 
 class PrefixIndex:
-    """The index of one cluster. Raises ``redis.RedisError``."""
+    """The index of one cluster. Raises ``redis.RedisError``. Owned by one event loop."""
 
-    def __init__(self, client: redis.asyncio.Redis, cluster_id: str) -> None:
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        cluster_id: str,
+        *,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    ) -> None:
+        """``memory_bytes``: the most that the index may take; the last worker to send a snapshot
+
+        decides.
+        """
         self._client = client
-        self._prefix = f"baton:{{{cluster_id}}}:index"
-        self._blocks = f"{self._prefix}:block:"
-        self._apply = client.register_script(_APPLY)
-        self._begin = client.register_script(_BEGIN_SNAPSHOT)
-        self._collect = client.register_script(_COLLECT)
-        self._lookup = client.register_script(_LOOKUP)
-
-    def _keys(self, incarnation: str) -> list[str]:
-        return [
-            f"{self._prefix}:generation",
-            f"{self._prefix}:sequence:{incarnation}",
-            f"{self._prefix}:held:{incarnation}",
-        ]
+        self._state = f"baton:{{{cluster_id}}}:index"
+        self._keys = [self._state, f"{self._state}:numbers", f"{self._state}:retired"]
+        self._buckets = f"{self._state}:"
+        self._most_bytes = int(memory_bytes / _ALLOCATOR) - BUCKETS * _BUCKET_COST_BYTES
+        self._tag = b""
+        self._names: dict[int, str] = {}
+        self._begin = client.register_script(BEGIN)
+        self._retire = client.register_script(RETIRE)
+        self._apply = client.register_script(APPLY)
+        self._lookup = client.register_script(LOOKUP)
+        self._drop = client.register_script(DROP)
 
     async def apply(
         self,
@@ -109,50 +68,91 @@ class PrefixIndex:
         sequence: int,
         stored: Sequence[bytes],
         removed: Sequence[bytes],
+        *,
+        tend: bool = False,
     ) -> bool:
-        """Apply a batch. False: the index has lost track of this worker; send a snapshot."""
-        head: list[Any] = [self._blocks, incarnation, generation, sequence, len(stored)]
-        answer = await cast(
-            Any, self._apply(keys=self._keys(incarnation), args=[*head, *stored, *removed])
-        )
-        return bool(answer)
+        """Apply a batch of at most ``BATCH`` hashes. False: the index has lost track of this
+
+        worker; send a snapshot. The last batch once more is True, and changes nothing. ``tend``:
+        also keep the index alive and drop a piece of what dead workers held.
+        """
+        head: list[Any] = [self._buckets, incarnation, generation, sequence]
+        changes: list[Any] = [b"".join(stored), b"".join(removed), int(tend)]
+        return bool(await cast(Any, self._apply(keys=self._keys, args=[*head, *changes])))
+
+    async def begin(self, incarnation: str) -> bytes:
+        """Forget what was known of a worker; its next batch has the sequence number 0.
+
+        Returns the generation.
+        """
+        args: list[Any] = [incarnation, secrets.token_hex(4), self._most_bytes]
+        return cast(bytes, await cast(Any, self._begin(keys=self._keys, args=args)))
 
     async def snapshot(self, incarnation: str, held: Sequence[bytes]) -> tuple[bytes, int]:
         """Make ``held`` all that the index knows of a worker.
 
         Returns the generation and the sequence number of the batch that comes next.
         """
-        keys = self._keys(incarnation)
-        await self.collect(incarnation)
-        generation = cast(
-            bytes, await cast(Any, self._begin(keys=keys, args=[secrets.token_hex(8)]))
-        )
+        generation = await self.begin(incarnation)
         sequence = 0
-        for start in range(0, len(held), SNAPSHOT_BATCH):
-            batch = held[start : start + SNAPSHOT_BATCH]
+        for start in range(0, len(held), BATCH):
+            batch = held[start : start + BATCH]
             if not await self.apply(incarnation, generation, sequence, batch, ()):
                 break
             sequence += 1
         return generation, sequence
 
     async def collect(self, incarnation: str) -> None:
-        """Drop all entries of an incarnation, a bounded batch at a time."""
-        keys = self._keys(incarnation)
-        args: list[Any] = [self._blocks, incarnation, COLLECT_BATCH]
-        while await cast(Any, self._collect(keys=keys[1:], args=args)) == COLLECT_BATCH:
-            pass
+        """Forget an incarnation. Its entries count for nothing from here on; they are dropped by
+
+        those calls of ``apply`` that tend.
+        """
+        await cast(Any, self._retire(keys=self._keys, args=[incarnation]))
 
     async def forget_generation(self) -> None:
-        """Leave nothing behind once every incarnation is collected.
+        """Leave nothing behind, once every incarnation is collected.
 
         A worker that lives after all sends a snapshot, which begins another generation.
         """
-        await cast(Any, self._client.delete(f"{self._prefix}:generation"))
+        generation = await cast(Any, self._client.hget(self._state, "generation"))
+        await cast(Any, self._client.delete(*self._keys))
+        if generation is None:
+            return
+        prefix = f"{self._buckets}{generation.decode()}:"
+        for first in range(0, BUCKETS, _DROP_BUCKETS):
+            args: list[Any] = [prefix, first, _DROP_BUCKETS]
+            await cast(Any, self._drop(keys=[self._state], args=args))
 
     async def lookup(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """How many leading blocks of ``hashes`` each incarnation holds; absent means none."""
         if not hashes:
             return {}
-        answer = await cast(Any, self._lookup(keys=[], args=[self._blocks, *hashes]))
-        pairs = zip(answer[::2], answer[1::2], strict=True)
-        return {member.decode(): int(depth) for member, depth in pairs}
+        asked = b"".join(hashes[:MOST_BLOCKS])
+        # Those of this call: another one's answer may bring a newer table meanwhile.
+        tag, names = self._tag, self._names
+        args: list[Any] = [self._buckets, tag, asked]
+        answer = await cast(Any, self._lookup(keys=self._keys[:2], args=args))
+        if answer[0] != tag:
+            self._tag, self._names = answer[0], _names(answer[1])
+            names = self._names
+        return _decoded(answer[2], names)
+
+
+def _names(table: bytes) -> dict[int, str]:
+    """Incarnations by their numbers, from lines of both."""
+    fields = table.decode().split("\n") if table else []
+    return dict(zip(map(int, fields[::2]), fields[1::2], strict=True))
+
+
+def _decoded(groups: bytes, names: dict[int, str]) -> dict[str, int]:
+    """A lookup's answer: groups of depth, count, numbers. Numbers without a name are left out."""
+    held: dict[str | None, int] = {}
+    at = 0
+    while at < len(groups):
+        depth, count = _GROUP.unpack_from(groups, at)
+        at += _GROUP.size
+        numbers = struct.unpack_from(f">{count}H", groups, at)
+        held.update(dict.fromkeys(map(names.get, numbers), depth))
+        at += 2 * count
+    held.pop(None, None)
+    return cast(dict[str, int], held)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import redis.asyncio
 
+from baton.registry_scripts import FORGET, PUT, READ, REMOVE
 from baton.request import Geometry, LoadSnapshot
 
 log = logging.getLogger(__name__)
@@ -50,55 +53,59 @@ class WorkerRecord:
 
 
 class Registry:
-    """Reads and writes the records of one cluster. Raises ``redis.RedisError``."""
+    """Reads and writes the records of one cluster. Raises ``redis.RedisError``.
+
+    A reader keeps what it has read, and asks for what has changed since. Owned by one event loop.
+    """
 
     def __init__(self, client: redis.asyncio.Redis, cluster_id: str) -> None:
-        self._redis = client
         self._prefix = f"baton:{{{cluster_id}}}"
-        self._unreadable: set[str] = set()
+        state = f"{self._prefix}:registry"
+        self._keys = [state, f"{state}:changed", f"{state}:until"]
+        self._put = client.register_script(PUT)
+        self._remove = client.register_script(REMOVE)
+        self._read = client.register_script(READ)
+        self._forget = client.register_script(FORGET)
+        self._view = _View()
 
     def _key(self, incarnation: str) -> str:
         return f"{self._prefix}:worker:{incarnation}"
-
-    @property
-    def _members(self) -> str:
-        return f"{self._prefix}:workers"
 
     async def put(self, record: WorkerRecord, ttl_s: float) -> None:
         """Write or renew a record; it vanishes ``ttl_s`` seconds after the last call."""
         fields = asdict(record)
         load = fields.pop("load")
-        key = self._key(record.incarnation)
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(key, mapping={"record": json.dumps(fields), "load": json.dumps(load)})
-            pipe.pexpire(key, int(ttl_s * 1000))
-            pipe.sadd(self._members, record.incarnation)
-            await pipe.execute()
+        keys = [*self._keys, self._key(record.incarnation)]
+        told: list[Any] = [record.incarnation, json.dumps(fields), json.dumps(load)]
+        args = [*told, int(ttl_s * 1000), secrets.token_hex(4)]
+        await cast(Any, self._put(keys=keys, args=args))
 
     async def remove(self, incarnation: str) -> None:
         """A worker that leaves in order says so: it is dead at once, not after its TTL.
 
         It stays listed, so that its index entries are collected as those of any dead one.
         """
-        await self._redis.delete(self._key(incarnation))
+        keys = [*self._keys[1:], self._key(incarnation)]
+        await cast(Any, self._remove(keys=keys, args=[incarnation]))
 
     async def read(self) -> tuple[dict[str, WorkerRecord], set[str]]:
         """The live records by incarnation, and the incarnations whose record has expired.
 
-        A record that cannot be understood is left out of both.
+        A record that cannot be understood is left out of both. One call to the server, which
+        answers what has changed since the last one.
         """
-        records, dead = {}, set()
-        for incarnation, (record, load) in (await self._rows()).items():
-            if record is None:
-                dead.add(incarnation)
-                continue
-            try:
-                records[incarnation] = _parse(record, load)
-            except (ValueError, TypeError, KeyError) as error:
-                if incarnation not in self._unreadable:
-                    log.warning("the record of worker %s cannot be read: %r", incarnation, error)
-                self._unreadable.add(incarnation)
-        return records, dead
+        view = await self._advanced(self._view)
+        if not view.complete:
+            # Somebody was struck off between two reads, and nothing tells who.
+            view = await self._advanced(_View())
+        self._view = view
+        records = {name: record for name, record in view.records.items() if record is not None}
+        return records, set(view.dead)
+
+    async def _advanced(self, view: _View) -> _View:
+        args: list[Any] = [f"{self._prefix}:worker:", view.epoch, view.version]
+        epoch, version, *answer = await cast(Any, self._read(keys=self._keys, args=args))
+        return (view if epoch == view.epoch else _View(epoch)).advanced(version, *answer)
 
     async def all(self) -> dict[str, WorkerRecord]:
         """The live records alone."""
@@ -108,26 +115,61 @@ class Registry:
         """The expired incarnations alone."""
         return (await self.read())[1]
 
-    async def _rows(self) -> dict[str, tuple[bytes | None, bytes | None]]:
-        answer = await cast(Any, self._redis.smembers(self._members))
-        incarnations = sorted(member.decode() for member in answer)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for incarnation in incarnations:
-                pipe.hmget(self._key(incarnation), ["record", "load"])
-            rows = await pipe.execute()
-        return dict(zip(incarnations, rows, strict=True))
-
     async def forget(self, incarnation: str) -> None:
-        """Strike a dead incarnation off the list, once its index entries are collected."""
-        await cast(Any, self._redis.srem(self._members, incarnation))
+        """Strike a dead incarnation off the list, once its index entries are collected.
+
+        One that lives after all stays.
+        """
+        keys = [*self._keys[1:], self._keys[0]]
+        await cast(Any, self._forget(keys=keys, args=[incarnation]))
 
 
-def _parse(record: bytes, load: bytes | None) -> WorkerRecord:
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What a reader knows: the registry of one epoch at one version."""
+
+    epoch: bytes = b""
+    version: bytes = b"0"
+    records: Mapping[str, WorkerRecord | None] = field(default_factory=dict)
+    """Of the live; None where a record cannot be understood."""
+    dead: frozenset[str] = frozenset()
+    complete: bool = True
+    """Whether as many are listed as are alive."""
+
+    def advanced(
+        self, version: bytes, alive: int, dead: Sequence[bytes], changes: Sequence[bytes]
+    ) -> _View:
+        """The view after a READ (baton/registry_scripts.py)."""
+        records = dict(self.records)
+        for name, load, record in zip(changes[::3], changes[1::3], changes[2::3], strict=True):
+            incarnation = name.decode()
+            records[incarnation] = _changed(incarnation, records.get(incarnation), record, load)
+        gone = frozenset(name.decode() for name in dead)
+        for incarnation in gone:
+            records.pop(incarnation, None)
+        return _View(self.epoch, version, records, gone, len(records) == alive)
+
+
+def _changed(
+    incarnation: str, known: WorkerRecord | None, record: bytes, load: bytes
+) -> WorkerRecord | None:
+    try:
+        base = _parse(record) if record else known
+        return base and replace(base, load=_parse_load(load))
+    except (ValueError, TypeError, KeyError) as error:
+        log.warning("the record of worker %s cannot be read: %r", incarnation, error)
+        return None
+
+
+def _parse(record: bytes) -> WorkerRecord:
     fields = json.loads(record)
     fields["geometry"] = Geometry(**fields["geometry"])
     for name in ("prefill_cost", "step_cost"):
         # A record of an older worker has none.
         if name in fields:
             fields[name] = tuple(fields[name])
-    parsed = WorkerRecord(**fields)
-    return replace(parsed, load=LoadSnapshot(**json.loads(load))) if load else parsed
+    return WorkerRecord(**fields)
+
+
+def _parse_load(load: bytes) -> LoadSnapshot:
+    return LoadSnapshot(**json.loads(load)) if load else LoadSnapshot()

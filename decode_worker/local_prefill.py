@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 
+from baton import convert
 from baton.errors import BatonError, DeadlineExceeded, HandoffError, NoRoom, TicketEnded
 from baton.hashing import last_hashes
 from baton.request import SequenceSpec
@@ -20,13 +21,13 @@ from baton.v1 import prefill_pb2
 from decode_worker.receiver import HandoffReceiver
 from engine.sequence import Sequence
 from kvtransfer.ticket import Attempt
-from worker.fetch import Fetcher, PrefixSource
+from worker.fetch import Fetcher, PrefixSource, source_of
 from worker.first_token import first_token
 from worker.role import WorkerContext
 
 
 class LocalPrefill:
-    """Implements ``worker.prefill_service.Prefiller``."""
+    """``run`` is a ``worker.prefill_service.Runner``."""
 
     def __init__(
         self,
@@ -49,12 +50,8 @@ class LocalPrefill:
         self._firsts: dict[Attempt, asyncio.Future[int | BatonError]] = {}
         """Of each prompt whose call waits: its first token, or why there is none."""
 
-    async def prefill(
-        self,
-        spec: SequenceSpec,
-        address: str,
-        incarnation: str,
-        source: PrefixSource | None = None,
+    async def run(
+        self, request: prefill_pb2.PrefillRequest
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """Compute a prompt and answer with its first token; the token stream repeats it.
 
@@ -62,15 +59,16 @@ class LocalPrefill:
         the first token ends the sequence; after that it runs on, until it is aborted.
         """
         arrived = time.monotonic()
+        spec = convert.sequence_from_proto(request.sequence)
         deadline = arrived + spec.deadline_s
-        self._check(spec, incarnation)
+        self._check(spec, request.decode_incarnation)
         attempt = (spec.request_id, spec.attempt)
         sequence = self._context.make_sequence(spec, arrived=arrived, deadline=deadline)
         first: asyncio.Future[int | BatonError] = asyncio.get_running_loop().create_future()
         self._firsts[attempt] = first
         token: int | BatonError | None = None
         try:
-            await self._place(sequence, source, first)
+            await self._place(sequence, source_of(request), first)
             token = await self._answered(first, deadline)
             if isinstance(token, BatonError):
                 raise token

@@ -6,12 +6,15 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
+from collections.abc import AsyncIterator
 
 import grpc.aio
 
-from baton.errors import BatonError, DeadlineExceeded, TicketEnded, WorkerFailed
+from baton.errors import BatonError, DeadlineExceeded, TicketEnded, Unavailable, WorkerFailed
 from baton.request import FinishReason, TokenOutput
-from baton.v1 import decode_pb2_grpc, prefill_pb2_grpc
+from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from decode_worker.handoff_stream import Context as HandoffsContext
+from decode_worker.handoff_stream import HandoffStream
 from decode_worker.local_prefill import LocalPrefill
 from decode_worker.outbox import Outbox
 from decode_worker.receiver import HandoffReceiver, Offer
@@ -59,18 +62,33 @@ class DecodeRole:
         self._sequences: dict[Attempt, Sequence] = {}
         self._deadlines: dict[Attempt, float] = {}
         """Of requests that have tickets. A sequence has its own, which the control loop keeps."""
+        self._prefills = PrefillServicer(self.local.run)
+        self._streams: set[HandoffStream] = set()
         self._commits: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
 
     def mount(self, server: grpc.aio.Server) -> None:
         """Add DecodeService, and PrefillService for prompts that are computed here."""
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(self), server)
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(self.local), server)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self._prefills, server)
 
     def outbox(self, router_id: str) -> Outbox:
         """A router's outbox, made when it is first needed."""
         if router_id not in self._outboxes:
             self._outboxes[router_id] = Outbox(time.monotonic())
         return self._outboxes[router_id]
+
+    async def answer_handoffs(
+        self, requests: AsyncIterator[decode_pb2.HandoffsRequest], context: HandoffsContext
+    ) -> None:
+        """A writer's calls, until it leaves. Raises Unavailable when this worker stops."""
+        if self.closing:
+            raise _stopping()
+        stream = HandoffStream(self, context)
+        self._streams.add(stream)
+        try:
+            await stream.run(requests)
+        finally:
+            self._streams.discard(stream)
 
     def reserve(self, offer: Offer) -> Ticket:
         """See ``HandoffReceiver.reserve``."""
@@ -79,10 +97,17 @@ class DecodeRole:
         self.context.control.pump_soon()
         return ticket
 
+    def awaits_bytes(self, ticket_id: str) -> bool:
+        """Whether a commit has to wait."""
+        try:
+            ticket = self.receiver.blocks.book.get(ticket_id)
+        except TicketEnded:
+            return False
+        return ticket.is_open and not ticket.is_complete
+
     async def commit_when_complete(self, ticket_id: str, writer: str, first_token: int) -> int:
         """``commit``, as soon as every byte is in place. Raises what has ended the ticket."""
-        ticket = self.receiver.blocks.book.get(ticket_id)
-        if ticket.is_open and not ticket.is_complete:
+        if self.awaits_bytes(ticket_id):
             await self._settled(ticket_id)
         return self.commit(ticket_id, writer, first_token)
 
@@ -228,14 +253,21 @@ class DecodeRole:
     async def close(self) -> None:
         """End every sequence and ticket."""
         self.closing = True
+        for stream in list(self._streams):
+            stream.end(_stopping())
         self.receiver.blocks.close()
         stopping = WorkerFailed("the decode worker is stopping")
         for sequence in list(self._sequences.values()):
             self._fail(sequence, stopping)
             self.context.control.remove(sequence)
         self.local.close(stopping)
+        self._prefills.close()
         self._flush()
 
 
 def _attempt(sequence: Sequence) -> Attempt:
     return sequence.spec.request_id, sequence.spec.attempt
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("this decode worker is stopping")

@@ -22,9 +22,9 @@ from deploy.cluster_mark import ClusterMark
 from deploy.ports import LOOPBACK, free_port
 from deploy.run_directory import RunDirectory
 
-MAX_MEMORY_BYTES = 256 * MIB
-"""The server refuses writes beyond this, and evicts nothing: a lost entry of the registry would
-look like a dead worker."""
+REST_BYTES = 128 * MIB
+"""For all but the prefix index. The server refuses writes beyond both, and evicts nothing: a lost
+entry of the registry would look like a dead worker."""
 _START_S = 10.0
 _PING_S = 3.0
 _STOP_S = 3.0
@@ -34,7 +34,9 @@ _ATTEMPTS = 3
 class EmbeddedValkey:
     """A Valkey on a free port of the loopback interface, behind a random password."""
 
-    def __init__(self, mark: ClusterMark, run: RunDirectory) -> None:
+    def __init__(self, mark: ClusterMark, run: RunDirectory, index_mib: int) -> None:
+        """``index_mib``: the most memory of the prefix index."""
+        self._max_memory_bytes = REST_BYTES + index_mib * MIB
         self._mark = mark
         self._run = run
         self._password = secrets.token_urlsafe(24)
@@ -112,7 +114,7 @@ class EmbeddedValkey:
             f"dir {self._run.path}",
             'save ""',
             "appendonly no",
-            f"maxmemory {MAX_MEMORY_BYTES}",
+            f"maxmemory {self._max_memory_bytes}",
             "maxmemory-policy noeviction",
         ]
         return "\n".join([*lines, ""]).encode()

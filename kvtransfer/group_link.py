@@ -502,7 +502,8 @@ def _read(
 ) -> tuple[int, ...]:
     """Copy ``count`` parts from ``first`` on into a buffer. Returns their checksums."""
     blocks, length = parts.blocks[first : first + count], parts.length
-    checksums = memory.read_many(blocks, parts.offset, length, buffer.view[: count * length])
+    outs = [buffer.view[at : at + length] for at in range(0, count * length, length)]
+    checksums = memory.read_many(blocks, parts.offset, outs)
     buffer.upload(count * length)
     return checksums
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
@@ -20,7 +21,7 @@ from engine.sequence import Sequence
 from kvtransfer.transport import Peer
 from prefill_worker.handoff import Handoff
 from worker.converted_blocks import Staging
-from worker.fetch import Fetcher, PrefixSource
+from worker.fetch import Fetcher, PrefixSource, source_of
 from worker.fetch_estimates import FetchEstimates
 from worker.first_token import first_token
 from worker.prefill_service import PrefillServicer
@@ -43,11 +44,23 @@ class PrefillRole:
         self._fetcher = Fetcher(context, estimates or FetchEstimates())
         self._listeners: dict[int, asyncio.Queue[Event]] = {}
         self._staging = Staging(context.settings.config.transfer_window_mib * MIB)
+        self._service = PrefillServicer(self.run)
         self._places = asyncio.Semaphore(context.settings.pool.max_sequences)
 
     def mount(self, server: grpc.aio.Server) -> None:
         """Add PrefillService."""
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(self), server)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self._service, server)
+
+    async def run(
+        self, request: prefill_pb2.PrefillRequest
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        """``prefill`` of a message."""
+        spec = convert.sequence_from_proto(request.sequence)
+        address, incarnation = request.decode_address, request.decode_incarnation
+        responses = self.prefill(spec, address, incarnation, source_of(request))
+        async with aclosing(responses):
+            async for response in responses:
+                yield response
 
     async def prefill(
         self,
@@ -201,9 +214,10 @@ class PrefillRole:
         self.context.control.pump()
 
     async def close(self) -> None:
-        """Calls under way end with an error."""
+        """Prefills under way end with an error, then the routers' streams."""
         for listener in self._listeners.values():
             listener.put_nowait(WorkerFailed("the prefill worker is stopping"))
+        self._service.close()
 
 
 def _expired() -> DeadlineExceeded:

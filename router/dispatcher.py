@@ -10,41 +10,50 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any
 
-import grpc.aio
 import redis
 
 from baton import convert
 from baton.background import end_tasks
 from baton.config import Config
-from baton.errors import BatonError, ContextLengthExceeded, Overloaded, Unavailable, WorkerFailed
-from baton.grpc_errors import error_from_rpc
+from baton.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    Overloaded,
+    Unavailable,
+    WorkerFailed,
+)
 from baton.hashing import block_hashes, hash_key
 from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
 from baton.registry import Registry
 from baton.request import SequenceSpec, TokenOutput
-from baton.v1 import prefill_pb2, prefill_pb2_grpc
-from router.admission import Admission
+from baton.v1 import prefill_pb2
+from router.admission import Capacity
 from router.generation import GenerationRequest, OutputDelta
 from router.output_assembler import OutputAssembler
 from router.planner import Planner, Promise
 from router.policies import make_policy
 from router.policy import Decision, RouteRequest, route_settings
+from router.prefix_lookup import PrefixLookup
 from router.request_life import RequestLife
 from router.roster import Roster
 from router.tokenizer import Tokenizer
+from router.waiting_room import WaitingRoom
 from router.worker_links import WorkerLink, WorkerLinks, error_from_gone
 
 log = logging.getLogger(__name__)
 
 REGISTRY_POLL_S = 0.25
 """How often the registry is read."""
-LOOKUP_DEADLINE_S = 0.1
-"""A prefix lookup that takes longer is done without."""
+COLLECT_AFTER_S = 10.0
+"""So long a worker must be listed as dead before the index forgets it: after Redis was away, all
+are until their next heartbeat. Nothing is routed to a dead one meanwhile."""
 COMMIT_GRACE_S = 1.0
 """After a prefill worker's death: how long the decode worker has to show that it had committed."""
 
@@ -66,6 +75,7 @@ class ClusterDispatcher:
         self._metrics = metrics
         self._registry = registry
         self._index = index
+        self._prefixes = PrefixLookup(index)
         self._links = WorkerLinks(
             self.router_id, self._on_output, self._on_broken, heartbeat_s=config.heartbeat_s
         )
@@ -73,7 +83,7 @@ class ClusterDispatcher:
             make_policy(config.policy, route_settings(config)), config.block_size
         )
         self._roster = Roster(self._planner, self._links)
-        self._admission = Admission(config.max_waiting_requests)
+        self._waiting_room = WaitingRoom(config, metrics, self._capacity)
         self._lives: dict[str, RequestLife] = {}
         self._placed: dict[str, set[RequestLife]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -91,23 +101,26 @@ class ClusterDispatcher:
         self._draining = True
         for life in list(self._lives.values()):
             life.fail(WorkerFailed("the router is stopping", retry_after=1.0))
+        self._waiting_room.close()
         if self._poll is not None:
             await end_tasks([self._poll])
         if self._background:
             await asyncio.wait(self._background, timeout=2.0)
+        await self._prefixes.close()
         await self._links.close()
 
     async def _follow_registry(self) -> None:
-        known_dead: set[str] = set()
+        dead_since: dict[str, float] = {}
         while True:
             try:
                 records, dead = await self._registry.read()
                 self._links.update(records)
-                for incarnation in dead & known_dead:
-                    # Twice in a row: its index entries go, a bounded batch at a time.
-                    await self._index.collect(incarnation)
-                    await self._registry.forget(incarnation)
-                known_dead = dead
+                now = time.monotonic()
+                dead_since = {name: dead_since.get(name, now) for name in dead}
+                for incarnation, since in dead_since.items():
+                    if now - since > COLLECT_AFTER_S:
+                        await self._index.collect(incarnation)
+                        await self._registry.forget(incarnation)
             except redis.RedisError as error:
                 # Serving goes on with the last view; broken streams tell of dead workers.
                 log.warning("the registry cannot be read: %s", error)
@@ -138,17 +151,30 @@ class ClusterDispatcher:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta, None]:
         """See ``router.generation.Dispatcher``."""
-        self._admission.admit(request.request_id, time.monotonic())
+        deadline = time.monotonic() + request.deadline_s
         self._metrics.active_requests.inc()
+        finished, held_s = False, 0.0
         try:
-            route = await self._route(request)
-            async for delta in self._run(request, route):
+            await self._waiting_room.turn(request)
+            route = await self._route(_with_time_left(request, deadline))
+            async for delta in self._run(_with_time_left(request, deadline), route):
+                self._waiting_room.first_token(request.request_id)
+                self._waiting_room.generated(request.request_id, len(delta.token_ids))
+                finished = delta.finish_reason is not None
+                given_at = time.monotonic()
                 yield delta
+                held_s += time.monotonic() - given_at
         finally:
-            self._admission.left(request.request_id)
+            self._waiting_room.left(request.request_id, finished=finished, held_s=held_s)
             self._metrics.active_requests.dec()
 
     # Routing
+
+    def _capacity(self) -> Capacity | None:
+        prefill, decode = self._links.up("prefill"), self._links.up("decode")
+        if self._config.local_prefill != "never":
+            prefill = prefill or decode
+        return _capacity(self._config.block_size, prefill, decode)
 
     async def _route(self, request: GenerationRequest) -> _Route:
         """Where it goes. Raises Unavailable, ContextLengthExceeded, Overloaded."""
@@ -165,7 +191,7 @@ class ClusterDispatcher:
                 )
             key = hash_key(self._roster.fingerprint, request.cache_salt)
             hashes = block_hashes(request.prompt_ids, self._config.block_size, key)
-            held = await self._lookup(hashes)
+            held = await self._prefixes.ask(hashes)
         now = time.monotonic()
         asked = RouteRequest(
             len(request.prompt_ids),
@@ -200,21 +226,6 @@ class ClusterDispatcher:
         self._roster.refresh(now, at_once=True)
         return self._planner.decide(asked, hashes, held, now)
 
-    async def _lookup(self, hashes: list[bytes]) -> dict[str, int]:
-        lookup = asyncio.create_task(self._index.lookup(hashes))
-        try:
-            # Waited for from outside: a client's hang-up must not be lost in it (see end_tasks).
-            await asyncio.wait([lookup], timeout=LOOKUP_DEADLINE_S)
-            if lookup.done():
-                return lookup.result()
-            log.warning("the prefix index did not answer in time")
-        except redis.RedisError as error:
-            log.warning("the prefix index was not asked: %s", error)
-        finally:
-            if not lookup.done():
-                self._in_background(end_tasks([lookup]))
-        return {}
-
     # A request's life
 
     async def _run(
@@ -236,7 +247,6 @@ class ClusterDispatcher:
         try:
             while not finished:
                 delta = await life.next_delta()
-                self._admission.first_token(life.request_id, time.monotonic())
                 finished = delta.finish_reason is not None
                 if finished:
                     self._end(life, prefill, placement)
@@ -292,7 +302,7 @@ class ClusterDispatcher:
         placement: _Placement,
         prefix_source: prefill_pb2.PrefixSource | None,
     ) -> None:
-        """Follow the prefill call to its end; failures end the request."""
+        """Follow the prefill to its end; failures end the request."""
         spec = SequenceSpec(
             request_id=request.request_id,
             attempt=life.attempt,
@@ -311,27 +321,12 @@ class ClusterDispatcher:
             decode_incarnation=placement.target.record.incarnation,
             source=prefix_source,
         )
-        stub = prefill_pb2_grpc.PrefillServiceStub(placement.source.channel)
         try:
-            async for response in stub.Prefill(message, timeout=request.deadline_s):
-                if response.HasField("first_token"):
-                    placement.promise.computed(
-                        time.monotonic(),
-                        computed_tokens=response.computed_tokens,
-                        compute_ms=response.compute_ms,
-                    )
-                    life.accept(
-                        convert.output_from_proto(response.first_token),
-                        cached_prompt_tokens=response.cached_prompt_tokens,
-                    )
-                if response.HasField("handoff"):
-                    placement.promise.committed(
-                        pinned_blocks=response.handoff.pinned_blocks,
-                        transfer_ms=response.handoff.transfer_ms,
-                    )
-        except grpc.aio.AioRpcError as error:
-            failure = error_from_rpc(error, placement.source.record.incarnation)
-            if error.code() is grpc.StatusCode.UNAVAILABLE and type(failure) is WorkerFailed:
+            async with aclosing(placement.source.prefills.run(message)) as responses:
+                async for response in responses:
+                    self._heard(response, life, placement.promise)
+        except BatonError as failure:
+            if type(failure) is WorkerFailed:
                 placement.source.failed(time.monotonic())
             with contextlib.suppress(TimeoutError):
                 if isinstance(failure, WorkerFailed):
@@ -339,6 +334,26 @@ class ClusterDispatcher:
                         await life.decode_began.wait()
             if not life.decode_began.is_set():
                 life.fail(failure)
+
+    def _heard(
+        self, response: prefill_pb2.PrefillResponse, life: RequestLife, promise: Promise
+    ) -> None:
+        """What a worker says of a prefill."""
+        if response.HasField("first_token"):
+            promise.computed(
+                time.monotonic(),
+                computed_tokens=response.computed_tokens,
+                compute_ms=response.compute_ms,
+            )
+            life.accept(
+                convert.output_from_proto(response.first_token),
+                cached_prompt_tokens=response.cached_prompt_tokens,
+            )
+        if response.HasField("handoff"):
+            promise.committed(
+                pinned_blocks=response.handoff.pinned_blocks,
+                transfer_ms=response.handoff.transfer_ms,
+            )
 
     # What the decode workers say
 
@@ -351,6 +366,14 @@ class ClusterDispatcher:
     def _on_broken(self, incarnation: str, error: BatonError) -> None:
         for life in list(self._placed.get(incarnation, ())):
             life.fail(WorkerFailed(error.message, retry_after=1.0))
+
+
+def _with_time_left(request: GenerationRequest, deadline: float) -> GenerationRequest:
+    """What is sent to the workers is what is left now. Raises DeadlineExceeded."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise DeadlineExceeded("the request's deadline passed while it waited")
+    return replace(request, deadline_s=left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,3 +392,26 @@ class _Placement:
     source: WorkerLink
     target: WorkerLink
     promise: Promise
+
+
+def _capacity(
+    hash_block: int, prefill: Sequence[WorkerLink], decode: Sequence[WorkerLink]
+) -> Capacity | None:
+    """What the workers' snapshots show, in blocks of the prefix index; None without a role."""
+    if not prefill or not decode:
+        return None
+    sizes = [max(1, link.record.geometry.block_size // hash_block) for link in decode]
+    loads = [link.load for link in decode]
+    return Capacity(
+        block_size=hash_block,
+        prefill_workers=len(prefill),
+        decode_sequences=sum(load.running + load.waiting for load in loads),
+        most_sequences=sum(link.record.max_sequences for link in decode),
+        available_blocks=tuple(
+            (load.free_blocks + load.cached_blocks) * size
+            for load, size in zip(loads, sizes, strict=True)
+        ),
+        total_blocks=tuple(
+            link.record.total_blocks * size for link, size in zip(decode, sizes, strict=True)
+        ),
+    )

@@ -28,6 +28,7 @@ from baton.grpc_errors import error_from_rpc
 from baton.registry import WorkerRecord
 from baton.request import LoadSnapshot, TokenOutput
 from baton.v1 import decode_pb2, decode_pb2_grpc
+from router.prefill_stream import PrefillStream
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class WorkerLink:
     def __init__(self, record: WorkerRecord) -> None:
         self.record = record
         self.channel = open_channel(record.address)
+        self.prefills = PrefillStream(self.channel, record.incarnation)
         self.load: LoadSnapshot = record.load
         self.follower: asyncio.Task[None] | None = None
         """Reads the token stream of a decode worker, watches the channel of a prefill worker."""
@@ -143,6 +145,7 @@ class WorkerLinks:
     async def _close(self, link: WorkerLink) -> None:
         if link.follower is not None:
             await end_tasks([link.follower])
+        await link.prefills.close()
         await link.channel.close()
 
     async def _watch_channel(self, link: WorkerLink) -> None:

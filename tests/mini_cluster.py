@@ -46,9 +46,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def valkey() -> Iterator[str]:
-    """A real Valkey on a port of its own; yields its URL."""
-    port = free_port()
+def valkey(port: int | None = None) -> Iterator[str]:
+    """A real Valkey on a port of its own, or on ``port``; yields its URL."""
+    port = port or free_port()
     arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
     process = subprocess.Popen(
         [str(get_binary_path()), *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

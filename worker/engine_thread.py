@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from engine.plan import StepPlan, StepResult
 from engine.runner import Ending, ModelRunner
-from worker.cores import CoreBoard
+from worker.cores import CoreBoard, give_way
 from worker.step_waiter import Done, StepWaiter
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class EngineThread:
     def _run(self) -> None:
         if self._board is not None:
             self._runner.share_cores(self._board.share)
+            give_way()
         while (plan := self._plans.get()) is not None:
             if self._waiter is not None:
                 self._waiter.submit(plan, self._begun(plan))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError, DeadlineExceeded
 from baton.hashing import last_hashes
+from baton.v1 import prefill_pb2
 from engine.sequence import Sequence
 from kvtransfer.ticket import Purpose, Ticket
 from kvtransfer.transport import Peer
@@ -36,6 +37,14 @@ class PrefixSource:
     holder: Peer
     blocks: int
     """Hash blocks, as the prefix index counts."""
+
+
+def source_of(request: prefill_pb2.PrefillRequest) -> PrefixSource | None:
+    """Who is said to hold more of a request's prompt."""
+    if not request.HasField("source"):
+        return None
+    source = request.source
+    return PrefixSource(Peer(source.incarnation, source.address), source.blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,29 @@
-"""Tells the prefix index in Redis what this worker stores and drops."""
+"""Tells the prefix index in Redis what this worker stores and drops.
+
+    untold ─begin→ telling ─all is told→ told ─the pool changes→ telling
+    telling, told ─the index has lost track→ untold
+
+A snapshot is the same as changes: all that is held becomes pending once the index has forgotten the
+rest. So what breaks in its middle goes on from there.
+"""
 
 from __future__ import annotations
 
 import logging
+from itertools import islice
 
-import redis
-
-from baton.prefix_index import PrefixIndex
+from baton.prefix_index import BATCH, PrefixIndex
 from engine.block_pool import BlockPool
 
 log = logging.getLogger(__name__)
 
+_SPARE_CHANGES = 4096
+"""So many more changes than held blocks may wait for an index that is away; then a snapshot is
+cheaper."""
+
 
 class IndexPublisher:
-    """Owned by the control loop. Redis may be away: then a snapshot follows its return."""
+    """Owned by the control loop. Redis may be away: what has changed meanwhile is told later."""
 
     def __init__(self, index: PrefixIndex, pool: BlockPool, incarnation: str) -> None:
         self._index = index
@@ -21,29 +31,62 @@ class IndexPublisher:
         self._incarnation = incarnation
         self._generation = b""
         self._sequence = -1
+        self._pending: dict[bytes, bool] = {}
+        """Hash → whether it is held, of what is not sent yet."""
+        self._batch: tuple[list[bytes], list[bytes]] | None = None
+        """Sent under the present sequence number, with no answer yet."""
 
     async def publish(self, *, verify: bool = False) -> None:
         """Send what has changed since the last call; ``verify`` asks even if nothing has.
 
-        Raises ``redis.RedisError``.
+        Raises ``redis.RedisError``; the next call goes on where this one ended.
         """
-        stored, removed = self._pool.drain_changes()
-        if self._sequence >= 0:
-            if not (stored or removed or verify):
-                return
-            try:
-                applied = await self._index.apply(
-                    self._incarnation, self._generation, self._sequence, stored, removed
-                )
-            except redis.RedisError:
-                self._sequence = -1
-                raise
-            if applied:
-                self._sequence += 1
+        self._gather()
+        for _ in range(2):
+            if self._sequence < 0:
+                await self._begin()
+            if await self._tell(verify=verify):
                 return
             log.info("the prefix index has lost track of this worker: sending a snapshot")
-        # Changes made while the snapshot is on its way are sent after it.
-        self._sequence = -1
+            self._sequence = -1
+
+    async def _tell(self, *, verify: bool) -> bool:
+        while self._batch is not None or self._pending or verify:
+            if not await self._send(tend=verify):
+                return False
+            verify = False
+        return True
+
+    def _gather(self) -> None:
+        stored, removed = self._pool.drain_changes()
+        if self._sequence < 0:
+            return
+        self._pending.update(dict.fromkeys(stored, True))
+        self._pending.update(dict.fromkeys(removed, False))
+        if len(self._pending) > _SPARE_CHANGES + self._pool.total:
+            self._sequence = -1
+
+    async def _begin(self) -> None:
+        self._sequence, self._batch = -1, None
+        self._pending.clear()
+        self._generation = await self._index.begin(self._incarnation)
+        self._sequence = 0
+        # Changes made meanwhile are in what is held now.
         self._pool.drain_changes()
-        held = self._pool.held_hashes()
-        self._generation, self._sequence = await self._index.snapshot(self._incarnation, held)
+        self._pending = dict.fromkeys(self._pool.held_hashes(), True)
+
+    async def _send(self, *, tend: bool) -> bool:
+        """One batch, perhaps for the second time: the index tells whether it knows it already."""
+        if self._batch is None:
+            taken = list(islice(self._pending.items(), BATCH))
+            for digest, _ in taken:
+                del self._pending[digest]
+            stored = [digest for digest, held in taken if held]
+            self._batch = stored, [digest for digest, held in taken if not held]
+        if not await self._index.apply(
+            self._incarnation, self._generation, self._sequence, *self._batch, tend=tend
+        ):
+            return False
+        self._sequence += 1
+        self._batch = None
+        return True

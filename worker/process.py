@@ -58,6 +58,8 @@ log = logging.getLogger(__name__)
 
 PUBLISH_EVERY_S = 0.05
 """How often changes of the cache are sent to the prefix index."""
+_PUBLISH_REST = 10
+"""Between two calls it rests this many times as long as the last one took, up to a heartbeat."""
 STOP_DEADLINE_S = 10.0
 """The longest that stopping waits for anything."""
 _TRANSFER_THREADS = 2
@@ -122,15 +124,18 @@ class WorkerProcess:
         control.start(role)
         self._role, self._gauges = role, gauges
         self.record = self._make_record(engine, costs, incarnation, port)
-        publisher = IndexPublisher(
-            PrefixIndex(self._redis, self.settings.cluster_id), engine.pool, incarnation
+        index = PrefixIndex(
+            self._redis,
+            self.settings.cluster_id,
+            memory_bytes=self.settings.config.index_mib * MIB,
         )
+        publisher = IndexPublisher(index, engine.pool, incarnation)
         await self._registry.put(self.record, self.settings.config.registry_ttl_s)
         self._tasks = [
             asyncio.create_task(self._heartbeat(), name="heartbeat"),
             asyncio.create_task(self._publish(publisher), name="publish"),
         ]
-        _spare_the_interpreter()
+        spare_the_interpreter()
         keep_buffers()
         log.info("%s serves on %s", incarnation, self.record.address)
         return self.record
@@ -292,12 +297,17 @@ class WorkerProcess:
         count = 0
         while True:
             count += 1
+            took = 0.0
             try:
+                began = time.monotonic()
                 await publisher.publish(verify=count % verify_every == 0)
+                took = time.monotonic() - began
             except redis.RedisError as error:
                 log.warning("the prefix index cannot be reached: %s", error)
                 await asyncio.sleep(self.settings.config.heartbeat_s)
-            await asyncio.sleep(PUBLISH_EVERY_S)
+            # Where many workers keep the server busy, each asks for less of it.
+            rest = min(_PUBLISH_REST * took, self.settings.config.heartbeat_s)
+            await asyncio.sleep(max(PUBLISH_EVERY_S, rest))
 
 
 def keep_buffers() -> None:
@@ -312,7 +322,7 @@ def keep_buffers() -> None:
         mallopt(_M_TRIM_THRESHOLD, 256 * MIB)
 
 
-def _spare_the_interpreter() -> None:
+def spare_the_interpreter() -> None:
     """All that was loaded stays: looking through it for garbage would only stop the steps."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import secrets
@@ -19,12 +20,14 @@ from hypothesis import strategies as st
 from baton import prefix_index
 from baton.background import end_tasks
 from baton.hashing import HASH_BYTES
+from baton.index_scripts import BUCKETS, SLICE
 from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry, WorkerRecord
 from baton.request import Geometry, LoadSnapshot
 from engine.block_pool import BlockPool
 from tests.mini_cluster import free_port, valkey
+from worker import index_publisher
 from worker.index_publisher import IndexPublisher
 
 DEADLINE_S = 20.0
@@ -61,6 +64,48 @@ async def store(own_url: str) -> AsyncIterator[Store]:
     opened = open_store(own_url)
     yield opened
     await opened.client.aclose()
+
+
+async def contents(store: Store) -> dict[bytes, set[str]]:
+    """What lies in the buckets: who holds the block of that name, dead numbers as they are."""
+    state = f"baton:{{{store.cluster_id}}}:index"
+    generation = await cast(Any, store.client.hget(state, "generation"))
+    names = await cast(Any, store.client.hgetall(f"{state}:numbers"))
+    found: dict[bytes, set[str]] = {}
+    if generation is None:
+        return found
+    prefix = f"{state}:{generation.decode()}:".encode()
+    for key in await store.keys():
+        if not key.startswith(prefix):
+            continue
+        bucket = cast(bytes, await store.client.get(key))
+        while bucket:
+            count = int.from_bytes(bucket[6:8], "big") & 0x7FFF
+            numbers = memoryview(bucket[8 : 8 + 2 * count]).cast("H")
+            name = key.removeprefix(prefix) + bucket[:6]
+            assert name not in found, "a block has two records"
+            assert count == len(set(numbers)) > 0, "a worker is listed twice, or nobody is"
+            in_order = [
+                int.from_bytes(bucket[i : i + 2], "big") for i in range(8, 8 + 2 * count, 2)
+            ]
+            assert in_order == sorted(in_order)
+            found[name] = {names.get(b"%d" % n, b"%d" % n).decode() for n in in_order}
+            bucket = bucket[8 + 2 * count :]
+    return found
+
+
+def name_of(digest: bytes) -> bytes:
+    """What the index keeps of a hash."""
+    return digest[:8]
+
+
+async def walk_round(store: Store, worker: str) -> None:
+    """One call after the other of a live worker that has nothing to tell, for a whole round."""
+    generation = await store.index.begin(worker)
+    for sequence in range(BUCKETS // SLICE + 1):
+        # As if the server had rested since the last one.
+        await cast(Any, store.client.hset(f"baton:{{{store.cluster_id}}}:index", "tended_ms", 0))
+        assert await store.index.apply(worker, generation, sequence, (), (), tend=True)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -120,6 +165,81 @@ async def test_a_silent_worker_is_dead_after_its_ttl(store: Store) -> None:
     assert await store.registry.dead() == set()
 
 
+async def test_a_reader_is_told_what_has_changed(store: Store, own_url: str) -> None:
+    """One that has read before sees what one sees that has not."""
+    reader = open_store(own_url, store.cluster_id)
+
+    async def seen() -> tuple[dict[str, WorkerRecord], set[str]]:
+        known = await reader.registry.read()
+        assert known == await Registry(reader.client, store.cluster_id).read()
+        return known
+
+    assert await seen() == ({}, set())
+    records = {name: record_of(name) for name in ("w", "v", "u")}
+    for record in records.values():
+        await store.registry.put(record, 30.0)
+    assert await seen() == (records, set())
+    records["v"] = replace(records["v"], load=LoadSnapshot("v", running=5))
+    await store.registry.put(records["v"], 30.0)
+    assert await seen() == (records, set())
+    records["u"] = replace(records["u"], state="draining")
+    await store.registry.put(records["u"], 30.0)
+    await store.registry.remove("w")
+    del records["w"]
+    assert await seen() == (records, {"w"})
+    await store.registry.forget("w")
+    assert await seen() == (records, set())
+    # Between two reads one goes and another one comes.
+    await store.registry.remove("v")
+    await store.registry.forget("v")
+    del records["v"]
+    records["t"] = record_of("t")
+    await store.registry.put(records["t"], 30.0)
+    assert await seen() == (records, set())
+    # Redis is flushed, and as many changes follow as there were before.
+    await store.client.flushall()
+    records = {"s": record_of("s")}
+    for running in range(8):
+        records["s"] = record_of("s", load=LoadSnapshot("s", running=running))
+        await store.registry.put(records["s"], 30.0)
+    assert await seen() == (records, set())
+    await store.client.flushall()
+    assert await seen() == ({}, set())
+    await reader.client.aclose()
+
+
+async def test_a_heartbeat_that_changes_nothing_is_not_told(store: Store) -> None:
+    state = f"baton:{{{store.cluster_id}}}:registry"
+    for _ in range(3):
+        await store.registry.put(record_of("w"), 30.0)
+    assert await cast(Any, store.client.hget(state, "version")) == b"1"
+
+
+async def test_one_that_lives_after_all_is_not_forgotten(store: Store) -> None:
+    await store.registry.put(record_of("w"), 30.0)
+    await store.registry.forget("w")
+    assert set(await store.registry.all()) == {"w"}
+
+
+async def test_a_lost_record_is_written_again(store: Store) -> None:
+    """An operator's Redis may evict a key; the next heartbeat heals it for every reader."""
+    await store.registry.put(record_of("w"), 30.0)
+    await store.registry.read()
+    await store.client.delete(f"baton:{{{store.cluster_id}}}:worker:w")
+    assert await store.registry.dead() == set()
+    await store.registry.put(record_of("w", state="draining"), 30.0)
+    assert (await store.registry.all())["w"].state == "draining"
+    assert set(await Registry(store.client, store.cluster_id).all()) == {"w"}
+
+
+async def test_nothing_is_left_of_a_cluster_that_has_ended(store: Store) -> None:
+    for name in ("w", "v"):
+        await store.registry.put(record_of(name), 30.0)
+        await store.registry.remove(name)
+        await store.registry.forget(name)
+    assert await store.keys() == []
+
+
 async def test_heartbeats_renew_the_ttl(store: Store) -> None:
     await store.registry.put(record_of("w"), 0.05)
     await store.registry.put(record_of("w"), 30.0)
@@ -138,7 +258,8 @@ async def test_a_worker_that_leaves_is_dead_at_once_and_can_be_forgotten(store: 
     await store.index.collect("w")
     await store.registry.forget("w")
     assert await store.registry.dead() == set()
-    assert [key for key in await store.keys() if not key.endswith(b":generation")] == []
+    await store.index.forget_generation()
+    assert await store.keys() == []
 
 
 async def test_clusters_do_not_see_each_other(store: Store, own_url: str) -> None:
@@ -235,7 +356,7 @@ async def test_a_lookup_that_was_given_up_spoils_no_other(store: Store, own_url:
 
 def names(chain: str, length: int) -> list[bytes]:
     """Hashes of a prompt's leading blocks."""
-    return [f"{chain}{number}".encode().ljust(HASH_BYTES, b"\0") for number in range(length)]
+    return [hashlib.sha256(f"{chain}{number}".encode()).digest()[:16] for number in range(length)]
 
 
 async def test_the_longest_prefix_of_each_worker_in_one_answer(store: Store) -> None:
@@ -313,14 +434,23 @@ async def test_batches_follow_one_another(store: Store) -> None:
 async def test_a_batch_out_of_turn_changes_nothing(store: Store) -> None:
     chain = names("a", 2)
     generation, sequence = await store.index.snapshot("w", chain[:1])
-    for turn in (sequence - 1, sequence + 1):
+    for turn in (sequence - 2, sequence + 1):
         assert not await store.index.apply("w", generation, turn, chain[1:], [])
     assert not await store.index.apply("w", b"another", sequence, chain[1:], [])
     assert not await store.index.apply("stranger", generation, sequence, chain[1:], [])
     assert not await store.index.apply("stranger", generation, 0, chain, [])
     assert await store.index.lookup(chain) == {"w": 1}
     assert await store.index.apply("w", generation, sequence, chain[1:], [])
-    assert not await store.index.apply("w", generation, sequence, chain[1:], []), "twice"
+
+
+async def test_a_batch_counts_once(store: Store) -> None:
+    """Whoever got no answer sends it again, and goes on."""
+    chain = names("a", 3)
+    generation, sequence = await store.index.snapshot("w", chain[:1])
+    for _ in range(2):
+        assert await store.index.apply("w", generation, sequence, chain[1:2], [])
+    assert await store.index.apply("w", generation, sequence + 1, chain[2:], [])
+    assert await store.index.lookup(chain) == {"w": 3}
 
 
 async def test_a_snapshot_replaces_what_was_known(store: Store) -> None:
@@ -334,8 +464,7 @@ async def test_a_snapshot_replaces_what_was_known(store: Store) -> None:
 async def test_a_large_snapshot_goes_in_several_batches(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_index, "SNAPSHOT_BATCH", 3)
-    monkeypatch.setattr(prefix_index, "COLLECT_BATCH", 4)
+    monkeypatch.setattr(prefix_index, "BATCH", 3)
     chain = names("a", 9)
     generation, sequence = await store.index.snapshot("w", chain[:8])
     assert sequence == 3
@@ -347,6 +476,7 @@ async def test_a_large_snapshot_goes_in_several_batches(
 
 
 async def test_a_dead_incarnation_leaves_nothing_behind(store: Store) -> None:
+    """Its entries count for nothing at once, and those who live sweep them out."""
     chain = names("a", 3)
     await store.index.snapshot("dead", chain)
     await store.index.snapshot("alive", chain[:2])
@@ -354,44 +484,193 @@ async def test_a_dead_incarnation_leaves_nothing_behind(store: Store) -> None:
     await store.index.collect("dead")
     await store.index.collect("never was")
     assert await store.index.lookup(chain) == {"alive": 2}
-    assert not any(b"dead" in key or b"never was" in key for key in await store.keys())
-    await store.index.collect("alive")
-    assert [key for key in await store.keys() if not key.endswith(b":generation")] == []
+    generation, sequence = await store.index.snapshot("alive", chain[:2])
+    assert {len(held) for held in (await contents(store)).values()} == {1, 3}
+    await walk_round(store, "other")
+    assert await contents(store) == {name_of(digest): {"alive"} for digest in chain[:2]}
+    await walk_round(store, "other")
+    retired = f"baton:{{{store.cluster_id}}}:index:retired"
+    assert await cast(Any, store.client.hlen(retired)) == 0, "their numbers may be given out again"
+    assert await store.index.apply("alive", generation, sequence, chain[2:], ())
+    assert await store.index.lookup(chain) == {"alive": 3}
+
+
+async def test_the_walk_renews_what_nobody_changes(store: Store) -> None:
+    await store.index.snapshot("w", names("a", 1))
+    (bucket,) = [key for key in await store.keys() if len(key.rpartition(b":")[2]) == 2]
+    for key in await store.keys():
+        await store.client.expire(key, 100)
+    await walk_round(store, "other")
+    assert await store.client.ttl(bucket) > 1000
+    for key in await store.keys():
+        assert await store.client.ttl(key) > 1000, key
+
+
+async def test_the_walk_rests(store: Store) -> None:
+    """It must not keep the server busy, however many workers call it."""
+    generation, sequence = await store.index.snapshot("w", names("a", 1))
+    state = f"baton:{{{store.cluster_id}}}:index"
+    for turn in range(3):
+        assert await store.index.apply("w", generation, sequence + turn, (), (), tend=True)
+    assert int(await cast(Any, store.client.hget(state, "walked"))) == SLICE
+
+
+async def test_nothing_is_left_once_all_is_forgotten(store: Store) -> None:
+    hashes = [secrets.token_bytes(HASH_BYTES) for _ in range(2000)]
+    await store.index.snapshot("w", hashes)
+    await store.index.forget_generation()
+    assert await store.keys() == []
+    await store.index.forget_generation()
 
 
 async def test_what_was_dropped_everywhere_takes_no_memory(store: Store) -> None:
     chain = names("a", 3)
     generation, sequence = await store.index.snapshot("w", chain)
     assert await store.index.apply("w", generation, sequence, [], chain)
-    assert not any(b":block:" in key or b":held:" in key for key in await store.keys())
+    assert await contents(store) == {}
+    assert len(await store.keys()) == 2
 
 
-async def test_a_worker_that_was_taken_for_dead_heals(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It applies a batch at every point of its collection: nothing is left that nobody knows of."""
-    monkeypatch.setattr(prefix_index, "COLLECT_BATCH", 2)
+async def test_numbers_of_an_earlier_life_are_not_given_out_again(store: Store) -> None:
+    """As long as entries under them may be there."""
+    chain = names("a", 2)
+    await store.index.snapshot("w", chain)
+    state = f"baton:{{{store.cluster_id}}}:index"
+    await cast(Any, store.client.hset(state, "last", 65534))
+    await store.index.snapshot("v", chain[:1])
+    await store.index.snapshot("w", ())
+    assert await store.index.lookup(chain) == {"v": 1}
+    numbers = await cast(Any, store.client.hgetall(f"{state}:numbers"))
+    assert numbers == {b"65535": b"v", b"2": b"w"}
+
+
+async def test_a_worker_that_was_taken_for_dead_heals(store: Store) -> None:
     chain = names("a", 8)
     generation, sequence = await store.index.snapshot("w", chain[:6])
-    applied = []
-
-    class Interrupted(redis.asyncio.Redis):
-        async def execute_command(self, *args: object, **options: object) -> object:
-            answer: object = await cast(Any, super()).execute_command(*args, **options)
-            batch = chain[6:]
-            applied.append(await store.index.apply("w", generation, sequence, batch, []))
-            return answer
-
-    client = Interrupted.from_url(
-        f"redis://127.0.0.1:{store.client.connection_pool.connection_kwargs['port']}/0"
-    )
-    await PrefixIndex(client, store.cluster_id).collect("w")
-    await client.aclose()
-    assert applied
-    assert not any(applied)
-    assert not any(b":block:" in key for key in await store.keys())
+    await store.index.collect("w")
+    assert not await store.index.apply("w", generation, sequence, chain[6:], [])
+    assert await store.index.lookup(chain) == {}
     await store.index.snapshot("w", chain[:1])
     assert await store.index.lookup(chain) == {"w": 1}
+
+
+@pytest.mark.parametrize("lost", [":index", ":index:numbers"])
+async def test_a_lost_table_is_made_again(store: Store, lost: str) -> None:
+    """An operator's Redis may evict a key."""
+    chain = names("a", 3)
+    generation, sequence = await store.index.snapshot("w", chain)
+    await store.index.snapshot("v", chain[:1])
+    await store.client.delete(f"baton:{{{store.cluster_id}}}{lost}")
+    fresh = PrefixIndex(store.client, store.cluster_id)
+    assert await fresh.lookup(chain) == {}
+    assert not await store.index.apply("w", generation, sequence, (), ())
+    await store.index.snapshot("w", chain)
+    assert await fresh.lookup(chain) == await store.index.lookup(chain) == {"w": 3}
+
+
+async def test_answers_that_cross_a_change_of_the_workers(store: Store) -> None:
+    """A lookup that was sent with the older table of numbers is read with that table."""
+    await store.index.snapshot("w", names("a", 2))
+    await store.index.lookup(names("a", 2))
+    one, other, _ = await asyncio.gather(
+        store.index.lookup(names("a", 2)),
+        store.index.lookup(names("a", 2)),
+        store.index.snapshot("v", names("a", 1)),
+    )
+    assert one["w"] == other["w"] == 2
+    assert await store.index.lookup(names("a", 2)) == {"w": 2, "v": 1}
+
+
+async def test_many_workers_hold_a_prefix(store: Store) -> None:
+    """Lists of more than a run, that differ from block to block at both ends and in the middle."""
+    chain = names("a", 40)
+    depths = {f"w{number}": 1 + (number * 7) % 40 for number in range(150)}
+    for worker, depth in depths.items():
+        await store.index.snapshot(worker, chain[:depth])
+    for worker in ("w3", "w77", "w149"):
+        await store.index.collect(worker)
+        del depths[worker]
+    assert await store.index.lookup(chain) == depths
+
+
+# Bounded memory
+
+
+SMALL = 32 << 20
+"""Bytes of an index in which a bucket's share is that of 32 blocks of one worker each."""
+
+
+async def pretend(store: Store, *, part: float) -> None:
+    """That part of what may be in all buckets is there."""
+    state = f"baton:{{{store.cluster_id}}}:index"
+    most = int(await cast(Any, store.client.hget(state, "most_bytes")))
+    await cast(Any, store.client.hset(state, "bytes", int(most * part)))
+
+
+async def test_what_is_asked_for_outlives_what_is_not(store: Store) -> None:
+    small = PrefixIndex(store.client, store.cluster_id, memory_bytes=SMALL)
+    same_bucket = [bytes(2) + secrets.token_bytes(HASH_BYTES - 2) for _ in range(200)]
+    generation, sequence = await small.snapshot("w", same_bucket[:20])
+    assert await small.lookup(same_bucket[:1]) == {"w": 1}
+    for start in range(20, 200, 10):
+        await pretend(store, part=1.01)
+        batch = same_bucket[start : start + 10]
+        assert await small.apply("w", generation, sequence, batch, ())
+        sequence += 1
+        assert await small.lookup(same_bucket[:1]) == {"w": 1}, "it is asked for again and again"
+        assert {name_of(digest) for digest in batch} <= (await contents(store)).keys()
+    (key,) = [key for key in await store.keys() if key.endswith(bytes(2))]
+    assert await store.client.strlen(key) <= 330
+    held = await contents(store)
+    assert 20 < len(held) < 35
+    assert not {name_of(digest) for digest in same_bucket[1:100]} & held.keys()
+    # What the index has forgotten may be dropped all the same.
+    assert await small.apply("w", generation, sequence, (), same_bucket)
+    assert await contents(store) == {}
+
+
+async def test_while_there_is_memory_nothing_is_forgotten(store: Store) -> None:
+    small = PrefixIndex(store.client, store.cluster_id, memory_bytes=SMALL)
+    same_bucket = [bytes(2) + secrets.token_bytes(HASH_BYTES - 2) for _ in range(200)]
+    await small.snapshot("w", same_bucket)
+    assert await small.lookup(same_bucket) == {"w": 200}
+
+
+@pytest.mark.parametrize(("part", "stays"), [(1.01, True), (1.2, False)])
+async def test_a_block_that_all_hold_goes_last(store: Store, part: float, stays: bool) -> None:
+    """It may be larger than a bucket's share, and is what most requests ask for."""
+    small = PrefixIndex(store.client, store.cluster_id, memory_bytes=SMALL)
+    digest = bytes(HASH_BYTES)
+    for number in range(200):
+        await small.snapshot(f"w{number}", [digest])
+    for _ in range(3):
+        assert len(await small.lookup([digest])) == 200
+        await pretend(store, part=part)
+        fresh = [bytes(2) + secrets.token_bytes(HASH_BYTES - 2) for _ in range(40)]
+        await small.snapshot("w", fresh)
+        assert (len(await small.lookup([digest])) == 200) is stays
+        if not stays:
+            break
+
+
+async def test_the_bytes_of_all_buckets_are_known(store: Store) -> None:
+    hashes = [secrets.token_bytes(HASH_BYTES) for _ in range(300)]
+    generation, sequence = await store.index.snapshot("w", hashes)
+    await store.index.snapshot("v", hashes[:100])
+    assert await store.index.apply("w", generation, sequence, (), hashes[50:200])
+    await store.index.collect("v")
+    await walk_round(store, "other")
+    state = f"baton:{{{store.cluster_id}}}:index"
+    assert int(await cast(Any, store.client.hget(state, "bytes"))) == 150 * 10
+
+
+async def test_only_keys_of_the_cluster_are_touched(store: Store) -> None:
+    await store.client.set("an operator's", "own")
+    small = PrefixIndex(store.client, store.cluster_id, memory_bytes=SMALL)
+    await small.snapshot("w", [bytes(2) + secrets.token_bytes(14) for _ in range(500)])
+    await small.forget_generation()
+    assert await store.client.get("an operator's") == b"own"
+    await store.client.delete("an operator's")
 
 
 # A worker's publisher
@@ -499,17 +778,91 @@ async def test_changes_during_a_snapshot_follow_it(
 ) -> None:
     worker = Publisher(store)
     worker.fill(names("a", 2))
-    snapshot = store.index.snapshot
+    apply = store.index.apply
 
-    async def slow(incarnation: str, held: list[bytes]) -> tuple[bytes, int]:
+    async def slow(*arguments: Any, tend: bool = False) -> bool:
         worker.fill(names("b", 3))
-        return await snapshot(incarnation, held)
+        return await apply(*arguments, tend=tend)
 
-    monkeypatch.setattr(store.index, "snapshot", slow)
+    monkeypatch.setattr(store.index, "apply", slow)
     await worker.publisher.publish()
     await worker.publisher.publish()
     assert await worker.known(names("b", 3)) == 3
     assert await worker.known(names("a", 2)) == len(worker.pool.match(names("a", 2))) == 1
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+async def test_a_batch_without_an_answer_is_sent_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch, arrived: bool
+) -> None:
+    """Nobody knows whether it arrived; there is no snapshot in either case."""
+    worker = Publisher(store)
+    worker.fill(names("a", 2))
+    await worker.publisher.publish()
+    apply = store.index.apply
+    begun: list[str] = []
+
+    async def broken(*arguments: Any, tend: bool = False) -> bool:
+        if arrived:
+            await apply(*arguments, tend=tend)
+        raise redis.TimeoutError
+
+    worker.fill(names("b", 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(store.index, "apply", broken)
+        for chain in (names("c", 1), names("a", 2)):
+            with pytest.raises(redis.TimeoutError):
+                await worker.publisher.publish()
+            worker.fill(chain)
+    monkeypatch.setattr(store.index, "begin", begun.append)
+    await worker.publisher.publish()
+    for chain in (names("a", 2), names("b", 2), names("c", 1)):
+        assert await worker.known(chain) == len(worker.pool.match(chain))
+    assert begun == []
+
+
+async def test_a_snapshot_that_breaks_goes_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_publisher, "BATCH", 2)
+    worker = Publisher(store, blocks=8)
+    worker.fill(names("a", 7))
+    apply, sent = store.index.apply, []
+
+    async def flaky(*arguments: Any, tend: bool = False) -> bool:
+        sent.append(arguments[2])
+        if len(sent) % 2:
+            raise redis.TimeoutError
+        return await apply(*arguments, tend=tend)
+
+    monkeypatch.setattr(store.index, "apply", flaky)
+    for _ in range(4):
+        with pytest.raises(redis.TimeoutError):
+            await worker.publisher.publish()
+    await worker.publisher.publish()
+    assert sent == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert await worker.known(names("a", 7)) == 7
+
+
+async def test_after_too_many_changes_there_is_a_snapshot(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for an index that stays away is bounded."""
+    monkeypatch.setattr(index_publisher, "_SPARE_CHANGES", 2)
+    worker = Publisher(store)
+    await worker.publisher.publish()
+    away = redis_client(f"redis://127.0.0.1:{free_port()}/0")
+    here, worker.publisher._index = worker.publisher._index, PrefixIndex(away, store.cluster_id)
+    for number in range(12):
+        worker.fill(names(str(number), 2))
+        with pytest.raises(redis.ConnectionError):
+            await worker.publisher.publish()
+        assert len(worker.publisher._pending) <= 10
+    worker.publisher._index = here
+    await worker.publisher.publish()
+    told = {name for name, who in (await contents(store)).items() if "w" in who}
+    assert told == {name_of(digest) for digest in worker.pool.held_hashes()}
+    await away.aclose()
 
 
 @settings(
@@ -545,8 +898,8 @@ def test_the_index_is_right_after_a_check_whatever_came_before(
         await worker.publisher.publish(verify=True)
         for chain in chains:
             assert await worker.known(chain) == len(worker.pool.match(chain))
-        held_keys = [key for key in await store.keys() if b":block:" in key]
-        assert len(held_keys) == len(worker.pool.held_hashes())
+        told = {name for name, who in (await contents(store)).items() if "w" in who}
+        assert told == {name_of(digest) for digest in worker.pool.held_hashes()}
         await store.client.aclose()
 
     asyncio.run(run())

@@ -12,14 +12,14 @@ from baton.redis_client import redis_client
 from deploy.cluster_mark import ClusterMark
 from deploy.ports import free_port
 from deploy.run_directory import RunDirectory
-from deploy.valkey import MAX_MEMORY_BYTES, EmbeddedValkey, check_redis
+from deploy.valkey import REST_BYTES, EmbeddedValkey, check_redis
 
 DEADLINE_S = 20.0
 
 
 @pytest.fixture
 async def valkey(mark: ClusterMark, run: RunDirectory) -> AsyncIterator[EmbeddedValkey]:
-    valkey = EmbeddedValkey(mark, run)
+    valkey = EmbeddedValkey(mark, run, 64)
     await valkey.start()
     yield valkey
     await valkey.stop()
@@ -29,7 +29,7 @@ async def test_it_serves_behind_a_password_on_loopback(valkey: EmbeddedValkey) -
     async with redis_client(valkey.url) as client:
         assert await client.ping()
         memory = await client.config_get("maxmemory*")
-        assert memory["maxmemory"] == str(MAX_MEMORY_BYTES)
+        assert memory["maxmemory"] == str(REST_BYTES + (64 << 20))
         assert memory["maxmemory-policy"] == "noeviction"
         assert (await client.config_get("save"))["save"] == ""
     async with redis_client(f"redis://{valkey.address}/0") as stranger:

@@ -24,7 +24,6 @@ from decode_worker import local_prefill
 from decode_worker import role as role_module
 from decode_worker.receiver import Offer
 from decode_worker.role import DecodeRole
-from kvtransfer.transport import Peer
 from tests.unit.engine.fake_engine import answer
 from tests.unit.worker.manual_worker import (
     GEOMETRY,
@@ -35,10 +34,9 @@ from tests.unit.worker.manual_worker import (
     settle,
     spec_of,
 )
-from worker.fetch import PrefixSource
 from worker.fetch_estimates import FetchEstimates
 
-HOLDER = PrefixSource(Peer("prefill-0:1", "127.0.0.1:1"), 99)
+HOLDER = prefill_pb2.PrefixSource(address="127.0.0.1:1", incarnation="prefill-0:1", blocks=99)
 
 
 class Eager(FetchEstimates):
@@ -69,12 +67,21 @@ class World(ManualWorker):
         return 0
 
     def begin(
-        self, spec: SequenceSpec, source: PrefixSource | None = None
+        self,
+        spec: SequenceSpec,
+        source: prefill_pb2.PrefixSource | None = None,
+        incarnation: str = INCARNATION,
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        return self.role.local.prefill(spec, "127.0.0.1:1", INCARNATION, source)
+        return self.role.local.run(
+            prefill_pb2.PrefillRequest(
+                sequence=convert.sequence_to_proto(spec),
+                decode_incarnation=incarnation,
+                source=source,
+            )
+        )
 
     async def call(
-        self, spec: SequenceSpec, source: PrefixSource | None = None
+        self, spec: SequenceSpec, source: prefill_pb2.PrefixSource | None = None
     ) -> asyncio.Task[list[prefill_pb2.PrefillResponse]]:
         """A call that has got as far as it can without a step."""
 
@@ -187,7 +194,7 @@ async def test_what_is_refused_at_once(
     incarnation = str(change.pop("incarnation", INCARNATION))
     spec = spec_of(**change)  # type: ignore[arg-type]
     with pytest.raises(error):
-        await anext(world.role.local.prefill(spec, "", incarnation))
+        await anext(world.begin(spec, incarnation=incarnation))
     world.check_nothing_is_held()
 
 

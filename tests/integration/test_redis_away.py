@@ -1,0 +1,105 @@
+"""A cluster whose Redis goes away under load and comes back: no request fails, nothing restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import redis
+
+from baton.sampling_params import SamplingParams
+from tests.integration.test_handoff import local_answer, prompt_of
+from tests.mini_cluster import MiniCluster, free_port, mini_cluster, valkey
+
+SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+AWAY_S = [1.5, pytest.param(30.0, marks=pytest.mark.long)]
+BEATS: dict[str, Any] = {"heartbeat_s": 0.2, "registry_ttl_s": 0.6}
+
+
+@contextmanager
+def stopped(url: str) -> Iterator[None]:
+    """The server sleeps, and its connections stay."""
+    with redis.Redis.from_url(url) as client:
+        server = int(cast(Any, client.info("server"))["process_id"])
+    os.kill(server, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server, signal.SIGCONT)
+
+
+async def serve_for(cluster: MiniCluster, model: Path, seconds: float) -> None:
+    """Requests with prompts of their own, one after the other; each is answered as it should be."""
+    until = time.monotonic() + seconds
+    served = 0
+    while served < 3 or time.monotonic() < until:
+        prompt = prompt_of(40 + served % 60)
+        answer = await cluster.answer(prompt, SHORT)
+        if served < 3:
+            assert answer.token_ids == local_answer(model, prompt, SHORT)
+        served += 1
+
+
+async def until_whole(cluster: MiniCluster) -> None:
+    """Registry and index say of every worker what is so."""
+    async with asyncio.timeout(30):
+        while not await is_whole(cluster):
+            await asyncio.sleep(0.05)
+
+
+async def is_whole(cluster: MiniCluster) -> bool:
+    workers = [worker.context for worker in cluster.workers.values() if worker.context is not None]
+    if len(await cluster.registry.all()) < len(workers):
+        return False
+    for context in workers:
+        for digest in context.engine.pool.held_hashes():
+            if context.incarnation not in await cluster.index.lookup([digest]):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("away_s", AWAY_S)
+async def test_a_redis_that_sleeps(tiny_model: Path, away_s: float) -> None:
+    with valkey() as url:
+        async with mini_cluster(tiny_model, url, kv_pool_mib=8, **BEATS) as cluster:
+            await serve_for(cluster, tiny_model, 0)
+            await until_whole(cluster)
+            with stopped(url):
+                await serve_for(cluster, tiny_model, away_s)
+            await until_whole(cluster)
+            assert cluster.dispatcher.health() == ("ok", "")
+            prompt = prompt_of(200)
+            await cluster.answer(prompt, SHORT)
+            await until_whole(cluster)
+            warm = await cluster.answer(prompt, SHORT)
+            assert warm.cached_prompt_tokens == 192
+            await cluster.until_idle()
+
+
+@pytest.mark.parametrize("away_s", AWAY_S)
+async def test_a_redis_that_dies_and_starts_empty(tiny_model: Path, away_s: float) -> None:
+    port = free_port()
+    with valkey(port) as url:
+        cluster_of = mini_cluster(tiny_model, url, kv_pool_mib=8, **BEATS)
+        cluster = await cluster_of.__aenter__()
+        await serve_for(cluster, tiny_model, 0)
+        await until_whole(cluster)
+    try:
+        await serve_for(cluster, tiny_model, away_s)
+        with valkey(port):
+            await until_whole(cluster)
+            assert cluster.dispatcher.health() == ("ok", "")
+            await serve_for(cluster, tiny_model, 0)
+            await until_whole(cluster)
+            await cluster.until_idle()
+            await cluster_of.__aexit__(None, None, None)
+    except BaseException as error:
+        await cluster_of.__aexit__(type(error), error, error.__traceback__)
+        raise

@@ -1,0 +1,91 @@
+"""How the dispatcher sees workers, in blocks of the prefix index; and what it tells them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.config import Config
+from baton.errors import DeadlineExceeded
+from baton.metrics import RouterMetrics
+from baton.prefix_index import PrefixIndex
+from baton.redis_client import redis_client
+from baton.registry import Registry, WorkerRecord
+from baton.request import FinishReason, Geometry, LoadSnapshot, Principal
+from baton.sampling_params import SamplingParams
+from router.admission import Capacity
+from router.dispatcher import ClusterDispatcher, _capacity
+from router.generation import GenerationRequest, OutputDelta
+from router.worker_links import WorkerLink
+from tests.unit.router.front_fakes import tiny_tokenizer
+
+HASH_BLOCK = 16
+
+
+def record_of(role: str, block_size: int) -> WorkerRecord:
+    return WorkerRecord(
+        incarnation=role[0],
+        slot=f"{role}-0",
+        role=role,
+        address="127.0.0.1:1",
+        metrics_address="",
+        model="tiny",
+        fingerprint="f",
+        geometry=Geometry(block_size, 2, 3, 64, "bfloat16"),
+        context_length=2048,
+        total_blocks=100,
+        max_sequences=8,
+        load=LoadSnapshot(running=2, waiting=1, free_blocks=7, cached_blocks=3),
+    )
+
+
+async def test_workers_are_told_what_is_left_of_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Time in the waiting room, and for choosing workers, has passed when the request is sent."""
+    redis = redis_client("redis://127.0.0.1:1/0")
+    dispatcher = ClusterDispatcher(
+        Config(),
+        tiny_tokenizer(),
+        RouterMetrics(CollectorRegistry()),
+        Registry(redis, "c"),
+        PrefixIndex(redis, "c"),
+    )
+    sent: list[float] = []
+
+    async def turn(request: GenerationRequest) -> None:
+        await asyncio.sleep(0.05)
+
+    async def route(request: GenerationRequest) -> None:
+        await asyncio.sleep(0.05)
+
+    async def run(request: GenerationRequest, decision: None) -> AsyncGenerator[OutputDelta, None]:
+        sent.append(request.deadline_s)
+        yield OutputDelta("x", (1,), FinishReason.STOP)
+
+    monkeypatch.setattr(dispatcher._waiting_room, "turn", turn)
+    monkeypatch.setattr(dispatcher, "_route", route)
+    monkeypatch.setattr(dispatcher, "_run", run)
+    for deadline_s in (5.0, 0.06):
+        request = GenerationRequest("r", (1,), SamplingParams(), Principal(), deadline_s)
+        with contextlib.suppress(DeadlineExceeded):
+            async for _ in dispatcher.generate(request):
+                pass
+    (left,) = sent
+    assert 0 < left < 4.91
+    await redis.aclose()
+
+
+async def test_capacity_counts_in_hash_blocks() -> None:
+    links = [WorkerLink(record_of(role, 32)) for role in ("prefill", "decode")]
+    try:
+        seen = _capacity(HASH_BLOCK, links[:1], links[1:])
+        assert _capacity(HASH_BLOCK, [], links) is None
+    finally:
+        for link in links:
+            await link.channel.close()
+    assert seen == Capacity(HASH_BLOCK, 1, 3, 8, (20,), (200,))
