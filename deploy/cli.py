@@ -623,6 +623,9 @@ def bench_overload(
         float, typer.Option(min=1, help="What is offered, over the measured capacity.")
     ] = 3.0,
     seconds: Annotated[float, typer.Option(min=1, help="How long that is offered.")] = 60.0,
+    probe_seconds: Annotated[
+        float, typer.Option(min=1, help="How long each rate is, to find the capacity.")
+    ] = 20.0,
     output: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
     ] = None,
@@ -639,7 +642,7 @@ def bench_overload(
 
     try:
         programs = Programs(model=model_store.resolve(model, say, "auto").path)
-        settings = OverloadSettings(trace, scale_length, factor, seconds)
+        settings = OverloadSettings(trace, scale_length, factor, seconds, probe_seconds)
         run_bench(settings, programs, say, Console(), output)
     except BatonError as error:
         _fail(error.message)

@@ -62,16 +62,14 @@ def read_arrivals(path: Path, scale_length: float = 1.0) -> tuple[Arrival, ...]:
     return tuple(found)
 
 
-def at_rate(
-    trace: Sequence[Arrival], rate: float, seconds: float, start: int = 0
-) -> Iterator[Arrival]:
+def at_rate(trace: Sequence[Arrival], rate: float, seconds: float) -> Iterator[Arrival]:
     """As many rows as make ``rate`` requests a second, with their gaps scaled to fill ``seconds``.
 
-    From row ``start`` on; at its end the trace begins anew.
+    From its first row on; at its end the trace begins anew.
     """
     count = max(1, round(rate * seconds))
     turn_s = trace[-1].at_s * len(trace) / (len(trace) - 1)
-    rows = [divmod(start + number, len(trace)) for number in range(count + 1)]
+    rows = [divmod(number, len(trace)) for number in range(count + 1)]
     times = [turn * turn_s + trace[place].at_s for turn, place in rows]
     scale = seconds / max(times[-1] - times[0], 1e-9)
     for (_, place), at_s in zip(rows[:-1], times, strict=False):

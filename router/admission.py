@@ -85,9 +85,10 @@ class _Request:
     begun_at: float | None = None
     generated: int = 0
 
-    def late(self, now: float, rate: float | None) -> bool:
-        """Whether its first token would come too late if it were sent now."""
-        least = self.applicant.prompt_tokens / rate if rate is not None else 0.0
+    def late(self, now: float, rate: float | None, in_flight_tokens: int) -> bool:
+        """Whether its first token would come too late if it were sent now, behind those tokens."""
+        ahead = in_flight_tokens + self.applicant.prompt_tokens
+        least = ahead / rate if rate is not None else 0.0
         limit = min(self.applicant.give_up_s, self.applicant.deadline_s)
         return now + least > self.offered_at + limit
 
@@ -303,7 +304,8 @@ class Admission:
 
     def _drop_late(self, now: float) -> None:
         rate = self.tokens_per_s
-        for entry in [entry for entry in self._queue if entry.item.late(now, rate)]:
+        in_flight = self._in_flight_tokens
+        for entry in [entry for entry in self._queue if entry.item.late(now, rate, in_flight)]:
             self._queue.remove(entry)
             self._forget(entry)
             error = DeadlineUnreachable(

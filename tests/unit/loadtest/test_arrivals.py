@@ -51,9 +51,9 @@ def test_what_is_no_trace(tmp_path: Path, content: bytes, said: str) -> None:
 
 def test_the_rate_is_what_was_asked_for() -> None:
     trace = tuple(Arrival(at * at, at + 1, 1) for at in range(10))
-    rows = list(at_rate(trace, 5.0, 10.0, start=7))
+    rows = list(at_rate(trace, 5.0, 10.0))
     assert len(rows) == 50
     assert rows[0].at_s == 0
     assert all(a.at_s <= b.at_s for a, b in itertools.pairwise(rows))
     assert rows[-1].at_s < 10.0
-    assert [row.prompt_tokens for row in rows[:4]] == [8, 9, 10, 1]
+    assert [row.prompt_tokens for row in rows[8:12]] == [9, 10, 1, 2]

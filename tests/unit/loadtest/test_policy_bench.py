@@ -17,7 +17,7 @@ BLOCK = 512
 
 
 def write_chats(path: Path, chats: int = 23, turns: int = 6) -> Path:
-    """Chats with one first block, whose turns take turns: each repeats the last and goes on."""
+    """Chats with one first block, one after the other; each turn repeats the one before it."""
     dice, rows, fresh = random.Random(1), [], 1
     held: dict[int, list[int]] = {chat: [0] for chat in range(chats)}
     for turn in range(turns):
