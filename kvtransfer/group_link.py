@@ -277,7 +277,9 @@ class _Link:
             while self._wait_for_piece(has_posted=bool(posted)):
                 while len(posted) < _MOVING and (piece := self._next_piece()) is not None:
                     posted.append(self._post(pair, piece))
-                self._settle(pair, posted.popleft())
+                # None where the link broke meanwhile: its pieces are gone.
+                if posted:
+                    self._settle(pair, posted.popleft())
         except (BatonError, RuntimeError, OSError) as error:  # torch raises RuntimeErrors
             self._break(self._told(error))
         except Exception as error:

@@ -24,6 +24,7 @@ from baton.errors import (
     BatonError,
     ContextLengthExceeded,
     DeadlineExceeded,
+    NoRoom,
     Overloaded,
     Unavailable,
     WorkerFailed,
@@ -54,6 +55,8 @@ REGISTRY_POLL_S = 0.25
 COLLECT_AFTER_S = 10.0
 """So long a worker must be listed as dead before the index forgets it: after Redis was away, all
 are until their next heartbeat. Nothing is routed to a dead one meanwhile."""
+NO_ROOM_RETRY_S = 0.1
+"""When a decode worker without room is asked again, if it does not say."""
 COMMIT_GRACE_S = 1.0
 """After a prefill worker's death: how long the decode worker has to show that it had committed."""
 
@@ -322,9 +325,7 @@ class ClusterDispatcher:
             source=prefix_source,
         )
         try:
-            async with aclosing(placement.source.prefills.run(message)) as responses:
-                async for response in responses:
-                    self._heard(response, life, placement.promise)
+            await self._follow(message, life, placement)
         except BatonError as failure:
             if type(failure) is WorkerFailed:
                 placement.source.failed(time.monotonic())
@@ -334,6 +335,29 @@ class ClusterDispatcher:
                         await life.decode_began.wait()
             if not life.decode_began.is_set():
                 life.fail(failure)
+
+    async def _follow(
+        self, message: prefill_pb2.PrefillRequest, life: RequestLife, placement: _Placement
+    ) -> None:
+        """Raises BatonError where there is no first token, or no handoff after it.
+
+        A prefill worker waits for room itself. A decode worker that would compute the prompt says
+        when to ask again, as it says to those.
+        """
+        deadline = time.monotonic() + message.sequence.deadline_ms / 1e3
+        while True:
+            try:
+                async with aclosing(placement.source.prefills.run(message)) as responses:
+                    async for response in responses:
+                        self._heard(response, life, placement.promise)
+                return
+            except NoRoom as full:
+                left = deadline - time.monotonic()
+                wait = full.retry_after or NO_ROOM_RETRY_S
+                if wait >= left:
+                    raise
+            await asyncio.sleep(wait)
+            message.sequence.deadline_ms = max(1, int((deadline - time.monotonic()) * 1e3))
 
     def _heard(
         self, response: prefill_pb2.PrefillResponse, life: RequestLife, promise: Promise

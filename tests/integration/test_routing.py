@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.config import ContextClass
+from router.generation import GenerationRequest
 from tests.integration.test_handoff import BLOCK, SAMPLINGS, local_answer, prompt_of
 from tests.mini_cluster import MiniCluster, mini_cluster
 
@@ -77,3 +78,27 @@ async def test_reports_teach_and_every_promise_ends(tiny_model: Path, redis_url:
         assert learned != source.prefill_cost[:2]
         assert planner.table.own_sequences.max() == planner.table.outstanding.max() == 0
         assert planner.table.promised_blocks.max() == planner.table.own_ms.max() == 0
+
+
+async def test_a_prompt_waits_for_room_where_it_is_to_be_computed(
+    tiny_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it would at a prefill worker; nobody is refused for want of blocks that will be free."""
+
+    async def pass_on(_request: GenerationRequest) -> None:
+        """As if other routers had taken the room meanwhile."""
+
+    async with mini_cluster(
+        tiny_model,
+        redis_url,
+        kv_pool_mib=8,
+        local_prefill="always",
+        admission_slo_factor=0.0,
+        decode_pool={"max_sequences": 2},
+    ) as cluster:
+        monkeypatch.setattr(cluster.dispatcher._waiting_room, "turn", pass_on)
+        prompts = [prompt_of(200, salt) for salt in range(8)]
+        answers = await asyncio.gather(*(cluster.answer(prompt, GREEDY) for prompt in prompts))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.token_ids == local_answer(tiny_model, prompt, GREEDY)
+        await cluster.until_idle()

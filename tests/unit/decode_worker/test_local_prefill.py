@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import pytest
@@ -24,8 +24,10 @@ from decode_worker import local_prefill
 from decode_worker import role as role_module
 from decode_worker.receiver import Offer
 from decode_worker.role import DecodeRole
-from tests.unit.engine.fake_engine import answer
+from kvtransfer.transport import Peer
+from tests.unit.engine.fake_engine import answer, kv_of
 from tests.unit.worker.manual_worker import (
+    BLOCK_BYTES,
     GEOMETRY,
     INCARNATION,
     ROUTER,
@@ -57,14 +59,26 @@ class World(ManualWorker):
             monkeypatch.setattr(module, "time", self.clock)
         self.asked = asyncio.Event()
         self.holder_answers = asyncio.Event()
+        self.held: tuple[int, ...] = ()
+        """Tokens of which the holder has all full blocks; nothing of them is cached here."""
         self.role = DecodeRole(self.context, Eager())
         self.control.start(self.role)
         self.role.outbox(ROUTER).open()
 
-    async def ask(self, *_arguments: object) -> int:
+    async def ask(
+        self, holder: Peer, ticket_id: str, hashes: Sequence[bytes], deadline_s: float
+    ) -> int:
         self.asked.set()
         await self.holder_answers.wait()
-        return 0
+        count = min(len(self.held) // SIZE, len(hashes))
+        if count:
+            blocks = self.receiver.begin_copy(
+                ticket_id, holder.incarnation, "shm", range(count), 0, BLOCK_BYTES, self.now
+            )
+            assert blocks is not None
+            self.model.write(list(blocks), 0, kv_of(list(self.held[: count * SIZE])))
+            self.receiver.end_copy(ticket_id, "shm", count * BLOCK_BYTES)
+        return count
 
     def begin(
         self,
@@ -264,6 +278,48 @@ async def test_what_a_holder_does_not_have_is_computed(world: World) -> None:
     await world.drain()
     (response,) = await call
     assert response.computed_tokens == 20
+    world.check_nothing_is_held()
+
+
+async def test_what_a_holder_has_is_not_computed(world: World) -> None:
+    spec = spec_of(length=20, max_tokens=2)
+    world.held = spec.token_ids
+    world.holder_answers.set()
+    call = await world.call(spec, HOLDER)
+    await world.drain()
+    (response,) = await call
+    assert (response.cached_prompt_tokens, response.computed_tokens) == (16, 4)
+    expected, _ = answer(spec, (), 64)
+    assert [output.token_ids for output in world.told()] == [(token,) for token in expected[20:]]
+    world.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("held", [0, 8, 20])
+async def test_room_that_goes_while_blocks_are_fetched(world: World, held: int) -> None:
+    spec = spec_of("local", length=40)
+    world.held = spec.token_ids[:held]
+    call = await world.call(spec, HOLDER)
+    assert world.asked.is_set()
+    others = [spec_of("one", length=60, first=3), spec_of("two", length=31, first=5)]
+    for other in others:
+        world.reserve(other)
+    world.holder_answers.set()
+    with pytest.raises(NoRoom):
+        await call
+    for other in others:
+        world.role.abort((other.request_id, 0))
+    world.check_nothing_is_held()
+
+
+async def test_an_abort_while_blocks_are_fetched_gives_them_back(world: World) -> None:
+    spec = spec_of(length=20)
+    world.held = spec.token_ids
+    call = await world.call(spec, HOLDER)
+    world.role.abort(("r", 0))
+    world.holder_answers.set()
+    with pytest.raises(TicketEnded):
+        await call
+    assert not world.thread.plans
     world.check_nothing_is_held()
 
 

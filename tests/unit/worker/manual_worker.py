@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from engine.block_pool import BlockPool
 from engine.plan import StepPlan, StepResult
 from engine.scheduler import Scheduler, SchedulerLimits
 from kvtransfer.memory import BlockMemory
+from kvtransfer.transport import Peer
 from tests.unit.engine.fake_engine import FakeEngine
 from worker import control_loop, fetch
 from worker.block_receiver import BlockReceiver
@@ -118,7 +119,9 @@ class ManualWorker:
             incarnation=INCARNATION,
         )
 
-    async def ask(self, *_arguments: object) -> int:
+    async def ask(
+        self, holder: Peer, ticket_id: str, hashes: Sequence[bytes], deadline_s: float
+    ) -> int:
         """No holder has anything."""
         return 0
 
