@@ -127,7 +127,7 @@ def route_settings(config: Config) -> RouteSettings:
                 local_prefill=one.local_prefill or config.local_prefill,
                 prefill=pools(one.pools, "prefill"),
                 decode=pools(one.pools, "decode"),
-                slo_ttft_ms=config.slo_ttft_s * 1e3,
+                slo_ttft_ms=config.slo_ttft_of(one.name) * 1e3,
                 slo_tpot_ms=config.slo_tpot_s * 1e3,
             )
             for one in config.classes

@@ -56,7 +56,7 @@ SHORTLIST = 8
 _SHORTLIST_BY_TTFT = 4
 _LEAST_MS = 1e-6
 _PER_SLO_MS, _FULL_MS = 1e6, 1e12
-"""More than any score: a decode worker over its SLO, and one without room, come last."""
+"""More than any score."""
 
 
 @dataclass(slots=True)
@@ -195,15 +195,20 @@ def _pairs(
 ) -> _Candidates:
     p, d = sources.shortlist(min(route.slo_ttft_ms, seen.request.deadline_ms)), decode.rows
     if len(d) > SHORTLIST:
-        over = np.maximum(seen.tpot_ms / route.slo_tpot_ms - 1.0, 0.0)
         rank = transfers.usual[1] * seen.missing + ANSWER_TOKENS * seen.tpot_ms
-        d = _least(d, rank + _PER_SLO_MS * over + _FULL_MS * ~seen.fits, SHORTLIST)
+        d = _least(d, rank + _penalty(seen, seen.tpot_ms, route), SHORTLIST)
     source = p.repeat(len(d))
     target = np.broadcast_to(d, (len(p), len(d))).ravel()
     transfer = _transfer(seen, transfers, source, target)
     tpot = seen.tpot_ms[target]
     score = sources.score[source] + transfer + ANSWER_TOKENS * tpot
     return _Candidates(source, target, sources.ttft[source] + transfer, tpot, score)
+
+
+def _penalty(seen: Predictions, tpot: Floats, route: ClassRoute) -> Floats:
+    """Puts decode workers over their SLO behind others, and those without room behind those."""
+    over = np.maximum(tpot / route.slo_tpot_ms - 1.0, 0.0)
+    return _PER_SLO_MS * over + _FULL_MS * ~seen.fits
 
 
 def _least(rows: Rows, values: Floats, count: int) -> Rows:
@@ -225,14 +230,15 @@ def _transfer(seen: Predictions, transfers: TransferCosts, source: Rows, target:
 def _alone(
     seen: Predictions, decode: Group, work: Floats, full: Floats, route: ClassRoute
 ) -> _Candidates:
-    rows = decode.rows
-    table = seen.table
+    rows, table = decode.rows, seen.table
     took, tpot = seen.local(route.slo_tpot_ms)
     ttft = seen.queue_ms + took
     step = table.step_a + table.step_b * table.running + table.step_c * table.context_tokens
     harm = seen.prefill_ms * table.running * (step / route.slo_tpot_ms)
     score = ttft + OTHERS_WEIGHT * seen.prefill_ms + harm + ANSWER_TOKENS * seen.tpot_ms
     score = score + _spread(work, full, decode)
+    if len(rows) > SHORTLIST:
+        rows = _least(rows, score + _penalty(seen, tpot, route), SHORTLIST)
     return _Candidates(rows, rows, ttft[rows], tpot[rows], score[rows])
 
 

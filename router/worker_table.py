@@ -354,7 +354,7 @@ class WorkerTable:
     def queue_ms(self, now_ms: float) -> Floats:
         """For each row: how long a prompt that comes now waits for those before it."""
         own = np.maximum(self.own_until - now_ms, self.own_floor)
-        return np.maximum(own, 0.0) + np.maximum(self.others_until - now_ms, 0.0)
+        return own + np.maximum(self.others_until - now_ms, 0.0)
 
     def recent_work(self, now_ms: float) -> Floats:
         """For each row: milliseconds of computing that it was given, with ``HALF_LIFE_MS``."""
