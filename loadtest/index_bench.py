@@ -34,7 +34,7 @@ from loadtest.transfer_rows import write_json
 Say = Callable[[str], None]
 
 _MILLION = 1_000_000
-_BYTES_PER_PAIR = 24
+_BYTES_PER_PAIR = 64
 """Memory that the index is allowed, so that it need not forget anything."""
 _LOADERS = 4
 _WARM = 200
