@@ -10,7 +10,10 @@ PINS := pyproject.toml requirements.lock Makefile
 # Flags for `baton up`, for example: make up ARGS="--decode 2"
 ARGS ?=
 # What `make test` runs, for example: make test TESTS=tests/unit
-TESTS ?= tests/unit tests/kernels tests/transports tests/integration tests/e2e tests/chaos
+# Whole clusters, and what is killed on time, run one after another; the rest two at a time.
+TESTS ?=
+SIDE_BY_SIDE = tests/unit tests/kernels tests/transports tests/integration
+IN_TURN = tests/e2e tests/chaos
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -54,7 +57,12 @@ up: install
 	@exec $(BIN)/baton up $(ARGS)
 
 test: install-dev
+ifeq ($(strip $(TESTS)),)
+	@$(BIN)/python -m pytest -m "not long" -n 2 $(SIDE_BY_SIDE)
+	@$(BIN)/python -m pytest -m "not long" $(IN_TURN)
+else
 	@$(BIN)/python -m pytest -m "not long" $(TESTS)
+endif
 
 test-long: install-dev
 	@$(BIN)/python -m pytest -m long

@@ -17,8 +17,15 @@ from pydantic_settings import (
 
 Role = Literal["prefill", "decode"]
 TransportName = Literal["auto", "shm", "grpc", "gloo", "nccl", "cuda_ipc", "nixl"]
+LocalPrefill = Literal["auto", "never", "always"]
+PolicyName = Literal[
+    "predictive", "round_robin", "least_loaded", "prefix", "power_of_two", "session"
+]
 KvTypeName = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
 MIB = 1 << 20
+DEFAULT_TENANT = "default"
+"""The tenant of whoever belongs to no other."""
+_NAME = r"^[A-Za-z0-9._-]{1,64}$"
 _KV_TYPES: tuple[KvTypeName, ...] = ("float32", "bfloat16", "float16", "int8", "fp8")
 """The most precise first. Neither of the 16-bit types holds the other's values; their order must
 only be the same everywhere."""
@@ -73,6 +80,48 @@ class ContextClass(_Section):
     """Its name in metrics and logs."""
     max_tokens: int | None = None
     """Prompts up to this many tokens belong to it; None, for the last class alone, is unbounded."""
+    local_prefill: Literal["", "auto", "never", "always"] = ""
+    """Whether decode workers compute its prompts; empty takes the cluster's."""
+    pools: tuple[str, ...] = ()
+    """Names of the pools that it owns: of a role in which it owns one, their workers alone serve
+    it, and they serve nobody else but classes that name the same pool."""
+    slo_ttft_s: float | None = Field(default=None, gt=0)
+    """The time to the first token that counts as good in this class, in seconds; None takes the
+    cluster's ``slo_ttft_s``."""
+
+
+class TenantConfig(_Section):
+    """On whose behalf requests run: tenants share the cluster by their weights."""
+
+    name: str = Field(pattern=_NAME)
+    """Its name in metrics and of its prefix cache, which no other tenant shares."""
+    weight: float = Field(default=1.0, ge=0.001, le=1000)
+    """Its share of the tokens, against the weights of other tenants that wait at the same time."""
+
+
+class KeyConfig(_Section):
+    """An API key: whose it is, and what it may use."""
+
+    name: str = Field(pattern=_NAME)
+    """Its public name, for metrics and logs."""
+    sha256: str = Field(default="", pattern="^([0-9a-f]{64})?$")
+    """The SHA-256 of the key, in hexadecimal digits; empty, in one entry at most, stands for
+    requests that show no known key."""
+    tenant: str = DEFAULT_TENANT
+    """The name of its tenant."""
+    priority: int = Field(default=0, ge=-(1 << 31), lt=1 << 31)
+    """Of requests that give none: lower ones come earlier among those of their tenant."""
+    requests_per_minute: int = Field(default=0, ge=0)
+    """Most requests in a minute, over all routers; 0 is unlimited."""
+    tokens_per_minute: int = Field(default=0, ge=0)
+    """Most tokens in a minute, of prompts and answers, over all routers; 0 is unlimited."""
+    concurrency: int = Field(default=0, ge=0)
+    """Most requests at a time, over all routers; 0 is unlimited."""
+
+    @property
+    def limited(self) -> bool:
+        """Whether anything of it is to be counted."""
+        return bool(self.requests_per_minute or self.tokens_per_minute or self.concurrency)
 
 
 def _default_classes() -> tuple[ContextClass, ...]:
@@ -117,6 +166,8 @@ class Config(BaseSettings):
     """host:port of the HTTP front."""
     grpc: str = "127.0.0.1:8001"
     """host:port of the gRPC front."""
+    routers: int = Field(default=1, ge=1, le=64)
+    """Router processes behind the HTTP and gRPC ports; the kernel picks one for each connection."""
     redis_url: str = ""
     """A Redis or Valkey server, ``redis://host:port/db``; empty starts an embedded Valkey."""
     index_mib: int = Field(default=256, ge=1, le=1 << 20)
@@ -128,8 +179,11 @@ class Config(BaseSettings):
     transfer_window_mib: int = Field(default=32, ge=1, le=4096)
     """Most KV on its way from one worker to another at a time, and most memory of such a pair for
     bytes between blocks and wire, in MiB; four times as much where nothing lies between them."""
-    local_prefill: Literal["never"] = "never"
-    """Whether decode workers compute prompts themselves; ``never`` hands every request off."""
+    policy: PolicyName = "predictive"
+    """How a request's workers are chosen: by predicted milliseconds, or by a simple rule."""
+    local_prefill: LocalPrefill = "auto"
+    """Whether decode workers compute prompts themselves: where that is predicted to be faster
+    (``auto``), always, or never, which hands every request off."""
     pools: tuple[PoolConfig, ...] = Field(default_factory=_default_pools)
     """The pools of workers."""
     classes: tuple[ContextClass, ...] = Field(default_factory=_default_classes)
@@ -145,7 +199,18 @@ class Config(BaseSettings):
     request_deadline_s: float = Field(default=300.0, gt=0)
     """A request that has not ended after this many seconds gets an error."""
     max_waiting_requests: int = Field(default=256, ge=1)
-    """Requests that may wait for a prefill worker, in one router; more are shed with 429."""
+    """Requests that may wait for their turn, in one router process; more are shed with 429."""
+    admission_slo_factor: float = Field(default=0.8, ge=0)
+    """A request without a deadline of its own is refused with 429 when its predicted time to the
+    first token is over its class's SLO times this; 0 never does."""
+    priority_step_s: float = Field(default=1.0, gt=0)
+    """A request that has waited this many seconds longer has overtaken one level of priority."""
+    tenants: tuple[TenantConfig, ...] = ()
+    """Tenants that are known by name; ``default`` always is."""
+    keys: tuple[KeyConfig, ...] = ()
+    """The API keys that are known."""
+    require_key: bool = False
+    """Whether requests without a known API key are refused with 401."""
     max_body_bytes: int = Field(default=8 * MIB, ge=1024)
     """Largest HTTP body that is read, in bytes."""
     slo_ttft_s: float = Field(default=2.0, gt=0)
@@ -174,8 +239,42 @@ class Config(BaseSettings):
         bounds = [math.inf if c.max_tokens is None else c.max_tokens for c in self.classes]
         if not bounds or bounds != sorted(set(bounds)) or bounds[-1] != math.inf:
             raise ValueError("classes: max_tokens must rise, and the last class has none")
+        self._check_keys()
         if self.heartbeat_s * 2 > min(self.registry_ttl_s, self.lease_s):
             raise ValueError("heartbeat_s must be at most half of registry_ttl_s and of lease_s")
+        return self
+
+    def _check_keys(self) -> None:
+        for kind, names in (
+            ("tenants", [tenant.name for tenant in self.tenants]),
+            ("keys", [key.name for key in self.keys]),
+        ):
+            if len(set(names)) != len(names):
+                raise ValueError(f"{kind}: names must differ, got {names}")
+        hashes = [key.sha256 for key in self.keys]
+        if len(set(hashes)) != len(hashes):
+            raise ValueError("keys: no two may have the same sha256")
+        if self.require_key and "" in hashes:
+            raise ValueError("keys: one without a sha256 contradicts require_key")
+        known = {DEFAULT_TENANT, *(tenant.name for tenant in self.tenants)}
+        for key in self.keys:
+            if key.tenant not in known:
+                raise ValueError(f"keys: {key.name} belongs to an unknown tenant, {key.tenant!r}")
+
+    @model_validator(mode="after")
+    def _classes_have_workers(self) -> Config:
+        roles = {pool.name: pool.role for pool in self.pools}
+        owned = {name for one in self.classes for name in one.pools}
+        for one in self.classes:
+            unknown = [name for name in one.pools if name not in roles]
+            if unknown:
+                raise ValueError(f"classes: {one.name} owns {unknown[0]!r}, which is no pool")
+            for role in ("prefill", "decode"):
+                own = any(roles[name] == role for name in one.pools)
+                if not own and not any(r == role for n, r in roles.items() if n not in owned):
+                    raise ValueError(
+                        f"classes: {one.name} has no {role} pool: others own all of them"
+                    )
         return self
 
     @model_validator(mode="after")
@@ -224,6 +323,16 @@ class Config(BaseSettings):
         return next(
             c.name for c in self.classes if c.max_tokens is None or prompt_tokens <= c.max_tokens
         )
+
+    def slo_ttft_of(self, context_class: str) -> float:
+        """The time to the first token that counts as good in a class, in seconds."""
+        own = next((c.slo_ttft_s for c in self.classes if c.name == context_class), None)
+        return self.slo_ttft_s if own is None else own
+
+    @property
+    def tenant_weights(self) -> dict[str, float]:
+        """Every tenant's weight, by name."""
+        return {DEFAULT_TENANT: 1.0} | {tenant.name: tenant.weight for tenant in self.tenants}
 
 
 _toml_file: ContextVar[Path | None] = ContextVar("toml_file", default=None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from baton.request import (
     FinishReason,
     Geometry,
@@ -33,39 +36,55 @@ def finish_from_proto(number: inference_pb2.FinishReason.ValueType) -> FinishRea
 
 
 def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParameters:
-    message = sampling_pb2.SamplingParameters(
-        stop=params.stop, stop_token_ids=params.stop_token_ids, logit_bias=dict(params.logit_bias)
-    )
+    message = sampling_pb2.SamplingParameters()
+    _write_sampling(message, params)
+    return message
+
+
+def _write_sampling(message: sampling_pb2.SamplingParameters, params: SamplingParams) -> None:
+    message.stop.extend(params.stop)
+    message.stop_token_ids.extend(params.stop_token_ids)
+    message.logit_bias.update(params.logit_bias)
     for name in SCALAR_FIELDS:
         setattr(message, name, getattr(params, name))
-    return message
+
+
+_OF_MANY: dict[str, Callable[[Any], Any]] = {
+    "stop": tuple,
+    "stop_token_ids": tuple,
+    "logit_bias": lambda biases: tuple(sorted(biases.items())),
+}
+"""How the fields of many values are read."""
 
 
 def sampling_from_proto(message: sampling_pb2.SamplingParameters) -> SamplingParams:
     """Absent fields take the dataclass's defaults."""
-    present = {field.name for field, _ in message.ListFields()}
-    given = {name: getattr(message, name) for name in SCALAR_FIELDS if name in present}
-    return SamplingParams(
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        logit_bias=tuple(sorted(message.logit_bias.items())),
-        **given,
-    )
+    given = {field.name: value for field, value in message.ListFields()}
+    for name, read in _OF_MANY.items():
+        if name in given:
+            given[name] = read(given[name])
+    return SamplingParams(**given)
 
 
 def sequence_to_proto(spec: SequenceSpec) -> worker_pb2.SequenceSpec:
-    return worker_pb2.SequenceSpec(
-        request_id=spec.request_id,
-        attempt=spec.attempt,
-        router_id=spec.router_id,
-        token_ids=spec.token_ids,
-        prompt_length=spec.prompt_length,
-        sampling=sampling_to_proto(spec.sampling),
-        cache_salt=spec.cache_salt,
-        context_class=spec.context_class,
-        principal=worker_pb2.Principal(tenant=spec.principal.tenant, key_id=spec.principal.key_id),
-        deadline_ms=int(min(max(0.0, spec.deadline_s * 1000), _LONGEST_MS)),
-    )
+    message = worker_pb2.SequenceSpec()
+    write_sequence(message, spec)
+    return message
+
+
+def write_sequence(message: worker_pb2.SequenceSpec, spec: SequenceSpec) -> None:
+    """``sequence_to_proto`` into an empty message: part of another one is not copied into it."""
+    message.request_id = spec.request_id
+    message.attempt = spec.attempt
+    message.router_id = spec.router_id
+    message.token_ids.extend(spec.token_ids)
+    message.prompt_length = spec.prompt_length
+    _write_sampling(message.sampling, spec.sampling)
+    message.cache_salt = spec.cache_salt
+    message.context_class = spec.context_class
+    message.principal.tenant = spec.principal.tenant
+    message.principal.key_id = spec.principal.key_id
+    message.deadline_ms = int(min(max(0.0, spec.deadline_s * 1000), _LONGEST_MS))
 
 
 def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
@@ -91,6 +110,7 @@ def output_to_proto(output: TokenOutput) -> worker_pb2.TokenOutput:
         token_ids=output.token_ids,
         finish_reason=finish_to_proto(output.finish_reason),
         error=output.error,
+        error_code=output.error_code,
     )
 
 
@@ -102,6 +122,7 @@ def output_from_proto(message: worker_pb2.TokenOutput) -> TokenOutput:
         token_ids=tuple(message.token_ids),
         finish_reason=finish_from_proto(message.finish_reason),
         error=message.error,
+        error_code=message.error_code,
     )
 
 

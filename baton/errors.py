@@ -6,6 +6,8 @@ statuses (``baton.grpc_errors``). Each class says once what it means in both wor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 
@@ -59,6 +61,15 @@ class UnsupportedParameter(InvalidRequest):
     code = "unsupported_parameter"
 
 
+class Unauthenticated(BatonError):
+    """The request shows no API key that is known, and one is required."""
+
+    http_status = 401
+    grpc_status = "UNAUTHENTICATED"
+    error_type = "invalid_request_error"
+    code = "invalid_api_key"
+
+
 class ModelNotFound(BatonError):
     """No such model is served."""
 
@@ -84,6 +95,32 @@ class Overloaded(BatonError):
     grpc_status = "RESOURCE_EXHAUSTED"
     error_type = "rate_limit_error"
     code = "overloaded"
+
+
+class DeadlineUnreachable(Overloaded):
+    """So much work lies ahead that the request would be late; it was not started."""
+
+    code = "deadline_unreachable"
+
+
+class RateLimitExceeded(Overloaded):
+    """The API key has used up one of its limits. ``facts`` say what is left: headers for HTTP,
+
+    trailers for gRPC.
+    """
+
+    code = "rate_limit_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: float | None = None,
+        facts: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(message, param=param, retry_after=retry_after)
+        self.facts = facts
 
 
 class Unavailable(BatonError):

@@ -40,7 +40,6 @@ _SERVER_OPTIONS = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.so_reuseport", 0),
 ]
 
 
@@ -68,16 +67,16 @@ def open_blocking_channel(address: str, tls: TlsFiles | None = None) -> grpc.Cha
     return grpc.secure_channel(address, credentials, options=_CLIENT_OPTIONS)
 
 
-def make_server() -> grpc.aio.Server:
-    """A server without services and ports."""
-    return grpc.aio.server(options=_SERVER_OPTIONS)
+def make_server(*, shares_port: bool = False) -> grpc.aio.Server:
+    """A server without services and ports. ``shares_port``: others may listen on the same one."""
+    return grpc.aio.server(options=_server_options(shares_port=shares_port))
 
 
 def make_blocking_server(
     threads: ThreadPoolExecutor, address: str, tls: TlsFiles | None = None
 ) -> tuple[grpc.Server, int]:
     """A server on threads without services, and its port. Raises ConfigError."""
-    server = grpc.server(threads, options=_SERVER_OPTIONS)
+    server = grpc.server(threads, options=_server_options())
     try:
         if tls is None:
             return server, server.add_insecure_port(address)
@@ -88,3 +87,7 @@ def make_blocking_server(
         return server, server.add_secure_port(address, credentials)
     except (RuntimeError, OSError) as error:
         raise ConfigError(f"nothing can listen on {address}: {error}") from error
+
+
+def _server_options(*, shares_port: bool = False) -> list[tuple[str, int]]:
+    return [*_SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port))]

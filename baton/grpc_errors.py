@@ -31,6 +31,7 @@ def _subclasses(root: type[errors.BatonError]) -> list[type[errors.BatonError]]:
 _BY_CODE = {cls.code: cls for cls in _subclasses(errors.BatonError)}
 _BY_STATUS: dict[grpc.StatusCode, type[errors.BatonError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
     grpc.StatusCode.NOT_FOUND: errors.ModelNotFound,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
@@ -45,13 +46,18 @@ async def grpc_boundary(
     """Inside a servicer's method: end the call with the status of whatever error is raised."""
     try:
         yield
-    except errors.BatonError as error:
-        await _abort(context, error)
-    except (asyncio.CancelledError, grpc.aio.AbortError):
+    except grpc.aio.AbortError:
         raise
     except Exception as error:
-        log.exception("unexpected error in a gRPC call")
-        await _abort(context, errors.BatonError(f"internal error: {type(error).__name__}"))
+        await _abort(context, as_baton_error(error))
+
+
+def as_baton_error(failure: Exception) -> errors.BatonError:
+    """What a caller is told of a failure; one that was not meant is logged."""
+    if isinstance(failure, errors.BatonError):
+        return failure
+    log.error("unexpected error in a gRPC call", exc_info=failure)
+    return errors.BatonError(f"internal error: {type(failure).__name__}")
 
 
 def guarded(
@@ -76,12 +82,19 @@ async def _abort(
     trailers = [(CODE_KEY, error.code or "")]
     if error.retry_after is not None:
         trailers.append((RETRY_KEY, str(int(error.retry_after * 1000))))
+    if isinstance(error, errors.RateLimitExceeded):
+        trailers.extend(error.facts.items())
     await context.abort(grpc.StatusCode[error.grpc_status], error.message, tuple(trailers))
 
 
-def error_from_code(code: str, message: str) -> errors.BatonError:
-    """The error of that code; one that is not known here is a failed handoff."""
-    return _BY_CODE.get(code, errors.HandoffError)(message)
+def error_from_code(
+    code: str, message: str, *, retry_after: float | None = None
+) -> errors.BatonError:
+    """The error of that code; one that is not known here is a failed handoff.
+
+    ``retry_after`` is in seconds.
+    """
+    return _BY_CODE.get(code, errors.HandoffError)(message, retry_after=retry_after)
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> errors.BatonError:
@@ -94,3 +107,37 @@ def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> errors.BatonError:
         message = f"{peer}: {message}"
     retry = trailers.get(RETRY_KEY)
     return cls(message, retry_after=int(retry) / 1000 if retry is not None else None)
+
+
+@contextlib.asynccontextmanager
+async def stream_errors(
+    call: grpc.aio.StreamStreamCall[RequestT, R], peer: str
+) -> AsyncIterator[None]:
+    """Inside, while messages are written and read: raise the error that has ended the stream."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error, peer) from error
+    except asyncio.InvalidStateError as error:
+        raise await stream_ending(call, peer) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Nobody cancelled this: gRPC cancels a call to which it can no longer write.
+        raise errors.WorkerFailed(f"the connection to {peer} broke") from None
+
+
+async def stream_ending(
+    call: grpc.aio.StreamStreamCall[RequestT, R], peer: str
+) -> errors.BatonError:
+    """Why no message came of a stream: its peer has ended it, or sent what cannot be parsed."""
+    if not call.done():
+        return errors.HandoffError(f"{peer} has sent a message that cannot be read")
+    code = await call.code()
+    if code is grpc.StatusCode.OK:
+        return errors.WorkerFailed(f"{peer} has ended the stream")
+    status = grpc.aio.AioRpcError(
+        code, grpc.aio.Metadata(), await call.trailing_metadata(), await call.details()
+    )
+    return error_from_rpc(status, peer)

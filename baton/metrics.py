@@ -6,15 +6,50 @@ Labels are bounded: classes, roles and slots come from the configuration, codes 
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass, fields
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.multiprocess import MultiProcessCollector
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
 _HANDOFF = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
+SHARED_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+"""prometheus_client's own name, which it reads when it is imported: processes with the same folder
+there count in files of that folder, and any of them can show the sums. What a process has counted
+outlives it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSeries:
+    """The series of one context-length class: looked up once, since every token needs them."""
+
+    time_to_first_token: Histogram
+    time_per_output_token: Histogram
+    inter_token_latency: Histogram
+    request_latency: Histogram
+    goodput_requests: Counter
+    prompt_tokens: Counter
+    cached_prompt_tokens: Counter
+    generated_tokens: Counter
+
+
+def _queue_seconds(registry: CollectorRegistry) -> Histogram:
+    """Routers and workers alike have it, each with a role of its own."""
+    return Histogram(
+        "baton_queue_seconds",
+        "From arrival to the first step at a worker; at a router, to being passed on.",
+        ["role"],
+        buckets=_LATENCY,
+        registry=registry,
+    )
+
+
 class RouterMetrics:
-    """The series of a router process."""
+    """The series of a router process, or of several that share a folder."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -54,14 +89,57 @@ class RouterMetrics:
             "route_decisions", "Where prompts were computed, and why.", ["decision", "reason"]
         )
         self.active_requests = Gauge(
-            "baton_active_requests", "Requests that have not ended.", registry=registry
+            "baton_active_requests",
+            "Requests that have not ended.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self.queue_seconds = _queue_seconds(registry)
+        self.waiting_requests = Gauge(
+            "baton_waiting_requests",
+            "Requests that wait in the router for their turn.",
+            ["tenant"],
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self.prefill_drain_rate = Gauge(
+            "baton_prefill_drain_tokens_per_second",
+            "Prompt tokens a second that all prefill workers finish while requests wait;"
+            " 0 before it was seen.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self.rate_limit_failures = Counter(
+            "baton_rate_limit_failures",
+            "Questions about rate limits that Redis did not answer: nobody was refused by them.",
+            registry=registry,
         )
         self.routable_workers = Gauge(
             "baton_routable_workers",
-            "Workers that this router can use.",
+            "Workers that this router can use; the fewest of its processes.",
             ["role"],
             registry=registry,
+            multiprocess_mode="livemin",
         )
+
+        self._classes: dict[str, ClassSeries] = {}
+
+    def of_class(self, name: str) -> ClassSeries:
+        """The series of a context-length class; ``name`` is one of the configuration's."""
+        known = self._classes.get(name)
+        if known is None:
+            known = self._classes[name] = ClassSeries(
+                *(getattr(self, field.name).labels(name) for field in fields(ClassSeries))
+            )
+        return known
+
+    def shown(self) -> CollectorRegistry:
+        """What to show of them: the sums over all processes that share a folder."""
+        if SHARED_FOLDER_VARIABLE not in os.environ:
+            return self.registry
+        sums = CollectorRegistry()
+        MultiProcessCollector(sums)  # type: ignore[no-untyped-call]
+        return sums
 
 
 class WorkerMetrics:
@@ -94,13 +172,7 @@ class WorkerMetrics:
             labels,
             registry=registry,
         )
-        self.queue_seconds = Histogram(
-            "baton_queue_seconds",
-            "From arrival at the worker to the first step.",
-            ["role"],
-            buckets=_LATENCY,
-            registry=registry,
-        )
+        self.queue_seconds = _queue_seconds(registry)
         self.step_seconds = Histogram(
             "baton_step_seconds",
             "Duration of an engine step.",

@@ -39,6 +39,15 @@ class WorkerRecord:
     """Most tokens of a sequence, by the model's context and the KV pool's size."""
     total_blocks: int
     max_sequences: int
+    pool: str = ""
+    """Name of the worker's pool."""
+    prefill_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """a, b, c of the milliseconds a + b*n + c*n*context that n prompt tokens take; ``context`` is
+    how many tokens they attend to on average: those before them, and n/2. From a calibration at the
+    worker's start, alone on its host; zeros where none was made."""
+    step_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """a, b, c of the milliseconds a + b*batch + c*context_tokens of a step in which ``batch``
+    sequences decode, that attend to ``context_tokens`` in all. As ``prefill_cost``."""
     state: str = "ready"
     load: LoadSnapshot = field(default_factory=LoadSnapshot)
 
@@ -155,6 +164,10 @@ def _changed(
 def _parse(record: bytes) -> WorkerRecord:
     fields = json.loads(record)
     fields["geometry"] = Geometry(**fields["geometry"])
+    for name in ("prefill_cost", "step_cost"):
+        # A record of an older worker has none.
+        if name in fields:
+            fields[name] = tuple(fields[name])
     return WorkerRecord(**fields)
 
 

@@ -51,6 +51,9 @@ class TokenOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: str = ""
+    """Not empty: the sequence has failed, and why."""
+    error_code: str = ""
+    """The error's code, see ``baton.errors``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,15 @@ class LoadSnapshot:
     used_blocks: int = 0
     quarantined_blocks: int = 0
     engine_steps: int = 0
+    context_tokens: int = 0
+    """Tokens whose KV the running sequences hold."""
+    step_ms: float = 0.0
+    """Mean wall milliseconds of the latest steps in which every sequence decoded, each with its
+    pause before it; 0 before the first."""
+    step_batch: float = 0.0
+    """Sequences in these steps, on average."""
+    step_context_tokens: float = 0.0
+    """Tokens that the sequences of such a step attended to in all, on average."""
 
 
 @dataclass(frozen=True, slots=True)

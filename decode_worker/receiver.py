@@ -81,7 +81,7 @@ class HandoffReceiver:
         hashes = block_hashes(spec.token_ids, limits.hash_block, key)
         pinned = self._pool.match(last_hashes(hashes, limits.hashes_per_block))
         count = -(-len(spec.token_ids) // limits.block_size) - len(pinned)
-        self._check_room(count, pinned)
+        self.check_room(count, pinned)
         ticket = self.blocks.promise(attempt, offer.writer, missing=count, pinned=pinned, now=now)
         self._promised[ticket.ticket_id] = spec, hashes
         return ticket
@@ -101,7 +101,11 @@ class HandoffReceiver:
         if len(spec.token_ids) + 1 - spec.prompt_length >= spec.sampling.max_tokens:
             raise HandoffError("the first token is the last: nothing is left to generate here")
 
-    def _check_room(self, count: int, pinned: list[int]) -> None:
+    def check_room(self, count: int, pinned: list[int]) -> None:
+        """For one more sequence, of the cached blocks ``pinned`` and ``count`` more.
+
+        Raises NoRoom.
+        """
         scheduler = self._scheduler
         sequences = len(scheduler.running) + len(scheduler.waiting)
         if sequences + len(self.blocks.book) >= scheduler.limits.max_sequences:

@@ -6,18 +6,25 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
+from collections.abc import AsyncIterator
 
 import grpc.aio
 
-from baton.errors import BatonError
+from baton.errors import BatonError, DeadlineExceeded, TicketEnded, Unavailable, WorkerFailed
 from baton.request import FinishReason, TokenOutput
-from baton.v1 import decode_pb2_grpc
+from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from decode_worker.handoff_stream import Context as HandoffsContext
+from decode_worker.handoff_stream import HandoffStream
+from decode_worker.local_prefill import LocalPrefill
 from decode_worker.outbox import Outbox
 from decode_worker.receiver import HandoffReceiver, Offer
 from decode_worker.service import DecodeServicer
 from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
 from kvtransfer.ticket import Attempt, Ticket
+from worker.fetch import Fetcher
+from worker.fetch_estimates import FetchEstimates
+from worker.prefill_service import PrefillServicer
 from worker.role import WorkerContext
 
 log = logging.getLogger(__name__)
@@ -29,7 +36,11 @@ ROUTER_GRACE_S = 5.0
 class DecodeRole:
     """Implements ``worker.role.Role``. Owned by the control loop."""
 
-    def __init__(self, context: WorkerContext) -> None:
+    def __init__(self, context: WorkerContext, estimates: FetchEstimates | None = None) -> None:
+        """``estimates`` say when cached blocks of a prompt that is computed here are fetched; new
+
+        ones are made if it is absent.
+        """
         self.context = context
         self.receiver = HandoffReceiver(
             context.engine.scheduler,
@@ -40,20 +51,44 @@ class DecodeRole:
         )
         context.exchange.receiver.listeners.append(self)
         self.closing = False
+        self.local = LocalPrefill(
+            context,
+            self.receiver,
+            Fetcher(context, estimates or FetchEstimates()),
+            keep=self._keep,
+            end=self._end_local,
+        )
         self._outboxes: dict[str, Outbox] = {}
         self._sequences: dict[Attempt, Sequence] = {}
         self._deadlines: dict[Attempt, float] = {}
+        """Of requests that have tickets. A sequence has its own, which the control loop keeps."""
+        self._prefills = PrefillServicer(self.local.run)
+        self._streams: set[HandoffStream] = set()
         self._commits: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
 
     def mount(self, server: grpc.aio.Server) -> None:
-        """Add DecodeService."""
+        """Add DecodeService, and PrefillService for prompts that are computed here."""
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(self), server)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self._prefills, server)
 
     def outbox(self, router_id: str) -> Outbox:
         """A router's outbox, made when it is first needed."""
         if router_id not in self._outboxes:
             self._outboxes[router_id] = Outbox(time.monotonic())
         return self._outboxes[router_id]
+
+    async def answer_handoffs(
+        self, requests: AsyncIterator[decode_pb2.HandoffsRequest], context: HandoffsContext
+    ) -> None:
+        """A writer's calls, until it leaves. Raises Unavailable when this worker stops."""
+        if self.closing:
+            raise _stopping()
+        stream = HandoffStream(self, context)
+        self._streams.add(stream)
+        try:
+            await stream.run(requests)
+        finally:
+            self._streams.discard(stream)
 
     def reserve(self, offer: Offer) -> Ticket:
         """See ``HandoffReceiver.reserve``."""
@@ -62,10 +97,17 @@ class DecodeRole:
         self.context.control.pump_soon()
         return ticket
 
+    def awaits_bytes(self, ticket_id: str) -> bool:
+        """Whether a commit has to wait."""
+        try:
+            ticket = self.receiver.blocks.book.get(ticket_id)
+        except TicketEnded:
+            return False
+        return ticket.is_open and not ticket.is_complete
+
     async def commit_when_complete(self, ticket_id: str, writer: str, first_token: int) -> int:
         """``commit``, as soon as every byte is in place. Raises what has ended the ticket."""
-        ticket = self.receiver.blocks.book.get(ticket_id)
-        if ticket.is_open and not ticket.is_complete:
+        if self.awaits_bytes(ticket_id):
             await self._settled(ticket_id)
         return self.commit(ticket_id, writer, first_token)
 
@@ -93,21 +135,32 @@ class DecodeRole:
 
     def commit(self, ticket_id: str, writer: str, first_token: int) -> int:
         """Join a handed-off sequence to the batch. Returns the bytes that crossed the wire."""
-        receipt = self.receiver.commit(ticket_id, writer, time.monotonic())
+        now = time.monotonic()
+        receipt = self.receiver.commit(ticket_id, writer, now)
         spec = receipt.spec
-        sequence = self.context.make_sequence(spec)
+        deadline = self._deadlines.pop((spec.request_id, spec.attempt))
+        sequence = self.context.make_sequence(spec, arrived=now, deadline=deadline)
         sequence.hashes = receipt.hashes
         sequence.token_ids.append(first_token)
-        self._sequences[(spec.request_id, spec.attempt)] = sequence
+        self._keep(sequence)
         # Told again: a prefill worker that dies before its answer loses nothing.
         self._tell(sequence, (first_token,), None)
         self.outbox(spec.router_id).flush()
         self.context.control.add_computed(sequence, receipt.blocks, len(spec.token_ids))
         return receipt.bytes
 
+    def _keep(self, sequence: Sequence) -> None:
+        self._sequences[_attempt(sequence)] = sequence
+
+    def _end_local(self, sequence: Sequence) -> None:
+        """Nobody waits for a prompt's first token any more."""
+        if self._sequences.get(_attempt(sequence)) is sequence:
+            self.abort(_attempt(sequence))
+
     def abort(self, attempt: Attempt) -> None:
         """End a request in whatever state it is; idempotent."""
         self.receiver.blocks.abort(attempt, time.monotonic())
+        self.local.ended(attempt, TicketEnded("the request was aborted"))
         sequence = self._forget(attempt)
         if sequence is not None:
             self.context.control.remove(sequence)
@@ -120,8 +173,7 @@ class DecodeRole:
         router ends what runs.
         """
         self.receiver.blocks.abort(attempt, time.monotonic())
-        if attempt not in self._sequences:
-            self._deadlines.pop(attempt, None)
+        self._deadlines.pop(attempt, None)
         self.context.control.pump()
 
     def _forget(self, attempt: Attempt) -> Sequence | None:
@@ -134,23 +186,37 @@ class DecodeRole:
             if update.token_ids:
                 sequence = update.sequence
                 self._tell(sequence, update.token_ids, sequence.finish_reason)
+                self.local.sampled(_attempt(sequence), update.token_ids[0])
                 if sequence.finish_reason:
-                    self._forget((sequence.spec.request_id, sequence.spec.attempt))
+                    self._forget(_attempt(sequence))
         self._flush()
 
     def on_lost(self, sequences: list[Sequence], error: Exception) -> None:
         """The engine failed: these sequences end with an error."""
+        failure = WorkerFailed(f"the decode worker's engine failed: {type(error).__name__}")
         for sequence in sequences:
-            self._fail(sequence, f"the decode worker's engine failed: {type(error).__name__}")
+            self._fail(sequence, failure)
         self._flush()
 
-    def _fail(self, sequence: Sequence, reason: str) -> None:
+    def on_expired(self, sequences: list[Sequence]) -> None:
+        """These sequences end with an error."""
+        for sequence in sequences:
+            self._fail(sequence, DeadlineExceeded("the request's deadline has passed"))
+        self._flush()
+
+    def _fail(self, sequence: Sequence, error: BatonError) -> None:
         spec = sequence.spec
-        self._forget((spec.request_id, spec.attempt))
-        index = sequence.output_length
-        self.outbox(spec.router_id).put(
-            TokenOutput(spec.request_id, spec.attempt, index, (), error=reason)
+        self._forget(_attempt(sequence))
+        self.local.ended(_attempt(sequence), error)
+        output = TokenOutput(
+            spec.request_id,
+            spec.attempt,
+            sequence.output_length,
+            (),
+            error=error.message,
+            error_code=error.code or "",
         )
+        self.outbox(spec.router_id).put(output)
 
     def _tell(
         self, sequence: Sequence, token_ids: tuple[int, ...], finish: FinishReason | None
@@ -169,10 +235,7 @@ class DecodeRole:
         now = time.monotonic()
         for attempt, deadline in list(self._deadlines.items()):
             if deadline <= now:
-                sequence = self._sequences.get(attempt)
                 self.abort(attempt)
-                if sequence is not None:
-                    self._fail(sequence, "the request's deadline has passed")
         self._drop_lost_routers(now)
         self._flush()
         self.context.control.pump()
@@ -190,8 +253,21 @@ class DecodeRole:
     async def close(self) -> None:
         """End every sequence and ticket."""
         self.closing = True
+        for stream in list(self._streams):
+            stream.end(_stopping())
         self.receiver.blocks.close()
+        stopping = WorkerFailed("the decode worker is stopping")
         for sequence in list(self._sequences.values()):
-            self._fail(sequence, "the decode worker is stopping")
+            self._fail(sequence, stopping)
             self.context.control.remove(sequence)
+        self.local.close(stopping)
+        self._prefills.close()
         self._flush()
+
+
+def _attempt(sequence: Sequence) -> Attempt:
+    return sequence.spec.request_id, sequence.spec.attempt
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("this decode worker is stopping")

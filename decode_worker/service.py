@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from baton import convert
-from baton.errors import Unavailable
-from baton.grpc_errors import guarded
+from baton.grpc_errors import grpc_boundary, guarded
 from baton.request import TokenOutput
 from baton.v1 import decode_pb2, decode_pb2_grpc
-from decode_worker.receiver import Offer
+from decode_worker.handoff_stream import Context as HandoffsContext
 
 if TYPE_CHECKING:
     from decode_worker.role import DecodeRole
@@ -27,49 +26,21 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     def __init__(self, role: DecodeRole) -> None:
         self._role = role
 
-    @guarded
-    async def Reserve(  # noqa: N802 - gRPC's name
-        self, request: decode_pb2.ReserveRequest, context: Context
-    ) -> decode_pb2.ReserveResponse:
+    async def Handoffs(  # type: ignore[override]  # noqa: N802 - gRPC's name
+        self,
+        request_iterator: AsyncIterator[decode_pb2.HandoffsRequest],
+        context: HandoffsContext,
+    ) -> None:
         """See decode.proto."""
-        if self._role.closing:
-            raise Unavailable("this decode worker is stopping")
-        ticket = self._role.reserve(
-            Offer(
-                fingerprint=request.fingerprint,
-                geometry=convert.geometry_from_proto(request.geometry),
-                incarnation=request.incarnation,
-                writer=request.writer,
-                spec=convert.sequence_from_proto(request.sequence),
-            )
-        )
-        return decode_pb2.ReserveResponse(
-            ticket_id=ticket.ticket_id,
-            pinned_blocks=len(ticket.pinned),
-            missing_blocks=len(ticket.missing),
-            lease_ms=int(ticket.lease_s * 1000),
-        )
-
-    @guarded
-    async def Commit(  # noqa: N802
-        self, request: decode_pb2.CommitRequest, context: Context
-    ) -> decode_pb2.CommitResponse:
-        """See decode.proto."""
-        received = await self._role.commit_when_complete(
-            request.ticket_id, request.writer, request.first_token
-        )
-        return decode_pb2.CommitResponse(bytes=received)
+        async with grpc_boundary(context):  # type: ignore[arg-type]
+            await self._role.answer_handoffs(request_iterator, context)
 
     @guarded
     async def Abort(  # noqa: N802
         self, request: decode_pb2.AbortRequest, context: Context
     ) -> decode_pb2.AbortResponse:
         """See decode.proto."""
-        attempt = (request.request_id, request.attempt)
-        if request.writer:
-            self._role.abort_handoff(attempt)
-        else:
-            self._role.abort(attempt)
+        self._role.abort((request.request_id, request.attempt))
         return decode_pb2.AbortResponse()
 
     async def StreamTokens(  # noqa: N802

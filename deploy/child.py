@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import signal
 from asyncio.subprocess import PIPE, STDOUT, Process
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from deploy.cluster_mark import ClusterMark
 
@@ -22,9 +23,16 @@ class Child:
 
     @classmethod
     async def spawn(
-        cls, name: str, arguments: Sequence[str], mark: ClusterMark, log: Path
+        cls,
+        name: str,
+        arguments: Sequence[str],
+        mark: ClusterMark,
+        log: Path,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> Child:
         """Start ``arguments``; standard input is a pipe from here. Raises OSError.
+
+        ``variables`` are added to its environment.
 
         A session of its own keeps the terminal's Ctrl-C away: the launcher decides the order in
         which things end.
@@ -35,7 +43,7 @@ class Child:
                 stdin=PIPE,
                 stdout=output,
                 stderr=STDOUT,
-                env=mark.environment(),
+                env={**mark.environment(), **variables},
                 start_new_session=True,
             )
         return cls(name, process, log)

@@ -61,6 +61,10 @@ def up(
         int | None,
         typer.Option(min=1, max=_MOST_WORKERS, help="How many decode workers. Default: 1."),
     ] = None,
+    routers: Annotated[
+        int | None,
+        typer.Option(help="How many router processes share the two ports. Default: 1."),
+    ] = None,
     http: Annotated[
         str | None,
         typer.Option(
@@ -114,7 +118,15 @@ def up(
     local_prefill: Annotated[
         str | None,
         typer.Option(
-            help="Whether decode workers compute prompts themselves: never. Default: never."
+            help="Whether decode workers compute prompts themselves: auto (where that is predicted"
+            " to be faster), never or always. Default: auto."
+        ),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="How a request's workers are chosen: predictive, round_robin, least_loaded,"
+            " prefix, power_of_two or session. Default: predictive."
         ),
     ] = None,
     config: Annotated[
@@ -130,6 +142,7 @@ def up(
         config,
         model=model,
         served_model_name=served_model_name,
+        routers=routers,
         http=http,
         grpc=grpc,
         dtype=dtype,
@@ -139,6 +152,7 @@ def up(
         transport=transport,
         redis_url=redis_url,
         local_prefill=local_prefill,
+        policy=policy,
     )
     settings = _with_count(settings, "prefill", prefill)
     settings = _with_count(settings, "decode", decode)
@@ -546,6 +560,96 @@ def bench_handoff(
         raise typer.Exit(130) from None
 
 
+@bench_app.command("policy")
+def bench_policy(
+    trace: Annotated[
+        Path, typer.Option(metavar="FILE", help="In Mooncake's format, plain or gzipped.")
+    ],
+    workers: Annotated[
+        int, typer.Option(min=1, max=_MOST_WORKERS, help="Prefill workers.", show_default=True)
+    ] = 4,
+    scale_length: Annotated[
+        float, typer.Option(help="Divides the lengths of prompts and blocks.")
+    ] = 1.0,
+    cache_blocks: Annotated[
+        int | None, typer.Option(min=1, help="Most blocks in a worker's cache. Default: no bound.")
+    ] = None,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a block of the trace.")] = 512,
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="predictive, round_robin, least_loaded, prefix, power_of_two or session."
+        ),
+    ] = "predictive",
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+    ] = None,
+) -> None:
+    """Replay a trace through the router's policy and prefix index, without models."""
+    from typing import cast, get_args  # noqa: PLC0415
+
+    from baton.config import PolicyName  # noqa: PLC0415
+    from baton.errors import BatonError  # noqa: PLC0415
+    from loadtest.policy_bench import PolicyBenchSettings  # noqa: PLC0415
+    from loadtest.policy_bench import bench_policy as bench  # noqa: PLC0415
+
+    if policy not in get_args(PolicyName):
+        _fail(f"--policy: {policy!r} is none of {', '.join(get_args(PolicyName))}")
+    if not 0 < scale_length < float("inf"):
+        _fail(f"--scale-length: {scale_length} is not above 0")
+    settings = PolicyBenchSettings(
+        trace, workers, cast(PolicyName, policy), scale_length, cache_blocks, block_tokens
+    )
+    try:
+        bench(settings, lambda text: typer.echo(text, err=True), Console(), output)
+    except BatonError as error:
+        _fail(error.message)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@bench_app.command("overload")
+def bench_overload(
+    trace: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="As Azure publishes them: CSV, plain or .gz."),
+    ],
+    model: Annotated[
+        str,
+        typer.Option(help="As for `baton up`. Default: smollm2-135m-instruct.", show_default=False),
+    ] = "smollm2-135m-instruct",
+    scale_length: Annotated[float, typer.Option(min=1, help="Lengths are divided by it.")] = 8.0,
+    factor: Annotated[
+        float, typer.Option(min=1, help="What is offered, over the measured capacity.")
+    ] = 3.0,
+    seconds: Annotated[float, typer.Option(min=1, help="How long that is offered.")] = 60.0,
+    probe_seconds: Annotated[
+        float, typer.Option(min=1, help="How long each rate is, to find the capacity.")
+    ] = 20.0,
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+    ] = None,
+) -> None:
+    """Goodput of a cluster of its own when a multiple of its capacity is asked of it."""
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy import model_store  # noqa: PLC0415
+    from loadtest.overload import OverloadSettings  # noqa: PLC0415
+    from loadtest.overload import bench_overload as run_bench  # noqa: PLC0415
+    from loadtest.peer_servers import Programs  # noqa: PLC0415
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    try:
+        programs = Programs(model=model_store.resolve(model, say, "auto").path)
+        settings = OverloadSettings(trace, scale_length, factor, seconds, probe_seconds)
+        run_bench(settings, programs, say, Console(), output)
+    except BatonError as error:
+        _fail(error.message)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
 @bench_app.command("index")
 def bench_index(
     workers: Annotated[int, typer.Option(min=1, max=65535, help="Workers in the index.")] = 1000,
@@ -568,6 +672,74 @@ def bench_index(
 
     try:
         run_bench(IndexSettings(workers, blocks, rate, seconds), say, Console(), output)
+    except BatonError as error:
+        _fail(error.message)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@bench_app.command("router")
+def bench_router(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Whose tokenizer is used, as for `baton up`. Default: smollm2-135m-instruct.",
+            show_default=False,
+        ),
+    ] = "smollm2-135m-instruct",
+    rate: Annotated[
+        float, typer.Option(min=1, help="Requests a second, while latencies are measured.")
+    ] = 200.0,
+    requests: Annotated[int, typer.Option(min=100, help="How many of them.")] = 2000,
+    prompt_words: Annotated[int, typer.Option(min=1, help="Words of a prompt.")] = 100,
+    answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens of their answers.")] = 16,
+    step_ms: Annotated[
+        float, typer.Option(min=0, help="Between an answer's tokens; 0 tells all at once.")
+    ] = 10.0,
+    streams: Annotated[
+        int, typer.Option(min=1, help="Open answers, while tokens a second are measured.")
+    ] = 128,
+    tokens_per_s: Annotated[
+        str, typer.Option(help="Rates that are tried, until the router falls behind.")
+    ] = "10000,15000,20000,25000,30000,40000,50000",
+    peer: Annotated[
+        str,
+        typer.Option(
+            metavar="COMMAND",
+            help="Measure another router too, which passes HTTP on: its command, with {backend}"
+            " (a URL) and {port} in it. Default: none.",
+            show_default=False,
+        ),
+    ] = "",
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+    ] = None,
+) -> None:
+    """What a router on one core adds to a request, and how many tokens a second it passes on.
+
+    The worker behind it echoes: no model runs, and the first token comes at once.
+    """
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy import model_store  # noqa: PLC0415
+    from loadtest.router_bench import RouterBenchSettings  # noqa: PLC0415
+    from loadtest.router_bench import bench_router as measure_router  # noqa: PLC0415
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    try:
+        settings = RouterBenchSettings(
+            model_store.resolve(model, say, "auto").path,
+            rate=rate,
+            requests=requests,
+            prompt_words=prompt_words,
+            answer_tokens=answer_tokens,
+            step_s=step_ms / 1e3,
+            streams=streams,
+            tokens_per_s=_counts(tokens_per_s),
+            peer=peer,
+        )
+        measure_router(settings, say, Console(), output)
     except BatonError as error:
         _fail(error.message)
     except KeyboardInterrupt:

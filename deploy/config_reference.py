@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from baton.config import Config, ContextClass, PoolConfig
+from baton.config import Config, ContextClass, KeyConfig, PoolConfig, TenantConfig
 
 _HEAD = """# Configuration
 
@@ -20,6 +20,12 @@ _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("The cluster", "At the top of the file.", Config),
     ("A pool of workers", "A `[[pools]]` table each.", PoolConfig),
     ("A context-length class", "A `[[classes]]` table each.", ContextClass),
+    ("A tenant", "A `[[tenants]]` table each.", TenantConfig),
+    (
+        "An API key",
+        "A `[[keys]]` table each; `printf %s KEY | sha256sum` makes its hash.",
+        KeyConfig,
+    ),
 )
 _TABLE_HEAD = "| field | type | default | meaning |\n|---|---|---|---|"
 _EXAMPLE = """

@@ -65,7 +65,7 @@ class _Parts:
     guardian: Guardian
     ray: RayCluster
     valkey: EmbeddedValkey | None = None
-    router: RouterProcess | None = None
+    routers: tuple[RouterProcess, ...] = ()
     workers: tuple[RayWorker, ...] = ()
 
 
@@ -153,17 +153,18 @@ class Launcher:
             ray = group.create_task(self._start_ray())
             self._redis_url = await store
             self._model = await model
-            router = await self._start_router()
-            # Until it is watched for good, its death is a failure to start.
-            alive = group.create_task(router.fail_on_death())
+            routers = await self._start_routers()
+            # Until they are watched for good, their death is a failure to start.
+            alive = [group.create_task(router.fail_on_death()) for router in routers]
             await ray
             with self._progress.step("loading the model into the workers"):
                 self._parts.workers = self._place_workers()
                 for record in await _together(worker.ready() for worker in self._parts.workers):
                     self._pids[record["slot"]] = record["pid"]
             with self._progress.step("waiting for the router"):
-                await router.healthy()
-            alive.cancel()
+                await _together(router.healthy() for router in routers)
+            for task in alive:
+                task.cancel()
 
     async def _start_store(self) -> str:
         if self._config.redis_url:
@@ -198,18 +199,23 @@ class Launcher:
         # Ray has put a handler in front of ours, which prints a stack trace on SIGTERM.
         self._take_signals()
 
-    async def _start_router(self) -> RouterProcess:
-        router = self._parts.router = RouterProcess(
-            self._config,
-            self._mark,
-            self._run,
-            redis_url=self._redis_url,
-            model_path=str(self._model.path),
-            model_name=self._model.name,
+    async def _start_routers(self) -> tuple[RouterProcess, ...]:
+        routers = self._parts.routers = tuple(
+            RouterProcess(
+                self._config,
+                self._mark,
+                self._run,
+                redis_url=self._redis_url,
+                model_path=str(self._model.path),
+                model_name=self._model.name,
+                number=number,
+            )
+            for number in range(self._config.routers)
         )
-        await router.start()
-        self._pids["router"] = router.pid
-        return router
+        for router in routers:
+            await router.start()
+            self._pids[router.name] = router.pid
+        return routers
 
     def _place_workers(self) -> tuple[RayWorker, ...]:
         pools = self._config.pools
@@ -242,8 +248,8 @@ class Launcher:
     def _watch(self, group: asyncio.TaskGroup, watch: Supervisor) -> None:
         parts = self._parts
         group.create_task(watch.ray(parts.ray))
-        if parts.router is not None:
-            group.create_task(watch.keep("router", parts.router))
+        for router in parts.routers:
+            group.create_task(watch.keep(router.name, router))
         if parts.valkey is not None:
             group.create_task(watch.keep("valkey", parts.valkey))
         for worker in parts.workers:
@@ -313,8 +319,7 @@ class Launcher:
 
     async def _end_in_order(self) -> None:
         parts = self._parts
-        if parts.router is not None:
-            await parts.router.stop()
+        await asyncio.gather(*(router.stop() for router in parts.routers), return_exceptions=True)
         await asyncio.gather(
             *(worker.stop(_WORKER_STOP_S) for worker in parts.workers), return_exceptions=True
         )

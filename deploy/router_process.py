@@ -1,4 +1,4 @@
-"""The router as the launcher's child.
+"""A router process as the launcher's child; several of them may share the ports.
 
 States: new → starting → healthy → (died → starting) → stopped.
 """
@@ -11,17 +11,22 @@ import sys
 from typing import NoReturn
 
 import httpx
+from prometheus_client.multiprocess import mark_process_dead
 
 from baton.config import Config
 from baton.errors import BatonError
+from baton.metrics import SHARED_FOLDER_VARIABLE
 from deploy.child import Child
 from deploy.cluster_mark import ClusterMark
 from deploy.ports import reachable
 from deploy.run_directory import RunDirectory
+from router.process_number import ROUTER_HEADER
 
 _HEALTHY_S = 60.0
 _PROBE_S = 2.0
 _POLL_S = 0.1
+_OTHER_S = 0.01
+"""Until the next try where another process answered."""
 _STOP_S = 8.0
 
 
@@ -37,7 +42,12 @@ class RouterProcess:
         redis_url: str,
         model_path: str,
         model_name: str,
+        number: int = 0,
     ) -> None:
+        """``number`` counts from 0 to ``config.routers``."""
+        self.name = "router" if config.routers == 1 else f"router-{number}"
+        self._number = number
+        self._shares_port = config.routers > 1
         self._mark = mark
         self._run = run
         self._http = reachable(config.http)
@@ -47,6 +57,7 @@ class RouterProcess:
             "cluster_id": mark.cluster_id,
             "model_path": model_path,
             "model_name": model_name,
+            "number": number,
         }
         self._child: Child | None = None
 
@@ -58,29 +69,40 @@ class RouterProcess:
     async def start(self) -> None:
         """Start it, or the next one after one has died. Raises OSError."""
         arguments = [sys.executable, "-P", "-m", "router.main"]
-        self._child = await Child.spawn("router", arguments, self._mark, self._run.log("router"))
+        variables = {}
+        if self._shares_port:
+            self._run.router_metrics.mkdir(exist_ok=True)
+            variables[SHARED_FOLDER_VARIABLE] = str(self._run.router_metrics)
+        log = self._run.log(self.name)
+        self._child = await Child.spawn(self.name, arguments, self._mark, log, variables)
         await self._child.say(json.dumps(self._settings).encode() + b"\n")
 
     async def wait(self) -> str:
         """Wait for its death; says how it ended."""
         assert self._child is not None
-        return await self._child.wait()
+        how = await self._child.wait()
+        if self._shares_port:
+            # Its gauges go with it; what it has counted stays.
+            mark_process_dead(  # type: ignore[no-untyped-call]
+                self.pid, str(self._run.router_metrics)
+            )
+        return how
 
     async def fail_on_death(self) -> NoReturn:
         """Raises BatonError with the end of its log when it ends."""
         assert self._child is not None
         how = await self._child.wait()
-        raise BatonError(f"the router ended ({how}):\n{self._child.last_lines()}")
+        raise BatonError(f"{self.name} ended ({how}):\n{self._child.last_lines()}")
 
     async def healthy(self) -> None:
-        """Wait until /health says 200; raises BatonError with its last answer after 60 seconds."""
+        """Wait until its /health says 200; raises BatonError with the last answer after 60 s."""
         last = ["no answer"]
         try:
             async with asyncio.timeout(_HEALTHY_S):
                 await self._healthy(last)
         except TimeoutError:
             raise BatonError(
-                f"the router is not healthy after {_HEALTHY_S:.0f} s: {last[0]}"
+                f"{self.name} is not healthy after {_HEALTHY_S:.0f} s: {last[0]}"
             ) from None
 
     async def stop(self) -> None:
@@ -89,13 +111,18 @@ class RouterProcess:
             await self._child.end(_STOP_S)
 
     async def _healthy(self, last: list[str]) -> None:
-        async with httpx.AsyncClient(trust_env=False, timeout=_PROBE_S) as client:
+        # Each try a new connection: the kernel may pick another process for it.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with httpx.AsyncClient(trust_env=False, timeout=_PROBE_S, limits=limits) as client:
             while True:
                 try:
                     answer = await client.get(f"http://{self._http}/health")
                 except httpx.HTTPError as error:
                     last[0] = str(error) or type(error).__name__
                 else:
+                    if answer.headers.get(ROUTER_HEADER) != str(self._number):
+                        await asyncio.sleep(_OTHER_S)
+                        continue
                     if answer.status_code == httpx.codes.OK:
                         return
                     last[0] = f"{answer.status_code} {answer.text[:500]}"

@@ -43,6 +43,11 @@ class RunDirectory:
         """Ray's own directory; the name is short for the sake of its sockets."""
         return self.path / "ray"
 
+    @property
+    def router_metrics(self) -> Path:
+        """Where the router processes count together, if there are several."""
+        return self.path / "router-metrics"
+
     def log(self, name: str) -> Path:
         """The log file of a process."""
         return self.logs / f"{name}.log"

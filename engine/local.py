@@ -5,6 +5,7 @@ The yardstick for the cluster's answers, in tests and benchmarks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -39,8 +40,12 @@ def make_sequence(
     *,
     prefill_only: bool = False,
     queued_at: float = 0.0,
+    deadline: float = math.inf,
 ) -> Sequence:
-    """A sequence for this engine: its stop tokens and its hash key come from the model."""
+    """A sequence for this engine: its stop tokens and its hash key come from the model.
+
+    The rest is as ``Sequence`` takes it.
+    """
     sampling = spec.sampling
     eos = () if sampling.ignore_eos else engine.config.eos_ids
     return Sequence(
@@ -50,6 +55,7 @@ def make_sequence(
         hash_key=hash_key(engine.fingerprint, spec.cache_salt),
         prefill_only=prefill_only,
         queued_at=queued_at,
+        deadline=deadline,
     )
 
 

@@ -116,6 +116,18 @@ class Scheduler:
     def has_preempted(self) -> bool:
         return any(sequence.preempted for sequence in self.waiting)
 
+    @property
+    def decoding(self) -> list[Sequence]:
+        """Running sequences whose next step brings their next token: these wait for it."""
+        return [s for s in self.running if s.target - s.scheduled == 1 and not s.prefill_only]
+
+    @property
+    def next_chunk_start(self) -> int | None:
+        """How many tokens lie before the next chunk of a prompt, None where there is no prompt."""
+        prompts = (s for s in (*self.running, *self.waiting) if s.target - s.scheduled > 1)
+        first = next(prompts, None)
+        return None if first is None else first.scheduled
+
     def is_idle(self) -> bool:
         return not (self.waiting or self.running or self.held or self._plans or self._leaving)
 
@@ -162,6 +174,16 @@ class Scheduler:
             return
         self._leave(sequence)
 
+    def expire(self, now: float) -> list[Sequence]:
+        """End those whose deadline has come, so that no step computes them; returns them.
+
+        Sequences that are held cost no step: whoever holds them has their deadline.
+        """
+        expired = [s for s in (*self.waiting, *self.running) if s.deadline <= now]
+        for sequence in expired:
+            self.remove(sequence)
+        return expired
+
     def _leave(self, sequence: Sequence) -> None:
         sequence.release_wanted = True
         self._leaving.add(sequence)
@@ -181,27 +203,36 @@ class Scheduler:
 
     # Planning
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute now."""
+    def schedule(self, most_prompt_tokens: int | None = None) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute now.
+
+        At most ``most_prompt_tokens``, which is positive, belong to chunks of prompts: for the sake
+        of sequences that decode beside them. None sets no bound but the step's own.
+        """
         budget = self.limits.chunk_tokens
+        chunks = budget if most_prompt_tokens is None else most_prompt_tokens
         preemptions = self.preemptions
         rows: list[tuple[Sequence, PlanRow]] = []
         decoding = [s for s in self.running if s.target - s.scheduled == 1]
         computing = [s for s in self.running if s.target - s.scheduled > 1]
         for sequence in (*decoding, *computing):
-            if budget == 0:
+            is_chunk = sequence.target - sequence.scheduled > 1
+            most = min(budget, chunks) if is_chunk else budget
+            if most == 0:
                 break
             if sequence.preempted or not self._can_run(sequence):
                 continue
             if not self._grow(sequence):
                 continue
-            budget -= self._add_row(rows, sequence, budget)
+            count = self._add_row(rows, sequence, most)
+            budget -= count
+            chunks -= count if is_chunk else 0
         rows = [(s, row) for s, row in rows if not s.preempted]
         # Blocks that a preemption brought are for the running ones, unless none of them can run.
         if not rows or self.preemptions == preemptions:
-            self._admit(rows)
+            self._admit(rows, chunks)
         while not (rows or self.running or self._plans) and self._strip_last_in_line():
-            self._admit(rows)
+            self._admit(rows, chunks)
         return self._make_plan(rows) if rows else None
 
     def _can_run(self, sequence: Sequence) -> bool:
@@ -252,20 +283,31 @@ class Scheduler:
                 return True
         return False
 
-    def _admit(self, rows: list[tuple[Sequence, PlanRow]]) -> None:
+    def _admit(self, rows: list[tuple[Sequence, PlanRow]], chunks: int) -> None:
+        """Let those in line join; ``chunks`` prompt tokens may be computed besides ``rows``."""
         budget = self.limits.chunk_tokens - sum(row.count for _, row in rows)
         while budget and len(self.running) < self.limits.max_sequences:
-            sequence = self._next_in_line()
+            sequence = self._next_in_line(prompts=chunks > 0)
             if sequence is None:
                 break
             self.waiting.remove(sequence)
             sequence.preempted = False
             self.running.append(sequence)
-            budget -= self._add_row(rows, sequence, budget)
+            is_chunk = sequence.target - sequence.scheduled > 1
+            count = self._add_row(rows, sequence, min(budget, chunks) if is_chunk else budget)
+            budget -= count
+            chunks -= count if is_chunk else 0
 
-    def _next_in_line(self) -> Sequence | None:
-        """The first that waits, with its blocks; where it lacks some, one that holds its own."""
+    def _next_in_line(self, *, prompts: bool) -> Sequence | None:
+        """The first that waits, with its blocks; where it lacks some, one that holds its own.
+
+        Without ``prompts`` one that decodes at once: it need not wait for a prompt's turn.
+        """
         for sequence in self.waiting:
+            if not prompts and (
+                not sequence.block_table or sequence.target - sequence.scheduled > 1
+            ):
+                continue
             may_go = sequence is self.waiting[0] or sequence.block_table
             if may_go and not sequence.in_flight and self._take_blocks(sequence):
                 return sequence
@@ -343,9 +385,15 @@ class Scheduler:
             sequence.pending -= row.sample
             left = sequence in self._leaving
             if not left:
+                self._count(sequence, row, result.seconds / plan.tokens)
                 updates.append(self._apply(sequence, row, tokens))
             self._release_if_idle(sequence)
         return updates
+
+    def _count(self, sequence: Sequence, row: PlanRow, token_s: float) -> None:
+        if row.start < len(sequence.spec.token_ids):
+            sequence.computed_here += row.count
+            sequence.compute_s += row.count * token_s
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
         """A step broke: its sequences end. Returns those that had not left already."""

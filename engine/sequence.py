@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from baton.hashing import block_hashes
 from baton.request import FinishReason, SequenceSpec
 
@@ -11,12 +13,17 @@ class Sequence:
 
     ``computed`` tokens have their KV in the cache. ``scheduled`` counts those of plans in flight
     too. ``pending`` samples are in flight: tokens that exist for the engine and not yet here.
+    ``computed_here`` of the tokens that it came with were computed, in ``compute_s`` seconds: of a
+    step's time a sequence has the share that it has of its tokens.
     """
 
     __slots__ = (
         "block_table",
         "cached_tokens",
+        "compute_s",
         "computed",
+        "computed_here",
+        "deadline",
         "finish_reason",
         "hash_key",
         "hashes",
@@ -25,6 +32,7 @@ class Sequence:
         "pending",
         "preempted",
         "prefill_only",
+        "queue_s",
         "queued_at",
         "registered",
         "release_wanted",
@@ -44,14 +52,20 @@ class Sequence:
         hash_key: bytes,
         prefill_only: bool = False,
         queued_at: float = 0.0,
+        deadline: float = math.inf,
     ) -> None:
-        """``prefill_only`` stops after one token and keeps its blocks until they are released."""
+        """``prefill_only`` stops after one token and keeps its blocks until they are released.
+
+        Nothing is computed for it after ``deadline``, on the clock that ``queued_at`` is of.
+        """
         self.sequence_id = sequence_id
         self.spec = spec
         self.stop_ids = stop_ids
         self.hash_key = hash_key
         self.prefill_only = prefill_only
         self.queued_at = queued_at
+        self.queue_s = 0.0
+        self.deadline = deadline
         self.token_ids: list[int] = list(spec.token_ids)
         self.block_table: list[int] = []
         self.hashes: list[bytes] = []
@@ -61,6 +75,8 @@ class Sequence:
         self.pending = 0
         self.in_flight = 0
         self.cached_tokens = 0
+        self.computed_here = 0
+        self.compute_s = 0.0
         self.known_to_engine = False
         self.preempted = False
         self.release_wanted = False

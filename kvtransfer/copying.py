@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -121,11 +122,36 @@ def copy_many(to: Run, source: Run, *, soon_read: bool = False) -> tuple[int, ..
     return _copy_many(library, to, source, soon_read=soon_read)
 
 
+def copy_out(outs: Sequence[Bytes], source: Run) -> tuple[int, ...]:
+    """``copy`` of each part to the one of ``outs`` at its place; they are soon read. In one go.
+
+    Raises ValueError where they are not as many and as long, or read-only.
+    """
+    source.check()
+    targets = [_bytes_of(out) for out in outs]
+    if len(targets) != source.starts.size or any(
+        target.size != source.length or not target.flags.writeable for target in targets
+    ):
+        raise ValueError("the parts of source and target are not alike")
+    library = copy_library()
+    if library is None:
+        count = range(source.starts.size)
+        return tuple(copy(targets[i], source.part(i), soon_read=True) for i in count)
+    addresses = np.array([_address(target) for target in targets], dtype=np.int64)
+    return _copy_addresses(library, addresses, source, soon_read=True)
+
+
 def _copy_many(
     library: ctypes.CDLL, to: Run | None, source: Run, *, soon_read: bool
 ) -> tuple[int, ...]:
-    origins = source.starts + _address(source.data)
     targets = None if to is None else to.starts + _address(to.data)
+    return _copy_addresses(library, targets, source, soon_read=soon_read)
+
+
+def _copy_addresses(
+    library: ctypes.CDLL, targets: npt.NDArray[np.int64] | None, source: Run, *, soon_read: bool
+) -> tuple[int, ...]:
+    origins = source.starts + _address(source.data)
     sums = np.empty(source.starts.size, dtype=np.uint64)
     library.kv_copy_many(
         None if targets is None else _address(targets),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from baton.errors import ConfigError, HandoffError, WorkerFailed
-from kvtransfer.links import OpenTransfers, ReadSendLink, check_part
+from kvtransfer.links import OpenTransfers, ReadSendLink, damaged
 from kvtransfer.memory import BlockMemory
 from kvtransfer.memory import check_part as check_place
 from kvtransfer.transfer import Transfer
@@ -54,6 +54,7 @@ class CudaIpcTransport:
     part_bytes = 64 << 20
     batch_bytes = 64 << 20
     copies_out = False
+    reads_in_place = True
     staging_bytes = 0
 
     def __init__(self, executor: Executor) -> None:
@@ -200,13 +201,17 @@ class CudaIpcReceiveLink:
         if not transfer.begin():
             return
         try:
-            pairs = zip(batch.source.blocks, batch.target.blocks, batch.checksums, strict=True)
-            for source, target, expected in pairs:
-                found = self._copier.copy(source, target, batch.target.offset, batch.target.length)
-                check_part(found, expected, batch)
+            offset, length = batch.target.offset, batch.target.length
+            found = tuple(
+                self._copier.copy(source, target, offset, length)
+                for source, target in zip(batch.source.blocks, batch.target.blocks, strict=True)
+            )
+            if batch.checksums and found != batch.checksums:
+                raise damaged(batch.number)
         except Exception as error:
             transfer.fail(error)
         else:
+            transfer.found = () if batch.checksums else found
             transfer.finish()
 
     def close(self) -> None:

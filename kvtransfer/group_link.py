@@ -277,7 +277,9 @@ class _Link:
             while self._wait_for_piece(has_posted=bool(posted)):
                 while len(posted) < _MOVING and (piece := self._next_piece()) is not None:
                     posted.append(self._post(pair, piece))
-                self._settle(pair, posted.popleft())
+                # None where the link broke meanwhile: its pieces are gone.
+                if posted:
+                    self._settle(pair, posted.popleft())
         except (BatonError, RuntimeError, OSError) as error:  # torch raises RuntimeErrors
             self._break(self._told(error))
         except Exception as error:
@@ -502,7 +504,8 @@ def _read(
 ) -> tuple[int, ...]:
     """Copy ``count`` parts from ``first`` on into a buffer. Returns their checksums."""
     blocks, length = parts.blocks[first : first + count], parts.length
-    checksums = memory.read_many(blocks, parts.offset, length, buffer.view[: count * length])
+    outs = [buffer.view[at : at + length] for at in range(0, count * length, length)]
+    checksums = memory.read_many(blocks, parts.offset, outs)
     buffer.upload(count * length)
     return checksums
 

@@ -70,6 +70,7 @@ class GroupTransport:
     """See ``Transport``."""
 
     copies_out = True
+    reads_in_place = False
 
     def __init__(
         self, backend: Backend, host: str = "127.0.0.1", staging_bytes: int = STAGING_BYTES

@@ -33,8 +33,9 @@ from kvtransfer.memory import BlockMemory
 from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Batch, Packed, Parts, Peer
 
-CHUNK_BYTES = 1 << 20
-"""Most bytes of a message, but for a part that is larger; larger ones halve gRPC's throughput."""
+CHUNK_BYTES = 2 << 20
+"""Most bytes of a message, but for a part that is larger: 1 MiB costs a quarter of the throughput,
+4 MiB gains nothing."""
 MOST_PAIRS = 256
 """Each holds a thread of the server."""
 _METHOD = "/baton.v1.BlockService/SendBlocks"
@@ -48,8 +49,9 @@ class GrpcTransport:
 
     name = "grpc"
     part_bytes = CHUNK_BYTES
-    batch_bytes = 8 * CHUNK_BYTES
+    batch_bytes = 4 * CHUNK_BYTES
     copies_out = True
+    reads_in_place = False
 
     def __init__(self, host: str = "127.0.0.1", tls: TlsFiles | None = None) -> None:
         """Listens on ``host``, on a port that the system chooses. ``tls``: both sides prove
@@ -160,15 +162,18 @@ class GrpcSendLink:
         """See ``SendLink``. The payload is a list of frames."""
         source = self._memory if memory is None else memory
         length, count = parts.length, len(parts.blocks)
-        frames: list[Frame] = []
-        checksums: list[int] = []
         step = max(1, CHUNK_BYTES // length)
-        for first in range(0, count, step):
-            blocks = parts.blocks[first : first + step]
-            frame = self._new_frame(first, len(blocks) * length)
-            frames.append(frame)
-            checksums += source.read_many(blocks, parts.offset, length, frame.data)
-        return Packed(parts, tuple(checksums), frames)
+        frames = [
+            self._new_frame(first, min(step, count - first) * length)
+            for first in range(0, count, step)
+        ]
+        # All of them at once: to come back to the interpreter means to wait for its lock.
+        outs = [
+            frame.data[at : at + length]
+            for frame in frames
+            for at in range(0, len(frame.data), length)
+        ]
+        return Packed(parts, source.read_many(parts.blocks, parts.offset, outs), frames)
 
     def _new_frame(self, first: int, size: int) -> Frame:
         """It is counted until nobody refers to it."""

@@ -64,11 +64,9 @@ class HostMemory:
         return copying.checksum_many(self._run(blocks, offset, length))
 
     def read_many(
-        self, blocks: Sequence[int], offset: int, length: int, out: memoryview
+        self, blocks: Sequence[int], offset: int, outs: Sequence[memoryview]
     ) -> tuple[int, ...]:
-        target = np.frombuffer(out, dtype=np.uint8)
-        run = copying.Run(target, np.arange(len(blocks), dtype=np.int64) * length, length)
-        return copying.copy_many(run, self._run(blocks, offset, length), soon_read=True)
+        return copying.copy_out(outs, self._run(blocks, offset, outs[0].nbytes))
 
     def write_many(
         self,

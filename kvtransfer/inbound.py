@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -36,6 +37,7 @@ from baton.errors import (
 from baton.grpc_errors import grpc_boundary
 from baton.v1 import transfer_pb2
 from kvtransfer.checksum import raw_checksum
+from kvtransfer.links import damaged
 from kvtransfer.negotiation import Fit, rank_transports
 from kvtransfer.pair import Identity, PairLimits, all_at_once, check_peer
 from kvtransfer.ticket import Ticket
@@ -153,7 +155,8 @@ class Inbound:
                 geometry=convert.geometry_to_proto(self.identity.geometry),
             )
             log.info("%s sends blocks here by %s", message.writer, name)
-            return InboundPair(self, message.writer, name, link), Response(opened=opened)
+            pair = InboundPair(self, message.writer, self._transports[name], link)
+            return pair, Response(opened=opened)
         raise HandoffError(
             f"no transport from {message.writer} to {self.identity.incarnation} works: "
             + "; ".join(refusals)
@@ -201,9 +204,12 @@ class Inbound:
 class InboundPair:
     """One stream; see the module's text."""
 
-    def __init__(self, inbound: Inbound, writer: str, transport: str, link: ReceiveLink) -> None:
+    def __init__(
+        self, inbound: Inbound, writer: str, transport: Transport, link: ReceiveLink
+    ) -> None:
         self.writer = writer
-        self.transport = transport
+        self.transport = transport.name
+        self._reads_in_place = transport.reads_in_place
         self._inbound = inbound
         self._link = link
         self._answers: asyncio.Queue[Response] = asyncio.Queue()
@@ -212,6 +218,8 @@ class InboundPair:
         self._next = 0
         self._awaited: dict[int, float] = {}
         """Batches that have not landed, oldest first, and since when."""
+        self._copies: dict[int, _Copy] = {}
+        """Batches that were let in and have not landed."""
         self._heard_at = time.monotonic()
 
     async def run(
@@ -257,6 +265,8 @@ class InboundPair:
             self._ended.set_result(None)
         self._ended.exception()  # looked at, so that asyncio does not log it
         self._link.close()
+        for copy in list(self._copies.values()):
+            self._compare(copy)
 
     async def _answer(self, context: Context) -> None:
         while True:
@@ -269,6 +279,8 @@ class InboundPair:
                 raise HandoffError("a pair is opened once")
             for announced in request.announced:
                 self._announced(announced)
+            for seal in request.sealed:
+                self._sealed(seal)
             if request.HasField("renew"):
                 ended = self._inbound.keeper.renew(
                     self.writer, list(request.renew.ticket_ids), self._heard_at
@@ -280,7 +292,9 @@ class InboundPair:
         count = len(message.targets)
         if message.number != self._next:
             raise HandoffError(f"batch {message.number} came where {self._next} was awaited")
-        if not (count == len(message.sources) == len(message.checksums) > 0):
+        checksums = len(message.checksums)
+        follow = self._reads_in_place and not checksums
+        if not (count == len(message.sources) > 0) or not (follow or checksums == count):
             raise HandoffError(f"batch {message.number} lists unequal numbers of parts")
         self._next += 1
         error: BatonError | None = None
@@ -304,8 +318,10 @@ class InboundPair:
         if blocks is None:
             end = partial(self._landed, batch.number, error)
         else:
+            copy = _Copy(message.ticket_id, batch, tuple(message.targets), transfer)
+            self._copies[batch.number] = copy
             self._inbound.began(message.ticket_id, transfer)
-            end = partial(self._over, message.ticket_id, batch, transfer)
+            end = partial(self._over, copy)
         transfer.when_over(lambda _: self._tell(end))
 
     def _tell(self, end: partial[None]) -> None:
@@ -315,25 +331,53 @@ class InboundPair:
             # The loop was closed: nobody is left to be told.
             return
 
-    def _over(self, ticket_id: str, batch: Batch, transfer: Transfer) -> None:
+    def _sealed(self, message: transfer_pb2.SealBatch) -> None:
+        """The checksums of a batch that was announced without. What has ended needs none."""
+        copy = self._copies.get(message.number)
+        if copy is None:
+            return
+        if copy.expected is not None or len(message.checksums) != len(copy.targets):
+            raise HandoffError(f"batch {message.number} has other checksums, or another number")
+        copy.expected = _raw(message.checksums, copy.ticket_id, copy.targets, copy.batch)
+        self._compare(copy)
+
+    def _over(self, copy: _Copy) -> None:
         """A transfer for which the keeper gave blocks has ended."""
-        self._inbound.ended(ticket_id, transfer)
-        keeper = self._inbound.keeper
-        error: BatonError | None = None
+        self._inbound.ended(copy.ticket_id, copy.transfer)
         try:
-            transfer.poll()
+            copy.transfer.poll()
         except CancelledError:
-            error = TicketEnded(f"ticket {ticket_id} has ended")
-            keeper.drop_copy(ticket_id)
+            self._inbound.keeper.drop_copy(copy.ticket_id)
+            self._end_copy(copy, TicketEnded(f"ticket {copy.ticket_id} has ended"))
         except Exception as failure:
-            error = _as_baton_error(failure)
-            keeper.fail_copy(ticket_id, error, time.monotonic())
-            if not isinstance(failure, ChecksumMismatch):
-                # The link can carry nothing more.
-                self.end(error)
+            self._failed(copy, _as_baton_error(failure))
         else:
-            keeper.end_copy(ticket_id, self.transport, batch.target.bytes)
-        self._landed(batch.number, error)
+            copy.is_placed = True
+            self._compare(copy)
+
+    def _compare(self, copy: _Copy) -> None:
+        """Let its bytes count, once they are placed and known to be the writer's."""
+        if not copy.is_placed:
+            return
+        if copy.expected is None:
+            if self._ended.done():
+                self._failed(copy, WorkerFailed(f"{self.writer} has sent bytes, and no checksums"))
+        elif copy.expected != copy.transfer.found:
+            self._failed(copy, damaged(copy.batch.number))
+        else:
+            self._inbound.keeper.end_copy(copy.ticket_id, self.transport, copy.batch.target.bytes)
+            self._end_copy(copy, None)
+
+    def _failed(self, copy: _Copy, error: BatonError) -> None:
+        self._end_copy(copy, error)
+        self._inbound.keeper.fail_copy(copy.ticket_id, error, time.monotonic())
+        if not isinstance(error, ChecksumMismatch) and not self._ended.done():
+            # The link can carry nothing more.
+            self.end(error)
+
+    def _end_copy(self, copy: _Copy, error: BatonError | None) -> None:
+        del self._copies[copy.batch.number]
+        self._landed(copy.batch.number, error)
 
     def _landed(self, number: int, error: BatonError | None) -> None:
         self._awaited.pop(number, None)
@@ -343,14 +387,41 @@ class InboundPair:
         self._answers.put_nowait(Response(landed=[landed]))
 
 
+@dataclass(slots=True)
+class _Copy:
+    """A batch on its way into blocks."""
+
+    ticket_id: str
+    batch: Batch
+    targets: tuple[int, ...]
+    """The ticket's missing blocks."""
+    transfer: Transfer
+    expected: tuple[int, ...] | None = None
+    """What the transfer must have found: nothing where it compares, unknown before it is sealed."""
+    is_placed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch.checksums:
+            self.expected = ()
+
+
 def _batch(message: transfer_pb2.AnnounceBatch, blocks: tuple[int, ...] | None) -> Batch:
-    checksums = tuple(
-        raw_checksum(sealed, message.ticket_id, target, message.offset)
-        for sealed, target in zip(message.checksums, message.targets, strict=True)
-    )
     source = Parts(tuple(message.sources), message.offset, message.length)
     target = Parts(blocks or (), message.offset, message.length)
-    return Batch(message.number, source, target, checksums)
+    batch = Batch(message.number, source, target, ())
+    if not message.checksums:
+        return batch
+    raw = _raw(message.checksums, message.ticket_id, message.targets, batch)
+    return replace(batch, checksums=raw)
+
+
+def _raw(
+    sealed: Sequence[int], ticket_id: str, targets: Sequence[int], batch: Batch
+) -> tuple[int, ...]:
+    return tuple(
+        raw_checksum(checksum, ticket_id, target, batch.source.offset)
+        for checksum, target in zip(sealed, targets, strict=True)
+    )
 
 
 def _as_baton_error(failure: Exception) -> BatonError:

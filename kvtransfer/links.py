@@ -55,22 +55,29 @@ def place(
     source: memoryview,
     starts: Sequence[int],
     first: int = 0,
-) -> None:
+) -> tuple[int, ...]:
     """Write parts of a batch, from ``first`` on, to their blocks: they begin at ``starts``.
 
-    Raises ChecksumMismatch for one that is not what was announced.
+    Returns their checksums. Raises ChecksumMismatch for one that is not what was announced, where
+    checksums were.
     """
     parts, count = batch.target, len(starts)
     blocks = parts.blocks[first : first + count]
     found = memory.write_many(blocks, parts.offset, parts.length, source, starts)
-    if found != batch.checksums[first : first + count]:
-        raise ChecksumMismatch(f"a part of batch {batch.number} arrived damaged")
+    if batch.checksums and found != batch.checksums[first : first + count]:
+        raise damaged(batch.number)
+    return found
 
 
 def check_part(found: int, expected: int, batch: Batch) -> None:
     """Compare a part's checksum with the announced one. Raises ChecksumMismatch."""
     if found != expected:
-        raise ChecksumMismatch(f"a part of batch {batch.number} arrived damaged")
+        raise damaged(batch.number)
+
+
+def damaged(number: int) -> ChecksumMismatch:
+    """The error of a batch whose bytes are not those that its writer has."""
+    return ChecksumMismatch(f"a part of batch {number} arrived damaged")
 
 
 class ReadSendLink:

@@ -57,9 +57,12 @@ class BlockMemory(Protocol):
         """``checksum`` of the same part of several blocks."""
 
     def read_many(
-        self, blocks: Sequence[int], offset: int, length: int, out: memoryview
+        self, blocks: Sequence[int], offset: int, outs: Sequence[memoryview]
     ) -> tuple[int, ...]:
-        """``read`` of the same part of several blocks, one after another into ``out``."""
+        """``read`` of the same part of several blocks, each into its own; all ``outs`` are alike
+
+        in length.
+        """
 
     def write_many(
         self,
@@ -82,13 +85,11 @@ class PartByPart:
         return tuple(self.checksum(block, offset, length) for block in blocks)
 
     def read_many(
-        self: BlockMemory, blocks: Sequence[int], offset: int, length: int, out: memoryview
+        self: BlockMemory, blocks: Sequence[int], offset: int, outs: Sequence[memoryview]
     ) -> tuple[int, ...]:
         """See ``BlockMemory``."""
-        return tuple(
-            self.read(block, offset, out[index * length : (index + 1) * length])
-            for index, block in enumerate(blocks)
-        )
+        pairs = zip(blocks, outs, strict=True)
+        return tuple(self.read(block, offset, out) for block, out in pairs)
 
     def write_many(
         self: BlockMemory,

@@ -42,6 +42,7 @@ class NixlTransport:
     part_bytes = SLOT_BYTES
     batch_bytes = SLOT_BYTES
     copies_out = False
+    reads_in_place = False
 
     def __init__(self, incarnation: str, staging_bytes: int = 128 << 20) -> None:
         """``incarnation`` is this worker's; ``staging_bytes`` of host memory hold what arrives."""

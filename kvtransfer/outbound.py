@@ -13,17 +13,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor
 from typing import Any
 
-import grpc
 import grpc.aio
 
 from baton import convert
 from baton.background import end_tasks
 from baton.errors import BatonError, HandoffError, TicketEnded, WorkerFailed
-from baton.grpc_errors import error_from_code, error_from_rpc
+from baton.grpc_errors import error_from_code, stream_ending, stream_errors
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.bandwidth import Bandwidth
 from kvtransfer.checksum import segment_checksum
@@ -148,6 +147,7 @@ class Outbound:
         self._executor = executor
         self._call: Call | None = None
         self._link: SendLink | None = None
+        self._reads_in_place = False
         self._queue = PushQueue(1, 1)
         self._window_bytes = 0
         self._pushes: dict[str, Push] = {}
@@ -197,6 +197,7 @@ class Outbound:
             self._break(failure or WorkerFailed(f"no pair with {self.peer.incarnation} came about"))
             raise
         self.transport = opened.transport
+        self._reads_in_place = transport.reads_in_place
         self._window_bytes = opened.window_bytes
         self._queue = PushQueue(transport.part_bytes, transport.batch_bytes)
         self._tasks = [
@@ -289,7 +290,10 @@ class Outbound:
                 await self._wake.wait()
             push = self._pushes.get(load.ticket_id)
             if push is not None and push.is_open:
-                await self._reads.put((self._begin(load, push), load, self._read(load, push)))
+                number = self._begin(load, push)
+                if self._reads_in_place:
+                    self._tell(_announcement(number, load))
+                await self._reads.put((number, load, self._read(load, push)))
 
     def _begin(self, load: Load, push: Push) -> int:
         """From now on it counts as being on its way. Returns its number."""
@@ -308,16 +312,24 @@ class Outbound:
         return reading
 
     async def _announce(self) -> None:
-        """Announce and send what has been read, in the order of numbers."""
+        """Announce (or seal what was) and send what has been read, in the order of numbers."""
         assert self._link is not None, "not open"
         while True:
             number, load, reading = await self._reads.get()
             # Shielded: the thread reads on, and whoever closes the pair waits for it.
             packed = await asyncio.shield(reading)
-            self.bandwidth.began(time.monotonic())
-            self._requests.put_nowait(Request(announced=[_announcement(number, load, packed)]))
+            sealed = _sealed(load, packed)
+            if self._reads_in_place:
+                seal = transfer_pb2.SealBatch(number=number, checksums=sealed)
+                self._requests.put_nowait(Request(sealed=[seal]))
+            else:
+                self._tell(_announcement(number, load, sealed))
             transfer = self._link.send(number, packed, self._limits.batch_deadline_s)
             transfer.when_over(self._sent)
+
+    def _tell(self, announcement: transfer_pb2.AnnounceBatch) -> None:
+        self.bandwidth.began(time.monotonic())
+        self._requests.put_nowait(Request(announced=[announcement]))
 
     def _sent(self, transfer: Transfer) -> None:
         """On a transport's thread."""
@@ -397,50 +409,29 @@ class Outbound:
 
     async def _write(self, request: Request) -> None:
         assert self._call is not None, "not open"
-        async with self._stream_errors():
+        async with stream_errors(self._call, self.peer.incarnation):
             await self._call.write(request)
 
     async def _next_answer(self) -> transfer_pb2.TransferResponse:
         assert self._call is not None, "not open"
-        async with self._stream_errors():
+        async with stream_errors(self._call, self.peer.incarnation):
             answer = await self._call.read()
         if not isinstance(answer, transfer_pb2.TransferResponse):
-            raise await self._ending()
+            raise await stream_ending(self._call, self.peer.incarnation)
         return answer
 
-    @contextlib.asynccontextmanager
-    async def _stream_errors(self) -> AsyncIterator[None]:
-        try:
-            yield
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, self.peer.incarnation) from error
-        except asyncio.InvalidStateError as error:
-            raise await self._ending() from error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            # Nobody cancelled this: gRPC cancels a call to which it can no longer write.
-            raise WorkerFailed(f"the connection to {self.peer.incarnation} broke") from None
 
-    async def _ending(self) -> BatonError:
-        """Why the receiver has ended the stream."""
-        assert self._call is not None, "not open"
-        call = self._call
-        code = await call.code()
-        if code is grpc.StatusCode.OK:
-            return WorkerFailed(f"{self.peer.incarnation} has ended the pair")
-        status = grpc.aio.AioRpcError(
-            code, grpc.aio.Metadata(), await call.trailing_metadata(), await call.details()
-        )
-        return error_from_rpc(status, self.peer.incarnation)
-
-
-def _announcement(number: int, load: Load, packed: Packed) -> transfer_pb2.AnnounceBatch:
-    sealed = [
+def _sealed(load: Load, packed: Packed) -> list[int]:
+    """The parts' checksums, each bound to its place."""
+    return [
         segment_checksum(digest, load.ticket_id, target, load.offset)
         for digest, target in zip(packed.checksums, load.targets, strict=True)
     ]
+
+
+def _announcement(
+    number: int, load: Load, checksums: Sequence[int] = ()
+) -> transfer_pb2.AnnounceBatch:
     return transfer_pb2.AnnounceBatch(
         number=number,
         ticket_id=load.ticket_id,
@@ -448,5 +439,5 @@ def _announcement(number: int, load: Load, packed: Packed) -> transfer_pb2.Annou
         length=load.length,
         targets=load.targets,
         sources=load.sources,
-        checksums=sealed,
+        checksums=checksums,
     )

@@ -59,6 +59,9 @@ class PushQueue:
         half = (len(blocks) + 1) // 2 * length
         room = min(self._batch_bytes, max(_SMALL_BATCH_BYTES, half))
         count = min(len(blocks), max(1, room // length))
+        if (len(blocks) - count) * length < _SMALL_BATCH_BYTES // 2:
+            # What little would be left costs a batch of its own.
+            count = min(len(blocks), self._batch_bytes // length)
         taken = [blocks.popleft() for _ in range(count)]
         if not blocks:
             del waiting[offset, length]

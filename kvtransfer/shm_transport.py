@@ -47,8 +47,9 @@ class ShmTransport:
 
     name = "shm"
     part_bytes = 8 << 20
-    batch_bytes = 8 << 20
+    batch_bytes = 16 << 20
     copies_out = False
+    reads_in_place = True
     staging_bytes = 0
 
     def __init__(self, executor: Executor) -> None:
@@ -136,16 +137,17 @@ class ShmReceiveLink:
         if not transfer.begin():
             return
         try:
-            self._copy_parts(batch)
+            found = self._copy_parts(batch)
         except Exception as error:
             transfer.fail(error)
         else:
+            transfer.found = () if batch.checksums else found
             transfer.finish()
 
-    def _copy_parts(self, batch: Batch) -> None:
+    def _copy_parts(self, batch: Batch) -> tuple[int, ...]:
         source = batch.source
         starts = [block * self._block_bytes + source.offset for block in source.blocks]
-        place(self._memory, batch, self._theirs, starts)
+        return place(self._memory, batch, self._theirs, starts)
 
     def close(self) -> None:
         """See ``ReceiveLink``. The mapping goes with the last copy that reads it."""

@@ -26,6 +26,8 @@ class Transfer:
     """What ``send`` and ``receive`` return; see the module's text."""
 
     def __init__(self) -> None:
+        self.found: tuple[int, ...] = ()
+        """Checksums of what was placed, where it was told of none that they should have."""
         self._changed = threading.Condition()
         self._state = _State.PENDING
         self._error: BaseException | None = None

@@ -70,6 +70,7 @@ class Batch:
     target: Parts
     """Where they belong here: as many blocks, the same offset and length."""
     checksums: tuple[int, ...]
+    """None while they are not known, where the transport ``reads_in_place``."""
 
 
 class SendLink(Protocol):
@@ -131,6 +132,14 @@ class Transport(Protocol):
     @property
     def copies_out(self) -> bool:
         """Whether ``pack`` copies: then other memory than the registered one may be sent."""
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether the receiver reads the writer's blocks where they lie, so that ``receive`` needs
+
+        no checksums: the transfer tells those that it ``found`` then, and they are compared when
+        the writer's are known.
+        """
 
     @property
     def staging_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """What a handoff costs when there is nothing to move: reserve and commit, all blocks held there.
 
 A real decode worker runs in a process of its own; this one plays the prefill worker and the router,
-through their gRPC services. It is measured idle, and while it runs a full batch.
+by gRPC. It is measured idle, and while it runs a full batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -206,27 +206,24 @@ class _Writer:
         await self._commit(reserved.ticket_id)
 
     async def _reserve(self, name: str) -> decode_pb2.ReserveResponse:
-        request = decode_pb2.ReserveRequest(
-            sequence=convert.sequence_to_proto(replace(self._spec, request_id=name))
-        )
-        request.MergeFrom(self._offer)
-        with self._errors():
-            return await self._stub.Reserve(request, timeout=_CALL_S)
+        request = decode_pb2.HandoffsRequest(reserve=self._offer)
+        convert.write_sequence(request.reserve.sequence, replace(self._spec, request_id=name))
+        return (await self._call(request)).reserve
 
     async def _commit(self, ticket_id: str) -> None:
-        request = decode_pb2.CommitRequest(
-            ticket_id=ticket_id, writer=_WRITER, first_token=_FIRST_TOKEN
-        )
-        with self._errors():
-            await self._stub.Commit(request, timeout=_CALL_S)
+        request = decode_pb2.HandoffsRequest()
+        request.commit.ticket_id = ticket_id
+        request.commit.writer = _WRITER
+        request.commit.first_token = _FIRST_TOKEN
+        await self._call(request)
+
+    async def _call(self, request: decode_pb2.HandoffsRequest) -> decode_pb2.HandoffsResponse:
+        """As a prefill worker does."""
+        calls = self._exchange.handoff_calls(await self._exchange.outbound(self._peer))
+        return await calls.call(request, _CALL_S)
 
     async def _abort(self, name: str) -> None:
-        with self._errors():
-            await self._stub.Abort(decode_pb2.AbortRequest(request_id=name), timeout=_CALL_S)
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
         try:
-            yield
+            await self._stub.Abort(decode_pb2.AbortRequest(request_id=name), timeout=_CALL_S)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, self._peer.incarnation) from error

@@ -198,7 +198,9 @@ def _cluster(transport: str, programs: Programs) -> tuple[Server, str]:
         *("--served-model-name", SERVED_NAME),
         *("--http", f"{LOOPBACK}:{port}", "--grpc", grpc),
     )
-    return Server("baton", "bf16", command, port, {"BATON_TRANSPORT": transport}), grpc
+    # Every request is to be handed off, also where that does not pay.
+    environment = {"BATON_TRANSPORT": transport, "BATON_LOCAL_PREFILL": "never"}
+    return Server("baton", "bf16", command, port, environment), grpc
 
 
 def _turns(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +19,11 @@ from kvtransfer.memory import BlockMemory
 from kvtransfer.pair import Identity, PairLimits
 from worker.block_receiver import BlockReceiver
 from worker.exchange import Exchange
-from worker.process import keep_buffers
+from worker.process import keep_buffers, spare_the_interpreter
 from worker.transports import make_transports
 
 LOOPBACK = "127.0.0.1"
-_TRANSFER_THREADS, _SWITCH_INTERVAL_S = 2, 0.0005
+_TRANSFER_THREADS = 2
 """As a worker has."""
 
 
@@ -36,7 +37,7 @@ async def transfer_end(
     """
     config = Config.model_construct(transport=transport)
     usual = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    spare_the_interpreter()
     keep_buffers()
     threads = ThreadPoolExecutor(_TRANSFER_THREADS, thread_name_prefix="transfer")
     try:
@@ -58,6 +59,7 @@ async def transfer_end(
     finally:
         threads.shutdown(wait=True, cancel_futures=True)
         sys.setswitchinterval(usual)
+        gc.unfreeze()
 
 
 async def _beat(exchange: Exchange, every_s: float) -> None:

@@ -11,27 +11,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
 from contextlib import ExitStack
-from typing import Any, TypeVar
-
-import grpc.aio
 
 from baton import convert
 from baton.errors import BatonError, DeadlineExceeded, NoRoom
-from baton.grpc_errors import error_from_rpc
 from baton.request import SequenceSpec
-from baton.v1 import decode_pb2, decode_pb2_grpc
+from baton.v1 import decode_pb2
 from kvtransfer.layout import KvLayout
 from kvtransfer.outbound import Outbound, Push
 from kvtransfer.put_plan import Part, PutPlan
 from kvtransfer.transport import Peer
 from worker.converted_blocks import ConvertedBlocks, Staging
+from worker.handoff_calls import HandoffCalls
 from worker.role import WorkerContext
 
 log = logging.getLogger(__name__)
-
-R = TypeVar("R")
 
 LEAST_SLICE_S = 0.002
 """Layers are sent before their blocks are complete if the wire is busy with them for that long."""
@@ -59,7 +53,6 @@ class Handoff:
         self.ticket_id = ""
         self.pinned_blocks = 0
         self._context = context
-        self._stub = decode_pb2_grpc.DecodeServiceStub(context.exchange.channel(peer.address))
         self._spec = spec
         self._deadline = deadline
         self._puts: PutPlan
@@ -68,6 +61,8 @@ class Handoff:
         self._converted: ConvertedBlocks | None = None
         """The sequence's blocks as the receiver has them, where its geometry is another one."""
         self._pair: Outbound | None = None
+        self._calls: HandoffCalls
+        """Those of the pair: they fail when it breaks."""
         self._push: Push | None = None
         self._committed = False
 
@@ -80,6 +75,7 @@ class Handoff:
     async def reserve(self) -> None:
         """Get a ticket; waits for room as long as the request has time. Raises BatonError."""
         self._pair = await self._context.exchange.outbound(self.peer)
+        self._calls = self._context.exchange.handoff_calls(self._pair)
         self._use.enter_context(self._pair.used())
         cache = self._context.engine.cache
         if self._pair.geometry != cache.geometry():
@@ -91,7 +87,7 @@ class Handoff:
                 break
             except NoRoom as error:
                 wait = min(error.retry_after or 0.1, self._left())
-                await self._unless_broken(asyncio.sleep(wait))
+                await asyncio.wait([self._pair.broken], timeout=wait)
         self.ticket_id = response.ticket_id
         self.pinned_blocks = response.pinned_blocks
         layout = KvLayout.of(self._pair.geometry)
@@ -100,31 +96,15 @@ class Handoff:
 
     async def _reserve_once(self) -> decode_pb2.ReserveResponse:
         left = self._left()
-        sequence = convert.sequence_to_proto(self._spec)
-        sequence.deadline_ms = int(left * 1000)
-        request = decode_pb2.ReserveRequest(
-            fingerprint=self._context.engine.fingerprint,
-            geometry=convert.geometry_to_proto(self._context.engine.cache.geometry()),
-            incarnation=self.peer.incarnation,
-            writer=self._context.incarnation,
-            sequence=sequence,
-        )
-        return await self._unless_broken(self._stub.Reserve(request, timeout=left))
-
-    async def _unless_broken(self, call: Awaitable[R]) -> R:
-        """A call's answer. Raises its error, or what breaks the pair while it is awaited."""
-        assert self._pair is not None, "no pair"
-        answer = asyncio.ensure_future(call)
-        waits: set[asyncio.Future[Any]] = {answer, self._pair.broken}
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise self._pair.broken.result()
-            return answer.result()
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, self.peer.incarnation) from error
-        finally:
-            answer.cancel()
+        request = decode_pb2.HandoffsRequest()
+        reserve = request.reserve
+        reserve.fingerprint = self._context.engine.fingerprint
+        reserve.geometry.CopyFrom(convert.geometry_to_proto(self._context.engine.cache.geometry()))
+        reserve.incarnation = self.peer.incarnation
+        reserve.writer = self._context.incarnation
+        convert.write_sequence(reserve.sequence, self._spec)
+        reserve.sequence.deadline_ms = int(left * 1000)
+        return (await self._calls.call(request, left)).reserve
 
     def computed(self, block_table: list[int], tokens: int) -> None:
         """The first ``tokens`` of the sequence's tokens are: push what is missing and complete.
@@ -180,22 +160,16 @@ class Handoff:
         """
         assert self._push is not None, "no ticket"
         self._push.end()
-        request = decode_pb2.CommitRequest(
-            ticket_id=self.ticket_id, writer=self._context.incarnation, first_token=first_token
-        )
+        request = decode_pb2.HandoffsRequest()
+        request.commit.ticket_id = self.ticket_id
+        request.commit.writer = self._context.incarnation
+        request.commit.first_token = first_token
         # The receiver waits for the bytes: that spares a round trip after the last of them.
-        commit = asyncio.ensure_future(
-            self._unless_broken(self._stub.Commit(request, timeout=self._left()))
-        )
-        waits: set[asyncio.Future[Any]] = {commit, self._push.done}
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            self.check()
-            response = await commit
-        finally:
-            commit.cancel()
+        answer = self._calls.call(request, self._left())
+        self._push.done.add_done_callback(lambda pushed: _fail_with(answer, pushed))
+        response = await answer
         self._committed = True
-        return int(response.bytes)
+        return response.commit.bytes
 
     async def close(self) -> None:
         """End what is not committed, here and at the receiver. Never raises, idempotent.
@@ -213,14 +187,21 @@ class Handoff:
         self._use.close()
 
     async def _abort(self) -> None:
-        request = decode_pb2.AbortRequest(
-            request_id=self._spec.request_id,
-            attempt=self._spec.attempt,
-            writer=self._context.incarnation,
-        )
+        request = decode_pb2.HandoffsRequest()
+        request.abort.request_id = self._spec.request_id
+        request.abort.attempt = self._spec.attempt
         # A receiver whose pair has broken gets none: it may be silent, and to wait for it keeps the
         # blocks here. It releases the ticket when it sees the stream end, or by the lease.
         try:
-            await self._unless_broken(self._stub.Abort(request, timeout=ABORT_DEADLINE_S))
+            await self._calls.call(request, ABORT_DEADLINE_S)
         except BatonError as error:
             log.info("abort at %s did not arrive: %s", self.peer.incarnation, error.message)
+
+
+def _fail_with(
+    answer: asyncio.Future[decode_pb2.HandoffsResponse], pushed: asyncio.Future[int]
+) -> None:
+    """A commit whose blocks do not arrive fails at once, with what went wrong with them."""
+    error = pushed.exception()
+    if error is not None and not answer.done():
+        answer.set_exception(error)

@@ -6,23 +6,25 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
 
 from baton import convert
 from baton.config import MIB
-from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, WorkerFailed
-from baton.request import FinishReason, SequenceSpec, TokenOutput
+from baton.errors import BatonError, DeadlineExceeded, WorkerFailed
+from baton.request import FinishReason, SequenceSpec
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
 from kvtransfer.transport import Peer
-from prefill_worker.fetch import Fetcher, PrefixSource
-from prefill_worker.fetch_estimates import FetchEstimates
 from prefill_worker.handoff import Handoff
-from prefill_worker.service import PrefillServicer
 from worker.converted_blocks import Staging
+from worker.fetch import Fetcher, PrefixSource, source_of
+from worker.fetch_estimates import FetchEstimates
+from worker.first_token import first_token
+from worker.prefill_service import PrefillServicer
 from worker.role import WorkerContext
 
 log = logging.getLogger(__name__)
@@ -42,11 +44,23 @@ class PrefillRole:
         self._fetcher = Fetcher(context, estimates or FetchEstimates())
         self._listeners: dict[int, asyncio.Queue[Event]] = {}
         self._staging = Staging(context.settings.config.transfer_window_mib * MIB)
+        self._service = PrefillServicer(self.run)
         self._places = asyncio.Semaphore(context.settings.pool.max_sequences)
 
     def mount(self, server: grpc.aio.Server) -> None:
         """Add PrefillService."""
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(self), server)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self._service, server)
+
+    async def run(
+        self, request: prefill_pb2.PrefillRequest
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        """``prefill`` of a message."""
+        spec = convert.sequence_from_proto(request.sequence)
+        address, incarnation = request.decode_address, request.decode_incarnation
+        responses = self.prefill(spec, address, incarnation, source_of(request))
+        async with aclosing(responses):
+            async for response in responses:
+                yield response
 
     async def prefill(
         self,
@@ -60,8 +74,9 @@ class PrefillRole:
         ``source`` may be asked for blocks of the prompt, so that these are not computed.
         Closing the iterator aborts the request here and at the decode worker.
         """
-        deadline = time.monotonic() + spec.deadline_s
-        self._check(spec)
+        arrived = time.monotonic()
+        deadline = arrived + spec.deadline_s
+        self.context.check_prompt(spec)
         try:
             async with asyncio.timeout(spec.deadline_s):
                 await self._places.acquire()
@@ -72,26 +87,21 @@ class PrefillRole:
             if spec.sampling.max_tokens - (len(spec.token_ids) - spec.prompt_length) > 1:
                 peer = Peer(incarnation, address)
                 handoff = Handoff(self.context, spec, peer, self._staging, deadline=deadline)
-            async for response in self._run(spec, handoff, source, deadline):
+            sequence = self.context.make_sequence(
+                spec, arrived=arrived, deadline=deadline, prefill_only=True
+            )
+            async for response in self._run(sequence, handoff, source, deadline):
                 yield response
         finally:
             self._places.release()
 
-    def _check(self, spec: SequenceSpec) -> None:
-        context = self.context.engine.context_length
-        if not 0 < spec.prompt_length <= len(spec.token_ids) < context:
-            raise InvalidRequest(
-                f"{len(spec.token_ids)} tokens do not fit this worker's context of {context}"
-            )
-
     async def _run(
         self,
-        spec: SequenceSpec,
+        sequence: Sequence,
         handoff: Handoff | None,
         source: PrefixSource | None,
         deadline: float,
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        sequence = self.context.make_sequence(spec, prefill_only=True)
         try:
             if handoff is not None:
                 # Never computed without blocks that wait for it.
@@ -100,12 +110,16 @@ class PrefillRole:
             if source is not None:
                 blocks = await self._fetcher.fetch(sequence, source, deadline)
             first = await self._compute(sequence, blocks, handoff, deadline)
-            yield self._first_token(sequence, first, ends=handoff is None)
+            computed_at = time.monotonic()
+            finish = sequence.finish_reason or (FinishReason.LENGTH if handoff is None else None)
+            yield first_token(sequence, first, finish, self.context.control.load())
             if handoff is not None and sequence.finish_reason is None:
                 pushed = await handoff.commit(first)
                 yield prefill_pb2.PrefillResponse(
                     handoff=prefill_pb2.HandoffCommitted(
-                        bytes=pushed, pinned_blocks=handoff.pinned_blocks
+                        bytes=pushed,
+                        pinned_blocks=handoff.pinned_blocks,
+                        transfer_ms=(time.monotonic() - computed_at) * 1e3,
                     ),
                     load=convert.load_to_proto(self.context.control.load()),
                 )
@@ -161,7 +175,7 @@ class PrefillRole:
                     self._push_layers(sequence, handoff)
         finally:
             get.cancel()
-        raise DeadlineExceeded("the request's deadline passed during its prefill")
+        raise _expired()
 
     def _push_layers(self, sequence: Sequence, handoff: Handoff) -> None:
         """Send what the running step has stored of the sequence so far, where that pays."""
@@ -172,19 +186,6 @@ class PrefillRole:
             # One that was preempted meanwhile has no blocks.
             if blocks <= len(sequence.block_table):
                 handoff.computing(sequence.block_table, blocks, progress.layers)
-
-    def _first_token(
-        self, sequence: Sequence, token: int, *, ends: bool
-    ) -> prefill_pb2.PrefillResponse:
-        spec = sequence.spec
-        finish = sequence.finish_reason or (FinishReason.LENGTH if ends else None)
-        index = len(spec.token_ids) - spec.prompt_length
-        output = TokenOutput(spec.request_id, spec.attempt, index, (token,), finish)
-        return prefill_pb2.PrefillResponse(
-            first_token=convert.output_to_proto(output),
-            load=convert.load_to_proto(self.context.control.load()),
-            cached_prompt_tokens=min(sequence.cached_tokens, spec.prompt_length),
-        )
 
     def on_step(self, updates: list[SequenceUpdate]) -> None:
         """Tell each sequence's call what has been computed."""
@@ -201,11 +202,23 @@ class PrefillRole:
                 reason = f"the prefill worker's engine failed: {type(error).__name__}"
                 listener.put_nowait(WorkerFailed(reason))
 
+    def on_expired(self, sequences: list[Sequence]) -> None:
+        """Their calls end with an error."""
+        for sequence in sequences:
+            listener = self._listeners.get(sequence.sequence_id)
+            if listener is not None:
+                listener.put_nowait(_expired())
+
     async def heartbeat(self) -> None:
         """Plan again: blocks of tickets that ended, and blocks lent to readers, have come back."""
         self.context.control.pump()
 
     async def close(self) -> None:
-        """Calls under way end with an error."""
+        """Prefills under way end with an error, then the routers' streams."""
         for listener in self._listeners.values():
             listener.put_nowait(WorkerFailed("the prefill worker is stopping"))
+        self._service.close()
+
+
+def _expired() -> DeadlineExceeded:
+    return DeadlineExceeded("the request's deadline passed during its prefill")

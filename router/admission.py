@@ -1,44 +1,360 @@
-"""Who gets in: a bound on the requests that wait for their first token.
+"""Who gets in, in what order, and when it is passed on to the workers.
 
-Plain Python; ``now`` is passed in.
+    offered ─no hope, no place→ refused
+    offered → waiting ─its turn, and room→ sent ─first token→ begun → gone
+              waiting ─too late, pushed out→ refused
+
+Only so much work lies at the prefill workers as keeps them busy; the rest waits here, where its
+order can still be chosen. Plain Python; ``now`` is passed in. Owned by one event loop.
 """
 
 from __future__ import annotations
 
-from baton.errors import Overloaded
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+from baton.errors import BatonError, DeadlineUnreachable, Overloaded
+from router.drain_rate import DrainRate
+from router.fair_queue import Entry, FairQueue
+from router.forecast import Forecast
+from router.pace import Pace
+from router.running_mean import RunningMean
+
+WINDOW_S = 0.25
+"""Work that lies at each prefill worker, in seconds: one step runs, the next one is ready."""
+LEAST_WINDOW_TOKENS = 1024
+"""The same before the drain rate is known, and at least: two chunks of a CPU's prefill."""
+MOST_LEAD_S = 30.0
+"""No priority, however low its number, is worth more than so many seconds of waiting."""
+FIRST_GUESS_S = 1.0
+"""What a refused client is told before anything was learned."""
+SLACK_S = 0.1
+"""A turn that was taken late, for want of anything that told of it, is made up for this far."""
+LEAST_PACED_TOKENS = 8
+"""The time per token of a shorter answer is that of its handoff more than that of decoding."""
+LEAST_RETRY_S = 0.1
+"""Nobody is told to come back earlier."""
+FIRST_ANSWER_TOKENS = 256
+"""The expected length of an answer before one was seen."""
 _WEIGHT = 0.1
-_FIRST_GUESS_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Applicant:
+    """What admission has to know of a request."""
+
+    request_id: str
+    tenant: str
+    priority: int
+    """Lower comes earlier."""
+    prompt_tokens: int
+    max_tokens: int
+    """Most tokens of the answer."""
+    first_token_s: float
+    """It is refused when its first token is predicted later than this many seconds from now."""
+    give_up_s: float
+    """It is refused when it has waited until its first token would come later than this."""
+    deadline_s: float
+    """Seconds from now by which the answer must have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The workers as their snapshots show them. Blocks are those of the prefix index."""
+
+    block_size: int
+    prefill_workers: int
+    decode_sequences: int
+    """Sequences that run or wait at decode workers."""
+    most_sequences: int
+    available_blocks: tuple[int, ...]
+    """Free or merely cached, of each decode worker."""
+    total_blocks: tuple[int, ...]
+    """Of each decode worker."""
+
+
+@dataclass(slots=True)
+class _Request:
+    applicant: Applicant
+    offered_at: float
+    answer_tokens: int
+    """How long the answer is expected to be."""
+    blocks: int = 0
+    """Promised to it, beyond what snapshots show."""
+    begun_at: float | None = None
+    generated: int = 0
+
+    def late(self, now: float, rate: float | None, in_flight_tokens: int) -> bool:
+        """Whether its first token would come too late if it were sent now, behind those tokens."""
+        ahead = in_flight_tokens + self.applicant.prompt_tokens
+        least = ahead / rate if rate is not None else 0.0
+        limit = min(self.applicant.give_up_s, self.applicant.deadline_s)
+        return now + least > self.offered_at + limit
 
 
 class Admission:
-    """Counts those that wait, and learns how long they do."""
+    """See the module's text."""
 
-    def __init__(self, limit: int) -> None:
-        """At most ``limit`` requests wait at a time."""
-        self._limit = limit
-        self._waiting: dict[object, float] = {}
-        self._typical_wait_s = _FIRST_GUESS_S
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        limit: int,
+        priority_step_s: float,
+        slo_tpot_s: float,
+        refuse: Callable[[str, BatonError], None],
+    ) -> None:
+        """``weights`` of the tenants; at most ``limit`` requests wait. Prompts are passed on only
+
+        as fast as the times per token allow, in seconds; infinite where nothing is asked of them.
+
+        ``refuse`` hears the id of each request that was waiting and gets no turn, and why.
+        """
+        self._queue: FairQueue[_Request] = FairQueue(weights, limit)
+        self._entries: dict[str, Entry[_Request]] = {}
+        self._sent: dict[str, _Request] = {}
+        self._begun: dict[str, _Request] = {}
+        self._step_s = priority_step_s
+        self._refuse = refuse
+        self._drain = DrainRate()
+        self._pace = Pace()
+        self._slo_tpot_s = slo_tpot_s
+        self._not_before = -math.inf
+        self._in_flight_tokens = 0
+        self._waiting_tokens = 0
+        self._answer_tokens = RunningMean(_WEIGHT)
+        self._stay_s = RunningMean(_WEIGHT)
+        self._tpot_s = RunningMean(_WEIGHT)
+
+    # What is known
 
     @property
-    def waiting(self) -> int:
-        return len(self._waiting)
+    def in_flight_tokens(self) -> int:
+        """Prompt tokens that were sent and have no first token yet."""
+        return self._in_flight_tokens
 
-    def admit(self, request: object, now: float) -> None:
-        """Let a request in. Raises Overloaded, with the wait that is typical at present."""
-        if len(self._waiting) >= self._limit:
-            raise Overloaded(
-                f"{len(self._waiting)} requests wait already; try again later",
-                retry_after=max(1.0, self._typical_wait_s),
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The learned drain rate of all prefill workers, as far as it is made use of."""
+        rate = self._drain.tokens_per_s
+        return None if rate is None else rate * self._pace.share
+
+    @property
+    def tpot_s(self) -> float | None:
+        """The mean time of a further token."""
+        return self._tpot_s.value
+
+    def waiting(self, tenant: str) -> int:
+        """How many of a tenant's requests wait here."""
+        return self._queue.waiting(tenant)
+
+    @property
+    def waiting_requests(self) -> int:
+        return len(self._queue)
+
+    # A request's way
+
+    def offer(
+        self, applicant: Applicant, forecast: Forecast, capacity: Capacity, now: float
+    ) -> None:
+        """Let a request wait for its turn; ``release`` tells of it.
+
+        ``forecast`` is of its sending now, before what waits here. Raises DeadlineUnreachable
+        where it would be late, Overloaded where there is no place, with the time that the work
+        ahead takes.
+        """
+        answer = self._expected_answer(applicant.max_tokens)
+        lead = max(-MOST_LEAD_S, min(MOST_LEAD_S, applicant.priority * self._step_s))
+        request = _Request(applicant, now, answer)
+        entry = Entry(
+            applicant.tenant, now + lead, max(1, applicant.prompt_tokens + answer), request
+        )
+        wait_s = self._wait_s(entry, capacity)
+        self._check_time(applicant, answer, wait_s, forecast)
+        victim = self._queue.push(entry)
+        if victim is not None:
+            error = Overloaded(
+                f"{len(self._queue)} requests wait already; try again later",
+                retry_after=self._retry_after(wait_s),
             )
-        self._waiting[request] = now
+            if victim is entry:
+                raise error
+            self._forget(victim)
+            self._refuse(victim.item.applicant.request_id, error)
+        self._entries[applicant.request_id] = entry
+        self._waiting_tokens += applicant.prompt_tokens
 
-    def first_token(self, request: object, now: float) -> None:
-        """A request waits no longer."""
-        admitted = self._waiting.pop(request, None)
-        if admitted is not None:
-            self._typical_wait_s += _WEIGHT * (now - admitted - self._typical_wait_s)
+    def release(self, capacity: Capacity | None, now: float) -> list[str]:
+        """The ids of those whose turn it is; they count as sent. Refuses those that are too late.
 
-    def left(self, request: object) -> None:
-        """A request has ended, with or without a token; idempotent."""
-        self._waiting.pop(request, None)
+        ``capacity`` None: there are no workers, and all go, to be told so.
+        """
+        released: list[str] = []
+        self._drop_late(now)
+        while (entry := self._queue.peek()) is not None:
+            if capacity is not None and not self._fits(entry.item, capacity, now):
+                break
+            self._queue.pop()
+            self._forget(entry)
+            applicant = entry.item.applicant
+            if capacity is not None:
+                entry.item.blocks = self._need(entry.item, capacity)
+            self._sent[applicant.request_id] = entry.item
+            self._in_flight_tokens += applicant.prompt_tokens
+            self._space(applicant.prompt_tokens, now)
+            released.append(applicant.request_id)
+        # Not where decode workers are what is waited for.
+        busy = capacity is not None and self._prefill_full(capacity)
+        self._drain.saturated(now, waiting=busy and len(self._queue) > 0)
+        return released
+
+    def first_token(self, request_id: str, now: float) -> bool:
+        """A request has its first token; idempotent. Whether this was it."""
+        request = self._sent.pop(request_id, None)
+        if request is None:
+            return False
+        self._in_flight_tokens -= request.applicant.prompt_tokens
+        self._drain.finished(request.applicant.prompt_tokens, now)
+        request.begun_at = now
+        self._begun[request_id] = request
+        return True
+
+    def generated(self, request_id: str, tokens: int) -> None:
+        """So many more tokens of its answer came."""
+        request = self._begun.get(request_id)
+        if request is not None:
+            request.generated += tokens
+
+    def left(
+        self, request_id: str, now: float, *, finished: bool = False, held_s: float = 0.0
+    ) -> None:
+        """A request has gone, wherever it stood; idempotent. ``finished``: with all its tokens.
+
+        ``held_s`` of the seconds since its first token its client held it up.
+        """
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            self._queue.remove(entry)
+            self._forget(entry)
+        sent = self._sent.pop(request_id, None)
+        if sent is not None:
+            self._in_flight_tokens -= sent.applicant.prompt_tokens
+        begun = self._begun.pop(request_id, None)
+        if begun is not None and begun.begun_at is not None and finished:
+            self._learn(begun, max(0.0, now - begun.begun_at - held_s))
+
+    def _forget(self, entry: Entry[_Request]) -> None:
+        """What is no longer in the queue."""
+        del self._entries[entry.item.applicant.request_id]
+        self._waiting_tokens -= entry.item.applicant.prompt_tokens
+
+    def _learn(self, request: _Request, stayed_s: float) -> None:
+        self._stay_s.add(stayed_s)
+        self._answer_tokens.add(float(request.generated))
+        if request.generated > 1:
+            tpot_s = stayed_s / (request.generated - 1)
+            self._tpot_s.add(tpot_s)
+            if request.generated >= LEAST_PACED_TOKENS:
+                self._pace.heard(in_time=tpot_s <= self._slo_tpot_s)
+
+    # Predictions
+
+    def _expected_answer(self, most: int) -> int:
+        mean = self._answer_tokens.value
+        return min(most, FIRST_ANSWER_TOKENS if mean is None else math.ceil(mean))
+
+    def _wait_s(self, entry: Entry[_Request], capacity: Capacity) -> float:
+        """Until its turn comes: for the prefill workers, and for a place at a decode worker."""
+        waits = [0.0]
+        # Costs in the queue count answers too, of which prefill workers know nothing.
+        queued = self._queue.tokens
+        ahead = self._queue.tokens_ahead(entry.tenant, entry.order, entry.tokens)
+        share = ahead / queued if queued else 0.0
+        rate = self.tokens_per_s
+        if rate is not None:
+            waits.append(share * self._waiting_tokens / rate)
+        places = self._free_places(capacity) - share * len(self._queue)
+        if self._stay_s.value is not None and self._begun and places < 1:
+            # Little's law: so many end in a second.
+            waits.append((1 - places) * self._stay_s.value / len(self._begun))
+        return max(waits)
+
+    def _check_time(
+        self, applicant: Applicant, answer: int, wait_s: float, forecast: Forecast
+    ) -> None:
+        first_s = wait_s + forecast.ttft_ms / 1e3
+        end_s = first_s + forecast.tpot_ms / 1e3 * max(0, answer - 1)
+        if first_s <= applicant.first_token_s and end_s <= applicant.deadline_s:
+            return
+        late = first_s if first_s > applicant.first_token_s else end_s
+        allowed = min(applicant.first_token_s, applicant.deadline_s)
+        raise DeadlineUnreachable(
+            f"the request would take about {late:.1f} s, and has {allowed:.1f} s",
+            retry_after=self._retry_after(wait_s),
+        )
+
+    def _retry_after(self, wait_s: float) -> float:
+        """When what is ahead now, here and at the workers, will have been served."""
+        rate = self.tokens_per_s
+        if rate is None:
+            return max(FIRST_GUESS_S, wait_s)
+        return max(LEAST_RETRY_S, wait_s + self._in_flight_tokens / rate)
+
+    # Room
+
+    def _drop_late(self, now: float) -> None:
+        rate = self.tokens_per_s
+        in_flight = self._in_flight_tokens
+        for entry in [entry for entry in self._queue if entry.item.late(now, rate, in_flight)]:
+            self._queue.remove(entry)
+            self._forget(entry)
+            error = DeadlineUnreachable(
+                "the request waited for its turn until it was too late",
+                retry_after=self._retry_after(0.0),
+            )
+            self._refuse(entry.item.applicant.request_id, error)
+
+    def _space(self, tokens: int, now: float) -> None:
+        """Let the time pass that these tokens take at the present pace."""
+        rate = self.tokens_per_s
+        if rate is None or self._pace.share == 1.0:
+            self._not_before = -math.inf
+        else:
+            self._not_before = max(now - SLACK_S, self._not_before) + tokens / rate
+
+    def _fits(self, request: _Request, capacity: Capacity, now: float) -> bool:
+        if not self._sent and not self._begun:
+            # Whatever it takes: nothing of ours would ever make more room.
+            return True
+        if now < self._not_before:
+            return False
+        if self._prefill_full(capacity) or self._free_places(capacity) < 1:
+            return False
+        need = self._need(request, capacity)
+        free = sum(capacity.available_blocks) - self._promised_blocks(capacity)
+        return need <= min(free, max(capacity.available_blocks, default=0))
+
+    def _prefill_full(self, capacity: Capacity) -> bool:
+        """Whether the prefill workers have enough to do."""
+        least = LEAST_WINDOW_TOKENS * capacity.prefill_workers
+        return self._in_flight_tokens >= max(least, WINDOW_S * (self.tokens_per_s or 0.0))
+
+    def _free_places(self, capacity: Capacity) -> int:
+        # Snapshots of other routers' sequences and of ours; ours are known earlier.
+        taken = max(capacity.decode_sequences, len(self._begun)) + len(self._sent)
+        return capacity.most_sequences - taken
+
+    def _need(self, request: _Request, capacity: Capacity) -> int:
+        tokens = request.applicant.prompt_tokens + request.answer_tokens
+        return min(-(-tokens // capacity.block_size), max(capacity.total_blocks, default=0))
+
+    def _promised_blocks(self, capacity: Capacity) -> int:
+        """What ours will take beyond what snapshots show: all of those that were sent, and the
+
+        rest of the answers of those that have begun.
+        """
+        sent = sum(request.blocks for request in self._sent.values())
+        growth = sum(
+            max(0, request.answer_tokens - request.generated) for request in self._begun.values()
+        )
+        return sent + -(-growth // capacity.block_size)

@@ -34,7 +34,9 @@ class Delivery:
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._class_of = config.class_of
-        self._slo = Slo(config.slo_ttft_s, config.slo_tpot_s)
+        self._slos = {
+            c.name: Slo(config.slo_ttft_of(c.name), config.slo_tpot_s) for c in config.classes
+        }
         self._clock = clock
 
     async def deliver_all(
@@ -58,10 +60,11 @@ class Delivery:
     async def _deliver(
         self, place: int, request: GenerationRequest, received_at: float, sink: Sink
     ) -> None:
+        context_class = self._class_of(len(request.prompt_ids))
         recorder = RequestRecorder(
             self._metrics,
-            self._slo,
-            self._class_of(len(request.prompt_ids)),
+            self._slos[context_class],
+            context_class,
             len(request.prompt_ids),
             received_at,
         )

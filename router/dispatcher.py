@@ -10,30 +10,42 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any
 
-import grpc.aio
 import redis
 
 from baton import convert
 from baton.background import end_tasks
 from baton.config import Config
-from baton.errors import BatonError, ContextLengthExceeded, WorkerFailed
-from baton.grpc_errors import error_from_rpc
+from baton.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    NoRoom,
+    Overloaded,
+    Unavailable,
+    WorkerFailed,
+)
 from baton.hashing import block_hashes, hash_key
 from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
 from baton.registry import Registry
 from baton.request import SequenceSpec, TokenOutput
-from baton.v1 import prefill_pb2, prefill_pb2_grpc
-from router.admission import Admission
+from baton.v1 import prefill_pb2
+from router.admission import Capacity
 from router.generation import GenerationRequest, OutputDelta
 from router.output_assembler import OutputAssembler
-from router.policy import Candidate, Decision, choose
+from router.planner import Planner, Promise
+from router.policies import make_policy
+from router.policy import Decision, RouteRequest, route_settings
 from router.prefix_lookup import PrefixLookup
 from router.request_life import RequestLife
+from router.roster import Roster
 from router.tokenizer import Tokenizer
+from router.waiting_room import WaitingRoom
 from router.worker_links import WorkerLink, WorkerLinks, error_from_gone
 
 log = logging.getLogger(__name__)
@@ -43,6 +55,8 @@ REGISTRY_POLL_S = 0.25
 COLLECT_AFTER_S = 10.0
 """So long a worker must be listed as dead before the index forgets it: after Redis was away, all
 are until their next heartbeat. Nothing is routed to a dead one meanwhile."""
+NO_ROOM_RETRY_S = 0.1
+"""When a decode worker without room is asked again, if it does not say."""
 COMMIT_GRACE_S = 1.0
 """After a prefill worker's death: how long the decode worker has to show that it had committed."""
 
@@ -68,7 +82,11 @@ class ClusterDispatcher:
         self._links = WorkerLinks(
             self.router_id, self._on_output, self._on_broken, heartbeat_s=config.heartbeat_s
         )
-        self._admission = Admission(config.max_waiting_requests)
+        self._planner = Planner(
+            make_policy(config.policy, route_settings(config)), config.block_size
+        )
+        self._roster = Roster(self._planner, self._links)
+        self._waiting_room = WaitingRoom(config, metrics, self._capacity)
         self._lives: dict[str, RequestLife] = {}
         self._placed: dict[str, set[RequestLife]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -86,6 +104,7 @@ class ClusterDispatcher:
         self._draining = True
         for life in list(self._lives.values()):
             life.fail(WorkerFailed("the router is stopping", retry_after=1.0))
+        self._waiting_room.close()
         if self._poll is not None:
             await end_tasks([self._poll])
         if self._background:
@@ -118,9 +137,10 @@ class ClusterDispatcher:
         """``ok``, or ``down`` and why."""
         if self._draining:
             return "down", "draining"
-        for role in ("prefill", "decode"):
+        for role in ("decode", "prefill"):
             if not self._links.up(role):
-                return "down", f"no {role} worker is ready"
+                alone = role == "prefill" and self._config.local_prefill != "never"
+                return "degraded" if alone else "down", f"no {role} worker is ready"
         return "ok", ""
 
     def metrics_addresses(self) -> list[str]:
@@ -134,58 +154,95 @@ class ClusterDispatcher:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta, None]:
         """See ``router.generation.Dispatcher``."""
-        self._admission.admit(request.request_id, time.monotonic())
+        deadline = time.monotonic() + request.deadline_s
         self._metrics.active_requests.inc()
+        finished, held_s = False, 0.0
         try:
-            decision = await self._route(request)
-            async for delta in self._run(request, decision):
+            await self._waiting_room.turn(request)
+            route = await self._route(_with_time_left(request, deadline))
+            async for delta in self._run(_with_time_left(request, deadline), route):
+                self._waiting_room.first_token(request.request_id)
+                self._waiting_room.generated(request.request_id, len(delta.token_ids))
+                finished = delta.finish_reason is not None
+                given_at = time.monotonic()
                 yield delta
+                held_s += time.monotonic() - given_at
         finally:
-            self._admission.left(request.request_id)
+            self._waiting_room.left(request.request_id, finished=finished, held_s=held_s)
             self._metrics.active_requests.dec()
 
     # Routing
 
-    async def _route(self, request: GenerationRequest) -> Decision:
+    def _capacity(self) -> Capacity | None:
         prefill, decode = self._links.up("prefill"), self._links.up("decode")
+        if self._config.local_prefill != "never":
+            prefill = prefill or decode
+        return _capacity(self._config.block_size, prefill, decode)
+
+    async def _route(self, request: GenerationRequest) -> _Route:
+        """Where it goes. Raises Unavailable, ContextLengthExceeded, Overloaded."""
+        asked_at = time.monotonic()
+        self._roster.refresh(asked_at)
+        longest = self._roster.context_length
+        hashes: list[bytes] = []
         held: dict[str, int] = {}
-        if prefill and decode:
-            longest = min(link.record.context_length for link in (*prefill, *decode))
+        if longest is not None:
             if len(request.prompt_ids) >= longest:
                 raise ContextLengthExceeded(
                     f"the prompt has {len(request.prompt_ids)} tokens, and the workers' context "
                     f"is {longest}"
                 )
-            held = await self._lookup(request, prefill[0].record.fingerprint)
-            # Who has gone meanwhile is not chosen: its broken stream is told of only once.
-            prefill, decode = self._links.up("prefill"), self._links.up("decode")
-        decision = choose(
+            key = hash_key(self._roster.fingerprint, request.cache_salt)
+            hashes = block_hashes(request.prompt_ids, self._config.block_size, key)
+            held = await self._prefixes.ask(hashes)
+        now = time.monotonic()
+        asked = RouteRequest(
             len(request.prompt_ids),
-            self._config.block_size,
-            [_candidate(link, held, self._config.block_size) for link in prefill],
-            [_candidate(link, held, self._config.block_size) for link in decode],
+            self._config.class_of(len(request.prompt_ids)),
+            request.session,
+            (request.deadline_s - (now - asked_at)) * 1e3,
         )
-        self._metrics.route_decisions.labels(decision="remote", reason=decision.reason).inc()
-        return decision
+        decision = self._decide(asked, hashes, held, now)
+        if decision.shed:
+            raise Overloaded(
+                f"the first token would come after {decision.ttft_ms / 1e3:.1f} s, beyond the"
+                " request's deadline",
+                retry_after=max(1.0, decision.queue_ms / 1e3),
+            )
+        self._metrics.route_decisions.labels(
+            decision="local" if decision.local else "remote", reason=decision.reason
+        ).inc()
+        return _Route(decision, asked, hashes)
 
-    async def _lookup(self, request: GenerationRequest, fingerprint: str) -> dict[str, int]:
-        key = hash_key(fingerprint, request.cache_salt)
-        hashes = block_hashes(request.prompt_ids, self._config.block_size, key)
-        return await self._prefixes.ask(hashes)
+    def _decide(
+        self, asked: RouteRequest, hashes: list[bytes], held: dict[str, int], now: float
+    ) -> Decision:
+        """Among those that are up at this moment: the table may be a little older."""
+        try:
+            decision = self._planner.decide(asked, hashes, held, now)
+            chosen = {decision.prefill, decision.decode}
+            links = [link for name in chosen if (link := self._links.get(name)) is not None]
+            if len(links) == len(chosen) and all(map(self._links.is_up, links)):
+                return decision
+        except Unavailable:
+            pass
+        self._roster.refresh(now, at_once=True)
+        return self._planner.decide(asked, hashes, held, now)
 
     # A request's life
 
     async def _run(
-        self, request: GenerationRequest, decision: Decision
+        self, request: GenerationRequest, route: _Route
     ) -> AsyncGenerator[OutputDelta, None]:
+        decision = route.decision
         source, target = self._links.get(decision.prefill), self._links.get(decision.decode)
         if source is None or target is None:
             raise error_from_gone(decision.prefill if source is None else decision.decode)
         life = RequestLife(request.request_id, 0, self._assembler(request))
-        placement = _Placement(source, target, decision.uncached_tokens)
+        promise = self._planner.promise(decision, route.request, route.hashes, time.monotonic())
+        placement = _Placement(source, target, promise)
         self._lives[life.request_id] = life
         self._placed.setdefault(decision.decode, set()).add(life)
-        placement.promise()
         prefill = asyncio.create_task(
             self._prefill(request, life, placement, self._prefix_source(decision))
         )
@@ -193,7 +250,6 @@ class ClusterDispatcher:
         try:
             while not finished:
                 delta = await life.next_delta()
-                self._admission.first_token(life.request_id, time.monotonic())
                 finished = delta.finish_reason is not None
                 if finished:
                     self._end(life, prefill, placement)
@@ -209,7 +265,7 @@ class ClusterDispatcher:
         self._placed[decode].discard(life)
         if not self._placed[decode]:
             del self._placed[decode]
-        placement.end()
+        placement.promise.ended(time.monotonic())
         prefill.cancel()
         if not life.worker_finished:
             self._in_background(
@@ -249,7 +305,7 @@ class ClusterDispatcher:
         placement: _Placement,
         prefix_source: prefill_pb2.PrefixSource | None,
     ) -> None:
-        """Follow the prefill call to its end; failures end the request."""
+        """Follow the prefill to its end; failures end the request."""
         spec = SequenceSpec(
             request_id=request.request_id,
             attempt=life.attempt,
@@ -268,18 +324,10 @@ class ClusterDispatcher:
             decode_incarnation=placement.target.record.incarnation,
             source=prefix_source,
         )
-        stub = prefill_pb2_grpc.PrefillServiceStub(placement.source.channel)
         try:
-            async for response in stub.Prefill(message, timeout=request.deadline_s):
-                if response.HasField("first_token"):
-                    placement.computed()
-                    life.accept(
-                        convert.output_from_proto(response.first_token),
-                        cached_prompt_tokens=response.cached_prompt_tokens,
-                    )
-        except grpc.aio.AioRpcError as error:
-            failure = error_from_rpc(error, placement.source.record.incarnation)
-            if error.code() is grpc.StatusCode.UNAVAILABLE and type(failure) is WorkerFailed:
+            await self._follow(message, life, placement)
+        except BatonError as failure:
+            if type(failure) is WorkerFailed:
                 placement.source.failed(time.monotonic())
             with contextlib.suppress(TimeoutError):
                 if isinstance(failure, WorkerFailed):
@@ -287,6 +335,49 @@ class ClusterDispatcher:
                         await life.decode_began.wait()
             if not life.decode_began.is_set():
                 life.fail(failure)
+
+    async def _follow(
+        self, message: prefill_pb2.PrefillRequest, life: RequestLife, placement: _Placement
+    ) -> None:
+        """Raises BatonError where there is no first token, or no handoff after it.
+
+        A prefill worker waits for room itself. A decode worker that would compute the prompt says
+        when to ask again, as it says to those.
+        """
+        deadline = time.monotonic() + message.sequence.deadline_ms / 1e3
+        while True:
+            try:
+                async with aclosing(placement.source.prefills.run(message)) as responses:
+                    async for response in responses:
+                        self._heard(response, life, placement.promise)
+                return
+            except NoRoom as full:
+                left = deadline - time.monotonic()
+                wait = full.retry_after or NO_ROOM_RETRY_S
+                if wait >= left:
+                    raise
+            await asyncio.sleep(wait)
+            message.sequence.deadline_ms = max(1, int((deadline - time.monotonic()) * 1e3))
+
+    def _heard(
+        self, response: prefill_pb2.PrefillResponse, life: RequestLife, promise: Promise
+    ) -> None:
+        """What a worker says of a prefill."""
+        if response.HasField("first_token"):
+            promise.computed(
+                time.monotonic(),
+                computed_tokens=response.computed_tokens,
+                compute_ms=response.compute_ms,
+            )
+            life.accept(
+                convert.output_from_proto(response.first_token),
+                cached_prompt_tokens=response.cached_prompt_tokens,
+            )
+        if response.HasField("handoff"):
+            promise.committed(
+                pinned_blocks=response.handoff.pinned_blocks,
+                transfer_ms=response.handoff.transfer_ms,
+            )
 
     # What the decode workers say
 
@@ -301,52 +392,50 @@ class ClusterDispatcher:
             life.fail(WorkerFailed(error.message, retry_after=1.0))
 
 
+def _with_time_left(request: GenerationRequest, deadline: float) -> GenerationRequest:
+    """What is sent to the workers is what is left now. Raises DeadlineExceeded."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise DeadlineExceeded("the request's deadline passed while it waited")
+    return replace(request, deadline_s=left)
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """A decision and what it was made of."""
+
+    decision: Decision
+    request: RouteRequest
+    hashes: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class _Placement:
-    """What a request has been promised on its two workers."""
+    """A request's two workers, one and the same where it is computed locally."""
 
-    def __init__(self, source: WorkerLink, target: WorkerLink, tokens: int) -> None:
-        self.source = source
-        self.target = target
-        self._tokens = tokens
-        self._computing = False
-        self._placed = False
-
-    def promise(self) -> None:
-        """Count it against both workers."""
-        self.source.promised_tokens += self._tokens
-        self.source.promised_sequences += 1
-        self.target.promised_sequences += 1
-        self.source.placed += 1
-        self.target.placed += 1
-        self._computing = self._placed = True
-
-    def computed(self) -> None:
-        """The prompt is computed; idempotent."""
-        if self._computing:
-            self._computing = False
-            self.source.promised_tokens -= self._tokens
-            self.source.promised_sequences -= 1
-
-    def end(self) -> None:
-        """The request has ended; idempotent."""
-        self.computed()
-        if self._placed:
-            self._placed = False
-            self.target.promised_sequences -= 1
+    source: WorkerLink
+    target: WorkerLink
+    promise: Promise
 
 
-def _candidate(link: WorkerLink, held: dict[str, int], hash_block: int) -> Candidate:
-    """All counts in blocks of the prefix index, of which a worker's may hold several."""
-    load = link.load
-    per_block = max(1, link.record.geometry.block_size // hash_block)
-    held_blocks = held.get(link.record.incarnation, 0)
-    return Candidate(
-        incarnation=link.record.incarnation,
-        queued_tokens=max(link.promised_tokens, load.waiting_tokens),
-        sequences=max(link.promised_sequences, load.running + load.waiting),
-        max_sequences=link.record.max_sequences,
-        placed=link.placed,
-        available_blocks=(load.free_blocks + load.cached_blocks) * per_block,
-        # The first part of a block that goes on otherwise is of no use.
-        held_blocks=held_blocks - held_blocks % per_block,
+def _capacity(
+    hash_block: int, prefill: Sequence[WorkerLink], decode: Sequence[WorkerLink]
+) -> Capacity | None:
+    """What the workers' snapshots show, in blocks of the prefix index; None without a role."""
+    if not prefill or not decode:
+        return None
+    sizes = [max(1, link.record.geometry.block_size // hash_block) for link in decode]
+    loads = [link.load for link in decode]
+    return Capacity(
+        block_size=hash_block,
+        prefill_workers=len(prefill),
+        decode_sequences=sum(load.running + load.waiting for load in loads),
+        most_sequences=sum(link.record.max_sequences for link in decode),
+        available_blocks=tuple(
+            (load.free_blocks + load.cached_blocks) * size
+            for load, size in zip(loads, sizes, strict=True)
+        ),
+        total_blocks=tuple(
+            link.record.total_blocks * size for link, size in zip(decode, sizes, strict=True)
+        ),
     )

@@ -25,6 +25,12 @@ class GenerationRequest:
     """Seconds from now until the request must have ended."""
     cache_salt: bytes = b""
     """Another salt, another prefix cache."""
+    session: str = ""
+    """What the client calls its conversation; empty: nothing was said."""
+    priority: int = 0
+    """Lower comes earlier among those of one tenant that wait."""
+    own_deadline: bool = False
+    """The client said how long it would wait; admission judges by that, and by no SLO."""
 
 
 @dataclass(frozen=True, slots=True)

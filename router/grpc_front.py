@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -16,15 +17,16 @@ from baton.convert import finish_to_proto
 from baton.errors import BatonError, InvalidRequest, RequestTooLarge
 from baton.grpc_errors import grpc_boundary
 from baton.metrics import RouterMetrics
-from baton.request import Principal
 from baton.sampling_params import SCALAR_FIELDS
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from router.access import Access
 from router.answer import Choice, choices_for
+from router.api_keys import Caller
 from router.conversation import plain_turns
 from router.delivery import Delivery
 from router.generation import Dispatcher, GenerationRequest, OutputDelta
 from router.grpc_health import HealthServicer
-from router.request_builder import Arrival, RequestBuilder
+from router.request_builder import DEADLINE_HEADER, SESSION_HEADER, Arrival, RequestBuilder
 from router.request_recorder import count_refusal
 from router.sampling_input import SamplingInput
 from router.served_model import ServedModel
@@ -46,7 +48,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         model: ServedModel,
         metrics: RouterMetrics,
         config: Config,
+        access: Access,
     ) -> None:
+        self._access = access
         self._model = model
         self._metrics = metrics
         self._config = config
@@ -63,7 +67,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         async with grpc_boundary(context):
             try:
                 name = _name(request)
-                built = await self._build(request, context, received_at)
+                metadata = _metadata(context)
+                caller = self._access.caller(metadata)
+                arrival = self._arrival(metadata, caller, context, received_at)
+                built = await self._build(request, arrival)
             except BatonError as error:
                 count_refusal(self._metrics, error)
                 raise
@@ -73,12 +80,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 choice.add(delta, keep_text=False)
                 await context.write(_response(name or built.request_id, delta, choice))
 
-            await self._delivery.deliver_all([built], received_at, write)
+            async with self._access.entered(caller, [built], [choice]) as headers:
+                if headers:
+                    await context.send_initial_metadata(tuple(headers.items()))
+                await self._delivery.deliver_all([built], received_at, write)
 
     async def ListModels(  # noqa: N802
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
         """The one model that is served."""
+        async with grpc_boundary(context):
+            self._access.caller(_metadata(context))
         model = inference_pb2.Model(
             id=self._model.id,
             created=self._model.created,
@@ -88,28 +100,37 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.ListModelsResponse(models=[model])
 
     async def _build(
-        self, request: inference_pb2.GenerateRequest, context: Context, received_at: float
+        self, request: inference_pb2.GenerateRequest, arrival: Arrival
     ) -> GenerationRequest:
         if request.ByteSize() > self._config.max_body_bytes:
             raise RequestTooLarge(f"the message is larger than {self._config.max_body_bytes} bytes")
         self._builder.check_model(request.model or self._model.id)
-        arrival = Arrival(
-            f"gen-{secrets.token_hex(16)}", received_at, self._deadline_s(context), Principal()
-        )
         sampling = _sampling(request.sampling)
+        priority = request.priority if request.HasField("priority") else None
         kind = request.WhichOneof("input")
         if kind == "messages":
             turns = plain_turns((m.role, m.content) for m in request.messages.messages)
-            return await self._builder.chat(arrival, turns, sampling)
+            return await self._builder.chat(arrival, turns, sampling, priority)
         if kind is None:
             raise InvalidRequest("one of prompt, token_ids and messages is required")
         prompt = request.prompt if kind == "prompt" else tuple(request.token_ids.ids)
-        (built,) = await self._builder.prompts(arrival, [prompt], sampling, None)
+        (built,) = await self._builder.prompts(arrival, [prompt], sampling, None, priority)
         return built
 
-    def _deadline_s(self, context: Context) -> float:
-        given = context.time_remaining()
-        return min(self._config.request_deadline_s, float("inf") if given is None else given)
+    def _arrival(
+        self, metadata: Mapping[str, str], caller: Caller, context: Context, at: float
+    ) -> Arrival:
+        left = context.time_remaining()
+        most_s = min(self._config.request_deadline_s, float("inf") if left is None else left)
+        name = f"gen-{secrets.token_hex(16)}"
+        given, session = metadata.get(DEADLINE_HEADER, ""), metadata.get(SESSION_HEADER, "")
+        return Arrival.of(name, at, given, most_s, caller, session)
+
+
+def _metadata(context: Context) -> dict[str, str]:
+    """Text metadata of a call, by name; gRPC has the names in lower case."""
+    pairs = context.invocation_metadata() or ()
+    return {name: value for name, value in pairs if isinstance(value, str)}
 
 
 def _name(request: inference_pb2.GenerateRequest) -> str:
@@ -154,10 +175,15 @@ def add_grpc_front(
     model: ServedModel,
     metrics: RouterMetrics,
     config: Config,
+    access: Access | None = None,
 ) -> None:
-    """Mount the inference service, health and reflection on a server that is not started yet."""
+    """Mount the inference service, health and reflection on a server that is not started yet.
+
+    Without ``access``, keys are those of ``config``, and their limits are not kept.
+    """
+    access = access or Access(config, metrics)
     inference = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-    servicer = InferenceServicer(dispatcher, tokenizer, model, metrics, config)
+    servicer = InferenceServicer(dispatcher, tokenizer, model, metrics, config, access)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
     health = HealthServicer(dispatcher, (inference,))
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

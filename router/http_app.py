@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import version
 from typing import Any
 
@@ -14,7 +15,9 @@ from starlette.responses import JSONResponse, Response
 
 from baton.config import Config
 from baton.metrics import RouterMetrics
+from router.access import Access
 from router.cluster_metrics import cluster_page
+from router.direct_routes import DirectRoutes
 from router.generation import Dispatcher
 from router.http_edge import HttpEdge
 from router.http_errors import add_error_handlers
@@ -28,6 +31,7 @@ from router.openai_protocol import (
     Model,
     ModelList,
 )
+from router.process_number import ROUTER_HEADER
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
 
@@ -36,12 +40,17 @@ _DESCRIPTION = """Large language models, served with prefill and decode apart.
 The OpenAI API as far as it goes; fields marked as extensions are common to other servers.
 Unknown fields are ignored; known ones that are not served are refused by name.
 """
+_CHAT, _PLAIN = "/v1/chat/completions", "/v1/completions"
 _SCHEMA = "#/components/schemas/{model}"
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request cannot be served as it is."},
+    401: {"model": ErrorResponse, "description": "A known API key is required."},
     404: {"model": ErrorResponse, "description": "No such model."},
     413: {"model": ErrorResponse, "description": "The body is too large."},
-    429: {"model": ErrorResponse, "description": "Queues are full; see Retry-After."},
+    429: {
+        "model": ErrorResponse,
+        "description": "No room, no time or no allowance; see Retry-After.",
+    },
     503: {"model": ErrorResponse, "description": "Nothing can serve the request at present."},
 }
 
@@ -52,16 +61,26 @@ def create_app(
     model: ServedModel,
     metrics: RouterMetrics,
     config: Config,
+    access: Access | None = None,
+    *,
+    number: int = 0,
 ) -> FastAPI:
-    """The app of one router process; its life is that of what it is given."""
+    """The app of one router process; its life is that of what it is given.
+
+    Without ``access``, keys are those of ``config``, and their limits are not kept. ``number``
+    tells the process from the others that share its port.
+    """
+    access = access or Access(config, metrics)
     # FastAPI's own pages at /docs load their scripts from the Internet; these carry them.
     app = FastAPIOffline(
         title="Baton", version=version("baton"), description=_DESCRIPTION, redirect_slashes=False
     )
+    api = OpenAiApi(dispatcher, tokenizer, model, metrics, config, access)
+    app.add_middleware(DirectRoutes, posts={_CHAT: api.chat_completions, _PLAIN: api.completions})
     app.add_middleware(HttpEdge)
     add_error_handlers(app)
-    _add_openai(app, OpenAiApi(dispatcher, tokenizer, model, metrics, config), model.id)
-    _add_operations(app, dispatcher, metrics)
+    _add_openai(app, api, model.id)
+    _add_operations(app, dispatcher, metrics, number)
     _describe_bodies(app)
     return app
 
@@ -74,7 +93,7 @@ def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:
     }
     plain = {"model": model_id, "prompt": "The capital of France is", "max_tokens": 8}
     app.add_api_route(
-        "/v1/chat/completions",
+        _CHAT,
         api.chat_completions,
         methods=["POST"],
         tags=["openai"],
@@ -83,7 +102,7 @@ def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:
         openapi_extra=_body("ChatCompletionRequest", chat),
     )
     app.add_api_route(
-        "/v1/completions",
+        _PLAIN,
         api.completions,
         methods=["POST"],
         tags=["openai"],
@@ -112,24 +131,28 @@ def _body(name: str, example: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def _add_operations(app: FastAPI, dispatcher: Dispatcher, metrics: RouterMetrics) -> None:
+def _add_operations(
+    app: FastAPI, dispatcher: Dispatcher, metrics: RouterMetrics, number: int
+) -> None:
     async def health() -> Response:
         """Whether requests can be served: 200 with `ok` or `degraded`, otherwise 503."""
         status, reason = dispatcher.health()
         content = {"status": status, **({"reason": reason} if reason else {})}
-        return JSONResponse(content, 503 if status == "down" else 200)
+        headers = {ROUTER_HEADER: str(number)}
+        return JSONResponse(content, 503 if status == "down" else 200, headers)
 
     async def live() -> dict[str, str]:
         """The process is up."""
         return {"status": "ok"}
 
     async def own_metrics() -> Response:
-        """This router's series, for Prometheus."""
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        """This router's series, summed over its processes, for Prometheus."""
+        page = await asyncio.to_thread(lambda: generate_latest(metrics.shown()))
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     async def all_metrics() -> Response:
         """Everything of the cluster in one page, for people."""
-        page = await cluster_page(metrics.registry, dispatcher.metrics_addresses())
+        page = await cluster_page(metrics.shown(), dispatcher.metrics_addresses())
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     for path, handler in (

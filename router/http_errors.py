@@ -15,7 +15,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from baton.errors import BatonError, InvalidRequest, RequestTooLarge
+from baton.errors import (
+    BatonError,
+    InvalidRequest,
+    RateLimitExceeded,
+    RequestTooLarge,
+    Unauthenticated,
+)
 
 _LINGER_S = 1.0
 _LINGER_BYTES = 8 << 20
@@ -36,6 +42,13 @@ def error_response(error: BatonError) -> Response:
     headers = {}
     if error.retry_after is not None or error.http_status in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 0)))
+    if error.retry_after is not None:
+        # OpenAI's clients prefer it to whole seconds.
+        headers["retry-after-ms"] = str(math.ceil(error.retry_after * 1000))
+    if isinstance(error, RateLimitExceeded):
+        headers |= error.facts
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
     kind = LingeringResponse if isinstance(error, RequestTooLarge) else JSONResponse
     return kind(error_object(error), error.http_status, headers)
 

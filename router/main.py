@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+import uvloop
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict
 
@@ -28,10 +30,12 @@ from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry
+from router.access import Access
 from router.dispatcher import ClusterDispatcher
 from router.grpc_front import add_grpc_front
 from router.http_app import create_app
 from router.http_protocol import BoundedHttpProtocol
+from router.rate_limits import RateLimits
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
 
@@ -40,6 +44,11 @@ log = logging.getLogger(__name__)
 STOP_GRACE_S = 2
 """How long open connections have to end once the router stops."""
 PARENT_POLL_S = 2.0
+SWITCH_S = 0.0005
+"""How soon the event loop has the interpreter's lock back from a thread that tokenises a long
+prompt or draws a metrics page; the default of 5 ms is longer than all else that a router adds."""
+GARBAGE_OBJECTS = 50_000
+"""New objects that may be left before the youngest are looked through: about 1 ms of work."""
 
 
 class RouterSettings(BaseModel):
@@ -52,6 +61,8 @@ class RouterSettings(BaseModel):
     cluster_id: str
     model_path: str
     model_name: str
+    number: int = 0
+    """Of this process, among those that share the ports."""
 
 
 class _Server(uvicorn.Server):
@@ -78,25 +89,31 @@ async def serve(settings: RouterSettings) -> None:
     await dispatcher.start()
     folder = Path(settings.model_path)
     model = ServedModel(settings.model_name, int(time.time()), _context_length(folder))
-    app = create_app(dispatcher, tokenizer, model, metrics, config)
+    limits = RateLimits(client, settings.cluster_id, metrics)
+    access = Access(config, metrics, limits)
+    app = create_app(dispatcher, tokenizer, model, metrics, config, access, number=settings.number)
     http = _Server(
         uvicorn.Config(
             app,
             http=BoundedHttpProtocol,
             log_config=None,
             access_log=False,
+            # Nothing asks for a client's address.
+            proxy_headers=False,
             lifespan="off",
             timeout_graceful_shutdown=STOP_GRACE_S,
         )
     )
-    grpc_server = make_server()
-    add_grpc_front(grpc_server, dispatcher, tokenizer, model, metrics, config)
+    shares_port = config.routers > 1
+    grpc_server = make_server(shares_port=shares_port)
+    add_grpc_front(grpc_server, dispatcher, tokenizer, model, metrics, config, access)
     grpc_server.add_insecure_port(config.grpc)
     await grpc_server.start()
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    listening = _listen(config.http)
+    listening = _listen(config.http, shares_port=shares_port)
+    _keep_collections_short()
     serving = asyncio.create_task(http.serve(sockets=[listening]))
     stopped = asyncio.create_task(stop.wait())
     orphaned = asyncio.create_task(_parent_gone())
@@ -109,7 +126,18 @@ async def serve(settings: RouterSettings) -> None:
         http.should_exit = True
         await serving
         await grpc_server.stop(STOP_GRACE_S)
+        await limits.close()
         await client.aclose()
+
+
+def _keep_collections_short() -> None:
+    """What was loaded stays: looking through it for garbage would stop every answer for 0.1 s.
+
+    A request leaves few cycles behind, so that they may gather for longer than by default.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GARBAGE_OBJECTS, 20, 50)
 
 
 async def _parent_gone() -> None:
@@ -125,13 +153,15 @@ def _context_length(folder: Path) -> int:
     return int(json.loads((folder / "config.json").read_text())["max_position_embeddings"])
 
 
-def _listen(address: str) -> socket.socket:
+def _listen(address: str, *, shares_port: bool) -> socket.socket:
     host, port = split_host_port(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With its protocol said: asyncio switches Nagle's algorithm off only where it knows that it is
     # TCP, and an answer's second packet would wait 40 ms for the client's acknowledgement.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shares_port:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listening.bind((host, port))
     return listening
 
@@ -145,7 +175,10 @@ def main() -> None:
         stream=sys.stderr,
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    asyncio.run(serve(settings))
+    sys.setswitchinterval(SWITCH_S)
+    # A text is one piece of work: to hand it to another thread costs more than it spares.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    uvloop.run(serve(settings))
 
 
 if __name__ == "__main__":

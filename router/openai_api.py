@@ -14,9 +14,10 @@ from starlette.responses import JSONResponse, Response
 from baton.config import Config
 from baton.errors import BatonError, InvalidRequest
 from baton.metrics import RouterMetrics
-from baton.request import Principal
 from baton.sampling_params import SCALAR_FIELDS
+from router.access import Access
 from router.answer import Answer, ChatAnswer, Choice, CompletionAnswer, choices_for
+from router.api_keys import Caller
 from router.conversation import openai_turns
 from router.delivery import Delivery
 from router.disconnect import unless_disconnected
@@ -29,7 +30,13 @@ from router.openai_protocol import (
     ModelList,
     SamplingFields,
 )
-from router.request_builder import Arrival, Prompt, RequestBuilder
+from router.request_builder import (
+    DEADLINE_HEADER,
+    SESSION_HEADER,
+    Arrival,
+    Prompt,
+    RequestBuilder,
+)
 from router.request_recorder import count_refusal
 from router.sampling_input import SamplingInput
 from router.served_model import ServedModel
@@ -50,7 +57,9 @@ class OpenAiApi:
         model: ServedModel,
         metrics: RouterMetrics,
         config: Config,
+        access: Access,
     ) -> None:
+        self._access = access
         self._model = model
         self._metrics = metrics
         self._config = config
@@ -61,37 +70,41 @@ class OpenAiApi:
         """Continue a conversation."""
         arrival_at = time.monotonic()
         async with self._counting_refusals():
+            caller = self._access.caller(request.headers)
             raw = await self._read(request)
             body = validate(ChatCompletionRequest, raw)
             self._builder.check_model(body.model)
             refuse_unsupported_chat(raw)
             answer = ChatAnswer(body.model, include_usage=_include_usage(body))
+            arrival = self._arrival(request, caller, answer, arrival_at)
             turns = openai_turns(body.messages)
-            built = await self._builder.chat(
-                self._arrival(answer, arrival_at), turns, _chat_sampling(body)
-            )
-        return await self._answer(request, answer, [built], body, arrival_at)
+            built = await self._builder.chat(arrival, turns, _chat_sampling(body), body.priority)
+        return await self._answer(request, answer, [built], body, arrival)
 
     async def completions(self, request: Request) -> Response:
         """Continue one or more prompts."""
         arrival_at = time.monotonic()
         async with self._counting_refusals():
+            caller = self._access.caller(request.headers)
             raw = await self._read(request)
             body = validate(CompletionRequest, raw)
             self._builder.check_model(body.model)
             refuse_unsupported_completion(raw)
             answer = CompletionAnswer(body.model, include_usage=_include_usage(body))
+            arrival = self._arrival(request, caller, answer, arrival_at)
             built = await self._builder.prompts(
-                self._arrival(answer, arrival_at), _prompts(body), _sampling(body)
+                arrival, _prompts(body), _sampling(body), priority=body.priority
             )
-        return await self._answer(request, answer, built, body, arrival_at)
+        return await self._answer(request, answer, built, body, arrival)
 
-    async def list_models(self) -> ModelList:
+    async def list_models(self, request: Request) -> ModelList:
         """List the models that are served."""
+        self._access.caller(request.headers)
         return ModelList(data=[self._model_card()])
 
-    async def get_model(self, model_id: str) -> Model:
+    async def get_model(self, model_id: str, request: Request) -> Model:
         """Describe a model."""
+        self._access.caller(request.headers)
         self._builder.check_model(model_id)
         return self._model_card()
 
@@ -107,8 +120,11 @@ class OpenAiApi:
         deadline_s = self._config.request_deadline_s
         return await read_object(request, self._config.max_body_bytes, deadline_s)
 
-    def _arrival(self, answer: Answer, at: float) -> Arrival:
-        return Arrival(answer.id, at, self._config.request_deadline_s, Principal())
+    def _arrival(self, request: Request, caller: Caller, answer: Answer, at: float) -> Arrival:
+        given = request.headers.get(DEADLINE_HEADER, "")
+        session = request.headers.get(SESSION_HEADER, "")
+        most_s = self._config.request_deadline_s
+        return Arrival.of(answer.id, at, given, most_s, caller, session)
 
     @asynccontextmanager
     async def _counting_refusals(self) -> AsyncIterator[None]:
@@ -127,24 +143,28 @@ class OpenAiApi:
         answer: Answer,
         built: Sequence[GenerationRequest],
         body: SamplingFields,
-        received_at: float,
+        arrival: Arrival,
     ) -> Response:
         choices = choices_for(built)
         if body.stream:
             usage = _include_usage(body)
 
             async def work(events: EventStream) -> None:
-                await self._stream(events, answer, choices, built, received_at, usage=usage)
+                async with self._access.entered(arrival.caller, built, choices) as headers:
+                    events.headers = headers
+                    await self._stream(events, answer, choices, built, arrival.at, usage=usage)
 
             return EventStreamResponse(work)
 
         async def keep(place: int, delta: OutputDelta) -> None:
             choices[place].add(delta, keep_text=True)
 
-        await unless_disconnected(
-            request.receive, self._delivery.deliver_all(built, received_at, keep)
-        )
-        return JSONResponse(answer.whole(choices).model_dump())
+        async def whole() -> Response:
+            async with self._access.entered(arrival.caller, built, choices) as headers:
+                await self._delivery.deliver_all(built, arrival.at, keep)
+                return JSONResponse(answer.whole(choices).model_dump(), headers=dict(headers))
+
+        return await unless_disconnected(request.receive, whole())
 
     async def _stream(
         self,

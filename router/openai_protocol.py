@@ -65,6 +65,9 @@ class SamplingFields(_Request):
     """-2 … 2."""
     repetition_penalty: float | None = None
     """0.001 … 10; 1 changes nothing (extension)."""
+    priority: Int | None = None
+    """A 32-bit integer: lower ones come earlier when requests wait (extension). Default: that of
+    the API key, or 0."""
     logit_bias: Any = Field(default=None, json_schema_extra={"type": "object"})
     """Token id → what is added to its logit, -100 … 100; at most 300 entries."""
 

@@ -1,111 +1,135 @@
-"""Where a request goes: the pair of workers with the least predicted wait.
+"""Where a request goes: what every policy is asked, and what it answers.
 
-Plain Python: snapshots in, a decision out.
+A policy is pure: a request's tags, what its workers hold of it, the table of workers with their
+learned costs, and the time, in; a decision out. ``router.policies`` knows the policies by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
+from baton.config import Config, LocalPrefill
 from baton.errors import Unavailable
+from router.transfer_costs import TransferCosts
+from router.worker_table import EVERY_POOL, PoolFilter, WorkerTable
 
 RETRY_AFTER_S = 2.0
 """When a client may come back after it met a pool without workers: a worker starts in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A worker as the policy sees it."""
+class RouteRequest:
+    """A request as a policy sees it."""
 
-    incarnation: str
-    queued_tokens: int = 0
-    """Prompt tokens that it has still to compute, those promised by this router included."""
-    sequences: int = 0
-    """Sequences that run, wait, or are promised to it."""
-    max_sequences: int = 1
-    available_blocks: int = 0
-    """Blocks that it could take, as everywhere here counted in the prefix index's size."""
-    placed: int = 0
-    """Requests that this router has ever sent there: among equals the least used is taken."""
-    held_blocks: int = 0
-    """Leading blocks of this prompt that the prefix index says it holds."""
+    prompt_tokens: int
+    """At least 1."""
+    context_class: str = ""
+    session: str = ""
+    """What the client calls its conversation; empty: nothing was said."""
+    deadline_ms: float = float("inf")
+    """Milliseconds that are left until the request must have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassRoute:
+    """What a context-length class may use."""
+
+    local_prefill: LocalPrefill = "never"
+    prefill: PoolFilter = EVERY_POOL
+    decode: PoolFilter = EVERY_POOL
+    slo_ttft_ms: float = 2000.0
+    slo_tpot_ms: float = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSettings:
+    """What of the configuration policies need."""
+
+    hash_block: int = 16
+    """Tokens in a block of the prefix index."""
+    classes: Mapping[str, ClassRoute] = field(default_factory=dict)
+    default: ClassRoute = ClassRoute()
+    """Of a class that is not listed."""
+    pulls: bool = True
+    """Whether prefill workers fetch cached blocks from others."""
+
+    def of(self, context_class: str) -> ClassRoute:
+        """What a class may use."""
+        return self.classes.get(context_class, self.default)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The pair that was chosen, and why."""
+    """The workers that were chosen, why, and what is to be expected."""
 
     prefill: str
+    """Who computes the prompt; ``decode`` itself where ``local``."""
     decode: str
     uncached_tokens: int
-    """Prompt tokens that the prefill worker will have to compute."""
+    """Prompt tokens that ``prefill`` has neither held nor fetched: it will have to compute them."""
     reason: str
-    """``least_wait``, or ``prefix`` where a cached prefix decided."""
+    """A word for logs and metrics, out of the constants of the policies' modules."""
     holder: str = ""
-    """Another worker, of any role, that holds more of the prompt than the prefill worker; or none.
-    """
+    """Another worker, of any role, that holds more of the prompt than ``prefill``; or none."""
     holder_blocks: int = 0
-    """Leading blocks that the holder has and the prefill worker can use."""
+    """Leading blocks that the holder has and ``prefill`` can use."""
+    local: bool = False
+    """The decode worker computes the prompt itself."""
+    shed: bool = False
+    """Nobody is predicted to give the first token before the request's deadline."""
+    ttft_ms: float = 0.0
+    """Predicted time from now to the first token, what of the transfer is not hidden included."""
+    tpot_ms: float = 0.0
+    """Predicted time per output token once it runs; while a local prompt is computed, if longer."""
+    queue_ms: float = 0.0
+    """Of ``ttft_ms``: the wait before the computing begins."""
+    prefill_ms: float = 0.0
+    """Of ``ttft_ms``: the computing, had it the worker to itself."""
+    missing_blocks: int = 0
+    """Blocks that the decode worker does not hold."""
 
 
-def choose(
-    prompt_tokens: int,
-    block_size: int,
-    prefill: Sequence[Candidate],
-    decode: Sequence[Candidate],
-) -> Decision:
-    """Pick a prefill and a decode worker. Raises Unavailable where a pool has none.
+class Policy(Protocol):
+    """Chooses; keeps no more than a turn or a generator of its own."""
 
-    Prefill time grows with the tokens that are queued and those that are not cached; a decode
-    worker's wait with missing room, then with its batch, then with the blocks to be moved.
-    """
-    if not prefill or not decode:
-        role = "decode" if prefill else "prefill"
-        raise Unavailable(f"no {role} worker is ready", retry_after=RETRY_AFTER_S)
+    def decide(
+        self,
+        request: RouteRequest,
+        table: WorkerTable,
+        transfers: TransferCosts,
+        held: Mapping[str, int],
+        now_ms: float,
+    ) -> Decision:
+        """``held``: leading blocks of the prompt by incarnation. Raises Unavailable where a needed
+        role has no worker that is up."""
 
-    def uncached(worker: Candidate) -> int:
-        # The last token is always computed.
-        cached = min(worker.held_blocks * block_size, prompt_tokens - 1)
-        return prompt_tokens - cached
 
-    def prefill_wait(worker: Candidate) -> tuple[int, int, int, str]:
-        wait = worker.queued_tokens + uncached(worker)
-        return (wait, worker.sequences, worker.placed, worker.incarnation)
+def no_worker(role: str) -> Unavailable:
+    """What a request is told that finds a role empty."""
+    return Unavailable(f"no {role} worker is ready", retry_after=RETRY_AFTER_S)
 
-    def decode_wait(worker: Candidate) -> tuple[bool, float, int, int, str]:
-        missing = -(-prompt_tokens // block_size) - worker.held_blocks
-        full = missing > worker.available_blocks or worker.sequences >= worker.max_sequences
-        fill = worker.sequences / worker.max_sequences
-        return (full, fill, missing, worker.placed, worker.incarnation)
 
-    source = min(prefill, key=prefill_wait)
-    target = min(decode, key=decode_wait)
-    shortest_queue = min(worker.queued_tokens for worker in prefill)
-    by_prefix = source.held_blocks > 0 and source.queued_tokens > shortest_queue
-    holder, holder_blocks = _best_holder(prompt_tokens, block_size, source, (*prefill, *decode))
-    return Decision(
-        source.incarnation,
-        target.incarnation,
-        uncached(source),
-        "prefix" if by_prefix else "least_wait",
-        holder,
-        holder_blocks,
+def route_settings(config: Config) -> RouteSettings:
+    """What of ``config`` policies need."""
+    owned = frozenset(pool for one in config.classes for pool in one.pools)
+    roles = {pool.name: pool.role for pool in config.pools}
+
+    def pools(names: tuple[str, ...], role: str) -> PoolFilter:
+        named = frozenset(name for name in names if roles[name] == role)
+        return PoolFilter(named) if named else PoolFilter(None, owned)
+
+    return RouteSettings(
+        hash_block=config.block_size,
+        classes={
+            one.name: ClassRoute(
+                local_prefill=one.local_prefill or config.local_prefill,
+                prefill=pools(one.pools, "prefill"),
+                decode=pools(one.pools, "decode"),
+                slo_ttft_ms=config.slo_ttft_s * 1e3,
+                slo_tpot_ms=config.slo_tpot_s * 1e3,
+            )
+            for one in config.classes
+        },
     )
-
-
-def _best_holder(
-    prompt_tokens: int, block_size: int, source: Candidate, workers: Sequence[Candidate]
-) -> tuple[str, int]:
-    """Who holds the most that ``source`` lacks, and how many leading blocks that makes."""
-    # The last token is always computed, and never into a block of others.
-    usable = (prompt_tokens - 1) // block_size
-
-    def preference(worker: Candidate) -> tuple[int, int, str]:
-        return (-min(worker.held_blocks, usable), worker.sequences, worker.incarnation)
-
-    best = min(workers, key=preference)
-    blocks = min(best.held_blocks, usable)
-    if blocks <= source.held_blocks:
-        return "", 0
-    return best.incarnation, blocks

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from baton.config import Config
+from baton.config import DEFAULT_TENANT, Config
 from baton.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, ModelNotFound
-from baton.request import Principal
+from router.api_keys import Caller
 from router.generation import Dispatcher, GenerationRequest
 from router.sampling_input import SamplingInput, check_token_ids, final_sampling
 from router.served_model import ServedModel
@@ -18,11 +18,15 @@ from router.tokenizer import Tokenizer
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions."""
+DEADLINE_HEADER = "x-baton-deadline-ms"
+"""How many milliseconds the client gives the whole request; in gRPC, metadata of that name."""
 MOST_PROMPTS = 128
 """Prompts in one request."""
 _INLINE_CHARACTERS = 4096
 """Shorter text is tokenised on the event loop (about 2 ms); longer text on a thread."""
 _SHOWN_ID_CHARACTERS = 128
+SESSION_HEADER = "x-baton-session"
+"""HTTP header, and gRPC metadata, in which a client names its conversation."""
 
 Prompt = str | tuple[int, ...]
 T = TypeVar("T")
@@ -38,7 +42,35 @@ class Arrival:
     """When it came, in seconds of the monotonic clock."""
     deadline_s: float
     """Seconds from ``at``."""
-    principal: Principal
+    caller: Caller
+    own_deadline: bool = False
+    """``deadline_s`` is what the client asked for."""
+    session: str = ""
+    """What the client calls its conversation; empty: nothing was said."""
+
+    @classmethod
+    def of(
+        cls,
+        request_id: str,
+        at: float,
+        given: str,
+        most_s: float,
+        caller: Caller,
+        session: str = "",
+    ) -> Arrival:
+        """``given`` is what ``DEADLINE_HEADER`` says, "" where it is absent; ``most_s`` bounds it.
+
+        Raises InvalidRequest.
+        """
+        if not given:
+            return cls(request_id, at, most_s, caller, session=session)
+        if not (given.isascii() and given.isdecimal() and len(given) <= 12 and int(given) > 0):
+            raise InvalidRequest(
+                f"{DEADLINE_HEADER} must be a whole number of milliseconds, at least 1",
+                param=DEADLINE_HEADER,
+            )
+        deadline_s = min(most_s, int(given) / 1000)
+        return cls(request_id, at, deadline_s, caller, own_deadline=True, session=session)
 
 
 class RequestBuilder:
@@ -71,14 +103,18 @@ class RequestBuilder:
             raise ModelNotFound(f"the model '{shown}' does not exist", param="model")
 
     async def chat(
-        self, arrival: Arrival, turns: Sequence[Mapping[str, str]], sampling: SamplingInput
+        self,
+        arrival: Arrival,
+        turns: Sequence[Mapping[str, str]],
+        sampling: SamplingInput,
+        priority: int | None = None,
     ) -> GenerationRequest:
         """A conversation; max_tokens defaults to the rest of the context."""
         size = sum(len(turn["content"]) for turn in turns)
         # Templates add some text to each message; a runaway one must not fill the memory.
         limit = self._most_characters + 4096 + 256 * len(turns)
         ids = await self._off_loop(size, lambda: self._chat_ids(turns, limit))
-        return self._request(arrival, arrival.request_id, ids, sampling, None, "messages")
+        return self._request(arrival, arrival.request_id, ids, sampling, None, "messages", priority)
 
     async def prompts(
         self,
@@ -86,6 +122,7 @@ class RequestBuilder:
         prompts: Sequence[Prompt],
         sampling: SamplingInput,
         default_max_tokens: int | None = COMPLETION_MAX_TOKENS,
+        priority: int | None = None,
     ) -> list[GenerationRequest]:
         """Plain prompts; ``default_max_tokens`` None takes the rest of the context."""
         if not prompts:
@@ -102,6 +139,7 @@ class RequestBuilder:
                 sampling,
                 default_max_tokens,
                 "prompt",
+                priority,
             )
             for place, ids in enumerate(rows)
         ]
@@ -139,9 +177,12 @@ class RequestBuilder:
         sampling: SamplingInput,
         default_max_tokens: int | None,
         param: str,
+        priority: int | None,
     ) -> GenerationRequest:
+        check_priority(priority)
         if not ids:
             raise InvalidRequest(f"{param} must not be empty", param=param)
+        caller = arrival.caller
         left = arrival.deadline_s - (self._clock() - arrival.at)
         if left <= 0:
             raise DeadlineExceeded("the request's time was up before it began")
@@ -156,6 +197,22 @@ class RequestBuilder:
                 default_max_tokens=default_max_tokens,
                 prompt_param=param,
             ),
-            principal=arrival.principal,
+            principal=caller.principal,
             deadline_s=left,
+            session=arrival.session,
+            cache_salt=_cache_salt(caller),
+            priority=caller.priority if priority is None else priority,
+            own_deadline=arrival.own_deadline,
         )
+
+
+def check_priority(priority: int | None) -> None:
+    """Raises InvalidRequest."""
+    if priority is not None and not -(1 << 31) <= priority < 1 << 31:
+        raise InvalidRequest("priority must be a 32-bit integer", param="priority")
+
+
+def _cache_salt(caller: Caller) -> bytes:
+    """Tenants share no prefix cache: a hit would tell one what another has asked."""
+    tenant = caller.principal.tenant
+    return b"" if tenant == DEFAULT_TENANT else tenant.encode()

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import math
 
-from baton.errors import BatonError, WorkerFailed
+from baton.errors import BatonError
+from baton.grpc_errors import error_from_code
 from baton.request import FinishReason, TokenOutput
 from router.generation import OutputDelta
 from router.output_assembler import OutputAssembler
@@ -47,7 +48,7 @@ class RequestLife:
             return
         if output.error:
             self.worker_finished = True
-            self.fail(WorkerFailed(output.error))
+            self.fail(error_from_code(output.error_code or "worker_failed", output.error))
             return
         if output.index > len(self.token_ids):
             self._keep(output)

@@ -65,7 +65,8 @@ class RequestRecorder:
         self._last_at = 0.0
         self._tokens = 0
         self._ended = False
-        metrics.prompt_tokens.labels(context_class).inc(prompt_tokens)
+        self._series = metrics.of_class(context_class)
+        self._series.prompt_tokens.inc(prompt_tokens)
 
     @property
     def ended(self) -> bool:
@@ -74,24 +75,24 @@ class RequestRecorder:
     def delta(self, delta: OutputDelta, now: float) -> None:
         """Tokens came. Those that came together have no gap between them."""
         if delta.cached_prompt_tokens:
-            self._metrics.cached_prompt_tokens.labels(self._class).inc(delta.cached_prompt_tokens)
+            self._series.cached_prompt_tokens.inc(delta.cached_prompt_tokens)
         for _ in delta.token_ids:
             self._token(now)
         if delta.token_ids:
-            self._metrics.generated_tokens.labels(self._class).inc(len(delta.token_ids))
+            self._series.generated_tokens.inc(len(delta.token_ids))
 
     def succeed(self, now: float) -> None:
         """The last token came."""
         if self._ended:
             return
-        self._metrics.request_latency.labels(self._class).observe(now - self._received_at)
+        self._series.request_latency.observe(now - self._received_at)
         tpot = 0.0
         if self._tokens > 1:
             tpot = (now - self._first_at) / (self._tokens - 1)
-            self._metrics.time_per_output_token.labels(self._class).observe(tpot)
+            self._series.time_per_output_token.observe(tpot)
         ttft = self._first_at - self._received_at
         if self._tokens and ttft <= self._slo.ttft_s and tpot <= self._slo.tpot_s:
-            self._metrics.goodput_requests.labels(self._class).inc()
+            self._series.goodput_requests.inc()
         self._end(Outcome.OK, "")
 
     def fail(self, error: BatonError) -> None:
@@ -106,9 +107,9 @@ class RequestRecorder:
         if self._tokens == 0:
             self._first_at = now
             ttft = now - self._received_at
-            self._metrics.time_to_first_token.labels(self._class).observe(ttft)
+            self._series.time_to_first_token.observe(ttft)
         else:
-            self._metrics.inter_token_latency.labels(self._class).observe(now - self._last_at)
+            self._series.inter_token_latency.observe(now - self._last_at)
         self._last_at = now
         self._tokens += 1
 

@@ -46,6 +46,8 @@ class EventStream:
         self._send = send
         self._turn = asyncio.Lock()
         self.started = False
+        self.headers: Mapping[str, str] = {}
+        """More headers; they go out with the first event."""
 
     async def send(self, payloads: list[str]) -> None:
         """Send events in one piece; returns when the client's socket has room again."""
@@ -59,12 +61,13 @@ class EventStream:
         async with self._turn:
             if not self.started:
                 self.started = True
-                await self._send(_start_message())
+                await self._send(_start_message(self.headers))
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-def _start_message() -> Message:
-    return {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
+def _start_message(more: Mapping[str, str]) -> Message:
+    headers = [*_HEADERS, *((name.encode(), value.encode()) for name, value in more.items())]
+    return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
 class EventStreamResponse(Response):

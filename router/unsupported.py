@@ -32,7 +32,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "cache_salt": (),
-    "priority": (0,),
     "kv_transfer_params": (),
     "mm_processor_kwargs": (),
     "vllm_xargs": (),

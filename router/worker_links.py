@@ -28,6 +28,7 @@ from baton.grpc_errors import error_from_rpc
 from baton.registry import WorkerRecord
 from baton.request import LoadSnapshot, TokenOutput
 from baton.v1 import decode_pb2, decode_pb2_grpc
+from router.prefill_stream import PrefillStream
 
 log = logging.getLogger(__name__)
 
@@ -48,20 +49,15 @@ def error_from_gone(incarnation: str) -> WorkerFailed:
 
 
 class WorkerLink:
-    """A connection to one incarnation, and what this router has promised it."""
+    """A connection to one incarnation."""
 
     def __init__(self, record: WorkerRecord) -> None:
         self.record = record
         self.channel = open_channel(record.address)
+        self.prefills = PrefillStream(self.channel, record.incarnation)
         self.load: LoadSnapshot = record.load
-        self.promised_tokens = 0
-        """Prompt tokens of this router's requests that wait for their first token there."""
-        self.promised_sequences = 0
-        """This router's requests that are there."""
         self.follower: asyncio.Task[None] | None = None
         """Reads the token stream of a decode worker, watches the channel of a prefill worker."""
-        self.placed = 0
-        """Requests that this router has ever sent there."""
         self.connected = False
         self.missing_since: float | None = None
         """Since when the registry, which can be read, does not list a prefill worker. A decode
@@ -104,6 +100,10 @@ class WorkerLinks:
     def get(self, incarnation: str) -> WorkerLink | None:
         return self._links.get(incarnation)
 
+    def is_up(self, link: WorkerLink) -> bool:
+        """Whether new requests may go there."""
+        return link.is_up(time.monotonic(), self._missing_s)
+
     def up(self, role: str) -> list[WorkerLink]:
         """The links of a role that take requests."""
         now = time.monotonic()
@@ -145,6 +145,7 @@ class WorkerLinks:
     async def _close(self, link: WorkerLink) -> None:
         if link.follower is not None:
             await end_tasks([link.follower])
+        await link.prefills.close()
         await link.channel.close()
 
     async def _watch_channel(self, link: WorkerLink) -> None:

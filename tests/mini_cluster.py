@@ -194,16 +194,17 @@ async def mini_cluster(
     decode_pool: Mapping[str, object] = MappingProxyType({}),
     **changes: object,
 ) -> AsyncIterator[MiniCluster]:
-    """A running cluster, in fp32 if ``changes`` do not say otherwise; they go to the pools
+    """A running cluster, in fp32 and with every request handed off if ``changes`` do not say
 
-    (``kv_pool_mib``, …) or the config. ``prefill_pool`` and ``decode_pool`` go to one pool each.
+    otherwise; they go to the pools (``kv_pool_mib``, …) or the config. ``prefill_pool`` and
+    ``decode_pool`` go to one pool each.
     """
     pool_fields = {name: changes.pop(name) for name in list(changes) if name in _POOL_FIELDS}
     pools = (
         _pool("prefill", prefill, pool_fields | dict(prefill_pool)),
         _pool("decode", decode, pool_fields | dict(decode_pool)),
     )
-    fields: dict[str, object] = {"dtype": "float32"} | changes
+    fields: dict[str, object] = {"dtype": "float32", "local_prefill": "never"} | changes
     config = Config(pools=pools, **fields)  # type: ignore[arg-type]
     cluster = MiniCluster(config, model, redis_url, prefill_role)
     try:

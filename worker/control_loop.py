@@ -17,10 +17,12 @@ from engine.engine import Engine
 from engine.plan import StepPlan, StepResult
 from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
+from worker.chunk_slack import ChunkSlack
 from worker.cores import CoreBoard
 from worker.engine_thread import EngineThread
 from worker.gauges import WorkerGauges
 from worker.pace import Pace
+from worker.step_history import StepHistory
 
 _DEPTH = 2
 """Most plans in flight."""
@@ -42,6 +44,12 @@ class SequenceListener(Protocol):
 
     def on_lost(self, sequences: list[Sequence], error: Exception) -> None:
         """The engine failed while it computed these sequences; they have ended."""
+
+    def on_expired(self, sequences: list[Sequence]) -> None:
+        """These sequences' deadlines have passed; they have ended. Called while steps are planned:
+
+        what it does must not plan others.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +73,13 @@ class ControlLoop:
         gauges: WorkerGauges,
         incarnation: str,
         board: CoreBoard | None = None,
+        slack: ChunkSlack | None = None,
     ) -> None:
-        """``board``: how the worker shares its host's cores; see ``EngineThread``."""
+        """``board``: how the worker shares its host's cores; see ``EngineThread``. ``slack`` bounds
+
+        the prompt tokens of a step in which others decode; without it nothing but the step's own
+        limits does.
+        """
         self.engine = engine
         self.scheduler = engine.scheduler
         self.pool = engine.pool
@@ -78,6 +91,12 @@ class ControlLoop:
         self._is_cpu = engine.runner.device.type == "cpu"
         self.prompt_pace = Pace(_CPU_TOKEN_S if self._is_cpu else _GPU_TOKEN_S, _PACE_TOKENS)
         """Of computing prompt tokens, and of ``STEP_TOKENS`` more for each step."""
+        self._slack = slack
+        self._history = StepHistory()
+        self._asked_at: dict[int, float] = {}
+        """When each step in flight was handed over."""
+        self._ended_at = 0.0
+        """When the last one ended."""
         self._last_plan: StepPlan | None = None
         self._listener: SequenceListener | None = None
         self._next_id = 0
@@ -115,12 +134,17 @@ class ControlLoop:
         self._loop.call_soon(self.pump)
 
     def pump(self) -> None:
-        """Give the engine thread what there is to do."""
+        """Give the engine thread what there is to do, and nothing of what has expired."""
+        now = time.monotonic()
+        expired = self.scheduler.expire(now)
+        if expired:
+            assert self._listener is not None, "a sequence came before start()"
+            self._listener.on_expired(expired)
         while self._may_plan():
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule(self._most_prompt_tokens())
             if plan is None:
                 break
-            self._note_plan(plan)
+            self._note_plan(plan, now)
             self._last_plan = plan
             self._thread.submit(plan)
         self._gauges.refresh(self.scheduler, self.pool)
@@ -135,39 +159,58 @@ class ControlLoop:
             return in_flight < _DEPTH
         return self._last_plan is not None and self._last_plan.decodes_only
 
-    def _note_plan(self, plan: StepPlan) -> None:
-        now = time.monotonic()
+    def _most_prompt_tokens(self) -> int | None:
+        """What the next step may compute of prompts; None where no sequence waits beside them."""
+        decoding = self.scheduler.decoding
+        start = self.scheduler.next_chunk_start
+        if self._slack is None or not decoding or start is None:
+            return None
+        context_tokens = sum(sequence.target for sequence in decoding)
+        return self._slack.most_tokens(len(decoding), context_tokens, start)
+
+    def _note_plan(self, plan: StepPlan, now: float) -> None:
+        self._asked_at[plan.step] = now
         self._gauges.batch_fill(len(plan.rows) / self.scheduler.limits.max_sequences)
         if not plan.new:
             return
         new = {sequence.sequence_id for sequence in plan.new}
         for sequence in self.scheduler.running:
             if sequence.queued_at and sequence.sequence_id in new:
-                self._gauges.queued(now - sequence.queued_at)
+                sequence.queue_s = now - sequence.queued_at
+                self._gauges.queued(sequence.queue_s)
                 sequence.queued_at = 0.0
 
     def _hand_over(self, plan: StepPlan, result: StepResult | Exception) -> None:
+        ended_at = time.monotonic()
         try:
-            self._loop.call_soon_threadsafe(self._on_result, plan, result)
+            self._loop.call_soon_threadsafe(self._on_result, plan, result, ended_at)
         except RuntimeError:
             # The loop was closed while the last step ran: nobody is left to be told.
             return
 
-    def _on_result(self, plan: StepPlan, result: StepResult | Exception) -> None:
+    def _on_result(self, plan: StepPlan, result: StepResult | Exception, ended_at: float) -> None:
         assert self._listener is not None, "a step ran before start()"
         self.steps += 1
+        wall_s = ended_at - max(self._ended_at, self._asked_at.pop(plan.step))
+        self._ended_at = ended_at
         if isinstance(result, Exception):
             self._listener.on_lost(self.scheduler.fail(plan), result)
         else:
             updates = self.scheduler.complete(plan, result)
             computed = sum(update.computed_prompt_tokens for update in updates)
             self._gauges.step(result.seconds, computed)
+            self._learn(plan, wall_s * 1e3)
             if computed:
                 self.prompt_pace.observe(computed + STEP_TOKENS, result.seconds)
             # Planned first: the engine computes while the tokens are handed out.
             self.pump()
             self._listener.on_step(updates)
         self.pump()
+
+    def _learn(self, plan: StepPlan, wall_ms: float) -> None:
+        self._history.observe(plan, wall_ms)
+        if self._slack is not None:
+            self._slack.observe(plan, wall_ms)
 
     def progress(self, sequence: Sequence) -> Progress | None:
         """How far the step that runs has come with a sequence; None where it is not in one."""
@@ -183,6 +226,7 @@ class ControlLoop:
     def load(self) -> LoadSnapshot:
         """What this worker is doing right now."""
         counts = self.pool.counts()
+        step = self._history.mean()
         return LoadSnapshot(
             incarnation=self.incarnation,
             running=len(self.scheduler.running),
@@ -193,4 +237,8 @@ class ControlLoop:
             used_blocks=counts.used,
             quarantined_blocks=counts.quarantined,
             engine_steps=self.steps,
+            context_tokens=sum(sequence.computed for sequence in self.scheduler.running),
+            step_ms=step.ms,
+            step_batch=step.batch,
+            step_context_tokens=step.context_tokens,
         )

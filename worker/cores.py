@@ -13,6 +13,10 @@ there is; prefill can use whatever is left, and all of it. So decode is urgent a
   sooner. Without it, two or three sequences would hold a core that reads all weights for each of
   their tokens, and the more prompts waited, the fewer sequences would share that.
 
+Whatever is short goes before all of these: the event loop, gRPC's threads, those that copy blocks.
+Threads that compute have a nice value of their own for that; without it the kernel leaves them on
+their core until its next tick, 4 ms later, once the event loop has used what it was owed.
+
 The board is a file that the workers of a host have mapped, with a line for each, which only its
 owner writes; engine/cpu/board.h reads it between pieces. What a dead worker left there counts for
 five seconds.
@@ -24,6 +28,7 @@ import ctypes
 import mmap
 import os
 import struct
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +39,10 @@ PAUSE = 1.0
 """Of a decode step's time, for the prefill beside it."""
 PATIENCE_S = 0.15
 """How long prefill computes without a break before decode pauses for it."""
+
+NICENESS = 10
+"""Of threads that compute; about a tenth of the weight of others (sched(7)). engine/cpu/board.h has
+the same."""
 
 _LINE = struct.Struct("=qiiq40x")
 """When the step was last seen to run, in nanoseconds of the host's monotonic clock, 0 for none
@@ -56,6 +65,12 @@ def threads_for(cores: int, yields: bool, others: int) -> int:
 def pause_after(step_s: float) -> float:
     """Seconds from the end of a decode step to the next one's start, beside a prefill; pure."""
     return min(_LONGEST_PAUSE_S, PAUSE * step_s)
+
+
+def give_way() -> None:
+    """Have the calling thread compute with less weight than others; once for each thread."""
+    if sys.platform == "linux":  # elsewhere that would be the whole process
+        os.nice(NICENESS)
 
 
 def host_cores() -> int:

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from engine.plan import StepPlan, StepResult
 from engine.runner import Ending, ModelRunner
-from worker.cores import CoreBoard
+from worker.cores import CoreBoard, give_way
 from worker.step_waiter import Done, StepWaiter
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class EngineThread:
     def _run(self) -> None:
         if self._board is not None:
             self._runner.share_cores(self._board.share)
+            give_way()
         while (plan := self._plans.get()) is not None:
             if self._waiter is not None:
                 self._waiter.submit(plan, self._begun(plan))
@@ -80,18 +81,20 @@ class EngineThread:
         self._runner.clear_progress()
         self._running = plan
         try:
-            return self._share_cores(plan)
+            return run_sharing(self._runner, self._board, plan)
         finally:
             self._running = None
 
-    def _share_cores(self, plan: StepPlan) -> StepResult:
-        if self._board is None:
-            return self._runner.run(plan)
-        self._runner.use_threads(self._board.begin())
-        try:
-            return self._runner.run(plan)
-        finally:
-            self._board.end()
+
+def run_sharing(runner: ModelRunner, board: CoreBoard | None, plan: StepPlan) -> StepResult:
+    """Run a step on as many threads as the board says, if there is one."""
+    if board is None:
+        return runner.run(plan)
+    runner.use_threads(board.begin())
+    try:
+        return runner.run(plan)
+    finally:
+        board.end()
 
 
 def _fail(error: Exception) -> NoReturn:

@@ -14,7 +14,7 @@ import grpc.aio
 
 from baton import convert
 from baton.background import end_tasks
-from baton.errors import GeometryMismatch, WorkerFailed
+from baton.errors import BatonError, GeometryMismatch, WorkerFailed
 from baton.grpc_channel import open_channel
 from baton.grpc_errors import error_from_rpc
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
@@ -24,6 +24,7 @@ from kvtransfer.outbound import Outbound
 from kvtransfer.pair import Identity, PairLimits, check_peer
 from kvtransfer.transport import Peer, Transport
 from worker.block_receiver import BlockReceiver
+from worker.handoff_calls import HandoffCalls
 
 
 class Exchange:
@@ -53,6 +54,7 @@ class Exchange:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._outbound: dict[Peer, Outbound] = {}
         self._opening: dict[Peer, asyncio.Task[Outbound]] = {}
+        self._calls: dict[Outbound, HandoffCalls] = {}
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """The one channel to a worker's gRPC server."""
@@ -87,6 +89,18 @@ class Exchange:
         self._opening.pop(peer, None)
         if not done.cancelled() and done.exception() is None:
             self._outbound[peer] = done.result()
+
+    def handoff_calls(self, pair: Outbound) -> HandoffCalls:
+        """The calls that go with a pair: they end when it breaks, with its error."""
+        calls = self._calls.get(pair)
+        if calls is None:
+            calls = HandoffCalls(self.channel(pair.peer.address), pair.peer.incarnation)
+            self._calls[pair] = calls
+            pair.broken.add_done_callback(lambda broken: self._end_calls(pair, broken.result()))
+        return calls
+
+    def _end_calls(self, pair: Outbound, error: BatonError) -> None:
+        self._calls.pop(pair).end(error)
 
     async def give(
         self, reader: Identity, peer: Peer, meant: str, ticket_id: str, hashes: Sequence[bytes]
@@ -187,8 +201,11 @@ class Exchange:
         await end_tasks(self._opening.values())
         self.receiver.close()
         self.inbound.close()
+        calls = list(self._calls.values())
         for pair in list(self._outbound.values()):
             await pair.close()
+        for each in calls:
+            await each.close()
         for channel in self._channels.values():
             await channel.close()
         for transport in self._transports:

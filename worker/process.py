@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import redis
@@ -37,8 +38,11 @@ from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from kvtransfer.memory import BlockMemory
 from kvtransfer.pair import Identity, PairLimits
 from worker.block_receiver import BlockReceiver
+from worker.calibration import alone, calibrate
+from worker.chunk_slack import ChunkSlack
 from worker.control_loop import ControlLoop
 from worker.cores import CoreBoard, host_cores
+from worker.engine_thread import run_sharing
 from worker.exchange import Exchange
 from worker.gauges import WorkerGauges
 from worker.index_publisher import IndexPublisher
@@ -46,6 +50,7 @@ from worker.placement import place
 from worker.pool_memory import PoolMemory
 from worker.role import RoleFactory, WorkerContext
 from worker.settings import WorkerSettings
+from worker.step_costs import StepCosts
 from worker.transfer_service import TransferServicer
 from worker.transports import make_transports
 
@@ -85,11 +90,14 @@ class WorkerProcess:
 
     async def start(self) -> WorkerRecord:
         """Load the model, serve, register. Raises BatonError or ``redis.RedisError``."""
+        board = self._board()
         engine = await asyncio.to_thread(self._build)
+        costs = await asyncio.to_thread(self._calibrate, engine, board)
         incarnation = f"{self.settings.slot}:{secrets.token_hex(6)}"
         metrics = WorkerMetrics(CollectorRegistry())
         gauges = WorkerGauges(metrics, self.settings.slot, self.settings.pool.role)
-        control = ControlLoop(engine, gauges, incarnation, self._board())
+        slack = ChunkSlack(costs, self.settings.config.slo_tpot_s)
+        control = ControlLoop(engine, gauges, incarnation, board, slack)
         memory = self._memory.of(engine.cache)
         exchange = self._make_exchange(engine, memory, metrics, incarnation)
         self.context = WorkerContext(
@@ -115,7 +123,7 @@ class WorkerProcess:
         )
         control.start(role)
         self._role, self._gauges = role, gauges
-        self.record = self._make_record(engine, incarnation, port)
+        self.record = self._make_record(engine, costs, incarnation, port)
         index = PrefixIndex(
             self._redis,
             self.settings.cluster_id,
@@ -127,7 +135,7 @@ class WorkerProcess:
             asyncio.create_task(self._heartbeat(), name="heartbeat"),
             asyncio.create_task(self._publish(publisher), name="publish"),
         ]
-        _spare_the_interpreter()
+        spare_the_interpreter()
         keep_buffers()
         log.info("%s serves on %s", incarnation, self.record.address)
         return self.record
@@ -190,7 +198,20 @@ class WorkerProcess:
         warm_up(engine)
         return engine
 
-    def _make_record(self, engine: Engine, incarnation: str, port: int) -> WorkerRecord:
+    def _calibrate(self, engine: Engine, board: CoreBoard | None) -> StepCosts:
+        """Measure the engine's steps as the engine thread, which has not started, will run them."""
+        lock = None
+        if board is not None:
+            engine.runner.share_cores(board.share)
+            lock = Path(f"{self.settings.core_board}.calibration")
+        with alone(lock):
+            costs = calibrate(engine, partial(run_sharing, engine.runner, board))
+        log.info("%s: steps cost %s", self.settings.slot, costs)
+        return costs
+
+    def _make_record(
+        self, engine: Engine, costs: StepCosts, incarnation: str, port: int
+    ) -> WorkerRecord:
         return WorkerRecord(
             incarnation=incarnation,
             slot=self.settings.slot,
@@ -203,6 +224,9 @@ class WorkerProcess:
             context_length=engine.context_length,
             total_blocks=engine.pool.total,
             max_sequences=self.settings.pool.max_sequences,
+            pool=self.settings.pool.name,
+            prefill_cost=costs.prefill,
+            step_cost=costs.step,
         )
 
     async def run(self) -> None:
@@ -298,7 +322,7 @@ def keep_buffers() -> None:
         mallopt(_M_TRIM_THRESHOLD, 256 * MIB)
 
 
-def _spare_the_interpreter() -> None:
+def spare_the_interpreter() -> None:
     """All that was loaded stays: looking through it for garbage would only stop the steps."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.collect()

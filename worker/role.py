@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import grpc.aio
 
+from baton.errors import InvalidRequest
 from baton.metrics import WorkerMetrics
 from baton.request import SequenceSpec
 from engine.engine import Engine
@@ -32,15 +32,33 @@ class WorkerContext:
     metrics: WorkerMetrics
     incarnation: str
 
-    def make_sequence(self, spec: SequenceSpec, *, prefill_only: bool = False) -> Sequence:
-        """A sequence for this worker's engine."""
+    def make_sequence(
+        self, spec: SequenceSpec, *, arrived: float, deadline: float, prefill_only: bool = False
+    ) -> Sequence:
+        """A sequence for this worker's engine, that came at ``arrived``.
+
+        Both times are on the monotonic clock.
+        """
         return make_sequence(
             self.engine,
             self.control.next_sequence_id(),
             spec,
             prefill_only=prefill_only,
-            queued_at=time.monotonic(),
+            queued_at=arrived,
+            deadline=deadline,
         )
+
+    def check_prompt(self, spec: SequenceSpec) -> None:
+        """Raises InvalidRequest for one that does not fit, or leaves nothing to generate."""
+        context = self.engine.context_length
+        if not 0 < spec.prompt_length <= len(spec.token_ids) < context:
+            raise InvalidRequest(
+                f"{len(spec.token_ids)} tokens do not fit this worker's context of {context}"
+            )
+        if len(spec.token_ids) - spec.prompt_length >= spec.sampling.max_tokens:
+            raise InvalidRequest(
+                f"max_tokens is {spec.sampling.max_tokens}: nothing is left to generate"
+            )
 
 
 class Role(SequenceListener, Protocol):

@@ -41,7 +41,119 @@ ABORT_REASON_STOP: AbortReason.ValueType  # 1
 Global___AbortReason: _TypeAlias = AbortReason  # noqa: Y015
 
 @_typing.final
+class HandoffsRequest(_message.Message):
+    """A call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    RESERVE_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
+    ABORT_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    """The writer's number for it; its answer has the same."""
+    timeout_ms: _builtins.int
+    """Time left to it when this was sent; nobody waits for the answer afterwards."""
+    @_builtins.property
+    def reserve(self) -> Global___ReserveRequest: ...
+    @_builtins.property
+    def commit(self) -> Global___CommitRequest: ...
+    @_builtins.property
+    def abort(self) -> Global___AbortRequest:
+        """The writer gives its ticket up, and will not write again. What it has committed runs on."""
+
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        timeout_ms: _builtins.int = ...,
+        reserve: Global___ReserveRequest | None = ...,
+        commit: Global___CommitRequest | None = ...,
+        abort: Global___AbortRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "call_kind", b"call_kind", "commit", b"commit", "reserve", b"reserve"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "call", b"call", "call_kind", b"call_kind", "commit", b"commit", "reserve", b"reserve", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_call_kind: _TypeAlias = _typing.Literal["reserve", "commit", "abort"]  # noqa: Y015
+    _WhichOneofArgType_call_kind: _TypeAlias = _typing.Literal["call_kind", b"call_kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_call_kind) -> _WhichOneofReturnType_call_kind | None: ...
+
+Global___HandoffsRequest: _TypeAlias = HandoffsRequest  # noqa: Y015
+
+@_typing.final
+class HandoffsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    RESERVE_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
+    ABORT_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    @_builtins.property
+    def reserve(self) -> Global___ReserveResponse: ...
+    @_builtins.property
+    def commit(self) -> Global___CommitResponse: ...
+    @_builtins.property
+    def abort(self) -> Global___AbortResponse: ...
+    @_builtins.property
+    def error(self) -> Global___CallError: ...
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        reserve: Global___ReserveResponse | None = ...,
+        commit: Global___CommitResponse | None = ...,
+        abort: Global___AbortResponse | None = ...,
+        error: Global___CallError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "answer", b"answer", "commit", b"commit", "error", b"error", "reserve", b"reserve"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "answer", b"answer", "call", b"call", "commit", b"commit", "error", b"error", "reserve", b"reserve"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["reserve", "commit", "abort", "error"]  # noqa: Y015
+    _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
+
+Global___HandoffsResponse: _TypeAlias = HandoffsResponse  # noqa: Y015
+
+@_typing.final
+class CallError(_message.Message):
+    """How a call has failed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
+    code: _builtins.str
+    """As in the gRPC statuses of other calls."""
+    message: _builtins.str
+    retry_after_ms: _builtins.int
+    """When to ask again; absent where that is not known."""
+    def __init__(
+        self,
+        *,
+        code: _builtins.str = ...,
+        message: _builtins.str = ...,
+        retry_after_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_ms", b"_retry_after_ms", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_ms", b"_retry_after_ms", "code", b"code", "message", b"message", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__retry_after_ms: _TypeAlias = _typing.Literal["retry_after_ms"]  # noqa: Y015
+    _WhichOneofArgType__retry_after_ms: _TypeAlias = _typing.Literal["_retry_after_ms", b"_retry_after_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retry_after_ms) -> _WhichOneofReturnType__retry_after_ms | None: ...
+
+Global___CallError: _TypeAlias = CallError  # noqa: Y015
+
+@_typing.final
 class ReserveRequest(_message.Message):
+    """Promises blocks for what is missing and pins what is held."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FINGERPRINT_FIELD_NUMBER: _builtins.int
@@ -108,6 +220,8 @@ Global___ReserveResponse: _TypeAlias = ReserveResponse  # noqa: Y015
 
 @_typing.final
 class CommitRequest(_message.Message):
+    """Joins the sequence to the batch once every missing block has arrived: it may come before them."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TICKET_ID_FIELD_NUMBER: _builtins.int
@@ -157,23 +271,19 @@ class AbortRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    WRITER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     reason: Global___AbortReason.ValueType
-    writer: _builtins.str
-    """Not empty: the caller is this writer and will not write again. What it has committed runs on."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
         reason: Global___AbortReason.ValueType = ...,
-        writer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "reason", b"reason", "request_id", b"request_id", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,15 +35,10 @@ class DecodeServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Reserve = channel.unary_unary(
-                '/baton.v1.DecodeService/Reserve',
-                request_serializer=baton_dot_v1_dot_decode__pb2.ReserveRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_decode__pb2.ReserveResponse.FromString,
-                _registered_method=True)
-        self.Commit = channel.unary_unary(
-                '/baton.v1.DecodeService/Commit',
-                request_serializer=baton_dot_v1_dot_decode__pb2.CommitRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_decode__pb2.CommitResponse.FromString,
+        self.Handoffs = channel.stream_stream(
+                '/baton.v1.DecodeService/Handoffs',
+                request_serializer=baton_dot_v1_dot_decode__pb2.HandoffsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_decode__pb2.HandoffsResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/baton.v1.DecodeService/Abort',
@@ -61,23 +56,17 @@ class DecodeServiceServicer(object):
     """The decode role: promises blocks, commits handoffs, generates and streams tokens.
     """
 
-    def Reserve(self, request, context):
-        """Promises blocks for what is missing and pins what is held.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Commit(self, request, context):
-        """Joins the sequence to the batch once every missing block has arrived: it may come before them.
+    def Handoffs(self, request_iterator, context):
+        """The calls of one writer, for all its handoffs: a message on an open stream and its answer take a
+        third of a call of its own. Each is answered when it is done, in whatever order. What waits when
+        the stream ends is given up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request in whatever state it is, or a writer's ticket alone; idempotent, and may
-        overtake its Reserve.
+        """Ends a request in whatever state it is; idempotent, and may overtake its reserve.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,15 +82,10 @@ class DecodeServiceServicer(object):
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Reserve': grpc.unary_unary_rpc_method_handler(
-                    servicer.Reserve,
-                    request_deserializer=baton_dot_v1_dot_decode__pb2.ReserveRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_decode__pb2.ReserveResponse.SerializeToString,
-            ),
-            'Commit': grpc.unary_unary_rpc_method_handler(
-                    servicer.Commit,
-                    request_deserializer=baton_dot_v1_dot_decode__pb2.CommitRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_decode__pb2.CommitResponse.SerializeToString,
+            'Handoffs': grpc.stream_stream_rpc_method_handler(
+                    servicer.Handoffs,
+                    request_deserializer=baton_dot_v1_dot_decode__pb2.HandoffsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_decode__pb2.HandoffsResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -126,7 +110,7 @@ class DecodeService(object):
     """
 
     @staticmethod
-    def Reserve(request,
+    def Handoffs(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -136,39 +120,12 @@ class DecodeService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/baton.v1.DecodeService/Reserve',
-            baton_dot_v1_dot_decode__pb2.ReserveRequest.SerializeToString,
-            baton_dot_v1_dot_decode__pb2.ReserveResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Commit(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.DecodeService/Commit',
-            baton_dot_v1_dot_decode__pb2.CommitRequest.SerializeToString,
-            baton_dot_v1_dot_decode__pb2.CommitResponse.FromString,
+            '/baton.v1.DecodeService/Handoffs',
+            baton_dot_v1_dot_decode__pb2.HandoffsRequest.SerializeToString,
+            baton_dot_v1_dot_decode__pb2.HandoffsResponse.FromString,
             options,
             channel_credentials,
             insecure,

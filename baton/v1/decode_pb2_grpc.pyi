@@ -33,14 +33,13 @@ class DecodeServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
-    Reserve: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveResponse]
-    """Promises blocks for what is missing and pins what is held."""
-    Commit: _grpc.UnaryUnaryMultiCallable[_decode_pb2.CommitRequest, _decode_pb2.CommitResponse]
-    """Joins the sequence to the batch once every missing block has arrived: it may come before them."""
-    Abort: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]
-    """Ends a request in whatever state it is, or a writer's ticket alone; idempotent, and may
-    overtake its Reserve.
+    Handoffs: _grpc.StreamStreamMultiCallable[_decode_pb2.HandoffsRequest, _decode_pb2.HandoffsResponse]
+    """The calls of one writer, for all its handoffs: a message on an open stream and its answer take a
+    third of a call of its own. Each is answered when it is done, in whatever order. What waits when
+    the stream ends is given up.
     """
+    Abort: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]
+    """Ends a request in whatever state it is; idempotent, and may overtake its reserve."""
     StreamTokens: _grpc.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]
     """One message a step, with the tokens of all sequences of this router."""
 
@@ -49,14 +48,13 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """The decode role: promises blocks, commits handoffs, generates and streams tokens."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Reserve: _aio.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveResponse]  # type: ignore[assignment]
-    """Promises blocks for what is missing and pins what is held."""
-    Commit: _aio.UnaryUnaryMultiCallable[_decode_pb2.CommitRequest, _decode_pb2.CommitResponse]  # type: ignore[assignment]
-    """Joins the sequence to the batch once every missing block has arrived: it may come before them."""
-    Abort: _aio.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends a request in whatever state it is, or a writer's ticket alone; idempotent, and may
-    overtake its Reserve.
+    Handoffs: _aio.StreamStreamMultiCallable[_decode_pb2.HandoffsRequest, _decode_pb2.HandoffsResponse]  # type: ignore[assignment]
+    """The calls of one writer, for all its handoffs: a message on an open stream and its answer take a
+    third of a call of its own. Each is answered when it is done, in whatever order. What waits when
+    the stream ends is given up.
     """
+    Abort: _aio.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]  # type: ignore[assignment]
+    """Ends a request in whatever state it is; idempotent, and may overtake its reserve."""
     StreamTokens: _aio.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]  # type: ignore[assignment]
     """One message a step, with the tokens of all sequences of this router."""
 
@@ -64,20 +62,15 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     """The decode role: promises blocks, commits handoffs, generates and streams tokens."""
 
     @_abc_1.abstractmethod
-    def Reserve(
+    def Handoffs(
         self,
-        request: _decode_pb2.ReserveRequest,
+        request_iterator: _MaybeAsyncIterator[_decode_pb2.HandoffsRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_decode_pb2.ReserveResponse, _abc.Awaitable[_decode_pb2.ReserveResponse]]:
-        """Promises blocks for what is missing and pins what is held."""
-
-    @_abc_1.abstractmethod
-    def Commit(
-        self,
-        request: _decode_pb2.CommitRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_decode_pb2.CommitResponse, _abc.Awaitable[_decode_pb2.CommitResponse]]:
-        """Joins the sequence to the batch once every missing block has arrived: it may come before them."""
+    ) -> _typing.Union[_abc.Iterator[_decode_pb2.HandoffsResponse], _abc.AsyncIterator[_decode_pb2.HandoffsResponse]]:
+        """The calls of one writer, for all its handoffs: a message on an open stream and its answer take a
+        third of a call of its own. Each is answered when it is done, in whatever order. What waits when
+        the stream ends is given up.
+        """
 
     @_abc_1.abstractmethod
     def Abort(
@@ -85,9 +78,7 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.AbortResponse, _abc.Awaitable[_decode_pb2.AbortResponse]]:
-        """Ends a request in whatever state it is, or a writer's ticket alone; idempotent, and may
-        overtake its Reserve.
-        """
+        """Ends a request in whatever state it is; idempotent, and may overtake its reserve."""
 
     @_abc_1.abstractmethod
     def StreamTokens(

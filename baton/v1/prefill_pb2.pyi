@@ -4,8 +4,10 @@ isort:skip_file
 """
 
 from baton.v1 import worker_pb2 as _worker_pb2
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -16,6 +18,163 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+@_typing.final
+class PrefillsRequest(_message.Message):
+    """What there is to say at a time, in one message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMANDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def commands(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillCommand]: ...
+    def __init__(
+        self,
+        *,
+        commands: _abc.Iterable[Global___PrefillCommand] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commands", b"commands"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillsRequest: _TypeAlias = PrefillsRequest  # noqa: Y015
+
+@_typing.final
+class PrefillCommand(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def start(self) -> Global___PrefillRequest:
+        """Its name is the sequence's request_id and attempt, its deadline the sequence's."""
+
+    @_builtins.property
+    def cancel(self) -> Global___PrefillCancel:
+        """Aborts a prefill and its handoff; one that is not known here is no error. No event follows."""
+
+    def __init__(
+        self,
+        *,
+        start: Global___PrefillRequest | None = ...,
+        cancel: Global___PrefillCancel | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "cancel"]  # noqa: Y015
+    _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
+
+Global___PrefillCommand: _TypeAlias = PrefillCommand  # noqa: Y015
+
+@_typing.final
+class PrefillCancel(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillCancel: _TypeAlias = PrefillCancel  # noqa: Y015
+
+@_typing.final
+class PrefillsResponse(_message.Message):
+    """What there is to tell at a time, in one message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillEvent]: ...
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___PrefillEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillsResponse: _TypeAlias = PrefillsResponse  # noqa: Y015
+
+@_typing.final
+class PrefillEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    @_builtins.property
+    def response(self) -> Global___PrefillResponse: ...
+    @_builtins.property
+    def end(self) -> Global___PrefillEnd:
+        """The last event of a prefill."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        response: Global___PrefillResponse | None = ...,
+        end: Global___PrefillEnd | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "event", b"event", "response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "end", b"end", "event", b"event", "request_id", b"request_id", "response", b"response"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["response", "end"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___PrefillEvent: _TypeAlias = PrefillEvent  # noqa: Y015
+
+@_typing.final
+class PrefillEnd(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
+    code: _builtins.str
+    """Not empty: the prefill has failed. As in the gRPC statuses of other calls."""
+    message: _builtins.str
+    retry_after_ms: _builtins.int
+    """0: nothing is known of when it may be tried again."""
+    def __init__(
+        self,
+        *,
+        code: _builtins.str = ...,
+        message: _builtins.str = ...,
+        retry_after_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillEnd: _TypeAlias = PrefillEnd  # noqa: Y015
 
 @_typing.final
 class PrefillRequest(_message.Message):
@@ -88,8 +247,19 @@ class PrefillResponse(_message.Message):
     HANDOFF_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
+    COMPUTE_MS_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     cached_prompt_tokens: _builtins.int
     """With the first token: prompt tokens whose KV was found here."""
+    queue_ms: _builtins.float
+    """With the first token: milliseconds from the request's arrival to its first step."""
+    compute_ms: _builtins.float
+    """With the first token: milliseconds of engine steps for the tokens that were computed; a step
+    with others counts in proportion to its tokens.
+    """
+    computed_tokens: _builtins.int
+    """With the first token: tokens whose KV was computed in that time."""
     @_builtins.property
     def first_token(self) -> _worker_pb2.TokenOutput:
         """Sent as soon as it is sampled; a finish_reason means that no decode follows."""
@@ -107,10 +277,13 @@ class PrefillResponse(_message.Message):
         handoff: Global___HandoffCommitted | None = ...,
         load: _worker_pb2.LoadSnapshot | None = ...,
         cached_prompt_tokens: _builtins.int = ...,
+        queue_ms: _builtins.float = ...,
+        compute_ms: _builtins.float = ...,
+        computed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "handoff", b"handoff", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "event", b"event", "first_token", b"first_token", "handoff", b"handoff", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "compute_ms", b"compute_ms", "computed_tokens", b"computed_tokens", "event", b"event", "first_token", b"first_token", "handoff", b"handoff", "load", b"load", "queue_ms", b"queue_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "handoff"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -124,19 +297,25 @@ class HandoffCommitted(_message.Message):
 
     BYTES_FIELD_NUMBER: _builtins.int
     PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    TRANSFER_MS_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
     """Bytes of KV that crossed the wire."""
     pinned_blocks: _builtins.int
     """Blocks that the decode worker already held."""
+    transfer_ms: _builtins.float
+    """Milliseconds from the prompt's last step to the commit's answer: what of the transfer the
+    computing did not hide.
+    """
     def __init__(
         self,
         *,
         bytes: _builtins.int = ...,
         pinned_blocks: _builtins.int = ...,
+        transfer_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "pinned_blocks", b"pinned_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "pinned_blocks", b"pinned_blocks", "transfer_ms", b"transfer_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class PrefillServiceStub(object):
-    """The prefill role: computes a prompt's KV, samples the first token and hands the sequence off.
+    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker serves
+    it too: a request whose decode_incarnation is its own is computed in its own batch and goes on
+    there, and all its tokens come by StreamTokens, the first one too.
     """
 
     def __init__(self, channel):
@@ -35,19 +37,24 @@ class PrefillServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Prefill = channel.unary_stream(
-                '/baton.v1.PrefillService/Prefill',
-                request_serializer=baton_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
+        self.Prefills = channel.stream_stream(
+                '/baton.v1.PrefillService/Prefills',
+                request_serializer=baton_dot_v1_dot_prefill__pb2.PrefillsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_prefill__pb2.PrefillsResponse.FromString,
                 _registered_method=True)
 
 
 class PrefillServiceServicer(object):
-    """The prefill role: computes a prompt's KV, samples the first token and hands the sequence off.
+    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker serves
+    it too: a request whose decode_incarnation is its own is computed in its own batch and goes on
+    there, and all its tokens come by StreamTokens, the first one too.
     """
 
-    def Prefill(self, request, context):
-        """Cancelling the call aborts the prefill and its handoff. The call's deadline is the request's.
+    def Prefills(self, request_iterator, context):
+        """One stream a router, for all requests that it places here: what it wants, and what becomes of
+        it. When the stream ends, by whichever side, all that it has started and that has not ended is
+        aborted, with its handoff; what a decode worker has sampled a first token for runs on, and
+        DecodeService.Abort ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -56,10 +63,10 @@ class PrefillServiceServicer(object):
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Prefill': grpc.unary_stream_rpc_method_handler(
-                    servicer.Prefill,
-                    request_deserializer=baton_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
+            'Prefills': grpc.stream_stream_rpc_method_handler(
+                    servicer.Prefills,
+                    request_deserializer=baton_dot_v1_dot_prefill__pb2.PrefillsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_prefill__pb2.PrefillsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -70,11 +77,13 @@ def add_PrefillServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillService(object):
-    """The prefill role: computes a prompt's KV, samples the first token and hands the sequence off.
+    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker serves
+    it too: a request whose decode_incarnation is its own is computed in its own batch and goes on
+    there, and all its tokens come by StreamTokens, the first one too.
     """
 
     @staticmethod
-    def Prefill(request,
+    def Prefills(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -84,12 +93,12 @@ class PrefillService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/baton.v1.PrefillService/Prefill',
-            baton_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
-            baton_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
+            '/baton.v1.PrefillService/Prefills',
+            baton_dot_v1_dot_prefill__pb2.PrefillsRequest.SerializeToString,
+            baton_dot_v1_dot_prefill__pb2.PrefillsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,32 +27,53 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PrefillServiceStub:
-    """The prefill role: computes a prompt's KV, samples the first token and hands the sequence off."""
+    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker serves
+    it too: a request whose decode_incarnation is its own is computed in its own batch and goes on
+    there, and all its tokens come by StreamTokens, the first one too.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
-    Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
-    """Cancelling the call aborts the prefill and its handoff. The call's deadline is the request's."""
+    Prefills: _grpc.StreamStreamMultiCallable[_prefill_pb2.PrefillsRequest, _prefill_pb2.PrefillsResponse]
+    """One stream a router, for all requests that it places here: what it wants, and what becomes of
+    it. When the stream ends, by whichever side, all that it has started and that has not ended is
+    aborted, with its handoff; what a decode worker has sampled a first token for runs on, and
+    DecodeService.Abort ends it.
+    """
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
-    """The prefill role: computes a prompt's KV, samples the first token and hands the sequence off."""
+    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker serves
+    it too: a request whose decode_incarnation is its own is computed in its own batch and goes on
+    there, and all its tokens come by StreamTokens, the first one too.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Cancelling the call aborts the prefill and its handoff. The call's deadline is the request's."""
+    Prefills: _aio.StreamStreamMultiCallable[_prefill_pb2.PrefillsRequest, _prefill_pb2.PrefillsResponse]  # type: ignore[assignment]
+    """One stream a router, for all requests that it places here: what it wants, and what becomes of
+    it. When the stream ends, by whichever side, all that it has started and that has not ended is
+    aborted, with its handoff; what a decode worker has sampled a first token for runs on, and
+    DecodeService.Abort ends it.
+    """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The prefill role: computes a prompt's KV, samples the first token and hands the sequence off."""
+    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker serves
+    it too: a request whose decode_incarnation is its own is computed in its own batch and goes on
+    there, and all its tokens come by StreamTokens, the first one too.
+    """
 
     @_abc_1.abstractmethod
-    def Prefill(
+    def Prefills(
         self,
-        request: _prefill_pb2.PrefillRequest,
+        request_iterator: _MaybeAsyncIterator[_prefill_pb2.PrefillsRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillResponse], _abc.AsyncIterator[_prefill_pb2.PrefillResponse]]:
-        """Cancelling the call aborts the prefill and its handoff. The call's deadline is the request's."""
+    ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillsResponse], _abc.AsyncIterator[_prefill_pb2.PrefillsResponse]]:
+        """One stream a router, for all requests that it places here: what it wants, and what becomes of
+        it. When the stream ends, by whichever side, all that it has started and that has not ended is
+        aborted, with its handoff; what a decode worker has sampled a first token for runs on, and
+        DecodeService.Abort ends it.
+        """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

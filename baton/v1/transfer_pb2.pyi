@@ -63,6 +63,7 @@ class TransferRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     ANNOUNCED_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenPair:
         """In the first message, and only there."""
@@ -73,16 +74,21 @@ class TransferRequest(_message.Message):
     def renew(self) -> Global___RenewLeases:
         """Heartbeat of the writer, with its tickets here."""
 
+    @_builtins.property
+    def sealed(self) -> _containers.RepeatedCompositeFieldContainer[Global___SealBatch]:
+        """Of batches that were announced without."""
+
     def __init__(
         self,
         *,
         open: Global___OpenPair | None = ...,
         announced: _abc.Iterable[Global___AnnounceBatch] | None = ...,
         renew: Global___RenewLeases | None = ...,
+        sealed: _abc.Iterable[Global___SealBatch] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["open", b"open", "renew", b"renew"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced", b"announced", "open", b"open", "renew", b"renew"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced", b"announced", "open", b"open", "renew", b"renew", "sealed", b"sealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -177,7 +183,9 @@ class AnnounceBatch(_message.Message):
 
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of each part and its place; see kvtransfer/checksum.py."""
+        """Of each part and its place; see kvtransfer/checksum.py. None where the receiver reads the blocks
+        where they lie: it copies them while the writer computes the checksums, which follow.
+        """
 
     def __init__(
         self,
@@ -197,6 +205,31 @@ class AnnounceBatch(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AnnounceBatch: _TypeAlias = AnnounceBatch  # noqa: Y015
+
+@_typing.final
+class SealBatch(_message.Message):
+    """The checksums of an announced batch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        checksums: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SealBatch: _TypeAlias = SealBatch  # noqa: Y015
 
 @_typing.final
 class RenewLeases(_message.Message):

@@ -121,6 +121,10 @@ class LoadSnapshot(_message.Message):
     USED_BLOCKS_FIELD_NUMBER: _builtins.int
     QUARANTINED_BLOCKS_FIELD_NUMBER: _builtins.int
     ENGINE_STEPS_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    STEP_MS_FIELD_NUMBER: _builtins.int
+    STEP_BATCH_FIELD_NUMBER: _builtins.int
+    STEP_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     running: _builtins.int
     waiting: _builtins.int
@@ -131,6 +135,15 @@ class LoadSnapshot(_message.Message):
     used_blocks: _builtins.int
     quarantined_blocks: _builtins.int
     engine_steps: _builtins.int
+    context_tokens: _builtins.int
+    """Tokens whose KV the running sequences hold."""
+    step_ms: _builtins.float
+    """The latest steps in which every sequence decoded: mean wall milliseconds from one's end to the
+    next one's, pauses for other workers of the host included; 0 before the first.
+    """
+    step_batch: _builtins.float
+    """What these steps held, on average: sequences, and tokens that they attended to in all."""
+    step_context_tokens: _builtins.float
     def __init__(
         self,
         *,
@@ -143,10 +156,14 @@ class LoadSnapshot(_message.Message):
         used_blocks: _builtins.int = ...,
         quarantined_blocks: _builtins.int = ...,
         engine_steps: _builtins.int = ...,
+        context_tokens: _builtins.int = ...,
+        step_ms: _builtins.float = ...,
+        step_batch: _builtins.float = ...,
+        step_context_tokens: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "engine_steps", b"engine_steps", "free_blocks", b"free_blocks", "incarnation", b"incarnation", "quarantined_blocks", b"quarantined_blocks", "running", b"running", "used_blocks", b"used_blocks", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "engine_steps", b"engine_steps", "free_blocks", b"free_blocks", "incarnation", b"incarnation", "quarantined_blocks", b"quarantined_blocks", "running", b"running", "step_batch", b"step_batch", "step_context_tokens", b"step_context_tokens", "step_ms", b"step_ms", "used_blocks", b"used_blocks", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -164,6 +181,7 @@ class TokenOutput(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    ERROR_CODE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     index: _builtins.int
@@ -172,6 +190,8 @@ class TokenOutput(_message.Message):
     """Set with the last token."""
     error: _builtins.str
     """Not empty: the sequence has failed, and why."""
+    error_code: _builtins.str
+    """The error's code, as in baton-code of a call that fails."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -183,10 +203,11 @@ class TokenOutput(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish_reason: _inference_pb2.FinishReason.ValueType = ...,
         error: _builtins.str = ...,
+        error_code: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "error", b"error", "error_code", b"error_code", "finish_reason", b"finish_reason", "index", b"index", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,7 @@
 
 #include <stdint.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -29,6 +30,7 @@ struct Board {
   int64_t count = 0, mine = 0, cores = 0;
 
   static const int64_t STALE_NS = 5000000000;  // a dead engine's line counts no longer than that
+  static const int NICENESS = 10;  // as in worker/cores.py
 
   // Helpers that a step which yields may have now.
   int helpers() const {
@@ -47,6 +49,15 @@ struct Board {
   // A step of many seconds says between layers that it has not died.
   void is_alive() const {
     if (lines) lines[mine].alive.store(nanoseconds(), std::memory_order_relaxed);
+  }
+
+  // From a thread of the engine, once: what is short goes first, of this process and of others. A
+  // thread that computes without a break would else be left on its core until the kernel's next tick.
+  // On Linux the nice value is a thread's own.
+  void give_way() const {
+#if defined(__linux__)
+    if (lines && nice(NICENESS) == -1) return;  // no harm: it computes as before
+#endif
   }
 
   std::atomic<int32_t>* helping() const { return lines ? &lines[mine].helping : nullptr; }

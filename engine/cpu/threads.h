@@ -88,6 +88,7 @@ class Threads {
   }
 
   void help(int number) {
+    bool gives_way = false;
     for (unsigned seen = 0;;) {
       for (int tries = 0; loop_.load() == seen && tries < SPINS; tries++) pause();
       if (loop_.load() == seen) {
@@ -99,7 +100,10 @@ class Threads {
       if (leaving_) return;
       // Entered before looking: the caller closes the loop and then waits for who is inside.
       inside_++;
-      if (open_.load() && number < threads_) lend_hand(number);
+      if (open_.load() && number < threads_) {
+        if (!gives_way && (gives_way = board_.lines)) board_.give_way();
+        lend_hand(number);
+      }
       if (--inside_ == 0) inside_.notify_one();
     }
   }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
@@ -16,7 +17,8 @@ from baton.grpc_channel import open_channel
 from baton.grpc_errors import error_from_rpc
 from baton.request import SequenceSpec, TokenOutput
 from baton.sampling_params import SamplingParams
-from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
+from router.prefill_stream import PrefillStream
 from tests.chaos.worker_child import WorkerChild
 
 DEADLINE_S = 90.0
@@ -85,15 +87,18 @@ class Request:
             decode_address=self._decode.address,
             decode_incarnation=self._decode.incarnation,
         )
-        stub = prefill_pb2_grpc.PrefillServiceStub(self._channels[0])
+        stream = PrefillStream(self._channels[0], self._prefill.incarnation)
         try:
-            async for response in stub.Prefill(request, timeout=DEADLINE_S):
-                if response.HasField("first_token"):
-                    self._take(convert.output_from_proto(response.first_token))
-                else:
-                    self.is_committed = True
-        except grpc.aio.AioRpcError as error:
-            return error_from_rpc(error, self._prefill.incarnation)
+            async with asyncio.timeout(DEADLINE_S), aclosing(stream.run(request)) as responses:
+                async for response in responses:
+                    if response.HasField("first_token"):
+                        self._take(convert.output_from_proto(response.first_token))
+                    else:
+                        self.is_committed = True
+        except BatonError as error:
+            return error
+        finally:
+            await stream.close()
         return None
 
     async def _read_tokens(self, opened: asyncio.Event) -> BatonError | None:

@@ -191,7 +191,7 @@ def test_a_body_that_is_too_large(cluster: UpProcess) -> None:
     assert answer.status_code == 413
 
 
-def test_a_prefix_is_computed_and_sent_once(cluster: UpProcess, client: openai.OpenAI) -> None:
+def test_a_prefix_is_computed_once(cluster: UpProcess, client: openai.OpenAI) -> None:
     def ask(question: str) -> int:
         answer = client.chat.completions.create(
             model=cluster.model,
@@ -204,13 +204,16 @@ def test_a_prefix_is_computed_and_sent_once(cluster: UpProcess, client: openai.O
         assert details is not None
         return details.cached_tokens or 0
 
-    sent = series(cluster, "baton_handoff_bytes_total")
+    def computed() -> float:
+        # Wherever: short prompts may be computed where they are decoded.
+        return series(cluster, "baton_computed_prompt_tokens_total")
+
+    before = computed()
     assert ask("Who jumps?") < 100
-    first = series(cluster, "baton_handoff_bytes_total") - sent
+    first = computed() - before
+    assert first > 400
     assert ask("Who is lazy?") > 400
-    second = series(cluster, "baton_handoff_bytes_total") - sent - first
-    assert second < first / 4
-    assert series(cluster, "baton_computed_prompt_tokens_total", role="decode") == 0
+    assert computed() - before - first < first / 4
 
 
 def test_a_client_that_hangs_up_frees_its_blocks(cluster: UpProcess) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterable
+import threading
+from collections.abc import AsyncIterable, AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -14,16 +15,22 @@ import pytest
 import torch
 
 from baton import convert
-from baton.errors import BatonError, ChecksumMismatch, Overloaded, TicketEnded
+from baton.errors import (
+    BatonError,
+    ChecksumMismatch,
+    DeadlineExceeded,
+    GeometryMismatch,
+    Overloaded,
+    TicketEnded,
+)
 from baton.grpc_channel import open_channel
-from baton.grpc_errors import error_from_code, error_from_rpc
+from baton.grpc_errors import error_from_code
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from baton.v1 import (
     decode_pb2,
     decode_pb2_grpc,
     prefill_pb2,
-    prefill_pb2_grpc,
     transfer_pb2,
     transfer_pb2_grpc,
 )
@@ -32,11 +39,15 @@ from kvtransfer.grpc_transport import GrpcTransport
 from kvtransfer.links import ReadSendLink
 from kvtransfer.memory import BlockMemory
 from kvtransfer.negotiation import TRANSPORTS
-from kvtransfer.transport import Packed, Parts
+from kvtransfer.shm_transport import ShmReceiveLink
+from kvtransfer.transport import Batch, Packed, Parts
+from router.generation import OutputDelta
+from router.prefill_stream import PrefillStream
 from tests.integration.test_handoff import local_answer, prompt_of
 from tests.mini_cluster import MiniCluster, mini_cluster, valkey
 from tests.proxy import flip_one_byte, proxy
 from worker.block_receiver import NO_TRANSPORT
+from worker.handoff_calls import HandoffCalls
 from worker.role import WorkerContext
 
 Pair = grpc.aio.StreamStreamCall[transfer_pb2.TransferRequest, transfer_pb2.TransferResponse]
@@ -81,6 +92,23 @@ async def channel_to(cluster: MiniCluster, slot: str):  # type: ignore[no-untype
         await channel.close()
 
 
+@contextlib.asynccontextmanager
+async def calls_over(channel: grpc.aio.Channel) -> AsyncIterator[HandoffCalls]:
+    """A writer's calls."""
+    calls = HandoffCalls(channel, "decode")
+    try:
+        yield calls
+    finally:
+        await calls.close()
+
+
+async def reserve(
+    calls: HandoffCalls, request: decode_pb2.ReserveRequest
+) -> decode_pb2.ReserveResponse:
+    """A ticket. Raises BatonError."""
+    return (await calls.call(decode_pb2.HandoffsRequest(reserve=request), 10)).reserve
+
+
 async def read_events(
     call: AsyncIterable[prefill_pb2.PrefillResponse], events: list[str | None]
 ) -> None:
@@ -98,12 +126,14 @@ async def prefill_error(cluster: MiniCluster, request_id: str) -> BatonError:
         decode_incarnation=record.incarnation,
     )
     async with channel_to(cluster, "prefill-0") as channel:
-        call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(request, timeout=30)
+        stream = PrefillStream(channel, "prefill")
         events: list[str | None] = []
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read_events(call, events)
+        with pytest.raises(BatonError) as caught:
+            async with asyncio.timeout(30):
+                await read_events(stream.run(request), events)
+        await stream.close()
     assert "handoff" not in events
-    return error_from_rpc(caught.value, "prefill")
+    return caught.value
 
 
 def outcomes(cluster: MiniCluster, outcome: str) -> float:
@@ -158,19 +188,26 @@ async def test_a_flipped_byte_on_the_wire_fails_the_handoff(
             await cluster.until_idle()
 
 
-async def test_a_block_that_changes_before_it_is_read_fails_the_handoff(
+async def test_a_block_that_changes_on_its_way_fails_the_handoff(
     tiny_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8, transport="shm") as cluster:
         blocks = context_of(cluster, "prefill-0").engine.cache.bytes
-        pack = ReadSendLink.pack
+        pack, copy = ReadSendLink.pack, ShmReceiveLink._copy_parts
+        copied = threading.Event()
+
+        def watched(link: ShmReceiveLink, batch: Batch) -> tuple[int, ...]:
+            found = copy(link, batch)
+            copied.set()
+            return found
 
         def damage(link: ReadSendLink, parts: Parts, memory: BlockMemory | None = None) -> Packed:
-            packed = pack(link, parts, memory)
+            assert copied.wait(20.0)
             blocks[parts.blocks[0], parts.offset + parts.length // 2] ^= 0x10
-            return packed
+            return pack(link, parts, memory)
 
         with monkeypatch.context() as damaged:
+            damaged.setattr(ShmReceiveLink, "_copy_parts", watched)
             damaged.setattr(ReadSendLink, "pack", damage)
             assert isinstance(await prefill_error(cluster, "damaged"), ChecksumMismatch)
         assert (outcomes(cluster, "checksum"), outcomes(cluster, "ok")) == (1, 0)
@@ -181,9 +218,9 @@ async def test_a_silent_writer_loses_its_ticket(tiny_model: Path, redis_url: str
     async with (
         mini_cluster(tiny_model, redis_url, kv_pool_mib=8, lease_s=0.4, heartbeat_s=0.1) as cluster,
         channel_to(cluster, "decode-0") as channel,
+        calls_over(channel) as calls,
     ):
-        stub = decode_pb2_grpc.DecodeServiceStub(channel)
-        ticket = await stub.Reserve(reserve_request(cluster, spec_of("silent", 40)), timeout=10)
+        ticket = await reserve(calls, reserve_request(cluster, spec_of("silent", 40)))
         assert (ticket.pinned_blocks, ticket.missing_blocks) == (0, 3)
         await cluster.until(lambda: outcomes(cluster, "expired") == 1)
         await cluster.until_idle()
@@ -212,9 +249,9 @@ async def test_heartbeats_keep_a_ticket(tiny_model: Path, redis_url: str) -> Non
     async with (
         mini_cluster(tiny_model, redis_url, kv_pool_mib=8, lease_s=0.4, heartbeat_s=0.1) as cluster,
         channel_to(cluster, "decode-0") as channel,
+        calls_over(channel) as calls,
     ):
-        stub = decode_pb2_grpc.DecodeServiceStub(channel)
-        ticket = await stub.Reserve(reserve_request(cluster, spec_of("alive", 40)), timeout=10)
+        ticket = await reserve(calls, reserve_request(cluster, spec_of("alive", 40)))
         renewal = transfer_pb2.TransferRequest(
             renew=transfer_pb2.RenewLeases(ticket_ids=[ticket.ticket_id])
         )
@@ -223,9 +260,9 @@ async def test_heartbeats_keep_a_ticket(tiny_model: Path, redis_url: str) -> Non
             await asyncio.sleep(0.1)  # twice the lease in all: time is what is tested
             await pair.write(renewal)
             assert not (await read(pair)).renewed.ended_ticket_ids
-        abort = decode_pb2.AbortRequest(request_id="alive", writer="a-test")
-        await stub.Abort(abort, timeout=10)
-        await stub.Abort(abort, timeout=10)
+        abort = decode_pb2.HandoffsRequest(abort=decode_pb2.AbortRequest(request_id="alive"))
+        await calls.call(abort, 10)
+        await calls.call(abort, 10)
         await pair.write(renewal)
         assert list((await read(pair)).renewed.ended_ticket_ids) == [ticket.ticket_id]
         pair.cancel()
@@ -236,12 +273,12 @@ async def test_an_abort_may_overtake_its_reserve(tiny_model: Path, redis_url: st
     async with (
         mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster,
         channel_to(cluster, "decode-0") as channel,
+        calls_over(channel) as calls,
     ):
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
         await stub.Abort(decode_pb2.AbortRequest(request_id="early"), timeout=10)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Reserve(reserve_request(cluster, spec_of("early", 40)), timeout=10)
-        assert isinstance(error_from_rpc(caught.value, "decode"), TicketEnded)
+        with pytest.raises(TicketEnded):
+            await reserve(calls, reserve_request(cluster, spec_of("early", 40)))
         await cluster.until_idle()
 
 
@@ -250,27 +287,23 @@ async def test_strangers_are_refused(tiny_model: Path, redis_url: str) -> None:
     async with (
         mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster,
         channel_to(cluster, "decode-0") as channel,
+        calls_over(channel) as calls,
     ):
-        stub = decode_pb2_grpc.DecodeServiceStub(channel)
         for field, value, code in (
             ("fingerprint", "another model", "handoff_fingerprint_mismatch"),
             ("incarnation", "decode-0:before", "handoff_failed"),
         ):
             request = reserve_request(cluster, spec_of("stranger", 40))
             setattr(request, field, value)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Reserve(request, timeout=10)
-            error = error_from_rpc(caught.value, "decode")
-            assert error.code == code
-            assert value in error.message
+            with pytest.raises(BatonError, match=value) as caught:
+                await reserve(calls, request)
+            assert caught.value.code == code
         request = reserve_request(cluster, spec_of("stranger", 40))
         request.geometry.head_dim = 32
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Reserve(request, timeout=10)
-        error = error_from_rpc(caught.value, "decode")
-        assert error.code == "handoff_geometry_mismatch"
-        assert "head_dim=32" in error.message
-        assert "head_dim=8" in error.message
+        with pytest.raises(GeometryMismatch) as different:
+            await reserve(calls, request)
+        assert "head_dim=32" in different.value.message
+        assert "head_dim=8" in different.value.message
         await cluster.until_idle()
 
 
@@ -279,21 +312,22 @@ async def test_a_commit_waits_for_every_block(tiny_model: Path, redis_url: str) 
     async with (
         mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster,
         channel_to(cluster, "decode-0") as channel,
+        calls_over(channel) as calls,
     ):
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
-        ticket = await stub.Reserve(reserve_request(cluster, spec_of("hasty", 40)), timeout=10)
-        commit = decode_pb2.CommitRequest(ticket_id=ticket.ticket_id, writer="a-test")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Commit(commit, timeout=0.2)
-        assert error_from_rpc(caught.value, "decode").code == "deadline_exceeded"
+        ticket = await reserve(calls, reserve_request(cluster, spec_of("hasty", 40)))
+        commit = decode_pb2.HandoffsRequest(
+            commit=decode_pb2.CommitRequest(ticket_id=ticket.ticket_id, writer="a-test")
+        )
+        with pytest.raises(DeadlineExceeded):
+            await calls.call(commit, 0.2)
         assert outcomes(cluster, "ok") == 0
-        waiting = asyncio.ensure_future(stub.Commit(commit, timeout=30))
+        waiting = calls.call(commit, 30)
         await asyncio.sleep(0.05)
         assert not waiting.done()
         await stub.Abort(decode_pb2.AbortRequest(request_id="hasty"), timeout=10)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        with pytest.raises(TicketEnded):
             await waiting
-        assert isinstance(error_from_rpc(caught.value, "decode"), TicketEnded)
         assert (outcomes(cluster, "ok"), outcomes(cluster, "aborted")) == (0, 1)
         await cluster.until_idle()
 
@@ -357,16 +391,18 @@ async def test_a_full_decode_worker_makes_prefill_wait(
 
 
 async def test_full_queues_shed(tiny_model: Path, redis_url: str) -> None:
+    """Three prompts are all that lies at the prefill worker at a time, and one may wait."""
     async with mini_cluster(
         tiny_model, redis_url, kv_pool_mib=8, max_waiting_requests=1
     ) as cluster:
         results = await asyncio.gather(
-            *(cluster.answer(prompt_of(30, salt), SHORT) for salt in range(4)),
+            *(cluster.answer(prompt_of(480, salt), SHORT) for salt in range(7)),
             return_exceptions=True,
         )
         shed = [result for result in results if isinstance(result, Overloaded)]
         assert len(shed) == 3
         assert all(error.retry_after and error.retry_after >= 1 for error in shed)
+        assert sum(isinstance(result, OutputDelta) for result in results) == 4
         await cluster.until_idle()
 
 

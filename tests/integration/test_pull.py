@@ -21,13 +21,14 @@ from baton.grpc_channel import open_channel
 from baton.hashing import block_hashes, hash_key
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from baton.v1 import prefill_pb2
 from engine.block_pool import BlockPool
 from kvtransfer.transport import Peer
-from prefill_worker.fetch_estimates import FetchEstimates
 from prefill_worker.role import PrefillRole
+from router.prefill_stream import PrefillStream
 from tests.integration.test_handoff import BLOCK, local_answer, prompt_of
 from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from worker.fetch_estimates import FetchEstimates
 from worker.role import WorkerContext
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=35, ignore_eos=True)
@@ -143,11 +144,14 @@ async def first_token_at(
     spec = SequenceSpec(request_id, 0, "nobody", prompt, len(prompt), ONE, deadline_s=DEADLINE_S)
     message = prefill_pb2.PrefillRequest(sequence=convert.sequence_to_proto(spec), source=source)
     async with open_channel(address) as channel:
-        stub = prefill_pb2_grpc.PrefillServiceStub(channel)
-        async for response in stub.Prefill(message, timeout=DEADLINE_S):
-            (token,) = response.first_token.token_ids
-            return First(token, response.cached_prompt_tokens)
-    raise AssertionError("no first token")
+        stream = PrefillStream(channel, "prefill")
+        try:
+            async with asyncio.timeout(DEADLINE_S), aclosing(stream.run(message)) as responses:
+                response = await anext(responses)
+                (token,) = response.first_token.token_ids
+                return First(token, response.cached_prompt_tokens)
+        finally:
+            await stream.close()
 
 
 def source_at(cluster: MiniCluster, slot: str, blocks: int) -> prefill_pb2.PrefixSource:

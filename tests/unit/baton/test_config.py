@@ -68,7 +68,7 @@ def test_the_defaults_are_those_of_the_design() -> None:
     assert all(pool.kv_pool_mib == 1024 for pool in config.pools)
     assert (config.lease_s, config.request_deadline_s) == (3.0, 300.0)
     assert (config.slo_ttft_s, config.slo_tpot_s) == (2.0, 0.1)
-    assert config.local_prefill == "never"
+    assert (config.local_prefill, config.policy) == ("auto", "predictive")
     for address in (config.http, config.grpc):
         assert split_host_port(address)[0] == "127.0.0.1"
 
@@ -128,6 +128,12 @@ P, D = {"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}
         ({"block_size": "many"}, "block_size"),
         ({"dtype": "int3"}, "dtype"),
         ({"local_prefill": "sometimes"}, "local_prefill"),
+        ({"policy": "best"}, "policy"),
+        ({"classes": [{"name": "a", "pools": ["x"]}]}, "a owns 'x', which is no pool"),
+        (
+            {"classes": [{"name": "a", "max_tokens": 9, "pools": ["decode"]}, {"name": "b"}]},
+            "b has no decode pool: others own all",
+        ),
         ({"http": "8000"}, "is not host:port"),
         ({"grpc": "host:99999"}, "is not host:port"),
         ({"lease_s": 0.0}, "lease_s"),

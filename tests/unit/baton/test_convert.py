@@ -58,8 +58,10 @@ SPECS = st.builds(
     principal=st.builds(Principal, TEXT, TEXT),
     deadline_s=st.integers(0, 2**32 - 1).map(lambda ms: ms / 1000),
 )
-OUTPUTS = st.builds(TokenOutput, TEXT, U32, U32, IDS, FINISH, TEXT)
-LOADS = st.builds(LoadSnapshot, TEXT, U32, U32, U32, U32, U32, U32, U32, U64)
+OUTPUTS = st.builds(TokenOutput, TEXT, U32, U32, IDS, FINISH, TEXT, TEXT)
+LOADS = st.builds(
+    LoadSnapshot, TEXT, U32, U32, U32, U32, U32, U32, U32, U64, U32, FLOAT, FLOAT, FLOAT
+)
 GEOMETRIES = st.builds(Geometry, U32, U32, U32, U32, TEXT, U32)
 
 

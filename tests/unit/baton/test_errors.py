@@ -14,7 +14,7 @@ from baton import errors
 from baton.errors import BatonError
 from baton.grpc_channel import make_server, open_channel
 from baton.grpc_errors import error_from_rpc, grpc_boundary, guarded
-from baton.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2_grpc
 
 DEADLINE_S = 20.0
 
@@ -71,7 +71,7 @@ def test_codes_are_unique_and_statuses_are_errors() -> None:
         assert grpc.StatusCode[cls.grpc_status] is not grpc.StatusCode.OK
         assert cls.error_type
         client_errors = cls.error_type == "invalid_request_error"
-        assert client_errors is (cls.http_status in (400, 404, 413))
+        assert client_errors is (cls.http_status in (400, 401, 404, 413))
 
 
 def test_an_error_keeps_what_it_was_given() -> None:
@@ -150,7 +150,6 @@ async def test_a_method_that_is_not_served() -> None:
     async with open_channel(f"127.0.0.1:{port}") as channel:
         stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in stub.Prefill(prefill_pb2.PrefillRequest(), timeout=DEADLINE_S):
-                pass
+            await stub.Prefills(timeout=DEADLINE_S).read()
     await server.stop(None)
     assert type(error_from_rpc(caught.value, "peer")) is errors.WorkerFailed

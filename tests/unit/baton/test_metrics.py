@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
-from baton.metrics import RouterMetrics, WorkerMetrics
+from baton.metrics import SHARED_FOLDER_VARIABLE, RouterMetrics, WorkerMetrics
 
 ROUTER = {
     "baton_time_to_first_token_seconds": ("class",),
@@ -19,6 +24,10 @@ ROUTER = {
     "baton_cached_prompt_tokens": ("class",),
     "baton_generated_tokens": ("class",),
     "baton_route_decisions": ("decision", "reason"),
+    "baton_queue_seconds": ("role",),
+    "baton_waiting_requests": ("tenant",),
+    "baton_prefill_drain_tokens_per_second": (),
+    "baton_rate_limit_failures": (),
 }
 WORKER = {
     "baton_sequences": ("worker", "role", "state"),
@@ -53,9 +62,50 @@ def test_the_promised_series_exist(
         assert metric._documentation.endswith("."), name
 
 
-def test_router_and_worker_share_no_name() -> None:
-    """One page may show both."""
-    registry = CollectorRegistry()
-    RouterMetrics(registry)
-    WorkerMetrics(registry)
-    assert b"baton_kv_blocks" in generate_latest(registry)
+def test_router_and_worker_share_one_name() -> None:
+    """One page shows both; that of queues has the role in its label."""
+    router = set(series_of(RouterMetrics(CollectorRegistry())))
+    worker = set(series_of(WorkerMetrics(CollectorRegistry())))
+    assert router & worker == {"baton_queue_seconds"}
+
+
+COUNT = """
+import sys
+from prometheus_client import CollectorRegistry, generate_latest
+from baton.metrics import RouterMetrics
+metrics = RouterMetrics(CollectorRegistry())
+metrics.requests.labels("short", "ok", "").inc(int(sys.argv[1]))
+metrics.time_to_first_token.labels("short").observe(0.02)
+metrics.active_requests.inc(2)
+metrics.routable_workers.labels("decode").set(int(sys.argv[1]))
+if sys.argv[2:]:
+    from prometheus_client.multiprocess import mark_process_dead
+    mark_process_dead(int(sys.argv[2]), sys.argv[3])
+    print(generate_latest(metrics.shown()).decode())
+"""
+
+
+def test_processes_that_share_a_folder_show_their_sums(tmp_path: Path) -> None:
+    """Also what a process has counted that is gone; but its gauges are gone with it."""
+    environment = {**os.environ, SHARED_FOLDER_VARIABLE: str(tmp_path)}
+
+    def run(*arguments: str) -> tuple[int, str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", COUNT, *arguments], env=environment, stdout=subprocess.PIPE
+        )
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0
+        return process.pid, output.decode()
+
+    gone, _ = run("3")
+    _, page = run("5", str(gone), str(tmp_path))
+    assert 'baton_requests_total{class="short",code="",outcome="ok"} 8.0' in page
+    assert 'baton_time_to_first_token_seconds_bucket{class="short",le="0.025"} 2.0' in page
+    assert 'baton_time_to_first_token_seconds_count{class="short"} 2.0' in page
+    assert "baton_active_requests 2.0" in page
+    assert 'baton_routable_workers{role="decode"} 5.0' in page
+
+
+def test_a_process_alone_shows_its_own() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    assert metrics.shown() is metrics.registry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
 
@@ -32,12 +33,16 @@ ROUTER = "router"
 class Control:
     """Steps that run when the test says so."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
         self.scheduler = scheduler
         self.role: DecodeRole | None = None
+        self._clock = clock
 
     def pump(self) -> None:
-        pass
+        expired = self.scheduler.expire(self._clock())
+        if expired:
+            assert self.role is not None
+            self.role.on_expired(expired)
 
     def pump_soon(self) -> None:
         pass
@@ -67,10 +72,11 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(role_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr(role_module, "time", clock)
         self.pool = BlockPool(32)
         scheduler = Scheduler(self.pool, SchedulerLimits(4, 64, 8, 64))
-        self.control = Control(scheduler)
+        self.control = Control(scheduler, clock.monotonic)
         self.metrics = WorkerMetrics(CollectorRegistry())
         self.blocks = BlockReceiver(self.pool, self.metrics, block_bytes=BLOCK_BYTES, lease_s=3.0)
         context = SimpleNamespace(
@@ -78,7 +84,7 @@ class World:
                 scheduler=scheduler,
                 pool=self.pool,
                 fingerprint="model",
-                cache=SimpleNamespace(geometry=lambda: GEOMETRY),
+                cache=SimpleNamespace(geometry=lambda: GEOMETRY, block_size=4),
             ),
             control=self.control,
             exchange=SimpleNamespace(receiver=self.blocks),
@@ -89,9 +95,16 @@ class World:
         self.control.role = self.role
         self._sequences = 0
 
-    def make_sequence(self, spec: SequenceSpec) -> Sequence:
+    def make_sequence(self, spec: SequenceSpec, *, arrived: float, deadline: float) -> Sequence:
         self._sequences += 1
-        return Sequence(self._sequences, spec, stop_ids=(), hash_key=hash_key("model"))
+        return Sequence(
+            self._sequences,
+            spec,
+            stop_ids=(),
+            hash_key=hash_key("model"),
+            queued_at=arrived,
+            deadline=deadline,
+        )
 
     def reserve(
         self, request: str = "r", *, length: int = 6, deadline_s: float = 60.0, **sampling: int
@@ -168,7 +181,7 @@ async def test_a_sequence_whose_deadline_has_passed_is_told_and_stops(world: Wor
     world.now += 0.2
     await world.role.heartbeat()
     (output,) = world.told()
-    assert "deadline" in output.error
+    assert (output.error_code, output.index) == ("deadline_exceeded", 2)
     world.check_nothing_is_held()
 
 
@@ -273,7 +286,7 @@ async def test_an_engine_that_fails_ends_its_sequences_with_an_error(world: Worl
     world.role.on_lost(world.control.scheduler.fail(plan), RuntimeError("no memory"))
     (output,) = world.told()
     assert "RuntimeError" in output.error
-    assert output.index == 1
+    assert (output.error_code, output.index) == ("worker_failed", 1)
     world.role.abort(("r", 0))
     await world.role.heartbeat()
     world.check_nothing_is_held()

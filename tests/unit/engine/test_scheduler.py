@@ -49,6 +49,7 @@ class World:
     sequences: dict[int, Sequence] = field(default_factory=dict)
     computed: dict[int, int] = field(default_factory=dict)
     reported: dict[int, list[int]] = field(default_factory=dict)
+    most_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.blocks)
@@ -97,7 +98,7 @@ class World:
     # Running
 
     def schedule(self) -> StepPlan | None:
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.most_prompt_tokens)
         if plan is not None:
             self.check_plan(plan)
             self.steps.append(Step(plan))
@@ -107,6 +108,9 @@ class World:
         assert plan.rows
         assert plan.tokens <= self.limits.chunk_tokens
         assert len(plan.rows) <= self.limits.max_sequences
+        if self.most_prompt_tokens is not None:
+            chunks = sum(row.count for row in plan.rows if row.count > 1)
+            assert chunks <= self.most_prompt_tokens
         assert len({row.sequence_id for row in plan.rows}) == len(plan.rows)
         written: set[int] = set()
         size = self.limits.block_size
@@ -160,6 +164,12 @@ class World:
     def remove(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence)
         self.ended.setdefault(sequence, None)
+
+    def expire(self, now: float) -> list[Sequence]:
+        expired = self.scheduler.expire(now)
+        for sequence in expired:
+            self.ended.setdefault(sequence, None)
+        return expired
 
     def run_to_end(self) -> None:
         """Pump, execute and deliver until nothing is left but what is held."""
@@ -280,6 +290,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def remove(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.world.sequences)))
         self.world.remove(self.world.sequences[number])
+
+    @precondition(lambda self: self.world.sequences)
+    @rule(data=st.data())
+    def expire(self, data: st.DataObject) -> None:
+        sequence = self.world.sequences[data.draw(st.sampled_from(sorted(self.world.sequences)))]
+        scheduler = self.world.scheduler
+        was_there = sequence in scheduler.running or sequence in scheduler.waiting
+        sequence.deadline = 1.0
+        assert self.world.expire(1.0) == [sequence] * was_there
+
+    @rule(tokens=st.none() | st.integers(1, 6))
+    def bound_prompts(self, tokens: int | None) -> None:
+        """Others that decode leave so much time for prompts."""
+        self.world.most_prompt_tokens = tokens
 
     @rule(count=st.integers(1, 5))
     def take_blocks(self, count: int) -> None:
@@ -457,6 +481,7 @@ class Crowd:
 
     def turn(self, turn: int) -> None:
         self.arrive(turn)
+        self.world.most_prompt_tokens = (None, 1, 3)[turn % 3]
         while self.world.scheduler.plans_in_flight < self.world.depth and self.world.schedule():
             pass
         self.leave(turn)

@@ -16,7 +16,9 @@ from typing import Any, Protocol
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
+from baton.v1 import decode_pb2
 from kvtransfer.transport import Parts
 from tests.unit.handoff_model.memory import SimulatedMemory
 from tests.unit.handoff_model.process import Process
@@ -25,7 +27,9 @@ from tests.unit.handoff_model.virtual_time import VirtualTime
 DELAY_S = 0.001
 """How long a message takes where nothing slows it down."""
 DATA = "data"
-"""The lane of the bytes; those of calls are ``Reserve>`` and ``Reserve<`` and so on."""
+"""The lane of the bytes; those of calls are ``Abort>`` and ``Abort<`` and so on."""
+CALLS = "Handoffs"
+"""The stream of a writer's calls: ``Reserve>``, ``Reserve<`` and so on, and ``Error<``."""
 
 
 class Fault(enum.Enum):
@@ -147,45 +151,46 @@ class Wire:
     def __init__(
         self,
         network: Network,
-        lane: str,
+        lane_of: Callable[[bytes], str],
         arrived: Callable[[bytes], None],
         broke: Callable[[], None],
     ) -> None:
         """``arrived`` is called with each message, ``broke`` when a fault breaks the stream."""
         self._network = network
-        self._lane = lane
+        self._lane_of = lane_of
         self._arrived = arrived
         self._broke = broke
         self._clear_at = 0.0
         self._is_used = False
-        self._held: bytes | None = None
+        self._held: tuple[str, bytes] | None = None
 
     def send(self, message: bytes) -> None:
         """Put a message on its way."""
-        strike = self._network.strike(self._lane, is_first=not self._is_used)
+        lane = self._lane_of(message)
+        strike = self._network.strike(lane, is_first=not self._is_used)
         self._is_used = True
         if strike is None:
-            self._post(message)
+            self._post(lane, message)
             self.release()
             return
         amount = strike.amount
         match strike.fault:
             case Fault.LATE:
-                self._post(message, amount / 1000)
+                self._post(lane, message, amount / 1000)
             case Fault.LOST:
                 return
             case Fault.TWICE:
-                self._post(message)
-                self._post(message, amount / 1000)
+                self._post(lane, message)
+                self._post(lane, message, amount / 1000)
             case Fault.SWAPPED:
                 self.release()
-                self._held = message
+                self._held = lane, message
                 self._network.holding.append(self)
                 return
             case Fault.FLIPPED:
-                self._post(flip(message, amount))
+                self._post(lane, flip(message, amount))
             case Fault.CUT_SHORT:
-                self._post(message[:-1])
+                self._post(lane, message[:-1])
             case Fault.BROKEN:
                 self._broke()
                 return
@@ -200,13 +205,32 @@ class Wire:
         """Let go of what was to come behind the next message."""
         if self._held is not None:
             held, self._held = self._held, None
-            self._post(held)
+            self._post(*held)
 
-    def _post(self, message: bytes, extra: float = 0.0) -> None:
+    def _post(self, lane: str, message: bytes, extra: float = 0.0) -> None:
         time = self._network.time
-        slow = self._network.slow.get(self._lane, 0.0)
+        slow = self._network.slow.get(lane, 0.0)
         self._clear_at = max(self._clear_at, time.now + DELAY_S + slow + extra)
         time.at(self._clear_at, lambda: self._arrived(message))
+
+
+def lane_of(method: Method, direction: str) -> Callable[[bytes], str]:
+    """Which lane a message of a call has, to the server or back."""
+    if method.name != CALLS:
+        return lambda _: f"{method.name}{direction}"
+    return kind_of_request if direction == ">" else kind_of_answer
+
+
+def kind_of_request(message: bytes) -> str:
+    """The lane of a call on the stream of calls."""
+    kind = decode_pb2.HandoffsRequest.FromString(message).WhichOneof("call_kind")
+    return f"{kind}>".capitalize()
+
+
+def kind_of_answer(message: bytes) -> str:
+    """The lane of an answer on the stream of calls."""
+    kind = decode_pb2.HandoffsResponse.FromString(message).WhichOneof("answer")
+    return f"{kind}<".capitalize()
 
 
 def flip(message: bytes, bit: int) -> bytes:
@@ -353,8 +377,8 @@ class Call:
         self._task: asyncio.Task[None] | None = None
         self._is_over_there = False
         self.is_unary = False
-        self._to_server = Wire(network, f"{method.name}>", self._arrive, self.lose)
-        self._to_client = Wire(network, f"{method.name}<", self._return, self.lose)
+        self._to_server = Wire(network, lane_of(method, ">"), self._arrive, self.lose)
+        self._to_client = Wire(network, lane_of(method, "<"), self._return, self.lose)
         network.opened(self)
         if timeout is not None:
             client.loop.call_later(timeout, self._time_out)
@@ -381,7 +405,11 @@ class Call:
             # As gRPC does: what came before an error is lost with it.
             self._answers.clear()
         if self._answers:
-            return self._method.parse(self._answers.popleft())
+            try:
+                return self._method.parse(self._answers.popleft())
+            except DecodeError:
+                # As gRPC does: it logs the error.
+                return None
         self._raise()
         return grpc.aio.EOF
 

@@ -1,21 +1,23 @@
 """A simulated router: places requests, reads tokens, ends each request with an answer or an error.
 
-It is never killed nor frozen. A request's deadline is the call's, as in the real router.
+It is never killed nor frozen. Prefills go by one stream for each worker, as in the real router.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
-import grpc
 import grpc.aio
 
 from baton import convert
-from baton.grpc_errors import error_from_rpc
+from baton.errors import BatonError
 from baton.request import SequenceSpec, TokenOutput
-from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
+from router.prefill_stream import PrefillStream
 from tests.unit.handoff_model.network import Channel, Network
 from tests.unit.handoff_model.process import Process
 from tests.unit.handoff_model.workers import Worker
@@ -49,6 +51,7 @@ class Router(Process):
         super().__init__("router", network.time)
         self.network = network
         self.requests: dict[str, Request] = {}
+        self._streams: dict[str, PrefillStream] = {}
         self._readers: dict[str, asyncio.Task[None]] = {}
         self._lost: defaultdict[str, bool] = defaultdict(bool)
 
@@ -71,29 +74,34 @@ class Router(Process):
             reader.cancel()
 
     async def _run(self, request: Request) -> None:
-        channel = Channel(self.network, self, request.prefill.address)
         message = prefill_pb2.PrefillRequest(
             sequence=convert.sequence_to_proto(request.spec),
             decode_address=request.decode.address,
             decode_incarnation=request.decode.name,
         )
-        stub = prefill_pb2_grpc.PrefillServiceStub(channel)  # type: ignore[call-overload]
-        left = request.ends_by - self.loop.time()
-        call = stub.Prefill(message, timeout=left)
         try:
-            async for response in call:
-                if response.HasField("first_token"):
-                    self._take(request, convert.output_from_proto(response.first_token))
-        except grpc.aio.AioRpcError as error:
+            async with (
+                asyncio.timeout_at(request.ends_by),
+                aclosing(self._prefills(request.prefill).run(message)) as responses,
+            ):
+                async for response in responses:
+                    if response.HasField("first_token"):
+                        self._take(request, convert.output_from_proto(response.first_token))
+        except BatonError as failure:
             if not request.is_decoding:
-                failure = error_from_rpc(error, "prefill")
                 self._end(request, f"{type(failure).__name__}: {failure.message}")
                 return
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
+        except TimeoutError:
+            pass
         await asyncio.sleep(max(0.0, request.ends_by - self.loop.time()))
         self._end(request, "DeadlineExceeded")
+
+    def _prefills(self, worker: Worker) -> PrefillStream:
+        """The stream to a prefill worker's life."""
+        if worker.name not in self._streams:
+            channel: Any = Channel(self.network, self, worker.address)
+            self._streams[worker.name] = PrefillStream(channel, worker.name)
+        return self._streams[worker.name]
 
     async def _read(self, worker: Worker) -> None:
         """A decode worker's tokens; opened again when the stream breaks."""

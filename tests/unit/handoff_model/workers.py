@@ -68,6 +68,9 @@ class SimulatedEngineThread:
     def stop(self, timeout_s: float) -> None:
         """Nothing of it runs on its own."""
 
+    def progress(self) -> None:
+        """Nothing is known of a step before its end."""
+
     def submit(self, plan: StepPlan) -> None:
         loop = self._worker.loop
         self._free_at = max(self._free_at, loop.time()) + STEP_S
@@ -320,6 +323,11 @@ class Worker(Process):
             assert not pair._pushes, "pushes are left"
             assert not pair._users, "a handoff counts as a user for ever"
             assert not pair.in_flight_bytes, "bytes are in flight for ever"
+        for calls in self.exchange._calls.values():
+            assert calls._stream is None or not calls._stream._waiting, "a call waits for ever"
+        if isinstance(self.role, DecodeRole):
+            assert not self.role._commits, "a commit waits for ever"
+            assert not any(stream._commits for stream in self.role._streams)
 
     async def shut_down(self) -> None:
         """End as a worker process does."""
@@ -328,15 +336,15 @@ class Worker(Process):
 
 
 TIMED_MODULES = (
+    "decode_worker.local_prefill",
     "decode_worker.role",
     "decode_worker.service",
     "kvtransfer.inbound",
     "kvtransfer.outbound",
-    "prefill_worker.fetch",
     "prefill_worker.handoff",
     "prefill_worker.role",
     "worker.control_loop",
     "worker.exchange",
-    "worker.role",
+    "worker.fetch",
 )
 """All that read the clock."""

@@ -74,8 +74,11 @@ class FakeTransport:
     copies_out = False
     staging_bytes = 0
 
-    def __init__(self, name: str = "shm", *, refuses: bool = False) -> None:
+    def __init__(
+        self, name: str = "shm", *, refuses: bool = False, reads_in_place: bool = False
+    ) -> None:
         self.name = name
+        self.reads_in_place = reads_in_place
         self.refuses = refuses
         self.accepted: list[tuple[Peer, bytes]] = []
         self.connected: list[tuple[Peer, bytes]] = []

@@ -157,3 +157,20 @@ def test_that_numpy_copies_is_logged_once(
         "numpy copies KV blocks, several times slower"
     ]
     copying.copy_library.cache_clear()
+
+
+def test_several_parts_each_into_its_own_place(target: str) -> None:
+    data = random_bytes(1000, 6)
+    source = copying.Run(data, np.array([600, 0, 321], dtype=np.int64), 136)
+    outs = [bytearray(136) for _ in range(3)]
+    parts = [source.part(index) for index in range(3)]
+    assert copying.copy_out(outs, source) == tuple(reference.checksum(part.data) for part in parts)
+    assert [bytes(out) for out in outs] == [part.tobytes() for part in parts]
+    refused: list[list[copying.Bytes]] = [
+        [*outs[:2]],
+        [*outs[:2], bytearray(135)],
+        [*outs[:2], bytes(136)],
+    ]
+    for bad in refused:
+        with pytest.raises(ValueError, match="not alike"):
+            copying.copy_out(bad, source)

@@ -601,3 +601,143 @@ async def test_closing_ends_every_pair(world: World) -> None:
     await until(lambda: world.inbound.pairs() == {})
     assert all(link.is_closed for link in world.transports[0].receive_links)
     assert not world.transports[0].receive_links[0].transfers[0].begin()
+
+
+# Checksums that follow
+
+
+def unsealed(number: int, *targets: int) -> Request:
+    """As ``announcement``, without checksums."""
+    request = announcement(number, *targets)
+    del request.announced[0].checksums[:]
+    return request
+
+
+def seal(number: int, *targets: int, first: int = 1000) -> Request:
+    """The checksums of ``announcement``."""
+    checksums = [segment_checksum(first + target, "t", target, 0) for target in targets]
+    return Request(sealed=[transfer_pb2.SealBatch(number=number, checksums=checksums)])
+
+
+async def place_unsealed(world: World, number: int, *found: int) -> None:
+    """Of the batch with that number, at the receiver."""
+    await until(lambda: len(world.link.batches) > number)
+    assert world.link.batches[number].checksums == ()
+    transfer = world.link.transfers[number]
+    assert transfer.begin()
+    transfer.found = found
+    transfer.finish()
+
+
+@pytest.fixture
+async def in_place(make_world: MakeWorld) -> World:
+    """Its transport reads the writer's blocks where they lie."""
+    return await make_world(FakeTransport(reads_in_place=True))
+
+
+@pytest.mark.parametrize("seal_first", [True, False])
+async def test_bytes_count_once_they_are_placed_and_sealed(
+    in_place: World, *, seal_first: bool
+) -> None:
+    world = in_place
+    call = await world.open()
+    await call.write(unsealed(0, 2, 0))
+    if seal_first:
+        await call.write(seal(0, 2, 0))
+        await call.write(unsealed(1, 1))  # taken in, so the seal is
+        await until(lambda: len(world.link.batches) == 2)
+    else:
+        await place_unsealed(world, 0, 1002, 1000)
+    await asyncio.sleep(0.02)
+    assert world.keeper.told == []
+    if seal_first:
+        await place_unsealed(world, 0, 1002, 1000)
+    else:
+        await call.write(seal(0, 2, 0))
+    answer = await landed(call)
+    assert (answer.number, answer.code) == (0, "")
+    assert world.keeper.told == [("end", "t", "shm", "128")]
+
+
+async def test_a_seal_that_is_another_fails_the_ticket_and_not_the_pair(in_place: World) -> None:
+    world = in_place
+    call = await world.open()
+    await call.write(unsealed(0, 0, 1))
+    await place_unsealed(world, 0, 1000, 1001)
+    await call.write(seal(0, 0, 1, first=1001))
+    answer = await landed(call)
+    assert isinstance(error_from_code(answer.code, answer.error), ChecksumMismatch)
+    assert world.keeper.told == [("fail", "t", "handoff_checksum_mismatch")]
+    assert not world.link.is_closed
+    await call.write(seal(0, 0, 1))
+    await call.write(announcement(1, 2, ticket_id="another"))
+    assert (await landed(call)).number == 1, "a seal of what has ended is no matter"
+
+
+async def test_a_batch_may_be_sealed_from_the_start(in_place: World) -> None:
+    world = in_place
+    call = await world.open()
+    await call.write(announcement(0, 0))
+    await until(lambda: world.link.batches)
+    assert world.link.batches[0].checksums == (1000,)
+    world.link.transfers[0].finish()
+    assert (await landed(call)).code == ""
+
+
+@pytest.mark.parametrize("wrong", [seal(0, 0), seal(0)])
+async def test_a_seal_that_does_not_fit_closes_the_pair(in_place: World, wrong: Request) -> None:
+    world = in_place
+    call = await world.open()
+    await call.write(unsealed(0, 0, 1))
+    await place_unsealed(world, 0, 1000, 1001)
+    await call.write(wrong)
+    assert isinstance(await ending(call), HandoffError)
+    await until(lambda: len(world.keeper.told) == 2)
+    assert world.keeper.told == [("fail", "t", "worker_failed"), ("gone", WRITER.incarnation)]
+    assert world.keeper.tickets["t"].copies == 0
+
+
+async def test_a_batch_is_sealed_once(in_place: World) -> None:
+    world = in_place
+    call = await world.open()
+    await call.write(unsealed(0, 0))
+    await call.write(seal(0, 0))
+    await call.write(seal(0, 0))
+    assert isinstance(await ending(call), HandoffError)
+    await until(lambda: world.keeper.tickets["t"].copies == 0)
+
+
+async def test_what_was_placed_and_never_sealed_fails_with_its_pair(in_place: World) -> None:
+    world = in_place
+    call = await world.open()
+    await call.write(unsealed(0, 0))
+    await call.write(unsealed(1, 1))
+    await call.write(unsealed(2, 2))
+    for number in range(2):
+        await place_unsealed(world, number, 1000 + number)
+    call.cancel()
+    await until(lambda: world.keeper.tickets["t"].copies == 0)
+    assert not world.keeper.tickets["t"].is_complete or not world.keeper.tickets["t"].is_open
+    assert [told[0] for told in world.keeper.told].count("end") == 0
+    assert world.inbound.pairs() == {}
+
+
+async def test_a_released_ticket_ends_with_its_seal(in_place: World) -> None:
+    world = in_place
+    call = await world.open()
+    await call.write(unsealed(0, 0))
+    await place_unsealed(world, 0, 1000)
+    ticket = world.keeper.tickets["t"]
+    await asyncio.sleep(0.02)
+    ticket.release()
+    world.inbound.released(ticket, TicketEnded("aborted"))
+    assert ticket.is_quarantined
+    await call.write(seal(0, 0))
+    assert (await landed(call)).number == 0
+    assert not ticket.is_quarantined
+
+
+async def test_checksums_are_needed_where_a_transport_compares_them(world: World) -> None:
+    call = await world.open()
+    await call.write(unsealed(0, 0))
+    assert "unequal numbers" in (await ending(call)).message

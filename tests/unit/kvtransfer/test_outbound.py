@@ -492,7 +492,7 @@ async def test_a_receiver_that_ends_the_stream_without_a_word(world: World) -> N
     world.receiver.answers.put_nowait(None)
     error = await world.broken()
     assert isinstance(error, WorkerFailed)
-    assert "decode-0:1 has ended the pair" in error.message
+    assert "decode-0:1 has ended the stream" in error.message
 
 
 async def test_a_receiver_that_is_gone(world: World) -> None:
@@ -556,3 +556,27 @@ async def test_closing_waits_until_nothing_is_read(world: World) -> None:
         await closing
     with contextlib.suppress(WorkerFailed):
         await result(push)
+
+
+async def test_what_is_read_in_place_is_announced_before_its_checksums_are_known(
+    make_world: MakeWorld,
+) -> None:
+    world = await make_world(opened(), FakeTransport(reads_in_place=True))
+    await world.open()
+    world.link.may_pack.clear()
+    push = world.pair.push("t")
+    put(push, 3, 1)
+    (batch,) = await world.announced(1)
+    assert list(batch.targets) == [3, 1]
+    assert not batch.checksums
+    assert not [seal for request in world.receiver.heard for seal in request.sealed]
+    world.link.may_pack.set()
+    await until(lambda: any(request.sealed for request in world.receiver.heard))
+    (seal,) = [seal for request in world.receiver.heard for seal in request.sealed]
+    assert seal.number == batch.number
+    assert list(seal.checksums) == [
+        segment_checksum(1000 + block, "t", block, 0) for block in (3, 1)
+    ]
+    world.receiver.landed(0)
+    push.end()
+    assert await result(push) == 2 * SIZE

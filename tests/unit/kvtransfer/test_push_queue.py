@@ -142,3 +142,16 @@ def test_nothing_waits() -> None:
     with pytest.raises(KeyError):
         queue.take()
     queue.drop("unknown")
+
+
+def test_a_small_rest_goes_with_the_batch_before_it() -> None:
+    queue = PushQueue(1 << 20, 16 << 20)
+    for target in range(9):
+        queue.put("t", target, target, 0, 1 << 20)
+    loads = []
+    while queue:
+        loads.append(len(queue.take().targets))
+    assert loads == [5, 4]
+    for target in range(5):
+        queue.put("t", target, target, 0, 1 << 20)
+    assert len(queue.take().targets) == 5

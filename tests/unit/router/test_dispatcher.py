@@ -1,29 +1,36 @@
-"""How the dispatcher sees a worker: in blocks of the prefix index."""
+"""How the dispatcher sees workers, in blocks of the prefix index; and what it tells them."""
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
 
-from baton.registry import WorkerRecord
-from baton.request import Geometry, LoadSnapshot
-from router.dispatcher import _candidate
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.config import Config
+from baton.errors import DeadlineExceeded
+from baton.metrics import RouterMetrics
+from baton.prefix_index import PrefixIndex
+from baton.redis_client import redis_client
+from baton.registry import Registry, WorkerRecord
+from baton.request import FinishReason, Geometry, LoadSnapshot, Principal
+from baton.sampling_params import SamplingParams
+from router.admission import Capacity
+from router.dispatcher import ClusterDispatcher, _capacity
+from router.generation import GenerationRequest, OutputDelta
 from router.worker_links import WorkerLink
+from tests.unit.router.front_fakes import tiny_tokenizer
 
 HASH_BLOCK = 16
 
 
-@pytest.mark.parametrize(
-    ("block_size", "held", "available_blocks", "held_blocks"),
-    [(16, 5, 10, 5), (32, 5, 20, 4), (64, 3, 40, 0), (64, 4, 40, 4)],
-)
-async def test_counts_are_in_hash_blocks(
-    block_size: int, held: int, available_blocks: int, held_blocks: int
-) -> None:
-    """The first part of a larger block cannot be pinned, and does not count as held."""
-    record = WorkerRecord(
-        incarnation="d",
-        slot="decode-0",
-        role="decode",
+def record_of(role: str, block_size: int) -> WorkerRecord:
+    return WorkerRecord(
+        incarnation=role[0],
+        slot=f"{role}-0",
+        role=role,
         address="127.0.0.1:1",
         metrics_address="",
         model="tiny",
@@ -32,11 +39,53 @@ async def test_counts_are_in_hash_blocks(
         context_length=2048,
         total_blocks=100,
         max_sequences=8,
-        load=LoadSnapshot(free_blocks=7, cached_blocks=3),
+        load=LoadSnapshot(running=2, waiting=1, free_blocks=7, cached_blocks=3),
     )
-    link = WorkerLink(record)
+
+
+async def test_workers_are_told_what_is_left_of_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Time in the waiting room, and for choosing workers, has passed when the request is sent."""
+    redis = redis_client("redis://127.0.0.1:1/0")
+    dispatcher = ClusterDispatcher(
+        Config(),
+        tiny_tokenizer(),
+        RouterMetrics(CollectorRegistry()),
+        Registry(redis, "c"),
+        PrefixIndex(redis, "c"),
+    )
+    sent: list[float] = []
+
+    async def turn(request: GenerationRequest) -> None:
+        await asyncio.sleep(0.05)
+
+    async def route(request: GenerationRequest) -> None:
+        await asyncio.sleep(0.05)
+
+    async def run(request: GenerationRequest, decision: None) -> AsyncGenerator[OutputDelta, None]:
+        sent.append(request.deadline_s)
+        yield OutputDelta("x", (1,), FinishReason.STOP)
+
+    monkeypatch.setattr(dispatcher._waiting_room, "turn", turn)
+    monkeypatch.setattr(dispatcher, "_route", route)
+    monkeypatch.setattr(dispatcher, "_run", run)
+    for deadline_s in (5.0, 0.06):
+        request = GenerationRequest("r", (1,), SamplingParams(), Principal(), deadline_s)
+        with contextlib.suppress(DeadlineExceeded):
+            async for _ in dispatcher.generate(request):
+                pass
+    (left,) = sent
+    assert 0 < left < 4.91
+    await redis.aclose()
+
+
+async def test_capacity_counts_in_hash_blocks() -> None:
+    links = [WorkerLink(record_of(role, 32)) for role in ("prefill", "decode")]
     try:
-        found = _candidate(link, {"d": held, "p": 9}, HASH_BLOCK)
+        seen = _capacity(HASH_BLOCK, links[:1], links[1:])
+        assert _capacity(HASH_BLOCK, [], links) is None
     finally:
-        await link.channel.close()
-    assert (found.available_blocks, found.held_blocks) == (available_blocks, held_blocks)
+        for link in links:
+            await link.channel.close()
+    assert seen == Capacity(HASH_BLOCK, 1, 3, 8, (20,), (200,))

@@ -227,7 +227,6 @@ UNSUPPORTED_CHAT = {
     "verbosity": "low",
     "guided_json": {},
     "guided_regex": "a+",
-    "priority": 3,
     "continue_final_message": True,
     "chat_template": "x",
     "prompt_logprobs": 1,

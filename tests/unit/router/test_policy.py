@@ -1,135 +1,156 @@
-"""The policy: which pair of workers takes a prompt."""
+"""What of the configuration reaches the policies, and what all of them do."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.config import Config, ContextClass, LocalPrefill, PolicyName, PoolConfig
 from baton.errors import Unavailable
-from router.policy import Candidate, choose
+from baton.request import LoadSnapshot
+from router.policies import make_policy
+from router.policy import ClassRoute, Decision, RouteRequest, RouteSettings, route_settings
+from router.transfer_costs import TransferCosts
+from router.worker_table import PoolFilter, WorkerTable
+from tests.unit.router.workers import list_worker, record, table_of
 
-IDLE = Candidate("idle", max_sequences=8, available_blocks=100)
-
-
-def worker(name: str, **fields: int) -> Candidate:
-    return replace(IDLE, incarnation=name, **fields)
-
-
-CANDIDATES = st.builds(
-    Candidate,
-    incarnation=st.text("abcdef", min_size=1, max_size=4),
-    queued_tokens=st.integers(0, 5000),
-    sequences=st.integers(0, 20),
-    max_sequences=st.integers(1, 16),
-    available_blocks=st.integers(0, 200),
-    held_blocks=st.integers(0, 40),
-)
-POOLS = st.lists(CANDIDATES, min_size=1, max_size=5, unique_by=lambda c: c.incarnation)
+NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
+def decide(
+    name: PolicyName,
+    table: WorkerTable,
+    request: RouteRequest,
+    held: dict[str, int] | None = None,
+    route: ClassRoute | None = None,
+) -> Decision:
+    routes = RouteSettings(default=route or ClassRoute())
+    return make_policy(name, routes, 1).decide(request, table, TransferCosts(), held or {}, 0.0)
+
+
+def test_classes_own_pools_and_say_where_prompts_are_computed() -> None:
+    config = Config(
+        pools=(
+            PoolConfig(name="p", role="prefill"),
+            PoolConfig(name="big", role="prefill"),
+            PoolConfig(name="d", role="decode"),
+        ),
+        classes=(
+            ContextClass(name="short", max_tokens=10),
+            ContextClass(name="long", pools=("big",), local_prefill="never"),
+        ),
+        local_prefill="always",
+        slo_ttft_s=3.0,
+        slo_tpot_s=0.05,
+    )
+    routes = route_settings(config)
+    short, long = routes.of("short"), routes.of("long")
+    assert (short.local_prefill, long.local_prefill) == ("always", "never")
+    assert short.prefill == PoolFilter(None, frozenset({"big"}))
+    assert long.prefill == PoolFilter(frozenset({"big"}))
+    assert long.decode.allows("d")
+    assert (short.slo_ttft_ms, short.slo_tpot_ms) == (3000.0, 50.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_class_pools_are_respected(name: PolicyName) -> None:
+    table = table_of("d-0", "d-1")
+    for slot, pool in (("p-0", "p"), ("p-1", "p"), ("pbig-0", "big")):
+        list_worker(table, record(slot, pool=pool))
+    own = ClassRoute(prefill=PoolFilter(frozenset({"big"})))
+    others = ClassRoute(prefill=PoolFilter(None, frozenset({"big"})))
+    request = RouteRequest(100, session="s")
+    held = {"p-0": 6}
+    assert decide(name, table, request, held, own).prefill == "pbig-0"
+    for _ in range(4):
+        assert decide(name, table, request, {"pbig-0": 6}, others).prefill in {"p-0", "p-1"}
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("prefill", "decode", "named"), [([], [IDLE], "prefill"), ([IDLE], [], "decode")]
+    ("slots", "local", "missing"),
+    [
+        (("d-0",), "never", "prefill"),
+        (("p-0",), "never", "decode"),
+        (("p-0",), "auto", "decode"),
+        ((), "always", "decode"),
+    ],
 )
-def test_a_pool_without_workers_is_named(
-    prefill: list[Candidate], decode: list[Candidate], named: str
+def test_a_role_without_workers_is_named(
+    name: PolicyName, slots: tuple[str, ...], local: LocalPrefill, missing: str
 ) -> None:
-    with pytest.raises(Unavailable, match=f"no {named} worker is ready") as caught:
-        choose(10, 16, prefill, decode)
+    with pytest.raises(Unavailable, match=f"no {missing} worker is ready") as caught:
+        decide(name, table_of(*slots), RouteRequest(10), route=ClassRoute(local))
     assert caught.value.retry_after
 
 
-def test_the_shortest_queue_computes_the_prompt() -> None:
-    decision = choose(
-        100, 16, [worker("a", queued_tokens=50), worker("b"), worker("c", queued_tokens=7)], [IDLE]
-    )
-    assert (decision.prefill, decision.uncached_tokens) == ("b", 100)
-    assert decision.reason == "least_wait"
+@pytest.mark.parametrize("name", NAMES)
+def test_without_prefill_workers_decode_workers_compute(name: PolicyName) -> None:
+    decision = decide(name, table_of("d-0"), RouteRequest(10), route=ClassRoute("auto"))
+    assert (decision.prefill, decision.decode, decision.local) == ("d-0", "d-0", True)
 
 
-def test_a_cached_prefix_outweighs_a_queue_shorter_by_less() -> None:
-    holder = worker("a", queued_tokens=50, held_blocks=4)
-    decision = choose(100, 16, [holder, worker("b")], [IDLE])
-    assert (decision.prefill, decision.uncached_tokens) == ("a", 36)
-    assert decision.reason == "prefix"
-    decision = choose(100, 16, [replace(holder, queued_tokens=65), worker("b")], [IDLE])
-    assert (decision.prefill, decision.reason) == ("b", "least_wait")
+@pytest.mark.parametrize("name", NAMES)
+def test_always_and_never(name: PolicyName) -> None:
+    table = table_of("p-0", "d-0")
+    assert decide(name, table, RouteRequest(3000), route=ClassRoute("always")).local
+    assert not decide(name, table, RouteRequest(1), route=ClassRoute("never")).local
 
 
-def test_the_last_token_is_computed_even_if_all_is_cached() -> None:
-    assert choose(64, 16, [worker("a", held_blocks=4)], [IDLE]).uncached_tokens == 1
+WORKERS = st.lists(
+    st.tuples(
+        st.sampled_from(("p", "d")),
+        st.integers(0, 60),
+        st.integers(0, 2000),
+        st.integers(0, 20),
+        st.integers(0, 3000),
+    ),
+    min_size=1,
+    max_size=30,
+)
 
 
-def test_room_comes_before_an_emptier_batch() -> None:
-    small = worker("a", available_blocks=6)
-    busy = worker("b", sequences=4)
-    full = worker("c", sequences=8, available_blocks=1000)
-    assert choose(100, 16, [IDLE], [small, busy, full]).decode == "b"
-    assert choose(96, 16, [IDLE], [small, busy, full]).decode == "a"
-
-
-def test_held_blocks_need_no_room() -> None:
-    holder = worker("a", available_blocks=3, held_blocks=4)
-    assert choose(100, 16, [IDLE], [holder, worker("b", sequences=1)]).decode == "a"
-
-
-def test_of_two_alike_the_one_with_the_blocks_decodes() -> None:
-    assert choose(100, 16, [IDLE], [worker("a"), worker("b", held_blocks=2)]).decode == "b"
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.integers(1, 3000), st.sampled_from((1, 16, 64)), POOLS, POOLS)
-def test_it_always_decides_and_the_order_does_not_matter(
-    tokens: int, size: int, prefill: list[Candidate], decode: list[Candidate]
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(NAMES),
+    st.sampled_from(get_args(LocalPrefill)),
+    WORKERS,
+    st.integers(1, 3000),
+    st.sampled_from((5.0, 500.0, float("inf"))),
+)
+def test_every_policy_decides_for_a_worker_of_the_role(
+    name: PolicyName,
+    local: LocalPrefill,
+    workers: list[tuple[str, int, int, int, int]],
+    tokens: int,
+    deadline_ms: float,
 ) -> None:
-    decision = choose(tokens, size, prefill, decode)
-    assert decision == choose(tokens, size, prefill[::-1], decode[::-1])
-    (source,) = [c for c in prefill if c.incarnation == decision.prefill]
-    assert decision.decode in {c.incarnation for c in decode}
+    table, held = table_of("p-first", "d-first"), {}
+    for number, (role, depth, waiting, running, free) in enumerate(workers):
+        load = LoadSnapshot(
+            running=running,
+            waiting=waiting // 100,
+            waiting_tokens=waiting,
+            free_blocks=free,
+            context_tokens=100 * running,
+        )
+        list_worker(table, record(f"{role}-{number}", max_sequences=16), load)
+        held[f"{role}-{number}"] = depth
+    request = RouteRequest(tokens, deadline_ms=deadline_ms)
+    decision = decide(name, table, request, held, ClassRoute(local))
+    assert decision.decode.startswith("d")
+    assert decision.prefill.startswith("d" if decision.local else "p")
+    assert not decision.local or decision.prefill == decision.decode
+    assert decision.local or local != "always"
+    assert not decision.local or local != "never"
     assert 1 <= decision.uncached_tokens <= tokens
-    for other in prefill:
-        uncached = max(1, tokens - other.held_blocks * size)
-        wait = source.queued_tokens + decision.uncached_tokens
-        assert wait <= other.queued_tokens + uncached
-    most = max(min(c.held_blocks, (tokens - 1) // size) for c in (*prefill, *decode))
-    assert decision.holder_blocks == (most if most > source.held_blocks else 0)
-    holding = [c.incarnation for c in (*prefill, *decode) if c.held_blocks >= most]
-    assert decision.holder in (holding if decision.holder_blocks else [""])
-
-
-def test_whoever_holds_more_than_the_prefill_worker_is_named() -> None:
-    prefill = [worker("a", held_blocks=2), worker("b", held_blocks=3, queued_tokens=500)]
-    decode = [worker("c", held_blocks=5), worker("d", held_blocks=4)]
-    decision = choose(100, 16, prefill, decode)
-    assert (decision.prefill, decision.holder, decision.holder_blocks) == ("a", "c", 5)
-    decision = choose(100, 16, prefill, decode[1:])
-    assert (decision.prefill, decision.holder, decision.holder_blocks) == ("a", "d", 4)
-    decision = choose(100, 16, prefill, [IDLE])
-    assert (decision.prefill, decision.holder, decision.holder_blocks) == ("a", "b", 3)
-
-
-def test_a_holder_of_no_more_is_not_named() -> None:
-    decision = choose(100, 16, [worker("a", held_blocks=2)], [worker("c", held_blocks=2)])
-    assert (decision.holder, decision.holder_blocks) == ("", 0)
-
-
-def test_what_a_holder_has_beyond_the_last_token_counts_for_nothing() -> None:
-    decode = [worker("c", held_blocks=4)]
-    decision = choose(64, 16, [worker("a", held_blocks=3)], decode)
-    assert (decision.holder, decision.holder_blocks) == ("", 0)
-    assert choose(65, 16, [worker("a", held_blocks=3)], decode).holder == "c"
-
-
-def test_of_equal_holders_the_idlest_is_named() -> None:
-    decode = [worker("c", held_blocks=4, sequences=2), worker("d", held_blocks=9, sequences=1)]
-    decision = choose(70, 16, [worker("a")], decode)
-    assert (decision.holder, decision.holder_blocks) == ("d", 4)
-
-
-def test_among_equals_the_least_used_is_taken() -> None:
-    prefill = [worker("a", placed=3), worker("b", placed=2)]
-    decode = [worker("c", placed=5), worker("d", placed=4)]
-    decision = choose(10, 16, prefill, decode)
-    assert (decision.prefill, decision.decode) == ("b", "d")
+    assert 0 <= decision.queue_ms + decision.prefill_ms <= decision.ttft_ms + 1e-6
+    assert decision.tpot_ms > 0
+    assert decision.shed == (name == "predictive" and decision.ttft_ms > deadline_ms)
+    if decision.holder:
+        own = min(held.get(decision.prefill, 0), (tokens - 1) // 16)
+        assert held[decision.holder] >= decision.holder_blocks > own
+        assert decision.holder_blocks <= (tokens - 1) // 16

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import BatonError, Unavailable, WorkerFailed
+from baton.errors import BatonError, DeadlineExceeded, Unavailable, WorkerFailed
 from baton.request import FinishReason, TokenOutput
 from router.detokenizer import ByteDetokenizer
 from router.output_assembler import OutputAssembler
@@ -100,6 +100,14 @@ async def test_a_failure_comes_after_what_was_generated() -> None:
     assert (await life.next_delta()).text == "ab"
     with pytest.raises(WorkerFailed, match="the worker died"):
         await life.next_delta()
+
+
+async def test_a_workers_error_keeps_its_kind() -> None:
+    life = make_life()
+    life.accept(TokenOutput("r", 0, 0, (), error="the time is up", error_code="deadline_exceeded"))
+    with pytest.raises(DeadlineExceeded, match="the time is up"):
+        await life.next_delta()
+    assert life.worker_finished
 
 
 async def test_a_workers_own_error_is_no_internal_error() -> None:

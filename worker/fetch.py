@@ -4,7 +4,7 @@
     RESERVED, RECEIVING ─holder gone, refused, too slow, damaged, aborted→ RELEASED
 
 The states are those of ``kvtransfer.ticket``: here the reader's own. Whatever goes wrong costs
-time, never the request: the blocks are computed then. Owned by the prefill worker's control loop.
+time, never the request: the blocks are computed then. Owned by the control loop.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError, DeadlineExceeded
 from baton.hashing import last_hashes
+from baton.v1 import prefill_pb2
 from engine.sequence import Sequence
 from kvtransfer.ticket import Purpose, Ticket
 from kvtransfer.transport import Peer
-from prefill_worker.fetch_estimates import FetchEstimates
 from worker.block_receiver import NO_TRANSPORT
+from worker.fetch_estimates import FetchEstimates
 from worker.role import WorkerContext
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,14 @@ class PrefixSource:
     holder: Peer
     blocks: int
     """Hash blocks, as the prefix index counts."""
+
+
+def source_of(request: prefill_pb2.PrefillRequest) -> PrefixSource | None:
+    """Who is said to hold more of a request's prompt."""
+    if not request.HasField("source"):
+        return None
+    source = request.source
+    return PrefixSource(Peer(source.incarnation, source.address), source.blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from engine import sequence as engine_sequence
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler, SchedulerLimits
 from kvtransfer.transport import Peer
-from prefill_worker.fetch import Fetcher, PrefixSource
-from prefill_worker.fetch_estimates import FetchEstimates
 from worker.block_receiver import BlockReceiver
+from worker.fetch import Fetcher, PrefixSource
+from worker.fetch_estimates import FetchEstimates
 from worker.pace import Pace
 from worker.role import WorkerContext
 

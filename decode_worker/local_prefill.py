@@ -1,0 +1,178 @@
+"""Prompts that the decode worker computes itself: no handoff, the sequence goes on where it is.
+
+    arrived ─room→ waiting ─first step→ computing, in chunks ─first token→ a sequence like any other
+    arrived ─no room→ refused;  waiting, computing ─call ended, abort, deadline, failure→ gone
+
+A prompt takes all its blocks before it is queued, by the same rule as a handoff's ticket, so that
+what was promised to others stays theirs. Owned by the control loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+
+from baton import convert
+from baton.errors import BatonError, DeadlineExceeded, HandoffError, NoRoom, TicketEnded
+from baton.hashing import last_hashes
+from baton.request import SequenceSpec
+from baton.v1 import prefill_pb2
+from decode_worker.receiver import HandoffReceiver
+from engine.sequence import Sequence
+from kvtransfer.ticket import Attempt
+from worker.fetch import Fetcher, PrefixSource, source_of
+from worker.first_token import first_token
+from worker.role import WorkerContext
+
+
+class LocalPrefill:
+    """``run`` is a ``worker.prefill_service.Runner``."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        receiver: HandoffReceiver,
+        fetcher: Fetcher,
+        *,
+        keep: Callable[[Sequence], None],
+        end: Callable[[Sequence], None],
+    ) -> None:
+        """``keep`` is told of each sequence before it is queued; ``end`` takes it off again, if it
+
+        is there.
+        """
+        self._context = context
+        self._receiver = receiver
+        self._keep = keep
+        self._end = end
+        self._fetcher = fetcher
+        self._firsts: dict[Attempt, asyncio.Future[int | BatonError]] = {}
+        """Of each prompt whose call waits: its first token, or why there is none."""
+
+    async def run(
+        self, request: prefill_pb2.PrefillRequest
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        """Compute a prompt and answer with its first token; the token stream repeats it.
+
+        Raises BatonError, NoRoom where there is none for the prompt. Closing the iterator before
+        the first token ends the sequence; after that it runs on, until it is aborted.
+        """
+        arrived = time.monotonic()
+        spec = convert.sequence_from_proto(request.sequence)
+        deadline = arrived + spec.deadline_s
+        self._check(spec, request.decode_incarnation)
+        attempt = (spec.request_id, spec.attempt)
+        sequence = self._context.make_sequence(spec, arrived=arrived, deadline=deadline)
+        first: asyncio.Future[int | BatonError] = asyncio.get_running_loop().create_future()
+        self._firsts[attempt] = first
+        token: int | BatonError | None = None
+        try:
+            await self._place(sequence, source_of(request), first)
+            token = await self._answered(first, deadline)
+            if isinstance(token, BatonError):
+                raise token
+        finally:
+            del self._firsts[attempt]
+            if not isinstance(token, int):
+                self._end(sequence)
+        yield first_token(sequence, token, sequence.finish_reason, self._context.control.load())
+
+    async def _answered(
+        self, first: asyncio.Future[int | BatonError], deadline: float
+    ) -> int | BatonError:
+        """A prompt's first token, or why there is none by the deadline."""
+        await asyncio.wait([first], timeout=max(0.0, deadline - time.monotonic()))
+        if not first.done():
+            # Ends what has expired, and tells of it.
+            self._context.control.pump()
+        if not first.done():
+            return DeadlineExceeded("the request's deadline passed during its prefill")
+        return first.result()
+
+    def _check(self, spec: SequenceSpec, incarnation: str) -> None:
+        own = self._context.incarnation
+        if incarnation != own:
+            raise HandoffError(f"{incarnation} is gone; here is {own}, which hands nothing on")
+        self._context.check_prompt(spec)
+        attempt = (spec.request_id, spec.attempt)
+        book = self._receiver.blocks.book
+        book.check_alive(attempt)
+        if attempt in self._firsts or book.find(attempt) is not None:
+            raise TicketEnded(f"request {spec.request_id} attempt {spec.attempt} is placed")
+
+    async def _place(
+        self,
+        sequence: Sequence,
+        source: PrefixSource | None,
+        first: asyncio.Future[int | BatonError],
+    ) -> None:
+        """Take the prompt's blocks, fetched ones where that pays, and queue it."""
+        if source is not None:
+            # Nothing is fetched for a prompt that is refused.
+            self._check_room(sequence, self._held(sequence))
+            fetched = await self._fetcher.fetch(sequence, source, sequence.deadline)
+            if fetched:
+                self._queue(sequence, fetched, first)
+                return
+        held = self._held(sequence)
+        self._check_room(sequence, held)
+        self._context.engine.pool.pin(held)
+        self._queue(sequence, held, first)
+
+    def _held(self, sequence: Sequence) -> list[int]:
+        """The cached blocks before the last token, whose logits are needed in any case."""
+        limits = self._context.engine.scheduler.limits
+        most = (len(sequence.token_ids) - 1) // limits.block_size
+        hashes = last_hashes(sequence.full_hashes(limits.hash_block), limits.hashes_per_block)
+        return self._context.engine.pool.match(hashes[:most])
+
+    def _missing(self, sequence: Sequence, leading: list[int]) -> int:
+        size = self._context.engine.scheduler.limits.block_size
+        return -(-len(sequence.token_ids) // size) - len(leading)
+
+    def _check_room(self, sequence: Sequence, held: list[int]) -> None:
+        self._receiver.check_room(self._missing(sequence, held), held)
+
+    def _queue(
+        self, sequence: Sequence, leading: list[int], first: asyncio.Future[int | BatonError]
+    ) -> None:
+        """Take the other blocks. ``leading`` are the sequence's from now on, or given back."""
+        pool = self._context.engine.pool
+        if first.done():
+            # Aborted while blocks were fetched: its call is told why.
+            pool.release(leading)
+            return
+        missing = self._missing(sequence, leading)
+        try:
+            self._receiver.check_room(missing, [])
+        except NoRoom:
+            pool.release(leading)
+            raise
+        # An attempt is placed once: whatever comes late for it is refused.
+        attempt = (sequence.spec.request_id, sequence.spec.attempt)
+        self._receiver.blocks.book.bury(attempt, time.monotonic())
+        sequence.cached_tokens = len(leading) * self._context.engine.scheduler.limits.block_size
+        self._keep(sequence)
+        blocks = leading + pool.allocate(missing)
+        self._context.control.add_computed(sequence, blocks, sequence.cached_tokens)
+
+    # What the role tells
+
+    def sampled(self, attempt: Attempt, token: int) -> None:
+        """A sequence has got a token."""
+        self._answer(attempt, token)
+
+    def ended(self, attempt: Attempt, error: BatonError) -> None:
+        """A sequence has ended before its time."""
+        self._answer(attempt, error)
+
+    def _answer(self, attempt: Attempt, answer: int | BatonError) -> None:
+        first = self._firsts.get(attempt)
+        if first is not None and not first.done():
+            first.set_result(answer)
+
+    def close(self, error: BatonError) -> None:
+        """End every call that waits."""
+        for attempt in list(self._firsts):
+            self.ended(attempt, error)

@@ -1,0 +1,251 @@
+"""`baton bench policy`: a trace replayed through the router's own planner, policy and prefix index.
+
+Time is the trace's own. The workers are prefill workers with a queue each and a prefix cache; a
+prompt takes them what the cost model's defaults say, and they report it as real ones do. Their
+events reach an index in a Valkey of the benchmark's own when a prompt is computed, a publisher's
+period later. One decode worker has room for everything. Blocks are found where the worker that was
+chosen holds them; nothing is fetched from others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import redis
+from rich.console import Console
+
+from baton.config import PolicyName
+from baton.errors import ConfigError, Unavailable
+from baton.prefix_index import PrefixIndex
+from baton.redis_client import redis_client
+from baton.registry import WorkerRecord
+from baton.request import Geometry, LoadSnapshot
+from loadtest.bench_store import bench_store
+from loadtest.lru_cache import LruCache
+from loadtest.machine import this_machine
+from loadtest.mooncake_trace import TraceRow, read_trace, scaled
+from loadtest.transfer_rows import write_json
+from loadtest.whole_table import print_whole, whole_table
+from router.cost_model import PREFILL_DEFAULT, mean_context
+from router.planner import Planner, Promise
+from router.policies import make_policy
+from router.policy import ClassRoute, RouteRequest, RouteSettings
+
+TRACE_BLOCK_TOKENS = 512
+"""Tokens in a block of Mooncake's traces."""
+PUBLISH_S = 0.05
+"""From a prompt's end to its events, as ``worker.process`` publishes."""
+_SEED = 1
+_REDIS_S = 30.0
+_PLENTY = 1 << 40
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyBenchSettings:
+    """What is to be replayed."""
+
+    trace: Path
+    workers: int = 4
+    policy: PolicyName = "predictive"
+    scale_length: float = 1.0
+    """Lengths, and the tokens of a block, are divided by this."""
+    cache_blocks: int | None = None
+    """Most blocks in a worker's cache; None: no bound."""
+    block_tokens: int = TRACE_BLOCK_TOKENS
+    """Tokens in a block of the trace."""
+
+
+@dataclass(slots=True)
+class Replay:
+    """What came of it."""
+
+    asked: int = 0
+    """Blocks of all prompts."""
+    found: int = 0
+    """Leading ones that the chosen worker held."""
+    uncached: list[int] = field(default_factory=list)
+    """Blocks that each worker computed."""
+    decision_us: list[float] = field(default_factory=list)
+    """Of each request, the lookup left out."""
+    ttft_ms: list[float] = field(default_factory=list)
+    """Of each request, the transfer left out."""
+
+    def figures(self) -> dict[str, float]:
+        """The result's fields."""
+        mean = statistics.fmean(self.uncached)
+        return {
+            "hit_ratio": self.found / self.asked,
+            # Nothing to compute is evenly spread.
+            "load_ratio": max(self.uncached) / mean if mean else 1.0,
+            "decision_us_p50": float(np.percentile(self.decision_us, 50)),
+            "decision_us_p99": float(np.percentile(self.decision_us, 99)),
+            "ttft_ms_mean": statistics.fmean(self.ttft_ms),
+            "ttft_ms_p99": float(np.percentile(self.ttft_ms, 99)),
+        }
+
+
+class _Worker:
+    """One simulated prefill worker."""
+
+    def __init__(self, number: int, cache_blocks: int | None) -> None:
+        self.name = f"prefill-{number}"
+        self.cache = LruCache(cache_blocks)
+        self.free_at = 0.0
+        self.sequence = 0
+        self.generation = b""
+        self.changes: deque[tuple[float, list[bytes], list[bytes]]] = deque()
+        """When they are published, what is stored and what removed."""
+
+
+class Replayer:
+    """One replay. Owned by one event loop."""
+
+    def __init__(self, settings: PolicyBenchSettings, index: PrefixIndex) -> None:
+        self._hash_block = max(1, round(settings.block_tokens / settings.scale_length))
+        route = ClassRoute(slo_tpot_ms=float("inf"))
+        routes = RouteSettings(self._hash_block, default=route, pulls=False)
+        self._planner = Planner(make_policy(settings.policy, routes, _SEED), self._hash_block)
+        self._index = index
+        self._workers = {
+            worker.name: worker
+            for worker in (_Worker(n, settings.cache_blocks) for n in range(settings.workers))
+        }
+        self._ends: list[tuple[float, int, Promise, int, float]] = []
+        self._counter = itertools.count()
+
+    async def run(self, rows: Sequence[TraceRow]) -> Replay:
+        """Raises ``redis.RedisError``, ConfigError where the rows have no blocks."""
+        result = Replay(asked=sum(len(row.hash_ids) for row in rows))
+        if not result.asked:
+            raise ConfigError("no row of the trace has hash_ids")
+        for worker in self._workers.values():
+            self._join(worker.name, "prefill")
+            worker.generation, worker.sequence = await self._index.snapshot(worker.name, ())
+        self._join("decode-0", "decode")
+        uncached = dict.fromkeys(self._workers, 0)
+        for row in rows:
+            hashes = row.hashes()
+            self._catch_up(row.at_s)
+            await self._publish(row.at_s)
+            held = await self._index.lookup(hashes)
+            request = RouteRequest(row.prompt_tokens, session=row.session)
+            began = time.perf_counter()
+            decision = self._planner.decide(request, hashes, held, row.at_s)
+            result.decision_us.append((time.perf_counter() - began) * 1e6)
+            promise = self._planner.promise(decision, request, hashes, row.at_s)
+            worker = self._workers[decision.prefill]
+            found = self._compute(worker, row, hashes, promise)
+            result.ttft_ms.append((worker.free_at - row.at_s) * 1e3)
+            result.found += found
+            uncached[worker.name] += len(hashes) - found
+        result.uncached = list(uncached.values())
+        return result
+
+    def _join(self, name: str, role: str) -> None:
+        record = WorkerRecord(
+            incarnation=name,
+            slot=name,
+            role=role,
+            address="",
+            metrics_address="",
+            model="",
+            fingerprint="",
+            geometry=Geometry(self._hash_block, 1, 1, 1, ""),
+            context_length=_PLENTY,
+            total_blocks=_PLENTY,
+            max_sequences=_PLENTY,
+            load=LoadSnapshot(free_blocks=_PLENTY),
+        )
+        self._planner.table.add(record)
+        self._planner.table.set_load(name, record.load, 0.0)
+        self._planner.table.set_up(name, True)
+
+    def _compute(
+        self, worker: _Worker, row: TraceRow, hashes: list[bytes], promise: Promise
+    ) -> int:
+        """Queue a prompt. First come, first served: what comes before it is in the cache then."""
+        found = worker.cache.leading(hashes)
+        worker.cache.use(hashes)
+        cached = min(found * self._hash_block, row.prompt_tokens - 1)
+        count = row.prompt_tokens - cached
+        a, b, c = PREFILL_DEFAULT
+        took_ms = a + b * count + c * count * mean_context(row.prompt_tokens, cached)
+        worker.free_at = max(worker.free_at, row.at_s) + took_ms / 1e3
+        worker.changes.append((worker.free_at + PUBLISH_S, *worker.cache.drain_changes()))
+        end = (worker.free_at, next(self._counter), promise, count, took_ms)
+        heapq.heappush(self._ends, end)
+        return found
+
+    def _catch_up(self, now: float) -> None:
+        """Prompts that were computed until ``now`` tell so."""
+        while self._ends and self._ends[0][0] <= now:
+            at, _, promise, count, took_ms = heapq.heappop(self._ends)
+            promise.computed(at, computed_tokens=count, compute_ms=took_ms)
+            promise.ended(at)
+
+    async def _publish(self, now: float) -> None:
+        for worker in self._workers.values():
+            while worker.changes and worker.changes[0][0] <= now:
+                _, stored, removed = worker.changes.popleft()
+                if not stored and not removed:
+                    continue
+                applied = await self._index.apply(
+                    worker.name, worker.generation, worker.sequence, stored, removed
+                )
+                assert applied, "nobody else writes this index"
+                worker.sequence += 1
+
+
+def bench_policy(
+    settings: PolicyBenchSettings, say: Say, console: Console, output: Path | None
+) -> None:
+    """Replay, print a table, write JSON. Raises ConfigError, Unavailable."""
+    rows = scaled(read_trace(settings.trace), settings.scale_length)
+    if output is not None:
+        write_json(output, "{}\n")
+    say(f"{len(rows)} requests, {settings.workers} workers, policy {settings.policy}")
+    if settings.policy == "session" and not any(row.session for row in rows):
+        say("no row has a session_id: every request goes to the least loaded worker")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="baton-") as folder, bench_store(Path(folder)) as url:
+        try:
+            result = asyncio.run(_replay(settings, rows, url))
+        except redis.RedisError as error:
+            raise Unavailable(f"Valkey failed: {error}") from error
+    say(f"replayed in {time.monotonic() - began:.1f} s")
+    machine = this_machine()
+    figures = result.figures()
+    say(machine.line())
+    table = whole_table("figure", settings.policy, title="")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.4f}" if name.endswith("ratio") else f"{value:.1f}")
+    print_whole(console, table)
+    if output is not None:
+        details = {
+            "policy": settings.policy,
+            "workers": settings.workers,
+            "requests": len(rows),
+            "blocks_asked": result.asked,
+            "blocks_found": result.found,
+            "uncached_blocks": result.uncached,
+            "machine": asdict(machine),
+        }
+        write_json(output, json.dumps(figures | details, indent=1) + "\n")
+
+
+async def _replay(settings: PolicyBenchSettings, rows: Sequence[TraceRow], url: str) -> Replay:
+    async with redis_client(url, timeout_s=_REDIS_S) as client:
+        return await Replayer(settings, PrefixIndex(client, "bench")).run(rows)

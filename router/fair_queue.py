@@ -1,0 +1,174 @@
+"""A bounded queue that tenants share by weight, in tokens.
+
+Between tenants: deficit round robin (M. Shreedhar and G. Varghese, "Efficient fair queuing using
+deficit round-robin", IEEE/ACM Transactions on Networking 4(3), 1996), with a quantum for each
+tenant that grows with its weight. Among the requests of one tenant: the lowest ``order`` first. A
+full queue takes room from the tenant that has the most waiting for its weight (buffer stealing,
+P. McKenney, "Stochastic fairness queueing", INFOCOM 1990).
+
+Plain Python, no clock.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+QUANTUM_TOKENS = 512
+"""Of a tenant of weight 1: about a chunk of prompts, so that turns are short."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry(Generic[T]):
+    """One request in the queue; compared by identity."""
+
+    tenant: str
+    order: float
+    """Lower ones leave earlier; equal ones as they came."""
+    tokens: int
+    """What it costs; at least 1."""
+    item: T
+
+
+class _Flow(Generic[T]):
+    """One tenant's entries."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self.entries: list[Entry[T]] = []
+        self.tokens = 0
+        self.deficit = 0.0
+        self.visited = False
+        """Whether this turn's quantum was given."""
+
+    @property
+    def quantum(self) -> float:
+        return QUANTUM_TOKENS * self.weight
+
+    @property
+    def affordable(self) -> bool:
+        return self.deficit >= self.entries[0].tokens
+
+
+class FairQueue(Generic[T]):
+    """Not safe for threads; owned by one event loop."""
+
+    def __init__(self, weights: Mapping[str, float], limit: int) -> None:
+        """``weights`` of all tenants, above 0; at most ``limit`` entries at a time."""
+        self._flows: dict[str, _Flow[T]] = {name: _Flow(weight) for name, weight in weights.items()}
+        self._turns: deque[_Flow[T]] = deque()
+        self._limit = limit
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Entry[T]]:
+        return (entry for flow in self._turns for entry in flow.entries)
+
+    @property
+    def tokens(self) -> int:
+        """The cost of all entries."""
+        return sum(flow.tokens for flow in self._turns)
+
+    def waiting(self, tenant: str) -> int:
+        """How many entries a tenant has."""
+        return len(self._flows[tenant].entries)
+
+    def push(self, entry: Entry[T]) -> Entry[T] | None:
+        """Take an entry in. Gives back the one that had to go for it, perhaps itself, or None."""
+        victim = None
+        if self._size >= self._limit:
+            victim = self._victim(entry)
+            if victim is entry:
+                return entry
+            self.remove(victim)
+        flow = self._flows[entry.tenant]
+        if not flow.entries:
+            self._turns.append(flow)
+        bisect.insort_right(flow.entries, entry, key=_order)
+        flow.tokens += entry.tokens
+        self._size += 1
+        return victim
+
+    def peek(self) -> Entry[T] | None:
+        """Whose turn it is; None where nobody waits."""
+        if not self._turns:
+            return None
+        steps = 0
+        while True:
+            flow = self._turns[0]
+            if not flow.visited:
+                flow.visited = True
+                flow.deficit += flow.quantum
+            if flow.affordable:
+                return flow.entries[0]
+            flow.visited = False
+            self._turns.rotate(-1)
+            steps += 1
+            if steps % len(self._turns) == 0:
+                self._skip_rounds()
+
+    def pop(self) -> Entry[T]:
+        """Take out what ``peek`` shows. Raises IndexError where nobody waits."""
+        entry = self.peek()
+        if entry is None:
+            raise IndexError("nobody waits")
+        self._turns[0].deficit -= entry.tokens
+        self.remove(entry)
+        return entry
+
+    def remove(self, entry: Entry[T]) -> None:
+        """Take out an entry out of turn. Raises ValueError where it does not wait."""
+        flow = self._flows[entry.tenant]
+        flow.entries.remove(entry)
+        flow.tokens -= entry.tokens
+        self._size -= 1
+        if not flow.entries:
+            # Who has nothing to send saves nothing up.
+            self._turns.remove(flow)
+            flow.deficit, flow.visited = 0.0, False
+
+    def tokens_ahead(self, tenant: str, order: float, tokens: int) -> int:
+        """What would be served before a newcomer of ``tokens``, if nobody else came.
+
+        Of its own tenant what comes before it; of others as much as their weights give them
+        meanwhile.
+        """
+        own = self._flows[tenant]
+        before = sum(entry.tokens for entry in own.entries if entry.order <= order)
+        turns = (before + tokens) / own.weight
+        others = (flow for flow in self._turns if flow is not own)
+        return before + int(sum(min(flow.tokens, turns * flow.weight) for flow in others))
+
+    def _skip_rounds(self) -> None:
+        """Give at once the quanta of rounds in which nobody could afford anything."""
+        rounds = min(
+            math.ceil((flow.entries[0].tokens - flow.deficit) / flow.quantum)
+            for flow in self._turns
+        )
+        for flow in self._turns:
+            flow.deficit += (rounds - 1) * flow.quantum
+
+    def _victim(self, newcomer: Entry[T]) -> Entry[T]:
+        own = self._flows[newcomer.tenant]
+
+        def burden(flow: _Flow[T]) -> float:
+            more = newcomer.tokens if flow is own else 0
+            return (flow.tokens + more) / flow.weight
+
+        heaviest = max(self._turns, key=burden)
+        if burden(own) >= burden(heaviest):
+            heaviest = own
+        last = heaviest.entries[-1] if heaviest.entries else newcomer
+        return newcomer if heaviest is own and newcomer.order >= last.order else last
+
+
+def _order(entry: Entry[T]) -> float:
+    return entry.order

@@ -1,0 +1,262 @@
+"""Limits of API keys in a real Valkey, and as clients see them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+from prometheus_client import CollectorRegistry
+
+from baton import errors
+from baton.config import KeyConfig
+from baton.metrics import RouterMetrics
+from baton.redis_client import redis_client
+from router import rate_limits
+from router.access import Access
+from router.generation import GenerationRequest
+from router.http_app import create_app
+from router.rate_limits import Charge, RateLimits
+from tests.mini_cluster import free_port
+from tests.unit.router.front_fakes import MODEL, Front, make_front
+
+DEADLINE_S = 20.0
+PROMPT = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2}
+SHOWN = {"authorization": "Bearer a-key"}
+
+
+def key(**limits: int) -> KeyConfig:
+    digest = hashlib.sha256(b"a-key").hexdigest()
+    return KeyConfig(name="k", sha256=digest, **limits)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine must not look like a Redis that is away."""
+    monkeypatch.setattr(rate_limits, "ANSWER_S", DEADLINE_S)
+
+
+def metrics() -> RouterMetrics:
+    return RouterMetrics(CollectorRegistry())
+
+
+@pytest.fixture
+async def client(redis_url: str) -> AsyncIterator[redis.asyncio.Redis]:
+    opened = redis_client(redis_url)
+    yield opened
+    await opened.aclose()
+
+
+@pytest.fixture
+def cluster_id() -> str:
+    return secrets.token_hex(4)
+
+
+@pytest.fixture
+async def limits(client: redis.asyncio.Redis, cluster_id: str) -> AsyncIterator[RateLimits]:
+    opened = RateLimits(client, cluster_id, metrics())
+    yield opened
+    await opened.close()
+
+
+async def enter(
+    limits: RateLimits, limited: KeyConfig, tokens: int = 1, deadline_s: float = 300.0
+) -> Charge:
+    charge = await limits.enter(limited, secrets.token_hex(4), tokens, deadline_s)
+    assert charge is not None
+    return charge
+
+
+async def refused(limits: RateLimits, limited: KeyConfig, tokens: int = 1) -> Any:
+    with pytest.raises(errors.RateLimitExceeded) as caught:
+        await limits.enter(limited, secrets.token_hex(4), tokens, 300.0)
+    return caught.value
+
+
+async def left(limits: RateLimits, charge: Charge, generated: int, *, refund: bool = False) -> None:
+    limits.leave(charge, generated, refund=refund)
+    await limits.close()
+
+
+async def test_requests_per_minute_are_one_limit_for_all_routers(
+    client: redis.asyncio.Redis, limits: RateLimits, cluster_id: str
+) -> None:
+    other = RateLimits(client, cluster_id, metrics())
+    limited = key(requests_per_minute=3)
+    for router, remaining in ((limits, 2), (other, 1), (limits, 0)):
+        (allowance,) = (await enter(router, limited)).allowances
+        assert (allowance.limit, allowance.remaining) == (3, remaining)
+    error = await refused(other, limited)
+    assert "3 requests a minute" in error.message
+    # One comes back every 20 s.
+    assert 15.0 < error.retry_after <= 20.0
+    assert error.facts["x-ratelimit-limit-requests"] == "3"
+    assert error.facts["x-ratelimit-remaining-requests"] == "0"
+    assert error.facts["x-ratelimit-reset-requests"].endswith("s")
+    # Another key has a limit of its own, and so has another cluster.
+    await enter(limits, KeyConfig(name="other", requests_per_minute=1))
+    await enter(RateLimits(client, secrets.token_hex(4), metrics()), limited)
+
+
+async def test_what_was_refused_is_not_charged(limits: RateLimits) -> None:
+    limited = key(requests_per_minute=5, tokens_per_minute=100)
+    await enter(limits, limited, 60)
+    error = await refused(limits, limited, 60)
+    assert "100 tokens a minute" in error.message
+    assert 10.0 < error.retry_after <= 12.0
+    charge = await enter(limits, limited, 40)
+    requests, tokens = charge.allowances
+    assert (requests.remaining, tokens.remaining) == (3, 0)
+    assert 55.0 < tokens.reset_s <= 60.0
+
+
+async def test_answers_are_charged_when_they_have_ended(limits: RateLimits) -> None:
+    limited = key(tokens_per_minute=100)
+    charge = await enter(limits, limited, 90)
+    await left(limits, charge, 70)
+    error = await refused(limits, limited, 1)
+    # 61 tokens too many, at 100 a minute.
+    assert 34.0 < error.retry_after <= 36.6
+
+
+async def test_who_was_turned_away_elsewhere_gets_all_back(
+    client: redis.asyncio.Redis, limits: RateLimits, cluster_id: str
+) -> None:
+    limited = key(requests_per_minute=1, tokens_per_minute=100, concurrency=1)
+    for _ in range(3):
+        charge = await enter(limits, limited, 100)
+        await left(limits, charge, 0, refund=True)
+    await enter(limits, limited, 100)
+    await refused(limits, limited)
+    # Nothing stays for ever.
+    for name in await client.keys(f"*{cluster_id}*"):
+        assert 0 < await client.pttl(name) <= 301_000
+
+
+async def test_more_tokens_than_there_ever_are(limits: RateLimits) -> None:
+    with pytest.raises(errors.RequestTooLarge, match="101 tokens"):
+        await limits.enter(key(tokens_per_minute=100), "r", 101, 1.0)
+
+
+async def test_concurrency(limits: RateLimits) -> None:
+    limited = key(concurrency=2)
+    first = await enter(limits, limited)
+    await enter(limits, limited)
+    error = await refused(limits, limited)
+    assert "2 requests at a time" in error.message
+    assert error.retry_after > 0
+    await left(limits, first, 0)
+    await enter(limits, limited)
+    await refused(limits, limited)
+
+
+async def test_a_request_whose_router_died_counts_until_its_deadline(limits: RateLimits) -> None:
+    limited = key(concurrency=1)
+    await enter(limits, limited, deadline_s=0.3)
+    await refused(limits, limited)
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            try:
+                await enter(limits, limited)
+            except errors.RateLimitExceeded:
+                await asyncio.sleep(0.05)
+            else:
+                return
+
+
+async def test_many_at_once_never_exceed_the_limit(limits: RateLimits) -> None:
+    limited = key(requests_per_minute=20, concurrency=15)
+    answers = await asyncio.gather(
+        *(limits.enter(limited, str(number), 1, 300.0) for number in range(60)),
+        return_exceptions=True,
+    )
+    assert sum(isinstance(answer, Charge) for answer in answers) == 15
+    assert sum(isinstance(answer, errors.RateLimitExceeded) for answer in answers) == 45
+
+
+async def test_without_redis_nobody_is_refused_and_it_is_counted() -> None:
+    counted, now = metrics(), [0.0]
+    client = redis_client(f"redis://127.0.0.1:{free_port()}/0")
+    limits = RateLimits(client, "c", counted, lambda: now[0])
+    limited = key(requests_per_minute=1)
+    for _ in range(5):
+        assert await limits.enter(limited, "r", 1, 1.0) is None
+    value = counted.registry.get_sample_value("baton_rate_limit_failures_total")
+    assert value == 5
+    await client.aclose()
+
+
+async def test_an_answer_that_comes_too_late_is_undone(
+    client: redis.asyncio.Redis, limits: RateLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that went on uncounted holds no place."""
+    limited = key(requests_per_minute=1, concurrency=1)
+    monkeypatch.setattr(rate_limits, "AWAY_S", 0.0)
+    monkeypatch.setattr(rate_limits, "ANSWER_S", 0.0)
+    assert await limits.enter(limited, "r", 1, 300.0) is None
+    monkeypatch.setattr(rate_limits, "ANSWER_S", DEADLINE_S)
+    while limits._background:
+        await limits.close()
+    await enter(limits, limited)
+
+
+# As clients see it
+
+
+@asynccontextmanager
+async def app_of(front: Front, limits: RateLimits) -> AsyncIterator[httpx.AsyncClient]:
+    access = Access(front.config, front.metrics, limits)
+    app = create_app(front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://baton") as http:
+        yield http
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_headers(limits: RateLimits, stream: bool) -> None:
+    front = make_front(keys=[key(requests_per_minute=2, tokens_per_minute=1000).model_dump()])
+    async with app_of(front, limits) as http:
+        for remaining in ("1", "0"):
+            body = {**PROMPT, "stream": stream}
+            answer = await http.post("/v1/completions", json=body, headers=SHOWN)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-ratelimit-limit-requests"] == "2"
+            assert answer.headers["x-ratelimit-remaining-requests"] == remaining
+            assert answer.headers["x-ratelimit-limit-tokens"] == "1000"
+            # 3 of the prompt, 2 of the first answer, 3 of the second prompt.
+            assert int(answer.headers["x-ratelimit-remaining-tokens"]) in (
+                {997} if remaining == "1" else {992, 993, 994}
+            )
+            await limits.close()
+        answer = await http.post("/v1/completions", json=PROMPT, headers=SHOWN)
+        assert answer.status_code == 429
+        assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+        assert 20 <= int(answer.headers["retry-after"]) <= 30
+        assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+        # Without the key nothing is limited, and nothing told.
+        answer = await http.post("/v1/completions", json=PROMPT)
+        assert answer.status_code == 200
+        assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
+    assert front.requests() == {
+        ("short", "ok", ""): 3,
+        ("unknown", "shed", "rate_limit_exceeded"): 1,
+    }
+
+
+async def test_who_is_shed_keeps_the_allowance(limits: RateLimits) -> None:
+    async def full(request: GenerationRequest) -> Any:
+        raise errors.Overloaded("full", retry_after=1.0)
+        yield
+
+    front = make_front(full, keys=[key(requests_per_minute=1).model_dump()])
+    async with app_of(front, limits) as http:
+        for _ in range(3):
+            answer = await http.post("/v1/completions", json=PROMPT, headers=SHOWN)
+            assert answer.json()["error"]["code"] == "overloaded"
+            await limits.close()

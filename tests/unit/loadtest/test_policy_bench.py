@@ -1,0 +1,103 @@
+"""`baton bench policy`, with a real Valkey."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.config import PolicyName
+from deploy.cli import app
+
+BLOCK = 512
+
+
+def write_chats(path: Path, chats: int = 23, turns: int = 6) -> Path:
+    """Chats with one first block, one after the other; each turn repeats the one before it."""
+    dice, rows, fresh = random.Random(1), [], 1
+    held: dict[int, list[int]] = {chat: [0] for chat in range(chats)}
+    for turn in range(turns):
+        for chat, blocks in held.items():
+            more = dice.randint(1, 4)
+            blocks.extend(range(fresh, fresh + more))
+            fresh += more
+            rows.append(
+                {
+                    "timestamp": 1000 * (turn * chats + chat),
+                    "input_length": BLOCK * len(blocks),
+                    "output_length": 1,
+                    "hash_ids": list(blocks),
+                    "session_id": f"chat {chat}",
+                }
+            )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def bench(folder: Path, trace: Path, *flags: str) -> dict[str, Any]:
+    output = folder / "found.json"
+    arguments = ["bench", "policy", "--trace", str(trace), "--json", str(output), *flags]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(output.read_text())
+    return found
+
+
+def test_prefixes_are_found_without_herding(tmp_path: Path) -> None:
+    trace = write_chats(tmp_path / "chats.jsonl")
+    found = {
+        name: bench(tmp_path, trace, "--policy", name, "--scale-length", "32")
+        for name in get_args(PolicyName)
+    }
+    for one in found.values():
+        assert {"hit_ratio", "load_ratio", "decision_us_p50", "decision_us_p99"} <= one.keys()
+        asked, uncached = one["blocks_asked"], one["uncached_blocks"]
+        assert len(uncached) == 4
+        assert one["blocks_found"] + sum(uncached) == asked
+        assert one["hit_ratio"] == one["blocks_found"] / asked
+        assert one["load_ratio"] == pytest.approx(4 * max(uncached) / sum(uncached))
+    # One worker has every block after its first computing: no policy finds more.
+    assert found["prefix"]["load_ratio"] == 4.0
+    assert found["prefix"]["hit_ratio"] >= max(one["hit_ratio"] for one in found.values())
+    best = found["predictive"]
+    assert best["load_ratio"] < 1.2
+    assert best["hit_ratio"] > 0.95 * found["prefix"]["hit_ratio"]
+    for plain in ("round_robin", "least_loaded", "power_of_two"):
+        assert found[plain]["hit_ratio"] < 0.9 * best["hit_ratio"]
+    assert found["session"]["hit_ratio"] > 0.95 * found["prefix"]["hit_ratio"]
+
+
+def test_small_caches_find_less(tmp_path: Path) -> None:
+    trace = write_chats(tmp_path / "chats.jsonl")
+    whole = bench(tmp_path, trace, "--workers", "2")
+    small = bench(tmp_path, trace, "--workers", "2", "--cache-blocks", "20")
+    assert small["workers"] == 2
+    assert small["hit_ratio"] < 0.9 * whole["hit_ratio"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--policy", "best"), "'best' is none of predictive"),
+        (("--scale-length", "0"), "is not above 0"),
+        (("--json", "/nonexistent/found.json"), "cannot be written"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, flags: tuple[str, ...], says: str) -> None:
+    trace = write_chats(tmp_path / "chats.jsonl", 1, 1)
+    result = CliRunner().invoke(app, ["bench", "policy", "--trace", str(trace), *flags])
+    assert result.exit_code == 1
+    assert says in result.output
+
+
+def test_a_trace_without_blocks_or_not_there(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('{"timestamp": 0, "input_length": 5, "hash_ids": []}\n')
+    for trace, says in ((empty, "hash_ids"), (tmp_path / "none", "cannot be read")):
+        result = CliRunner().invoke(app, ["bench", "policy", "--trace", str(trace)])
+        assert result.exit_code == 1
+        assert says in result.output

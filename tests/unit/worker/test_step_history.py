@@ -1,0 +1,29 @@
+"""Means over the latest decode steps."""
+
+from __future__ import annotations
+
+from engine.plan import PlanRow, StepPlan
+from worker.step_history import MeanStep, StepHistory
+
+
+def plan(*rows: tuple[int, int]) -> StepPlan:
+    """Of (start, count) each."""
+    made = tuple(PlanRow(n, start, count, (), True) for n, (start, count) in enumerate(rows))
+    return StepPlan(1, (), (), made)
+
+
+def test_means_of_decode_steps_alone() -> None:
+    history = StepHistory()
+    assert history.mean() == MeanStep(0.0, 0.0, 0.0)
+    history.observe(plan((9, 1)), 10.0)
+    history.observe(plan((9, 1), (0, 30)), 500.0)
+    history.observe(plan((10, 1), (18, 1), (0, 1)), 20.0)
+    assert history.mean() == MeanStep(15.0, 2.0, (10 + 11 + 19 + 1) / 2)
+
+
+def test_old_steps_are_forgotten() -> None:
+    history = StepHistory()
+    history.observe(plan((9, 1)), 1000.0)
+    for _ in range(16):
+        history.observe(plan((9, 1)), 10.0)
+    assert history.mean().ms == 10.0
