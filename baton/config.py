@@ -170,9 +170,10 @@ class Config(BaseSettings):
     """Router processes behind the HTTP and gRPC ports; the kernel picks one for each connection."""
     redis_url: str = ""
     """A Redis or Valkey server, ``redis://host:port/db``; empty starts an embedded Valkey."""
-    index_mib: int = Field(default=128, ge=32, le=1 << 20)
-    """Most memory of the prefix index in Redis, in MiB; beyond it the index forgets the blocks that
-    nobody has asked for longest. A million (block, worker) pairs take 3 to 14 MiB."""
+    index_mib: int = Field(default=256, ge=1, le=1 << 20)
+    """Most memory of the prefix index in Redis, in MiB; beyond it the index forgets blocks that
+    nobody asks for. A million blocks take some 45 MiB, and 2 more for each worker that holds all of
+    them."""
     transport: TransportName = "auto"
     """How KV blocks travel between workers; ``auto``: the best that both ends of a pair can use."""
     transfer_window_mib: int = Field(default=32, ge=1, le=4096)

@@ -19,18 +19,13 @@ from typing import Any, cast
 
 import redis.asyncio
 
-from baton.index_scripts import APPLY, BEGIN, BUCKETS, DROP, LOOKUP, RETIRE
+from baton.index_scripts import APPLY, BEGIN, LOOKUP, RETIRE
 
 BATCH = 256
 """Most hashes of one call that changes the index: about a millisecond of the server's time."""
 MOST_BLOCKS = 65535
 """A lookup asks for no more leading blocks than this."""
-DEFAULT_MEMORY_BYTES = 128 << 20
-_BUCKET_COST_BYTES = 130
-"""What the server needs for a key, besides its value."""
-_ALLOCATOR = 1.125
-"""What the server's allocator takes for a byte of a value, on average."""
-_DROP_BUCKETS = 4096
+DEFAULT_MEMORY_BYTES = 256 << 20
 _GROUP = struct.Struct(">HH")
 
 
@@ -51,15 +46,13 @@ class PrefixIndex:
         self._client = client
         self._state = f"baton:{{{cluster_id}}}:index"
         self._keys = [self._state, f"{self._state}:numbers", f"{self._state}:retired"]
-        self._buckets = f"{self._state}:"
-        self._most_bytes = int(memory_bytes / _ALLOCATOR) - BUCKETS * _BUCKET_COST_BYTES
+        self._most_bytes = memory_bytes
         self._tag = b""
         self._names: dict[int, str] = {}
         self._begin = client.register_script(BEGIN)
         self._retire = client.register_script(RETIRE)
         self._apply = client.register_script(APPLY)
         self._lookup = client.register_script(LOOKUP)
-        self._drop = client.register_script(DROP)
 
     async def apply(
         self,
@@ -76,7 +69,7 @@ class PrefixIndex:
         worker; send a snapshot. The last batch once more is True, and changes nothing. ``tend``:
         also keep the index alive and drop a piece of what dead workers held.
         """
-        head: list[Any] = [self._buckets, incarnation, generation, sequence]
+        head: list[Any] = [incarnation, generation, sequence]
         changes: list[Any] = [b"".join(stored), b"".join(removed), int(tend)]
         return bool(await cast(Any, self._apply(keys=self._keys, args=[*head, *changes])))
 
@@ -115,13 +108,10 @@ class PrefixIndex:
         A worker that lives after all sends a snapshot, which begins another generation.
         """
         generation = await cast(Any, self._client.hget(self._state, "generation"))
-        await cast(Any, self._client.delete(*self._keys))
-        if generation is None:
-            return
-        prefix = f"{self._buckets}{generation.decode()}:"
-        for first in range(0, BUCKETS, _DROP_BUCKETS):
-            args: list[Any] = [prefix, first, _DROP_BUCKETS]
-            await cast(Any, self._drop(keys=[self._state], args=args))
+        keys = list(self._keys)
+        if generation is not None:
+            keys.append(f"{self._state}:{generation.decode()}")
+        await cast(Any, self._client.unlink(*keys))
 
     async def lookup(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """How many leading blocks of ``hashes`` each incarnation holds; absent means none."""
@@ -130,7 +120,7 @@ class PrefixIndex:
         asked = b"".join(hashes[:MOST_BLOCKS])
         # Those of this call: another one's answer may bring a newer table meanwhile.
         tag, names = self._tag, self._names
-        args: list[Any] = [self._buckets, tag, asked]
+        args: list[Any] = [tag, asked]
         answer = await cast(Any, self._lookup(keys=self._keys[:2], args=args))
         if answer[0] != tag:
             self._tag, self._names = answer[0], _names(answer[1])

@@ -30,6 +30,7 @@ def test_the_figures_of_a_small_index(tmp_path: Path) -> None:
     assert 20_000 <= found["blocks"] < 45_000
     assert 0 < found["lookup_ms_p50"] <= found["lookup_ms_p99"]
     assert found["lookups_per_s"] > 0
+    assert found["lookup_ms_p99_random"] > 0
     assert found["bytes_per_million_blocks"] > 2_000_000
     assert found["deep_share"] == 0.5
     assert found["server_us_per_lookup"] > 0
