@@ -469,7 +469,13 @@ async def test_several_workers_of_each_role(
     tiny_model: Path, redis_url: str, transport: str
 ) -> None:
     async with mini_cluster(
-        tiny_model, redis_url, prefill=2, decode=2, kv_pool_mib=8, transport=transport
+        tiny_model,
+        redis_url,
+        prefill=2,
+        decode=2,
+        kv_pool_mib=8,
+        transport=transport,
+        policy="round_robin",
     ) as cluster:
         prompts = [prompt_of(40, salt) for salt in range(12)]
         answers = await asyncio.gather(*(cluster.answer(prompt, SHORT) for prompt in prompts))
