@@ -177,11 +177,10 @@ if ahead ~= 0 then return 0 end
 local me, blocks = two(number), KEYS[1] .. ':' .. known[1]
 local bytes, most = tonumber(known[5]), tonumber(known[4])
 
--- Rewrite the values of a batch's blocks; an empty one means that nobody holds the block.
-local function change(hashes, how)
+-- Rewrite the values of some blocks; an empty one means that nobody holds the block.
+local function change_some(hashes, how)
   local names, changed, empty = {{}}, {{}}, {{}}
   for i = 1, #hashes / 16 do names[i] = sub(hashes, 16 * i - 15, 16 * i - 8) end
-  if #names == 0 then return end
   for i, value in ipairs(redis.call('HMGET', blocks, unpack(names))) do
     local old = value or ''
     local new = how(old)
@@ -197,6 +196,11 @@ local function change(hashes, how)
   end
   set(blocks, changed)
   drop(blocks, empty)
+end
+
+-- A command takes some thousand fields at most.
+local function change(hashes, how)
+  for first = 1, #hashes, 16000 do change_some(sub(hashes, first, first + 15999), how) end
 end
 
 local function store(value)

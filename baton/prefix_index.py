@@ -22,7 +22,7 @@ import redis.asyncio
 from baton.index_scripts import APPLY, BEGIN, LOOKUP, RETIRE
 
 BATCH = 256
-"""Most hashes of one call that changes the index: about a millisecond of the server's time."""
+"""Most hashes of one call that changes the index: some 0.4 ms of the server's time."""
 MOST_BLOCKS = 65535
 """A lookup asks for no more leading blocks than this."""
 DEFAULT_MEMORY_BYTES = 256 << 20
@@ -64,7 +64,7 @@ class PrefixIndex:
         *,
         tend: bool = False,
     ) -> bool:
-        """Apply a batch of at most ``BATCH`` hashes. False: the index has lost track of this
+        """Apply a batch, best of at most ``BATCH`` hashes. False: the index has lost track of this
 
         worker; send a snapshot. The last batch once more is True, and changes nothing. ``tend``:
         also keep the index alive and drop a piece of what dead workers held.

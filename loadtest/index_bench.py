@@ -24,7 +24,7 @@ import redis.asyncio
 from rich.console import Console
 
 from baton.background import end_tasks
-from baton.errors import BatonError, DeadlineExceeded
+from baton.errors import BatonError, DeadlineExceeded, Unavailable
 from baton.prefix_index import DEFAULT_MEMORY_BYTES, PrefixIndex
 from baton.redis_client import redis_client
 from loadtest.bench_store import bench_store
@@ -41,6 +41,8 @@ _LOADERS = 4
 _WARM = 200
 """Lookups before those that count: the first ones set up connections."""
 _DEADLINE_S = 5.0
+_MOST_AT_A_TIME = 64
+"""Fewer than the client may have connections. Whoever waits for a place waits on the clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,10 @@ def bench_index(settings: IndexSettings, say: Say, console: Console, output: Pat
         bench_store(Path(folder)) as url,
         _own_core(url),
     ):
-        report = asyncio.run(_measure(settings, machine, workload, url, say))
+        try:
+            report = asyncio.run(_measure(settings, machine, workload, url, say))
+        except redis.RedisError as error:
+            raise Unavailable(f"Valkey failed: {error!r}") from error
     for line in lines_of(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if output is not None:
@@ -201,6 +206,7 @@ class _Run:
         self._index = index
         self._asked = asked
         self._due: list[float] = np.cumsum(gaps_s).tolist()
+        self._places = asyncio.Semaphore(_MOST_AT_A_TIME)
         self.took_s: list[float] = []
         self.wall_s = self.cpu_s = 0.0
 
@@ -230,7 +236,8 @@ class _Run:
 
     async def _one(self, question: Question) -> None:
         began = time.perf_counter()
-        await self._index.lookup(question.hashes)
+        async with self._places:
+            await self._index.lookup(question.hashes)
         self.took_s.append(time.perf_counter() - began)
 
 

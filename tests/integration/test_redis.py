@@ -515,6 +515,15 @@ async def test_the_walk_goes_by_pieces(store: Store) -> None:
     assert 1000 < len(await contents(store)) < 2000
 
 
+async def test_a_batch_of_any_size(store: Store) -> None:
+    hashes = [secrets.token_bytes(HASH_BYTES) for _ in range(9001)]
+    generation, sequence = await store.index.snapshot("w", ())
+    assert await store.index.apply("w", generation, sequence, hashes, ())
+    assert await store.index.lookup(hashes) == {"w": 9001}
+    assert await store.index.apply("w", generation, sequence + 1, (), hashes[1:])
+    assert await contents(store) == {name_of(hashes[0]): {"w"}}
+
+
 async def test_nothing_is_left_once_all_is_forgotten(store: Store) -> None:
     hashes = [secrets.token_bytes(HASH_BYTES) for _ in range(2000)]
     await store.index.snapshot("w", hashes)
