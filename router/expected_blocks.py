@@ -66,7 +66,8 @@ class ExpectedBlocks:
             until, _, worker, hashes = heapq.heappop(self._notes)
             self._blocks -= len(hashes)
             for block in hashes:
-                workers = self._workers[block]
+                # Another note of the same moment may have struck it off.
+                workers = self._workers.get(block, {})
                 if workers.get(worker, until + 1.0) <= until:
                     del workers[worker]
                     if not workers:

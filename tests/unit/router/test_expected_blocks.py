@@ -69,3 +69,12 @@ def test_it_equals_a_plain_list_of_notes(
             if until > now and depth:
                 depths[name] = max(depth, depths.get(name, 0))
         assert expected.joined({}, CHAINS[asked], now) == depths
+
+
+def test_what_is_noted_twice_for_one_moment_expires_once() -> None:
+    expected = ExpectedBlocks()
+    for hashes in ([A, B], [A, B, C], [A, A]):
+        expected.expect(hashes, "p", 0.0)
+    assert expected.joined({}, [A, B, C], 1.0) == {"p": 3}
+    assert expected.joined({}, [A, B, C], EXPECTED_MS) == {}
+    assert len(expected) == 0
