@@ -68,7 +68,16 @@ class CostModel:
     Owned by the router's event loop.
     """
 
-    __slots__ = ("_begun", "_information", "_prior", "_right", "_scale", "_spread", "_weights")
+    __slots__ = (
+        "_begun",
+        "_information",
+        "_prior",
+        "_right",
+        "_scale",
+        "_solution",
+        "_spread",
+        "_weights",
+    )
 
     def __init__(self, begin: Coefficients, default: Coefficients, scale: Coefficients) -> None:
         """Starts from ``begin``, or from ``default`` where that is ``UNKNOWN``.
@@ -87,11 +96,12 @@ class CostModel:
         self._spread = min(error, _WIDEST_SPREAD)
         self._information = [0.0] * 6
         self._right = [0.0] * 3
+        self._solution = self._solve()
 
     @property
     def coefficients(self) -> Coefficients:
         """a, b, c; none is negative."""
-        a, b, c = self._solve()
+        a, b, c = self._solution
         first, second, third = self._scale
         return a / first, b / second, c / third
 
@@ -103,8 +113,8 @@ class CostModel:
         if not all(math.isfinite(v) and v >= 0.0 for v in (second, third, took_ms)):
             return False
         features = (1.0 / self._scale[0], second / self._scale[1], third / self._scale[2])
-        known = self._solve()
-        predicted = max(_LEAST_MS, sum(x * y for x, y in zip(known, features, strict=True)))
+        known = zip(self._solution, features, strict=True)
+        predicted = max(_LEAST_MS, sum(x * y for x, y in known))
         residual = abs(took_ms - predicted) / predicted
         wrong = residual > _HUBER * self._spread
         kept = _KEPT_IF_WRONG if wrong else _KEPT
@@ -119,6 +129,7 @@ class CostModel:
             self._information[place] = kept * self._information[place] + added
         for place in range(3):
             self._right[place] = kept * self._right[place] + weight * features[place] * took_ms
+        self._solution = self._solve()
         return True
 
     def _solve(self) -> tuple[float, float, float]:

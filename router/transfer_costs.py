@@ -47,7 +47,7 @@ class TransferCosts:
             self.usual = _line(self._all)
         if len(self._pairs) > MOST_PAIRS:
             oldest, _ = self._pairs.popitem(last=False)
-            del self._lines[oldest]
+            self._lines.pop(oldest, None)
 
     def line(self, source: str, target: str) -> Line:
         """Of one pair."""
@@ -57,7 +57,7 @@ class TransferCosts:
         """A worker has left."""
         for key in [key for key in self._pairs if worker in key]:
             del self._pairs[key]
-            del self._lines[key]
+            self._lines.pop(key, None)
 
     @property
     def told(self) -> bool:

@@ -40,3 +40,11 @@ def test_what_cannot_be_a_timing_teaches_nothing() -> None:
     costs.observe("p", "d", -1, 1.0)
     costs.observe("p", "d", 1, -1.0)
     assert not costs.told
+
+
+def test_a_pair_that_has_told_nonsense_alone_can_be_forgotten() -> None:
+    costs = TransferCosts()
+    costs.observe("p", "d", 3, float("nan"))
+    assert not costs.told
+    costs.forget("d")
+    assert costs.line("p", "d") == pytest.approx(DEFAULT[:2])
