@@ -575,6 +575,9 @@ def bench_policy(
         int | None, typer.Option(min=1, help="Most blocks in a worker's cache. Default: no bound.")
     ] = None,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a block of the trace.")] = 512,
+    routers: Annotated[
+        int, typer.Option(min=1, max=64, help="Routers that take requests in turns.")
+    ] = 1,
     policy: Annotated[
         str,
         typer.Option(
@@ -598,7 +601,7 @@ def bench_policy(
     if not 0 < scale_length < float("inf"):
         _fail(f"--scale-length: {scale_length} is not above 0")
     settings = PolicyBenchSettings(
-        trace, workers, cast(PolicyName, policy), scale_length, cache_blocks, block_tokens
+        trace, workers, cast(PolicyName, policy), scale_length, cache_blocks, block_tokens, routers
     )
     try:
         bench(settings, lambda text: typer.echo(text, err=True), Console(), output)

@@ -4,7 +4,9 @@ Time is the trace's own. The workers are prefill workers with a queue each and a
 prompt takes them what the cost model's defaults say, and they report it as real ones do. Their
 events reach an index in a Valkey of the benchmark's own when a prompt is computed, a publisher's
 period later. One decode worker has room for everything. Blocks are found where the worker that was
-chosen holds them; nothing is fetched from others.
+chosen holds them; nothing is fetched from others. Several routers take the requests in turns: each
+knows what it has sent itself, the index that all share, and the loads that workers tell with their
+heartbeats.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ TRACE_BLOCK_TOKENS = 512
 """Tokens in a block of Mooncake's traces."""
 PUBLISH_S = 0.05
 """From a prompt's end to its events, as ``worker.process`` publishes."""
+HEARTBEAT_S = 1.0
+"""How often workers tell their loads, as by default."""
 _SEED = 1
 _REDIS_S = 30.0
 _PLENTY = 1 << 40
@@ -66,6 +70,7 @@ class PolicyBenchSettings:
     """Most blocks in a worker's cache; None: no bound."""
     block_tokens: int = TRACE_BLOCK_TOKENS
     """Tokens in a block of the trace."""
+    routers: int = 1
 
 
 @dataclass(slots=True)
@@ -104,10 +109,19 @@ class _Worker:
         self.name = f"prefill-{number}"
         self.cache = LruCache(cache_blocks)
         self.free_at = 0.0
+        self.waiting: deque[tuple[float, int]] = deque()
+        """When each prompt that is not computed will be, and its uncached tokens."""
         self.sequence = 0
         self.generation = b""
         self.changes: deque[tuple[float, list[bytes], list[bytes]]] = deque()
         """When they are published, what is stored and what removed."""
+
+    def load(self, now: float) -> LoadSnapshot:
+        """As a heartbeat tells it."""
+        while self.waiting and self.waiting[0][0] <= now:
+            self.waiting.popleft()
+        tokens = sum(count for _, count in self.waiting)
+        return LoadSnapshot(free_blocks=_PLENTY, waiting=len(self.waiting), waiting_tokens=tokens)
 
 
 class Replayer:
@@ -117,7 +131,11 @@ class Replayer:
         self._hash_block = max(1, round(settings.block_tokens / settings.scale_length))
         route = ClassRoute(slo_tpot_ms=float("inf"))
         routes = RouteSettings(self._hash_block, default=route, pulls=False)
-        self._planner = Planner(make_policy(settings.policy, routes, _SEED), self._hash_block)
+        self._planners = [
+            Planner(make_policy(settings.policy, routes, _SEED + number), self._hash_block)
+            for number in range(settings.routers)
+        ]
+        self._told_at = 0.0
         self._index = index
         self._workers = {
             worker.name: worker
@@ -136,16 +154,17 @@ class Replayer:
             worker.generation, worker.sequence = await self._index.snapshot(worker.name, ())
         self._join("decode-0", "decode")
         uncached = dict.fromkeys(self._workers, 0)
-        for row in rows:
+        for row, planner in zip(rows, itertools.cycle(self._planners), strict=False):
             hashes = row.hashes()
             self._catch_up(row.at_s)
+            self._tell_loads(row.at_s)
             await self._publish(row.at_s)
             held = await self._index.lookup(hashes)
             request = RouteRequest(row.prompt_tokens, session=row.session)
             began = time.perf_counter()
-            decision = self._planner.decide(request, hashes, held, row.at_s)
+            decision = planner.decide(request, hashes, held, row.at_s)
             result.decision_us.append((time.perf_counter() - began) * 1e6)
-            promise = self._planner.promise(decision, request, hashes, row.at_s)
+            promise = planner.promise(decision, request, hashes, row.at_s)
             worker = self._workers[decision.prefill]
             found = self._compute(worker, row, hashes, promise)
             result.ttft_ms.append((worker.free_at - row.at_s) * 1e3)
@@ -169,9 +188,20 @@ class Replayer:
             max_sequences=_PLENTY,
             load=LoadSnapshot(free_blocks=_PLENTY),
         )
-        self._planner.table.add(record)
-        self._planner.table.set_load(name, record.load, 0.0)
-        self._planner.table.set_up(name, True)
+        for planner in self._planners:
+            planner.table.add(record)
+            planner.table.set_load(name, record.load, 0.0)
+            planner.table.set_up(name, True)
+
+    def _tell_loads(self, now: float) -> None:
+        """What other routers have sent; one that is alone knows it all."""
+        if len(self._planners) == 1 or now - self._told_at < HEARTBEAT_S:
+            return
+        self._told_at = now
+        for worker in self._workers.values():
+            load = worker.load(now)
+            for planner in self._planners:
+                planner.table.set_load(worker.name, load, now * 1e3)
 
     def _compute(
         self, worker: _Worker, row: TraceRow, hashes: list[bytes], promise: Promise
@@ -184,6 +214,7 @@ class Replayer:
         a, b, c = PREFILL_DEFAULT
         took_ms = a + b * count + c * count * mean_context(row.prompt_tokens, cached)
         worker.free_at = max(worker.free_at, row.at_s) + took_ms / 1e3
+        worker.waiting.append((worker.free_at, count))
         worker.changes.append((worker.free_at + PUBLISH_S, *worker.cache.drain_changes()))
         end = (worker.free_at, next(self._counter), promise, count, took_ms)
         heapq.heappush(self._ends, end)
@@ -237,6 +268,7 @@ def bench_policy(
         details = {
             "policy": settings.policy,
             "workers": settings.workers,
+            "routers": settings.routers,
             "requests": len(rows),
             "blocks_asked": result.asked,
             "blocks_found": result.found,

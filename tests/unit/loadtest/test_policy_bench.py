@@ -71,6 +71,21 @@ def test_prefixes_are_found_without_herding(tmp_path: Path) -> None:
     assert found["session"]["hit_ratio"] > 0.95 * found["prefix"]["hit_ratio"]
 
 
+MOONCAKE = Path(__file__).resolve().parents[4] / "shared/traces/mooncake_conversation.jsonl.gz"
+
+
+@pytest.mark.skipif(not MOONCAKE.exists(), reason="the trace is not here")
+def test_three_routers_lose_less_than_a_hundredth_of_the_hits(tmp_path: Path) -> None:
+    """Each with a policy and an account of its own: they share the index and the workers' loads."""
+    alone, together = (
+        bench(tmp_path, MOONCAKE, "--scale-length", "32", "--routers", routers)
+        for routers in ("1", "3")
+    )
+    assert together["routers"] == 3
+    assert together["blocks_found"] > 0.99 * alone["blocks_found"]
+    assert together["load_ratio"] < 1.1
+
+
 def test_small_caches_find_less(tmp_path: Path) -> None:
     trace = write_chats(tmp_path / "chats.jsonl")
     whole = bench(tmp_path, trace, "--workers", "2")
