@@ -28,9 +28,9 @@ from worker.role import WorkerContext
 log = logging.getLogger(__name__)
 
 LEAST_WIRE_S = 0.02
-"""Layers are sent before their blocks are complete if the wire is busy for that long with what a step
-computes: to look at the step, and to send more batches, takes cores from it, and costs the first
-token more than a fast wire would gain."""
+"""Layers are sent before their blocks are complete if the wire is busy for that long with what a
+step computes: to look at the step, and to send more batches, takes cores from it, and costs the
+first token more than a fast wire would gain."""
 LEAST_SLICE_S = 0.01
 """So long the wire is to be busy with the layers that are sent at a time."""
 ABORT_DEADLINE_S = 2.0
