@@ -32,14 +32,9 @@ class GrammarGate:
         ``deadline`` is on the monotonic clock. Raises InvalidGrammar, DeadlineExceeded, and
         Overloaded where too many others wait.
         """
-        if grammar is None or grammar in self._grammars:
-            return
-        task = self._compiling.get(grammar)
+        task = self.begin(grammar)
         if task is None:
-            if len(self._compiling) >= MOST_WAITING:
-                raise Overloaded("too many new grammars wait to be compiled", retry_after=1.0)
-            task = asyncio.create_task(self._compile(grammar), name="compile a grammar")
-            self._compiling[grammar] = task
+            return
         # Not the task itself: another one may wait for it.
         await asyncio.wait([task], timeout=max(0.0, deadline - time.monotonic()))
         if not task.done():
@@ -47,6 +42,21 @@ class GrammarGate:
         error = task.result()
         if error is not None:
             raise InvalidGrammar(error.message)
+
+    def begin(self, grammar: Grammar | None) -> asyncio.Task[InvalidGrammar | None] | None:
+        """Have a grammar compiled before it is waited for; None where nothing is to be done.
+
+        The task's result is why it cannot be. Raises Overloaded.
+        """
+        if grammar is None or grammar in self._grammars:
+            return None
+        task = self._compiling.get(grammar)
+        if task is None:
+            if len(self._compiling) >= MOST_WAITING:
+                raise Overloaded("too many new grammars wait to be compiled", retry_after=1.0)
+            task = asyncio.create_task(self._compile(grammar), name="compile a grammar")
+            self._compiling[grammar] = task
+        return task
 
     async def _compile(self, grammar: Grammar) -> InvalidGrammar | None:
         try:

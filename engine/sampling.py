@@ -1,7 +1,8 @@
 """Drawing the next token: a pure function of the logits row, the parameters and the token ids.
 
-Order: repetition, presence and frequency penalties, logit bias, min_tokens, the grammar's mask, then
-temperature, top_k, top_p, min_p, and the Gumbel-max draw (Maddison et al., 2014) with hashed noise.
+Order: repetition, presence and frequency penalties, logit bias, min_tokens, the grammar's mask,
+then temperature, top_k, top_p, min_p, and the Gumbel-max draw (Maddison et al., 2014) with hashed
+noise.
 """
 
 from __future__ import annotations
