@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from baton.compiled_grammars import CompiledGrammars, grammars_of
+from baton.compiled_grammars import CompiledGrammars, TokenMatcher, grammars_of
+from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, GrammarKind
+from baton.grammar_gate import GrammarGate
 from engine.grammar_state import GrammarState, unpack
 
 _CORPUS = [
@@ -17,6 +20,7 @@ _CORPUS = [
     "yes no maybe, null false",
 ]
 END = "<|end|>"
+WAIT_S = 20.0
 
 
 @functools.cache
@@ -81,3 +85,21 @@ def follow(state: GrammarState, token_ids: Iterable[int]) -> Iterable[bool]:
 def allowed_in(state: GrammarState) -> set[int]:
     (mask,) = state.masks()
     return set(unpack(mask, vocab_size()).nonzero()[0].tolist())
+
+
+class SlowGrammars:
+    """Compiles when it is let; a text that begins with "bad" is refused."""
+
+    def __init__(self) -> None:
+        self.may_go = threading.Event()
+        self.compiled: list[str] = []
+        self.seconds: list[float] = []
+        self.grammars = CompiledGrammars(lambda: self.compile, vocab_size())
+        self.gate = GrammarGate(self.grammars, self.seconds.append)
+
+    def compile(self, grammar: Grammar) -> TokenMatcher:
+        assert self.may_go.wait(WAIT_S)
+        self.compiled.append(grammar.text)
+        if grammar.text.startswith("bad"):
+            raise InvalidGrammar("it is bad")
+        return small_grammars().matcher(grammar)

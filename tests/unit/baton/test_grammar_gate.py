@@ -3,36 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 
 import pytest
 
-from baton.compiled_grammars import CompiledGrammars, TokenMatcher
 from baton.errors import DeadlineExceeded, InvalidGrammar, Overloaded
-from baton.grammar import Grammar
-from baton.grammar_gate import MOST_WAITING, GrammarGate
-from tests.unit.baton.grammar_tools import regex, small_grammars, vocab_size
-
-WAIT_S = 20.0
-
-
-class SlowGrammars:
-    """Compiles when it is let."""
-
-    def __init__(self) -> None:
-        self.may_go = threading.Event()
-        self.compiled: list[str] = []
-        self.seconds: list[float] = []
-        self.grammars = CompiledGrammars(lambda: self.compile, vocab_size())
-        self.gate = GrammarGate(self.grammars, self.seconds.append)
-
-    def compile(self, grammar: Grammar) -> TokenMatcher:
-        assert self.may_go.wait(WAIT_S)
-        self.compiled.append(grammar.text)
-        if grammar.text.startswith("bad"):
-            raise InvalidGrammar("it is bad")
-        return small_grammars().matcher(grammar)
+from baton.grammar_gate import MOST_WAITING
+from tests.unit.baton.grammar_tools import WAIT_S, SlowGrammars, regex
 
 
 def soon() -> float:
