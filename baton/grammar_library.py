@@ -8,10 +8,12 @@ library keeps takes 60 MiB for 49 thousand tokens.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from baton.compiled_grammars import reason_in
 from baton.errors import InvalidGrammar
@@ -20,6 +22,9 @@ from baton.grammar import Grammar, GrammarKind
 MOST_GRAMMAR_BYTES = 128 << 10
 """Of a grammar's text, as UTF-8. What took longest to compile within this, a schema of 4000
 properties none of which is required, took 0.8 s."""
+_MOST_GBNF_BYTES = 8 << 10
+"""Of a grammar in GBNF, whose conversion takes time by the square of its length: 0.3 s here."""
+_LARK = re.compile(r"^[ \t]*(%llguidance\b|start[ \t]*:)", re.MULTILINE)
 _WHITESPACE = r"(?: |\n[ \t]{0,40})?"
 """Between the parts of JSON: nothing, a space, or a new line and its indentation. Bounded, because
 a model that may write spaces for ever sometimes does."""
@@ -79,7 +84,19 @@ def _library_text(grammar: Grammar) -> str:
             texts = " | ".join(json.dumps(text) for text in json.loads(grammar.text))
             return LLMatcher.grammar_from_lark(f"start: {texts}")
         case GrammarKind.LARK:
-            return LLMatcher.grammar_from_lark(grammar.text)
+            return LLMatcher.grammar_from_lark(_lark(grammar.text))
+
+
+def _lark(text: str) -> str:
+    """Text in Lark's dialect as it is; what has no rule ``start`` is taken for GBNF."""
+    if _LARK.search(text):
+        return text
+    if len(text) > _MOST_GBNF_BYTES:
+        raise ValueError(f"it has no rule `start`, and GBNF is limited to {_MOST_GBNF_BYTES} bytes")
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # the converter raises bare Exception, and RecursionError
+        raise ValueError(f"it has no rule `start`, and is no GBNF either: {error}") from None
 
 
 def _schema(text: str) -> str:

@@ -71,6 +71,8 @@ def lark(text: str) -> Grammar:
         (choice('q"\\\n', "é😀", "", "a.*"), "abc", False),
         (lark('start: "a" start "b" | "c"'), "aacbb", True),
         (lark('start: "a" start "b" | "c"'), "aacb", False),
+        (lark('root ::= "a" rest\nrest ::= [0-9]+ | "x"'), "a12", True),
+        (lark('root ::= "a" rest\nrest ::= [0-9]+ | "x"'), "12", False),
     ],
 )
 def test_what_may_be_said(grammar: Grammar, text: str, fits: bool) -> None:
@@ -94,6 +96,10 @@ def test_what_may_be_said(grammar: Grammar, text: str, fits: bool) -> None:
         (regex("\ud800"), "surrogates"),
         (lark("start: foo"), "unknown name"),
         (lark("start: ("), "Expected token"),
+        (lark('rule: "a"'), "no rule `start`"),
+        (lark(" \n" * 4000), "no rule `start`"),
+        (lark(" \n" * 60000), "GBNF is limited"),
+        (lark("root ::= " + "(" * 4000), "no rule `start`"),
         (regex("a" * (MOST_GRAMMAR_BYTES + 1)), "are possible"),
         (regex("é" * (MOST_GRAMMAR_BYTES // 2 + 1)), "are possible"),
     ],
