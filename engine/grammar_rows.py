@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from baton.compiled_grammars import CompiledGrammars
 from baton.errors import BatonError, GrammarFailed
@@ -81,14 +82,22 @@ class GrammarRows:
         return [None] * (1 + len(draft_tokens))
 
     def masked(self, sequence_ids: Sequence[int], draws: list[SampleRow]) -> list[SampleRow]:
-        """A step's draws, one of each of the sequences, with their masks."""
+        """A step's draws, each of the sequence that is named in its place, with their masks.
+
+        Draws of one sequence stand together: those of its choices, which have the same tokens, or
+        those behind its drafts, whose tokens go on from the first one's.
+        """
         if not self._states:
             return draws
-        return [
-            replace(draw, mask=self._mask(sequence_id, draw)) if self.has(sequence_id) else draw
-            for sequence_id, draw in zip(sequence_ids, draws, strict=True)
-        ]
+        found: list[SampleRow] = []
+        pairs = zip(sequence_ids, draws, strict=True)
+        for sequence_id, group in groupby(pairs, key=lambda pair: pair[0]):
+            rows = [draw for _, draw in group]
+            found += self._with_masks(sequence_id, rows) if self.has(sequence_id) else rows
+        return found
 
-    def _mask(self, sequence_id: int, draw: SampleRow) -> Mask | None:
-        (mask,) = self.masks(sequence_id, draw.token_ids[draw.prompt_length :])
-        return mask
+    def _with_masks(self, sequence_id: int, rows: list[SampleRow]) -> list[SampleRow]:
+        known = rows[0].token_ids
+        longest = max((row.token_ids for row in rows), key=len)
+        masks = self.masks(sequence_id, known[rows[0].prompt_length :], longest[len(known) :])
+        return [replace(row, mask=masks[len(row.token_ids) - len(known)]) for row in rows]

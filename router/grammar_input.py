@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.errors import InvalidRequest, UnsupportedParameter
@@ -13,14 +12,6 @@ from baton.grammar import Grammar, GrammarKind
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _FORMATS = "text, json_object or json_schema"
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarInput:
-    """A grammar that is not compiled yet, and what the client calls it."""
-
-    grammar: Grammar
-    param: str
 
 
 class GrammarFields(Protocol):
@@ -40,10 +31,13 @@ class GrammarFields(Protocol):
     def structured_outputs(self) -> Any: ...
 
 
-def grammar_of(body: GrammarFields) -> GrammarInput | None:
-    """The one grammar that a body asks for, if it asks for any. Raises InvalidRequest."""
+def grammar_of(body: GrammarFields) -> dict[str, Any]:
+    """The one grammar that a body asks for, as fields of ``SamplingInput``; none where it asks for
+
+    none. Raises InvalidRequest.
+    """
     given = [
-        GrammarInput(grammar, param)
+        (grammar, param)
         for param, grammar in (
             ("response_format", _response_format(body.response_format)),
             ("guided_json", _schema(body.guided_json, "guided_json")),
@@ -56,10 +50,9 @@ def grammar_of(body: GrammarFields) -> GrammarInput | None:
     given += _structured_outputs(body.structured_outputs)
     if len(given) > 1:
         raise InvalidRequest(
-            f"{given[0].param} and {given[1].param} exclude each other: give one",
-            param=given[1].param,
+            f"{given[0][1]} and {given[1][1]} exclude each other: give one", param=given[1][1]
         )
-    return given[0] if given else None
+    return {"grammar": given[0][0], "grammar_param": given[0][1]} if given else {}
 
 
 def choice(texts: Any, param: str) -> Grammar | None:
@@ -126,7 +119,7 @@ def _text(kind: GrammarKind, given: Any, param: str) -> Grammar | None:
     return Grammar(kind, given)
 
 
-def _structured_outputs(given: Any) -> list[GrammarInput]:
+def _structured_outputs(given: Any) -> list[tuple[Grammar, str]]:
     param = "structured_outputs"
     if given is None:
         return []
@@ -144,9 +137,7 @@ def _structured_outputs(given: Any) -> list[GrammarInput]:
             shown = f"{param}.{name}"[:64]
             raise UnsupportedParameter(f"'{shown}' is not supported by this server", param=shown)
     inputs = [
-        GrammarInput(grammar, f"{param}.{name}")
-        for name, grammar in found.items()
-        if grammar is not None
+        (grammar, f"{param}.{name}") for name, grammar in found.items() if grammar is not None
     ]
     if not inputs:
         raise InvalidRequest(f"{param} must have one of {', '.join(found)}", param=param)

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 from baton.config import Config
 from baton.convert import finish_to_proto, grammar_from_proto
 from baton.errors import BatonError, InvalidRequest, RequestTooLarge
+from baton.grammar import Grammar
 from baton.grammar_gate import GrammarGate
 from baton.grpc_errors import grpc_boundary
 from baton.metrics import RouterMetrics
@@ -26,7 +27,7 @@ from router.api_keys import Caller
 from router.conversation import plain_turns
 from router.delivery import Delivery
 from router.generation import Dispatcher, GenerationRequest, OutputDelta
-from router.grammar_input import GrammarInput, choice
+from router.grammar_input import choice
 from router.grpc_health import HealthServicer
 from router.request_builder import DEADLINE_HEADER, SESSION_HEADER, Arrival, RequestBuilder
 from router.request_recorder import count_refusal
@@ -157,13 +158,13 @@ def _sampling(message: sampling_pb2.SamplingParameters) -> SamplingInput:
     )
 
 
-def _grammar(message: sampling_pb2.Grammar) -> GrammarInput:
+def _grammar(message: sampling_pb2.Grammar) -> Grammar:
     grammar = grammar_from_proto(message)
     if grammar is None:
         raise InvalidRequest("grammar: one of its kinds is required", param="grammar")
     if message.HasField("choice"):
         choice(tuple(message.choice.texts), "grammar.choice.texts")
-    return GrammarInput(grammar, "grammar")
+    return grammar
 
 
 def _response(name: str, delta: OutputDelta, choice: Choice) -> inference_pb2.GenerateResponse:

@@ -209,8 +209,8 @@ def _sampling(body: SamplingFields, max_tokens: int | None = None) -> SamplingIn
     return SamplingInput(
         stop=tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
-        grammar=grammar_of(body),
         **given,
+        **grammar_of(body),
     )
 
 

@@ -158,15 +158,14 @@ class RequestBuilder:
 
     async def _check_grammar(self, arrival: Arrival, sampling: SamplingInput) -> None:
         """Raises InvalidGrammar, in the client's words, for one that no worker could follow."""
-        given = sampling.grammar
-        if given is None:
+        if sampling.grammar is None:
             return
         left = arrival.deadline_s - (self._clock() - arrival.at)
         try:
-            await self._grammars.ready(given.grammar, time.monotonic() + left)
+            await self._grammars.ready(sampling.grammar, time.monotonic() + left)
         except InvalidGrammar as error:
-            message = f"{given.param} cannot be used: {error.message}"
-            raise InvalidGrammar(message, param=given.param) from None
+            param = sampling.grammar_param
+            raise InvalidGrammar(f"{param} cannot be used: {error.message}", param=param) from None
 
     async def _off_loop(self, characters: int, work: Callable[[], T]) -> T:
         return work() if characters <= _INLINE_CHARACTERS else await asyncio.to_thread(work)

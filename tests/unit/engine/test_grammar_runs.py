@@ -23,12 +23,13 @@ from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.grammar_rows import GrammarRows
+from engine.grammar_state import unpack
 from engine.local import LocalOutput, generate, make_sequence
 from engine.plan import NewSequence
 from engine.runner import ModelRunner
-from engine.sampling import sample
+from engine.sampling import SampleRow, sample
 from engine.scheduler import Scheduler
-from tests.models import EOS, make_tiny_model
+from tests.models import EOS, VOCAB, make_tiny_model
 
 KIB = 1 << 10
 PERSON = {
@@ -322,3 +323,31 @@ def test_an_engine_without_grammars_fails_those_who_have_one() -> None:
     rows.forget(1)
     rows.forget(2)
     assert not rows.has(1)
+
+
+def test_choices_and_drafts_have_the_masks_of_their_places(
+    engine: Engine, tokenizer: Tokenizer
+) -> None:
+    """Of a step with neighbours; choices share their tokens, drafts go on from the first's."""
+    a, b, c = (tokenizer.encode(letter).ids[0] for letter in "abc")
+    sampling = SamplingParams(grammar=regex("ab(c|d)"))
+    rows = GrammarRows(engine.grammars)
+    for number in (1, 2):
+        rows.learn(NewSequence(number, (9, 9), 2, sampling, (EOS,)))
+
+    def draw(tokens: list[int], sampling: SamplingParams = sampling) -> SampleRow:
+        return SampleRow(sampling, [9, 9, *tokens], 2, (EOS,))
+
+    plain = draw([7], SamplingParams())
+    draws = [draw([a]), draw([a, b]), draw([a, b, c]), plain, draw([]), draw([])]
+    found = rows.masked([1, 1, 1, 5, 2, 2], draws)
+    assert [row.token_ids for row in found] == [row.token_ids for row in draws]
+    assert found[3] is plain
+    allowed = [
+        set(unpack(row.mask, VOCAB).nonzero()[0].tolist()) for row in found if row.mask is not None
+    ]
+    assert allowed == [{b}, {c, c + 1}, {EOS}, {a}, {a}]
+    # The drafts were wrong: the sequence goes on behind its first token.
+    (again,) = rows.masked([1], [draw([a, b])])
+    assert again.mask is not None
+    assert set(unpack(again.mask, VOCAB).nonzero()[0].tolist()) == {c, c + 1}

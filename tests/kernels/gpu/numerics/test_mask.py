@@ -46,7 +46,7 @@ def test_it_leads_to_the_tokens_that_the_engine_draws() -> None:
     masks = some_masks(ROWS, vocab, 0.01)
     sampling = SamplingParams(temperature=0.8, grammar=Grammar(GrammarKind.JSON_OBJECT, ""))
     expected = [
-        sample_one(numbers, SampleRow(sampling, [1, 2, 3], 3, (), mask))
+        sample_one(numbers, SampleRow(sampling, [1, 2, 3], 3, (), mask=mask))
         for numbers, mask in zip(logits, masks, strict=True)
     ]
     keys = torch.tensor([noise_keys(sampling.seed, 0, 3)] * ROWS, device=DEVICE)
