@@ -21,6 +21,7 @@ LocalPrefill = Literal["auto", "never", "always"]
 PolicyName = Literal[
     "predictive", "round_robin", "least_loaded", "prefix", "power_of_two", "session"
 ]
+ToolParserName = Literal["auto", "hermes", "llama3", "smollm", "mistral"]
 KvTypeName = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
 MIB = 1 << 20
 DEFAULT_TENANT = "default"
@@ -190,6 +191,9 @@ class Config(BaseSettings):
     """The context-length classes, in rising order."""
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens in a KV block, where a pool has no other size, and in a block of the prefix index."""
+    tool_parser: ToolParserName = "auto"
+    """How the model writes tool calls: ``hermes`` (also Qwen, SmolLM3), ``llama3``, ``smollm``
+    (SmolLM2), ``mistral``; ``auto`` tells by its chat template."""
     lease_s: float = Field(default=3.0, gt=0)
     """A handoff's ticket ends after this many seconds without a heartbeat."""
     heartbeat_s: float = Field(default=1.0, gt=0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.grammar import Grammar
+
 SCALAR_FIELDS = (
     "temperature",
     "top_p",
@@ -52,6 +54,8 @@ class SamplingParams:
     """Divides positive and multiplies negative logits of tokens seen in prompt or output."""
     logit_bias: tuple[tuple[int, float], ...] = field(default=())
     """(token id, what is added to its logit)."""
+    grammar: Grammar | None = None
+    """What the answer must look like."""
 
     @property
     def greedy(self) -> bool:

@@ -281,7 +281,7 @@ class ClusterDispatcher:
         sampling = request.sampling
         eos = frozenset() if sampling.ignore_eos else self._tokenizer.eos_ids
         return OutputAssembler(
-            self._tokenizer.detokenizer(request.prompt_ids),
+            self._tokenizer.detokenizer(request.prompt_ids, request.shown_ids),
             sampling.stop,
             eos | set(sampling.stop_token_ids),
             sampling.min_tokens,

@@ -31,6 +31,8 @@ class GenerationRequest:
     """Lower comes earlier among those of one tenant that wait."""
     own_deadline: bool = False
     """The client said how long it would wait; admission judges by that, and by no SLO."""
+    shown_ids: tuple[int, ...] = ()
+    """Special tokens whose text is shown nevertheless."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,9 @@ from router.sampling_input import SamplingInput
 from router.served_model import ServedModel
 from router.sse import DONE, EventStream, EventStreamResponse
 from router.tokenizer import Tokenizer
+from router.tool_answer import ToolChatAnswer
+from router.tool_calls.protocol import tool_use
+from router.tool_calls.tool import ToolUse
 from router.unsupported import refuse_unsupported_chat, refuse_unsupported_completion
 
 _SAME_FIELDS = (*SCALAR_FIELDS, "logit_bias")
@@ -75,11 +78,21 @@ class OpenAiApi:
             body = validate(ChatCompletionRequest, raw)
             self._builder.check_model(body.model)
             refuse_unsupported_chat(raw)
-            answer = ChatAnswer(body.model, include_usage=_include_usage(body))
+            tools = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+            answer = self._chat_answer(body, tools)
             arrival = self._arrival(request, caller, answer, arrival_at)
             turns = openai_turns(body.messages)
-            built = await self._builder.chat(arrival, turns, _chat_sampling(body), body.priority)
+            built = await self._builder.chat(
+                arrival, turns, _chat_sampling(body), body.priority, tools
+            )
         return await self._answer(request, answer, [built], body, arrival)
+
+    def _chat_answer(self, body: ChatCompletionRequest, tools: ToolUse | None) -> ChatAnswer:
+        usage = _include_usage(body)
+        if tools is None:
+            return ChatAnswer(body.model, include_usage=usage)
+        form = self._builder.tool_format
+        return ToolChatAnswer(body.model, form, tools, include_usage=usage)
 
     async def completions(self, request: Request) -> Response:
         """Continue one or more prompts."""
