@@ -1,4 +1,4 @@
-"""What an answer must look like: plain data, compiled where it is used."""
+"""What the text of an answer must match."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class GrammarKind(enum.StrEnum):
-    """How the text of a grammar is to be read."""
+    """What a grammar's text is written in."""
 
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
@@ -18,10 +18,9 @@ class GrammarKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A constraint on the whole answer.
+    """``text`` is a JSON schema as JSON, a regular expression, a JSON list of the strings to choose
 
-    ``text`` is the schema as JSON for ``JSON_SCHEMA``, a JSON list of strings for ``CHOICE``, empty
-    for ``JSON_OBJECT``, and the expression itself for the others.
+    from, or a grammar in llguidance's dialect of Lark; of ``JSON_OBJECT`` it is empty.
     """
 
     kind: GrammarKind

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
@@ -19,9 +20,11 @@ from baton.metrics import RouterMetrics
 from router.access import Access
 from router.cluster_metrics import cluster_page
 from router.direct_routes import DirectRoutes
+from router.exchange import Exchange
 from router.generation import Dispatcher
 from router.http_edge import HttpEdge
 from router.http_errors import add_error_handlers
+from router.more_routes import BODIES, add_more_routes
 from router.openai_api import OpenAiApi
 from router.openai_protocol import (
     ChatCompletion,
@@ -43,6 +46,7 @@ Unknown fields are ignored; known ones that are not served are refused by name.
 """
 _CHAT, _PLAIN = "/v1/chat/completions", "/v1/completions"
 _SCHEMA = "#/components/schemas/{model}"
+_BODIES: tuple[type[BaseModel], ...] = (ChatCompletionRequest, CompletionRequest, *BODIES)
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request cannot be served as it is."},
     401: {"model": ErrorResponse, "description": "A known API key is required."},
@@ -71,9 +75,9 @@ def create_app(
     Without ``access``, keys are those of ``config``, and their limits are not kept. ``number``
     tells the process from the others that share its port.
     """
-    api = OpenAiApi(
-        dispatcher, tokenizer, model, metrics, config, access or Access(config, metrics)
-    )
+    access = access or Access(config, metrics)
+    api = OpenAiApi(dispatcher, tokenizer, model, metrics, config, access)
+    exchange = Exchange(dispatcher, tokenizer, model, metrics, config, access)
     # FastAPI's own pages at /docs load their scripts from the Internet; these carry them.
     app = FastAPIOffline(
         title="Baton", version=version("baton"), description=_DESCRIPTION, redirect_slashes=False
@@ -82,8 +86,9 @@ def create_app(
     add_error_handlers(app)
     _add_openai(app, api, model.id)
     _add_operations(app, dispatcher, metrics, number)
+    more = add_more_routes(app, exchange, tokenizer, model, _ERRORS)
     _describe_bodies(app)
-    return DirectRoutes(app, {_CHAT: api.chat_completions, _PLAIN: api.completions})
+    return DirectRoutes(app, {_CHAT: api.chat_completions, _PLAIN: api.completions, **more})
 
 
 def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:
@@ -177,8 +182,7 @@ def _describe_bodies(app: FastAPI) -> None:
                 routes=app.routes,
             )
             _, bodies = models_json_schema(
-                [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")],
-                ref_template=_SCHEMA,
+                [(body, "validation") for body in _BODIES], ref_template=_SCHEMA
             )
             schema["components"]["schemas"].update(bodies["$defs"])
             app.openapi_schema = schema

@@ -106,7 +106,7 @@ class OpenAiApi:
             answer = CompletionAnswer(body.model, include_usage=_include_usage(body))
             arrival = self._arrival(request, caller, answer, arrival_at)
             built = await self._builder.prompts(
-                arrival, _prompts(body), _sampling(body), priority=body.priority
+                arrival, _prompts(body), sampling_of(body), priority=body.priority
             )
         return await self._answer(request, answer, built, body, arrival)
 
@@ -209,7 +209,8 @@ def _include_usage(body: SamplingFields) -> bool:
     return bool(body.stream_options.include_usage)
 
 
-def _sampling(body: SamplingFields, max_tokens: int | None = None) -> SamplingInput:
+def sampling_of(body: SamplingFields, max_tokens: int | None = None) -> SamplingInput:
+    """``max_tokens`` is what an endpoint calls otherwise."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     given = {name: getattr(body, name) for name in _SAME_FIELDS}
     if max_tokens is not None:
@@ -223,7 +224,7 @@ def _chat_sampling(body: ChatCompletionRequest) -> SamplingInput:
         raise InvalidRequest(
             "max_tokens and max_completion_tokens differ; give one", param="max_completion_tokens"
         )
-    return _sampling(body, body.max_completion_tokens)
+    return sampling_of(body, body.max_completion_tokens)
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:
