@@ -14,7 +14,7 @@ from router.tool_calls.protocol import ToolChoice, check_name, checked_tool, use
 from router.tool_calls.tool import Tool, ToolUse
 
 Block = Mapping[str, Any]
-_THOUGHTS = {"thinking", "redacted_thinking"}
+_THOUGHTS = ("thinking", "redacted_thinking")
 
 
 def message_turns(body: CountTokensRequest) -> list[Turn]:
@@ -123,7 +123,7 @@ def message_tools(body: CountTokensRequest) -> ToolUse | None:
 
 
 def _tool(tool: Block, where: str) -> Tool:
-    if tool.get("type") not in {None, "custom"}:
+    if tool.get("type") not in (None, "custom"):
         raise UnsupportedParameter(
             f"{where}: tools of the server's own are not supported", param=f"{where}.type"
         )

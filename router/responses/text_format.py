@@ -16,7 +16,7 @@ def text_format(text: Mapping[str, Any] | None) -> dict[str, Any]:
     """The format as the client gave it. Raises InvalidRequest and UnsupportedParameter."""
     if text is None:
         return PLAIN
-    if text.get("verbosity") not in {None, "medium"}:
+    if text.get("verbosity") not in (None, "medium"):
         raise UnsupportedParameter("text.verbosity is not supported", param="text.verbosity")
     form = text.get("format")
     if form is None:
