@@ -64,9 +64,10 @@ class ResponsesApi:
             )
             arrival = exchange.arrival(request, caller, answer.id, arrival_at)
             turns = response_turns(body.input, body.instructions)
-            sampling = dataclasses.replace(
-                sampling_of(body, body.max_output_tokens), grammar=format_grammar(form)
-            )
+            sampling = sampling_of(body, body.max_output_tokens)
+            grammar = format_grammar(form)
+            if grammar is not None:
+                sampling = dataclasses.replace(sampling, grammar=grammar)
             built = await exchange.builder.chat(arrival, turns, sampling, body.priority, use)
             answer.sampled_with(built)
         return await exchange.respond(request, answer, built, arrival, stream=bool(body.stream))
