@@ -20,7 +20,8 @@ class GrammarKind(enum.StrEnum):
 class Grammar:
     """``text`` is a JSON schema as JSON, a regular expression, a JSON list of the strings to choose
 
-    from, or a grammar in llguidance's dialect of Lark; of ``JSON_OBJECT`` it is empty.
+    from, or a grammar in llguidance's dialect of Lark (or in GBNF, where it has no rule ``start``);
+    of ``JSON_OBJECT`` it is empty.
     """
 
     kind: GrammarKind

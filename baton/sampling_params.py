@@ -55,8 +55,14 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = field(default=())
     """(token id, what is added to its logit)."""
     grammar: Grammar | None = None
-    """What the answer must look like."""
+    """What the answer's text must match. It goes before ``min_tokens`` and ``ignore_eos``: where it
+    allows nothing but the end, the answer ends."""
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def ends_at_eos(self) -> bool:
+        """Whether the model's end-of-sequence token ends the answer, once it is drawn."""
+        return not self.ignore_eos or self.grammar is not None

@@ -77,6 +77,8 @@ class PrefillRole:
         arrived = time.monotonic()
         deadline = arrived + spec.deadline_s
         self.context.check_prompt(spec)
+        if spec.sampling.grammar is not None:
+            await self.context.grammars.ready(spec.sampling.grammar, deadline)
         try:
             async with asyncio.timeout(spec.deadline_s):
                 await self._places.acquire()
@@ -200,7 +202,8 @@ class PrefillRole:
             listener = self._listeners.get(sequence.sequence_id)
             if listener is not None:
                 reason = f"the prefill worker's engine failed: {type(error).__name__}"
-                listener.put_nowait(WorkerFailed(reason))
+                own = error if isinstance(error, BatonError) else WorkerFailed(reason)
+                listener.put_nowait(own)
 
     def on_expired(self, sequences: list[Sequence]) -> None:
         """Their calls end with an error."""

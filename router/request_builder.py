@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from baton.config import DEFAULT_TENANT, Config
-from baton.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, ModelNotFound
+from baton.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidGrammar,
+    InvalidRequest,
+    ModelNotFound,
+)
+from baton.grammar_gate import GrammarGate
 from router.api_keys import Caller
 from router.generation import Dispatcher, GenerationRequest
 from router.sampling_input import SamplingInput, check_token_ids, final_sampling
@@ -88,7 +95,9 @@ class RequestBuilder:
         model: ServedModel,
         config: Config,
         clock: Callable[[], float] = time.monotonic,
+        grammars: GrammarGate | None = None,
     ) -> None:
+        """``grammars`` are checked at that gate, or else at one of its own."""
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
         self._model = model
@@ -98,6 +107,7 @@ class RequestBuilder:
             config.tool_parser, template, lambda text: bool(tokenizer.special_ids([text]))
         )
         self._clock = clock
+        self._grammars = grammars or GrammarGate(tokenizer.grammars)
 
     @property
     def context_length(self) -> int:
@@ -125,6 +135,7 @@ class RequestBuilder:
         """
         if tools is not None and tools.required:
             sampling = self._bound_to(tools, sampling)
+        await self._check_grammar(arrival, sampling)
         ids = await self.chat_ids(turns, tools)
         built = self._request(
             arrival, arrival.request_id, ids, sampling, None, "messages", priority
@@ -142,7 +153,7 @@ class RequestBuilder:
             )
         special = self._tokenizer.special_ids(self.tool_format.texts)
         grammar = calls_grammar(self.tool_format, tools, special)
-        return dataclasses.replace(sampling, grammar=grammar)
+        return dataclasses.replace(sampling, grammar=grammar, grammar_param="tools")
 
     async def chat_ids(
         self, turns: Sequence[Turn], tools: ToolUse | None = None
@@ -168,6 +179,7 @@ class RequestBuilder:
             raise InvalidRequest("prompt must not be empty", param="prompt")
         if len(prompts) > MOST_PROMPTS:
             raise InvalidRequest(f"at most {MOST_PROMPTS} prompts are possible", param="prompt")
+        await self._check_grammar(arrival, sampling)
         size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         rows = await self._off_loop(size, lambda: [self._prompt_ids(p) for p in prompts])
         return [
@@ -182,6 +194,17 @@ class RequestBuilder:
             )
             for place, ids in enumerate(rows)
         ]
+
+    async def _check_grammar(self, arrival: Arrival, sampling: SamplingInput) -> None:
+        """Raises InvalidGrammar, in the client's words, for one that no worker could follow."""
+        if sampling.grammar is None:
+            return
+        left = arrival.deadline_s - (self._clock() - arrival.at)
+        try:
+            await self._grammars.ready(sampling.grammar, time.monotonic() + left)
+        except InvalidGrammar as error:
+            param = sampling.grammar_param
+            raise InvalidGrammar(f"{param} cannot be used: {error.message}", param=param) from None
 
     async def _off_loop(self, characters: int, work: Callable[[], T]) -> T:
         return work() if characters <= _INLINE_CHARACTERS else await asyncio.to_thread(work)

@@ -40,6 +40,8 @@ class SamplingInput:
     repetition_penalty: float | None = None
     logit_bias: Mapping[Any, Any] | None = None
     grammar: Grammar | None = None
+    grammar_param: str = "grammar"
+    """What the client calls it."""
 
 
 def final_sampling(

@@ -67,7 +67,9 @@ class ResponsesApi:
             sampling = sampling_of(body, body.max_output_tokens)
             grammar = format_grammar(form)
             if grammar is not None:
-                sampling = dataclasses.replace(sampling, grammar=grammar)
+                sampling = dataclasses.replace(
+                    sampling, grammar=grammar, grammar_param="text.format"
+                )
             built = await exchange.builder.chat(arrival, turns, sampling, body.priority, use)
             answer.sampled_with(built)
         return await exchange.respond(request, answer, built, arrival, stream=bool(body.stream))
