@@ -122,12 +122,12 @@ def test_responses(cluster: UpProcess, client: openai.OpenAI) -> None:
         "max_output_tokens": 24,
     }
     whole = client.responses.create(**asked)
-    with client.responses.stream(**asked) as events:
-        for _ in events:
-            pass
-        streamed = events.get_final_response()
+    events: list[Any] = list(client.responses.create(**asked, stream=True))
     assert whole.output_text
-    assert streamed.output_text == whole.output_text
+    deltas = [one.delta for one in events if one.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text
+    assert events[-1].type in {"response.completed", "response.incomplete"}
+    assert events[-1].response.output_text == whole.output_text
     assert whole.usage
     assert whole.usage.output_tokens <= 24
 
