@@ -28,7 +28,7 @@ from tests.unit.router.test_http_app import check_error, post
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Weather?"}]}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {"name": "weather", "description": "Tells it.", "parameters": PARAMETERS},
 }
@@ -189,6 +189,16 @@ async def test_auto_is_free() -> None:
     front = front_saying("Hello")
     await post(front, CHAT, {**HELLO, **TOOLS, "tool_choice": "auto"})
     assert front.dispatcher.requests[0].sampling.grammar is None
+
+
+async def test_strict_functions_are_bound() -> None:
+    front = front_saying("Hello")
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    await post(front, CHAT, {**HELLO, "tools": [strict, CLOCK]})
+    grammar = front.dispatcher.requests[0].sampling.grammar
+    assert grammar is not None
+    assert "TEXT?" in grammar.text
+    assert grammar.text.count('"lenient": true') == 1
 
 
 HISTORY: list[dict[str, Any]] = [
