@@ -24,7 +24,7 @@ from router.sampling_input import SamplingInput, check_token_ids, final_sampling
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
 from router.tool_calls.formats import format_for
-from router.tool_calls.grammar import calls_grammar
+from router.tool_calls.grammar import calls_grammar, free_grammar
 from router.tool_calls.prompt import Turn, fitted, is_about_tools
 from router.tool_calls.tool import ToolUse
 
@@ -133,7 +133,7 @@ class RequestBuilder:
 
         Raises also InvalidRequest where a grammar and tools that must be called meet.
         """
-        if tools is not None and tools.required:
+        if tools is not None:
             sampling = self._bound_to(tools, sampling)
         await self._check_grammar(arrival, sampling)
         ids = await self.chat_ids(turns, tools)
@@ -146,13 +146,20 @@ class RequestBuilder:
         return dataclasses.replace(built, shown_ids=tuple(shown.values()))
 
     def _bound_to(self, tools: ToolUse, sampling: SamplingInput) -> SamplingInput:
+        """Calls that must be are bound by a grammar, and those of strict functions."""
+        special = self._tokenizer.special_ids(self.tool_format.texts)
+        if sampling.grammar is not None and not tools.required:
+            return sampling
         if sampling.grammar is not None:
             raise InvalidRequest(
                 "an answer of a given form is not possible where tools must be called",
                 param="tool_choice",
             )
-        special = self._tokenizer.special_ids(self.tool_format.texts)
-        grammar = calls_grammar(self.tool_format, tools, special)
+        grammar = None
+        if tools.required:
+            grammar = calls_grammar(self.tool_format, tools, special)
+        elif any(tool.strict for tool in tools.callable_tools):
+            grammar = free_grammar(self.tool_format, tools, special)
         return dataclasses.replace(sampling, grammar=grammar, grammar_param="tools")
 
     async def chat_ids(

@@ -30,7 +30,9 @@ class ToolChatAnswer(ChatAnswer):
         self._outputs: dict[int, ToolOutput] = {}
 
     def chunks(self, index: int, delta: OutputDelta, *, first: bool) -> list[str]:
-        output = self._outputs.setdefault(index, ToolOutput(self._form, self._use))
+        if first:
+            self._outputs[index] = ToolOutput(self._form, self._use)
+        output = self._outputs[index]
         events = []
         if first:
             role = '"delta":{"role":"assistant","content":"","refusal":null}'

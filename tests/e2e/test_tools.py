@@ -92,11 +92,18 @@ def test_some_function_is_called(cluster: UpProcess, client: openai.OpenAI) -> N
             check_call(call.function.name, call.function.arguments)
 
 
-def test_a_function_may_be_called(cluster: UpProcess, client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model=cluster.model, messages=MESSAGES, tools=TOOLS, temperature=0, max_tokens=40
-    ).choices[0]
-    assert answer.message.content or answer.message.tool_calls
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_function_may_be_called(cluster: UpProcess, client: openai.OpenAI, strict: bool) -> None:
+    tools: Any = [{"type": "function", "function": {**WEATHER, "strict": strict}}]
+    for seed in range(3):
+        answer = client.chat.completions.create(
+            model=cluster.model, messages=MESSAGES, tools=tools, seed=seed, max_tokens=60
+        ).choices[0]
+        calls: Any = answer.message.tool_calls or []
+        assert answer.message.content or calls
+        if strict and answer.finish_reason == "tool_calls":
+            for call in calls:
+                check_call(call.function.name, call.function.arguments)
 
 
 def test_a_result_is_read(cluster: UpProcess, client: openai.OpenAI) -> None:
@@ -122,12 +129,12 @@ def test_responses(cluster: UpProcess, client: openai.OpenAI) -> None:
         "max_output_tokens": 24,
     }
     whole = client.responses.create(**asked)
-    with client.responses.stream(**asked) as events:
-        for _ in events:
-            pass
-        streamed = events.get_final_response()
+    events: list[Any] = list(client.responses.create(**asked, stream=True))
     assert whole.output_text
-    assert streamed.output_text == whole.output_text
+    deltas = [one.delta for one in events if one.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text
+    assert events[-1].type in {"response.completed", "response.incomplete"}
+    assert events[-1].response.output_text == whole.output_text
     assert whole.usage
     assert whole.usage.output_tokens <= 24
 

@@ -9,15 +9,26 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import tokenizers
 
 from baton.grammar import GrammarKind
-from tests.unit.router.front_fakes import Front, check_schema, make_front, serve, sse_payloads
+from router.chat_template import ChatTemplate
+from router.tokenizer import Tokenizer
+from tests.unit.router.front_fakes import (
+    TEMPLATE,
+    Front,
+    check_schema,
+    make_front,
+    serve,
+    sse_payloads,
+    tiny_backend,
+)
 from tests.unit.router.test_http_app import check_error, post
 
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Weather?"}]}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {"name": "weather", "description": "Tells it.", "parameters": PARAMETERS},
 }
@@ -180,6 +191,16 @@ async def test_auto_is_free() -> None:
     assert front.dispatcher.requests[0].sampling.grammar is None
 
 
+async def test_strict_functions_are_bound() -> None:
+    front = front_saying("Hello")
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    await post(front, CHAT, {**HELLO, "tools": [strict, CLOCK]})
+    grammar = front.dispatcher.requests[0].sampling.grammar
+    assert grammar is not None
+    assert "TEXT?" in grammar.text
+    assert grammar.text.count('"lenient": true') == 1
+
+
 HISTORY: list[dict[str, Any]] = [
     {"role": "user", "content": "Weather?"},
     {
@@ -215,6 +236,26 @@ async def test_a_template_that_knows_tools() -> None:
     front = front_saying("x", template=template)
     await post(front, CHAT, {"model": "tiny", "messages": HISTORY[:2], **TOOLS})
     assert prompt_of(front) == "[weather][clock]user:Weather?0;assistant:1;"
+
+
+async def test_markers_that_are_special_tokens() -> None:
+    backend = tokenizers.Tokenizer.from_str(tiny_backend().to_str())
+    backend.add_special_tokens(["[TOOL_CALLS]"])
+    front = front_saying('See: [TOOL_CALLS][{"name": "clock", "arguments": {}}]')
+    eos = sorted(front.tokenizer.eos_ids)
+    template = ChatTemplate(TEMPLATE + "{# [TOOL_CALLS] #}", {})
+    front.tokenizer = Tokenizer(backend, eos_ids=eos, chat_template=template)
+    front.dispatcher.tokenizer = front.tokenizer
+    (choice,) = (await post(front, CHAT, {**HELLO, **TOOLS})).json()["choices"]
+    assert choice["message"]["content"] == "See:"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "clock"
+    assert len(call["id"]) == 9
+    chunks = await stream(front, {**HELLO, **TOOLS})
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    # Who has no tools sees no marker.
+    (plain,) = (await post(front, CHAT, HELLO)).json()["choices"]
+    assert plain["message"]["content"] == 'See: [{"name": "clock", "arguments": {}}]'
 
 
 def asking(**fields: Any) -> dict[str, Any]:

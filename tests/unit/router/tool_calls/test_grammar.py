@@ -9,7 +9,7 @@ import pytest
 
 from baton.grammar import Grammar, GrammarKind
 from router.tool_calls.formats import FORMATS
-from router.tool_calls.grammar import calls_grammar
+from router.tool_calls.grammar import calls_grammar, free_grammar
 from router.tool_calls.pieces import parse
 from router.tool_calls.tool import Tool, ToolUse
 from tests.unit.router.front_fakes import EOS, tiny_backend
@@ -112,3 +112,54 @@ def test_references_within_a_schema() -> None:
     form = FORMATS["llama3"]
     assert accepts(calls_grammar(form, use, {}), form.written([("f", {"a": 5})]))
     assert not accepts(calls_grammar(form, use, {}), form.written([("f", {"a": "x"})]))
+
+
+MARKED = sorted(name for name, form in FORMATS.items() if not form.markers.bare)
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_free_answers(name: str) -> None:
+    form = FORMATS[name]
+    grammar = free_grammar(form, USE, {})
+    assert grammar is not None
+    written = form.written(CALLS)
+    for text in ("", "Hello.", "a <tool_ [TOOL b", written, f"Hm.\n{written}", f"{written}\nSo."):
+        assert accepts(grammar, text), text
+        parsed = parse(form.parser(USE.names), text)
+        assert bool(parsed.calls) == (written in text)
+    wrong = form.written([("weather", {"town": "x"})])
+    for text in (form.markers.opening, f"{form.markers.opening} no", wrong, f"x {wrong}"):
+        assert not accepts(grammar, text), text
+
+
+def test_free_answers_with_one_call() -> None:
+    use = ToolUse(TOOLS, USE.names, single=True)
+    for name in MARKED:
+        form = FORMATS[name]
+        grammar = free_grammar(form, use, {})
+        assert grammar is not None
+        assert accepts(grammar, form.written(CALLS[:1]))
+        assert not accepts(grammar, form.written(CALLS))
+
+
+def test_free_answers_behind_a_token() -> None:
+    backend = tiny_backend()
+    number = backend.token_to_id("<|im_start|>")
+    assert number is not None
+    form = FORMATS["mistral"]
+    grammar = free_grammar(form, USE, {"[TOOL_CALLS]": number})
+    assert grammar is not None
+    for text in ("Hello [TOOL_CALLS]", form.written(CALLS), f"Hm. {form.written(CALLS)}"):
+        token = text.replace("[TOOL_CALLS][", "<|im_start|>[")
+        assert accepts(grammar, token)
+    assert not accepts(grammar, "Hm. <|im_start|>no")
+
+
+def test_no_list_is_no_call() -> None:
+    grammar = free_grammar(FORMATS["smollm"], USE, {})
+    assert grammar is not None
+    assert accepts(grammar, "<tool_call>[]</tool_call>")
+
+
+def test_calls_without_a_marker_cannot_be_bound() -> None:
+    assert free_grammar(FORMATS["llama3"], USE, {}) is None
