@@ -70,8 +70,9 @@ def test_a_named_function_is_called(
         assert whole.message.content is None
     with client.chat.completions.stream(**asked) as events:
         streamed = events.get_final_completion().choices[0]
-    (again,) = streamed.message.tool_calls or [None]
-    assert again
+    calls = streamed.message.tool_calls
+    assert calls
+    (again,) = calls
     assert again.function.arguments == call.function.arguments
 
 
