@@ -30,6 +30,15 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "context_management": ([],),
     "moderation": (),
+    # Of chat completions.
+    "n": (1,),
+    "logprobs": (False,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "bad_words": ([],),
 }
 _INCLUDED_ANYWAY = ("reasoning.encrypted_content",)
 """There is no such reasoning, so that leaving it out changes nothing."""
