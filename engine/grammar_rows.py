@@ -65,9 +65,13 @@ class GrammarRows:
         return state if isinstance(state, str) else ""
 
     def masks(
-        self, sequence_id: int, output_ids: Sequence[int], draft_tokens: Sequence[int] = ()
+        self,
+        sequence_id: int,
+        token_ids: Sequence[int],
+        prompt_length: int,
+        draft_tokens: Sequence[int] = (),
     ) -> list[Mask | None]:
-        """The masks behind all of a sequence's output, and behind each of its draft tokens.
+        """The masks behind a sequence's prompt and output, and behind each of its draft tokens.
 
         None draws from the whole vocabulary. Tokens that were not seen before are followed now: one
         step's draw, or all of them where the sequence has moved.
@@ -75,7 +79,7 @@ class GrammarRows:
         state = self._states.get(sequence_id)
         if isinstance(state, GrammarState):
             try:
-                state.advance(output_ids[state.length :])
+                state.advance(token_ids[prompt_length + state.length :])
                 return list(state.masks(draft_tokens))
             except GrammarFailed as error:
                 self._states[sequence_id] = error.message
@@ -97,7 +101,7 @@ class GrammarRows:
         return found
 
     def _with_masks(self, sequence_id: int, rows: list[SampleRow]) -> list[SampleRow]:
-        known = rows[0].token_ids
+        known, prompt_length = rows[0].token_ids, rows[0].prompt_length
         longest = max((row.token_ids for row in rows), key=len)
-        masks = self.masks(sequence_id, known[rows[0].prompt_length :], longest[len(known) :])
+        masks = self.masks(sequence_id, known, prompt_length, longest[len(known) :])
         return [replace(row, mask=masks[len(row.token_ids) - len(known)]) for row in rows]

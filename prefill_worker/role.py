@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 Event = SequenceUpdate | BatonError
 
-LOOK_S = 0.005
-"""How often a running step is asked for the layers that it has stored."""
+LOOK_S = 0.01
+"""How often a running step is asked for the layers that it has stored, where that is worth it."""
 
 
 class PrefillRole:
@@ -166,9 +166,10 @@ class PrefillRole:
         waits: set[asyncio.Future[Any]] = {get}
         if handoff is not None and handoff.sending is not None:
             waits.add(handoff.sending)
+        looks = handoff is not None and handoff.sends_layers(self._next_tokens(sequence))
         try:
             while (left := deadline - time.monotonic()) > 0:
-                pause = left if handoff is None else min(left, LOOK_S)
+                pause = min(left, LOOK_S) if looks else left
                 await asyncio.wait(waits, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
                 if get.done():
                     return get.result()
@@ -178,6 +179,11 @@ class PrefillRole:
         finally:
             get.cancel()
         raise _expired()
+
+    def _next_tokens(self, sequence: Sequence) -> int:
+        """The most that the next chunk has."""
+        left = len(sequence.token_ids) - sequence.computed
+        return min(left, self.context.engine.scheduler.limits.most_tokens(sequence.computed))
 
     def _push_layers(self, sequence: Sequence, handoff: Handoff) -> None:
         """Send what the running step has stored of the sequence so far, where that pays."""

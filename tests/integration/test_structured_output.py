@@ -13,9 +13,10 @@ import pytest
 
 from baton.errors import GrammarFailed, InvalidGrammar
 from baton.grammar import Grammar, GrammarKind
-from baton.request import FinishReason
+from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
-from tests.integration.test_handoff import local_answer, prompt_of
+from engine.local import generate
+from tests.integration.test_handoff import prompt_of, reference
 from tests.mini_cluster import MiniCluster, mini_cluster
 
 SCHEMA = {
@@ -43,7 +44,7 @@ async def test_answers_match_and_are_those_of_one_process(
         replace(STRICT, temperature=0.0),
         replace(STRICT, seed=4),
         SamplingParams(temperature=1.0, seed=5, max_tokens=40),
-    ] * 2
+    ]
     prompts = [prompt_of(20 + 9 * n, n) for n in range(len(samplings))]
     async with mini_cluster(tiny_model, redis_url, local_prefill=local_prefill) as cluster:
         answers = await asyncio.gather(
@@ -54,8 +55,13 @@ async def test_answers_match_and_are_those_of_one_process(
             cluster.value(slot, "baton_grammar_compile_seconds_count", role=role)
             for slot, role in (("prefill-0", "prefill"), ("decode-0", "decode"))
         ]
-    for prompt, sampling, answer in zip(prompts, samplings, answers, strict=True):
-        assert answer.token_ids == local_answer(tiny_model, prompt, sampling)
+    specs = [
+        SequenceSpec("local", 0, "", prompt, len(prompt), sampling)
+        for prompt, sampling in zip(prompts, samplings, strict=True)
+    ]
+    expected = generate(reference(tiny_model), specs)
+    assert [answer.token_ids for answer in answers] == [each.token_ids for each in expected]
+    for sampling, answer in zip(samplings, answers, strict=True):
         if sampling.grammar is not None:
             assert answer.finish_reason is FinishReason.STOP
             jsonschema.validate(json.loads(answer.text), SCHEMA)

@@ -319,7 +319,7 @@ def test_an_engine_without_grammars_fails_those_who_have_one() -> None:
     rows.learn(NewSequence(2, (1, 2), 2, SamplingParams(), (EOS,)))
     assert "without grammars" in rows.failure(1)
     assert rows.failure(2) == ""
-    assert rows.masks(1, [], [3]) == [None, None]
+    assert rows.masks(1, [1, 2], 2, [3]) == [None, None]
     rows.forget(1)
     rows.forget(2)
     assert not rows.has(1)
