@@ -70,6 +70,24 @@ class Unauthenticated(BatonError):
     code = "invalid_api_key"
 
 
+class Forbidden(BatonError):
+    """The API key is known, and does not allow this."""
+
+    http_status = 403
+    grpc_status = "PERMISSION_DENIED"
+    error_type = "invalid_request_error"
+    code = "forbidden"
+
+
+class NotFound(BatonError):
+    """There is no such thing, or it belongs to somebody else."""
+
+    http_status = 404
+    grpc_status = "NOT_FOUND"
+    error_type = "invalid_request_error"
+    code = "not_found"
+
+
 class ModelNotFound(BatonError):
     """No such model is served."""
 

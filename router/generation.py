@@ -31,6 +31,8 @@ class GenerationRequest:
     """Lower comes earlier among those of one tenant that wait."""
     own_deadline: bool = False
     """The client said how long it would wait; admission judges by that, and by no SLO."""
+    background: bool = False
+    """It waits, however long, for slack that others leave; ``deadline_s`` counts from then on."""
 
 
 @dataclass(frozen=True, slots=True)

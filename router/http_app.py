@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -42,6 +43,7 @@ The OpenAI API as far as it goes; fields marked as extensions are common to othe
 Unknown fields are ignored; known ones that are not served are refused by name.
 """
 _CHAT, _PLAIN = "/v1/chat/completions", "/v1/completions"
+_BODIES = (ChatCompletionRequest, CompletionRequest)
 _SCHEMA = "#/components/schemas/{model}"
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request cannot be served as it is."},
@@ -56,6 +58,13 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+class Mountable(Protocol):
+    """Endpoints that are made elsewhere."""
+
+    def mount(self, app: FastAPI) -> None:
+        """Add them to the app."""
+
+
 def create_app(
     dispatcher: Dispatcher,
     tokenizer: Tokenizer,
@@ -65,11 +74,13 @@ def create_app(
     access: Access | None = None,
     *,
     number: int = 0,
+    more: Sequence[Mountable] = (),
 ) -> ASGIApp:
     """The app of one router process; its life is that of what it is given.
 
     Without ``access``, keys are those of ``config``, and their limits are not kept. ``number``
-    tells the process from the others that share its port.
+    tells the process from the others that share its port. ``more`` endpoints are added: those of
+    batches, and the operators'.
     """
     api = OpenAiApi(
         dispatcher, tokenizer, model, metrics, config, access or Access(config, metrics)
@@ -82,6 +93,8 @@ def create_app(
     add_error_handlers(app)
     _add_openai(app, api, model.id)
     _add_operations(app, dispatcher, metrics, number)
+    for endpoints in more:
+        endpoints.mount(app)
     _describe_bodies(app)
     return DirectRoutes(app, {_CHAT: api.chat_completions, _PLAIN: api.completions})
 
@@ -177,7 +190,7 @@ def _describe_bodies(app: FastAPI) -> None:
                 routes=app.routes,
             )
             _, bodies = models_json_schema(
-                [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")],
+                [(body, "validation") for body in _BODIES],
                 ref_template=_SCHEMA,
             )
             schema["components"]["schemas"].update(bodies["$defs"])

@@ -31,6 +31,7 @@ from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry
 from router.access import Access
+from router.batches.batches import Batches
 from router.dispatcher import ClusterDispatcher
 from router.grpc_front import add_grpc_front
 from router.http_app import create_app
@@ -91,7 +92,17 @@ async def serve(settings: RouterSettings) -> None:
     model = ServedModel(settings.model_name, int(time.time()), _context_length(folder))
     limits = RateLimits(client, settings.cluster_id, metrics)
     access = Access(config, metrics, limits)
-    app = create_app(dispatcher, tokenizer, model, metrics, config, access, number=settings.number)
+    batches = Batches(dispatcher, tokenizer, model, metrics, config, access)
+    app = create_app(
+        dispatcher,
+        tokenizer,
+        model,
+        metrics,
+        config,
+        access,
+        number=settings.number,
+        more=(batches.api,),
+    )
     http = _Server(
         uvicorn.Config(
             app,
@@ -114,6 +125,7 @@ async def serve(settings: RouterSettings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     listening = _listen(config.http, shares_port=shares_port)
     _keep_collections_short()
+    await batches.start()
     serving = asyncio.create_task(http.serve(sockets=[listening]))
     stopped = asyncio.create_task(stop.wait())
     orphaned = asyncio.create_task(_parent_gone())
@@ -122,10 +134,12 @@ async def serve(settings: RouterSettings) -> None:
     finally:
         stopped.cancel()
         orphaned.cancel()
+        await batches.stop()
         await dispatcher.close()
         http.should_exit = True
         await serving
         await grpc_server.stop(STOP_GRACE_S)
+        await batches.close()
         await limits.close()
         await client.aclose()
 
