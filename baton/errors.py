@@ -203,3 +203,12 @@ class NoRoom(Overloaded):
     """A decode worker has too few free blocks; ``retry_after`` estimates the wait."""
 
     code = "no_decode_room"
+
+
+def classes_by_code() -> dict[str | None, type[BatonError]]:
+    """Every class of the tree, by its code."""
+
+    def walk(root: type[BatonError]) -> list[type[BatonError]]:
+        return [root, *(leaf for child in root.__subclasses__() for leaf in walk(child))]
+
+    return {cls.code: cls for cls in walk(BatonError)}

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
@@ -25,7 +25,7 @@ from router.http_app import create_app
 from tests.unit.router.front_fakes import MODEL, Front, check_schema, make_front, serve
 
 DEADLINE_S = 30.0
-CHAT = "/v1/chat/completions"
+CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 KEYS = (
     KeyConfig(name="ann", sha256=hashlib.sha256(b"ann-key").hexdigest(), tenant="acme", priority=3),
     KeyConfig(name="bob", sha256=hashlib.sha256(b"bob-key").hexdigest()),
