@@ -61,8 +61,8 @@ async def test_a_batch_outlives_its_routers(
     """They stop in its middle, as with `baton up`'s Ctrl-C, and are started again."""
     changes = {"data_dir": str(tmp_path / "data"), "batch_most_in_flight": 1}
     async with two_routers(tiny_model, redis_url, **changes) as routers:
-        async with begun(routers) as (client, batch):
-            batch = await until(client, batch, 10)
+        async with begun(routers) as (client, started):
+            batch = await until(client, started, 10)
         assert not batch.ended
         await asyncio.gather(*(process.stop() for process in routers.processes))
         await asyncio.gather(*(process.start() for process in routers.processes))
@@ -79,15 +79,16 @@ async def test_a_killed_router_s_batch_is_taken_over(
 ) -> None:
     """Whichever of the two has it: both are killed, one after the other."""
     changes = {"data_dir": str(tmp_path / "data"), "batch_most_in_flight": 1}
-    async with two_routers(tiny_model, redis_url, **changes) as routers:
-        async with begun(routers) as (client, batch):
-            done = 0
-            for process in routers.processes:
-                batch = await until(client, batch, done + 10)
-                done = batch.completed
-                os.kill(process.pid, signal.SIGKILL)
-                await process.wait()
-                await process.start()
-                await process.healthy()
-            batch = await until(client, batch, 0)
-            await check_results(client, batch, tmp_path / "out.jsonl")
+    async with (
+        two_routers(tiny_model, redis_url, **changes) as routers,
+        begun(routers) as (client, started),
+    ):
+        done = 0
+        for process in routers.processes:
+            done = (await until(client, started, done + 10)).completed
+            os.kill(process.pid, signal.SIGKILL)
+            await process.wait()
+            await process.start()
+            await process.healthy()
+        batch = await until(client, started, 0)
+        await check_results(client, batch, tmp_path / "out.jsonl")
