@@ -39,6 +39,10 @@ class ClientProgram:
         digest = hashlib.sha256(pins.encode()).hexdigest()[:12]
         return cache_dir() / "clients" / f"{self.name}-{digest}"
 
+    @property
+    def installed(self) -> bool:
+        return (self.home / _DONE).exists()
+
     def command(self) -> list[str]:
         """What runs its checks, once it is installed."""
         if self.npm:
@@ -57,14 +61,14 @@ def read_table(path: Path = TABLE) -> list[ClientProgram]:
 
 
 def _program(row: dict[str, Any]) -> ClientProgram:
-    lists = {name: tuple(row.pop(name, ())) for name in ("pip", "npm")}
+    lists: dict[str, Any] = {name: tuple(row.pop(name, ())) for name in ("pip", "npm")}
     return ClientProgram(**lists, **row)
 
 
 def install(program: ClientProgram) -> None:
     """Install a client unless it is there. Raises ConfigError with the end of what was printed."""
     home = program.home
-    if (home / _DONE).exists():
+    if program.installed:
         if program.npm:
             shutil.copy(FOLDER / program.script, home)
         return
