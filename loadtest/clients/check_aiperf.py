@@ -19,7 +19,9 @@ def profile(kind: str) -> None:
             *("--streaming", "--tokenizer", MODEL_PATH, "--request-count", "8"),
             *("--concurrency", "2", "--synthetic-input-tokens-mean", "32"),
             *("--output-tokens-mean", "8", "--artifact-dir", folder, "--ui-type", "none"),
-        ]
+        ],
+        # Told that it is offline, it takes a folder's path for a name.
+        HF_HUB_OFFLINE="",
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from pathlib import Path
 
-from checks import HELLO, MODEL, URL, command, run, same
+from checks import HELLO, MODEL, SCHEMA, URL, command, run, same
 
 LLM = str(Path(sys.executable).with_name("llm"))
 HOME = Path(tempfile.mkdtemp(prefix="baton-llm-"))
@@ -41,7 +42,7 @@ def errors() -> None:
 
 
 def json_schema() -> None:
-    same("colour" in ask("--schema", "colour", "-o", "max_tokens", "64"), True)
+    same("colour" in ask("--schema", json.dumps(SCHEMA), "-o", "max_tokens", "64"), True)
 
 
 run({"stream": stream, "chat": whole, "errors": errors, "json_schema": json_schema})

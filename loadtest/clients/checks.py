@@ -51,7 +51,7 @@ def run(checks: Mapping[str, Callable[[], None]]) -> None:
             outcome, why = "pass", ""
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            outcome = "missing" if any(sign in why for sign in _MISSING) else "fail"
+            outcome = "missing" if _is_missing(why) else "fail"
             traceback.print_exc()
         line = {"check": name, "outcome": outcome, "why": why[:_MOST_WORDS]}
         sys.stdout.write(json.dumps(line) + "\n")
@@ -77,5 +77,13 @@ def command(arguments: Sequence[str], **variables: str) -> str:
     )
     sys.stderr.write(done.stdout)
     if done.returncode:
-        raise AssertionError(f"exit code {done.returncode}: {done.stdout[-_MOST_WORDS:]}")
+        lines = [
+            line for line in done.stdout.splitlines() if any(sign in line for sign in _MISSING)
+        ]
+        why = lines[-1] if lines else done.stdout[-_MOST_WORDS:]
+        raise AssertionError(f"exit code {done.returncode}: {why}")
     return done.stdout
+
+
+def _is_missing(text: str) -> bool:
+    return any(sign in text for sign in _MISSING)
