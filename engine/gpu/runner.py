@@ -28,7 +28,10 @@ class _Unsettled:
 
 
 class GpuRunner(ModelRunner):
-    """At most two steps run at a time: the results of those before must have been asked for."""
+    """At most two steps run at a time: the results of those before must have been asked for.
+
+    It drafts nothing: a draft needs the tokens of the step before, and would wait for it.
+    """
 
     overlaps = True
 
@@ -48,10 +51,11 @@ class GpuRunner(ModelRunner):
         began = time.perf_counter()
         self._settle(running=1)
         self._take_news(plan)
-        step, draws = self._gather(plan.rows)
+        rows = self._drafted(plan.rows)
+        step, draws = self._gather(rows)
         if not all(draw.plain for draw in draws):
             self._settle(running=0)
-            tokens = self._compute(plan.rows)
+            tokens = self._compute(rows)
             if self.device.type == "cuda":
                 # A result says that the step's KV is there: transfers read it on another stream.
                 torch.cuda.current_stream(self.device).synchronize()
