@@ -101,6 +101,13 @@ def up(
             help="Same bits whatever else is in the batch; refused where that cannot be promised.",
         ),
     ] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            help="What guesses tokens that a decode step checks: ngram (where text repeats) or"
+            " none. Answers are the same. Default: ngram."
+        ),
+    ] = None,
     transport: Annotated[
         str | None,
         typer.Option(
@@ -149,6 +156,7 @@ def up(
         quantization=quantization,
         kv_dtype=kv_dtype,
         deterministic=deterministic,
+        drafter=drafter,
         transport=transport,
         redis_url=redis_url,
         local_prefill=local_prefill,

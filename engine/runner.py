@@ -94,6 +94,11 @@ class ModelRunner:
         if isinstance(self.model, CpuDecoder):
             self.model.share_cores(share)
 
+    @property
+    def drafter(self) -> str:
+        """The name of what drafts, as the configuration calls it."""
+        return "none" if self._speculation is None else self._speculation.drafter
+
     def forget(self, sequence_id: int) -> None:
         """Drop a sequence's tokens."""
         del self._known[sequence_id]

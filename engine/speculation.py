@@ -39,6 +39,11 @@ class Speculation:
         self._length = DraftLength()
         self._drafts: dict[int, Draft] = {}
 
+    @property
+    def drafter(self) -> str:
+        """Its name."""
+        return self._drafter.name
+
     def extend(
         self, rows: Sequence[DraftedRow], tokens_of: Callable[[int], list[int]]
     ) -> list[DraftedRow]:

@@ -199,7 +199,10 @@ class ControlLoop:
             updates = self.scheduler.complete(plan, result)
             computed = sum(update.computed_prompt_tokens for update in updates)
             self._gauges.step(result.seconds, computed)
-            self._learn(plan, wall_s * 1e3)
+            if result.drafted:
+                drafter = self.engine.runner.drafter
+                self._gauges.speculated(drafter, result.drafted, result.accepted)
+            self._learn(plan, result, wall_s * 1e3)
             if computed:
                 self.prompt_pace.observe(computed + STEP_TOKENS, result.seconds)
             # Planned first: the engine computes while the tokens are handed out.
@@ -207,8 +210,8 @@ class ControlLoop:
             self._listener.on_step(updates)
         self.pump()
 
-    def _learn(self, plan: StepPlan, wall_ms: float) -> None:
-        self._history.observe(plan, wall_ms)
+    def _learn(self, plan: StepPlan, result: StepResult, wall_ms: float) -> None:
+        self._history.observe(plan, result, wall_ms)
         if self._slack is not None:
             self._slack.observe(plan, wall_ms)
 
