@@ -16,8 +16,12 @@ _MOST = 2.0
 _ROW_SHARE = 0.03
 """What a drafted token is taken to cost before it was tried: this part of the step without drafts.
 Little, so that it is tried."""
-_KEPT_STEPS = 2000
-"""An estimate that no step has confirmed for so long is forgotten, so that it is tried again."""
+_KEPT_STEPS = 200
+"""For so many steps each time that it was seen, up to ``_MOST_SEEN``, an estimate is believed; then
+it is forgotten, so that what was measured at a bad moment is tried again."""
+_MOST_SEEN = 10
+_FIRST_REACH = 4
+"""How many tokens are tried first; then at most twice as many as were tried, and so many more."""
 _EXACT = 16
 """Up to so many, counts are told apart; above by fours."""
 
@@ -26,6 +30,7 @@ _EXACT = 16
 class _Estimate:
     seconds: float
     step: int
+    seen: int = 1
 
 
 class DraftCosts:
@@ -45,33 +50,33 @@ class DraftCosts:
             return
         estimate.seconds += _RATE * (min(seconds, _MOST * estimate.seconds) - estimate.seconds)
         estimate.step = self._step
+        estimate.seen = min(estimate.seen + 1, _MOST_SEEN)
 
     def seconds(self, batch: int, most: int) -> list[float] | None:
-        """Of steps with 0, 1, … ``most`` drafted tokens; None before one without was seen."""
+        """Of steps with 0, 1, … drafted tokens, to ``most`` or as far as they may be tried.
+
+        None before one without was seen.
+        """
         known = self._found.get(_rounded(batch))
         if known is None or 0 not in known:
             return None
-        self._drop_old(known)
-        tried = sorted(known)
+        self._forget_old(known)
+        reach = _FIRST_REACH + 2 * max(known)
         costs = []
-        for count in range(most + 1):
-            here = _rounded(count)
-            while len(tried) > 1 and tried[1] <= here:
-                tried.pop(0)
-            costs.append(self._between(known, tried, here))
+        row = _ROW_SHARE * known[0].seconds
+        for count in range(min(most, reach) + 1):
+            found = known.get(_rounded(count))
+            # What lies behind one that was tried may be cheap: it is to be tried too.
+            costs.append(costs[-1] + row if found is None else found.seconds)
         return costs
 
-    def _between(self, known: dict[int, _Estimate], tried: list[int], count: int) -> float:
-        """The cost of ``count``, which is not below the first of ``tried``."""
-        low = known[tried[0]].seconds
-        if len(tried) == 1:
-            return low + (count - tried[0]) * _ROW_SHARE * known[0].seconds
-        high = known[tried[1]].seconds
-        return low + (high - low) * (count - tried[0]) / (tried[1] - tried[0])
-
-    def _drop_old(self, known: dict[int, _Estimate]) -> None:
-        oldest = self._step - _KEPT_STEPS
-        for count in [c for c, found in known.items() if c and found.step < oldest]:
+    def _forget_old(self, known: dict[int, _Estimate]) -> None:
+        old = [
+            count
+            for count, found in known.items()
+            if count and self._step - found.step > found.seen * _KEPT_STEPS
+        ]
+        for count in old:
             del known[count]
 
 

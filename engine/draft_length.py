@@ -9,6 +9,7 @@ a sequence may begin to copy. Plain Python: no clock, no I/O. Owned by the engin
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,10 +23,12 @@ _GUESS_WEIGHT = 4.0
 """How many tokens the first guess counts for."""
 _KEPT_TOKENS = 500.0
 """How many of the latest tokens of a level count."""
-_SEQUENCE_WEIGHT = 3.0
-"""How many expected tokens speak against a sequence's being unlike the others."""
-_SEQUENCE_DECAY = 0.9
-"""Of what a sequence did, with each draft of its."""
+_CLASS_BOUNDS = (2, 4, 8)
+"""Evidence from these on is another class of a sequence's own record."""
+_LEVEL_WEIGHT = 3.0
+"""How many tokens of the sequence's own the experience with all sequences counts for."""
+_RECORD_DECAY = 0.9
+"""Of a sequence's own record, with each draft of its."""
 _SUREST = 0.98
 _LEAST_LIKELY = 0.02
 """A token less likely to be kept than this is not looked at."""
@@ -70,7 +73,7 @@ class DraftLength:
             costs = self._costs.seconds(batch, len(likely))
         if costs is None:
             return lengths
-        count = _best_count(batch, [chance for chance, _ in likely], costs)
+        count = _best_count(batch, [chance for chance, _ in likely[: len(costs) - 1]], costs)
         if not count and rows == batch:
             count = self._probe(costs)
         for _, index in likely[:count]:
@@ -84,12 +87,10 @@ class DraftLength:
     def verified(self, sequence_id: int, evidence: int, drafted: int, kept: int) -> None:
         """Of a draft's tokens the first ``kept`` of ``drafted`` were right."""
         record = self._records.setdefault(sequence_id, _Record())
-        expected = 0.0
+        record.fade()
         for place in range(min(kept + 1, drafted)):
-            level = self._levels[_level(evidence + place)]
-            expected += level.chance
-            level.count(place < kept)
-        record.count(expected, kept)
+            self._levels[_level(evidence + place)].count(place < kept)
+            record.count(evidence + place, place < kept)
 
     def forget(self, sequence_id: int) -> None:
         """Drop what is known of a sequence."""
@@ -98,18 +99,21 @@ class DraftLength:
     def _likely(self, proposals: Sequence[Proposal]) -> list[tuple[float, int]]:
         """The chance of each token that it is kept, and whose it is; the likeliest first.
 
+        Of each draft there is one token at least, however unlikely: it may be tried.
         A token's chance is none above that of the token before it, so that any number of the first
         of them are the first tokens of each draft.
         """
         found = []
         for index, proposal in enumerate(proposals):
             record = self._records.get(proposal.sequence_id)
-            factor = 1.0 if record is None else record.factor
             chance = 1.0
             for place in range(proposal.tokens):
-                level = self._levels[_level(proposal.evidence + place)]
-                chance *= min(_SUREST, factor * level.chance)
-                if chance < _LEAST_LIKELY:
+                evidence = proposal.evidence + place
+                likely = self._levels[_level(evidence)].chance
+                if record is not None:
+                    likely = record.corrected(evidence, likely)
+                chance *= min(_SUREST, likely)
+                if place and chance < _LEAST_LIKELY:
                     break
                 found.append((chance, index))
         found.sort(key=lambda item: -item[0])
@@ -167,18 +171,26 @@ class _Level:
 
 
 class _Record:
-    """How much better or worse a sequence's drafts do than the evidence says."""
+    """How a sequence's own drafts have done lately, by classes of evidence."""
 
-    __slots__ = ("_expected", "_kept")
+    __slots__ = ("_kept", "_seen")
 
     def __init__(self) -> None:
-        self._expected = 0.0
-        self._kept = 0.0
+        self._seen = [0.0] * (len(_CLASS_BOUNDS) + 1)
+        self._kept = [0.0] * (len(_CLASS_BOUNDS) + 1)
 
-    @property
-    def factor(self) -> float:
-        return (self._kept + _SEQUENCE_WEIGHT) / (self._expected + _SEQUENCE_WEIGHT)
+    def corrected(self, evidence: int, chance: float) -> float:
+        """The chance of a token, of which sequences in general have ``chance``."""
+        place = bisect_right(_CLASS_BOUNDS, evidence)
+        kept = self._kept[place] + _LEVEL_WEIGHT * chance
+        return kept / (self._seen[place] + _LEVEL_WEIGHT)
 
-    def count(self, expected: float, kept: int) -> None:
-        self._expected = _SEQUENCE_DECAY * self._expected + expected
-        self._kept = _SEQUENCE_DECAY * self._kept + kept
+    def fade(self) -> None:
+        """Another draft follows: those before it count for less."""
+        self._seen = [_RECORD_DECAY * seen for seen in self._seen]
+        self._kept = [_RECORD_DECAY * kept for kept in self._kept]
+
+    def count(self, evidence: int, kept: bool) -> None:
+        place = bisect_right(_CLASS_BOUNDS, evidence)
+        self._seen[place] += 1.0
+        self._kept[place] += kept
