@@ -32,11 +32,10 @@ class DraftedRow:
 class Speculation:
     """See the module's text."""
 
-    def __init__(self, drafter: Drafter, most: int = MOST_DRAFT_TOKENS) -> None:
-        """``most``: drafted tokens of a sequence in a step."""
+    def __init__(self, drafter: Drafter, length: DraftLength | None = None) -> None:
+        """``length`` says how much of each draft is checked; without it what is measured does."""
         self._drafter = drafter
-        self._most = most
-        self._length = DraftLength()
+        self._length = length or DraftLength()
         self._drafts: dict[int, Draft] = {}
 
     @property
@@ -53,7 +52,7 @@ class Speculation:
             row = drafted.row
             if row.limit:
                 token_ids = tokens_of(row.sequence_id)
-                most = min(self._most, row.limit - len(token_ids) - 1)
+                most = min(MOST_DRAFT_TOKENS, row.limit - len(token_ids) - 1)
                 if most > 0:
                     self._propose(row.sequence_id, token_ids, most)
         if not self._drafts:
