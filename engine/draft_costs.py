@@ -14,8 +14,11 @@ _RATE = 0.15
 _MOST = 2.0
 """A step that took more than this many times what was expected was held up: it counts so."""
 _ROW_SHARE = 0.03
-"""What a drafted token is taken to cost before it was tried: this part of the step without drafts.
-Little, so that it is tried."""
+"""What a drafted token is taken to cost where nothing is known: this part of the step without
+drafts. Little, so that it is tried."""
+_SLOPE_SHARE = 0.5
+"""Where steps of fewer and of more sequences are known: this part of what one costs between them.
+Not all of it: rows may be cheap up to some number, and dear behind it."""
 _KEPT_STEPS = 200
 """For so many steps each time that it was seen, up to ``_MOST_SEEN``, an estimate is believed; then
 it is forgotten, so that what was measured at a bad moment is tried again."""
@@ -48,7 +51,8 @@ class DraftCosts:
         if estimate is None:
             known[_rounded(drafted)] = _Estimate(seconds, self._step)
             return
-        estimate.seconds += _RATE * (min(seconds, _MOST * estimate.seconds) - estimate.seconds)
+        bounded = min(seconds, _MOST * estimate.seconds)
+        estimate.seconds += _RATE * (bounded - estimate.seconds)
         estimate.step = self._step
         estimate.seen = min(estimate.seen + 1, _MOST_SEEN)
 
@@ -62,13 +66,27 @@ class DraftCosts:
             return None
         self._forget_old(known)
         reach = _FIRST_REACH + 2 * max(known)
-        costs = []
-        row = _ROW_SHARE * known[0].seconds
+        costs: list[float] = []
+        least = _ROW_SHARE * known[0].seconds
         for count in range(min(most, reach) + 1):
             found = known.get(_rounded(count))
             # What lies behind one that was tried may be cheap: it is to be tried too.
-            costs.append(costs[-1] + row if found is None else found.seconds)
+            costs.append(
+                costs[-1] + max(least, _SLOPE_SHARE * self._slope(batch + count))
+                if found is None
+                else found.seconds
+            )
         return costs
+
+    def _slope(self, rows: int) -> float:
+        """What one sequence more costs around that many; 0 where that is not known."""
+        batches = [batch for batch, known in self._found.items() if 0 in known]
+        below = max((batch for batch in batches if batch < rows), default=0)
+        above = min((batch for batch in batches if batch >= rows), default=0)
+        if not below or not above:
+            return 0.0
+        seconds = self._found[above][0].seconds - self._found[below][0].seconds
+        return seconds / (above - below)
 
     def _forget_old(self, known: dict[int, _Estimate]) -> None:
         old = [

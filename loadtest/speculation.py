@@ -30,6 +30,7 @@ from loadtest.speculation_prompts import COPY, copying_tasks, read_questions
 from loadtest.transfer_rows import write_json
 from loadtest.whole_table import print_whole, whole_table
 from router.tokenizer import Tokenizer
+from worker.calibration import calibrate
 
 Say = Callable[[str], None]
 
@@ -147,6 +148,9 @@ class SpeculationBench:
             True: ModelRunner(runner.model, runner.cache, runner.device, speculation),
             False: ModelRunner(runner.model, runner.cache, runner.device),
         }
+        # As a worker does before it serves.
+        drafting = replace(self._engine, runner=self._runners[True])
+        calibrate(drafting, drafting.runner.run)
         self._next_id = 0
 
     def measure(self, category: str, questions: Sequence[str], concurrency: int) -> SpeculationRow:

@@ -59,15 +59,15 @@ class Service:
         return self.tokens / self.seconds / (self.batch / self.cost(self.batch))
 
 
-@pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 40])
+@pytest.mark.parametrize("batch", [1, 4, 16, 40])
 @pytest.mark.parametrize("cost", [memory_bound, compute_bound])
-@pytest.mark.parametrize("chance", [0.0, 0.1, 0.4])
-@pytest.mark.parametrize("evidence", [1, 4, 15])
+@pytest.mark.parametrize("chance", [0.0, 0.4])
+@pytest.mark.parametrize("evidence", [1, 15])
 def test_it_is_never_much_slower_than_no_drafts(
     batch: int, cost: Cost, chance: float, evidence: int
 ) -> None:
     service = Service(cost, batch, evidence)
-    service.run(1000, chance, noise=0.1)
+    service.run(600, chance, noise=0.1)
     # The noise is 5 % on average.
     assert service.speedup * 1.05 > 0.97
 
@@ -138,6 +138,21 @@ def test_costs_that_were_not_tried_are_taken_for_small() -> None:
     costs.observe(1, 2, 18.0)
     assert costs.seconds(1, 4) == pytest.approx([10.0, 10.3, 18.0, 18.3, 18.6])
     assert costs.seconds(2, 1) is None
+
+
+def test_batches_seen_before_do_not_hide_what_memory_leaves() -> None:
+    service = Service(memory_bound)
+    for batch in (1, 4, 8, 16):
+        service.length.observe(batch, 0, memory_bound(batch))
+    service.run(300, 0.95)
+    assert service.length.choose(1, 1, [Proposal(0, 4, 13)]) == [7]
+
+
+def test_rows_of_other_sequences_tell_what_drafts_will_cost() -> None:
+    costs = DraftCosts()
+    for batch in (1, 2, 4):
+        costs.observe(batch, 0, 10.0 * batch)
+    assert costs.seconds(1, 3) == pytest.approx([10.0, 15.0, 20.0, 25.0])
 
 
 def test_many_tokens_are_tried_step_by_step() -> None:
