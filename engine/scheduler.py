@@ -294,9 +294,14 @@ class Scheduler:
             sequence.block_table.extend(self.pool.allocate(missing))
 
     def _may_draft(self, sequence: Sequence) -> bool:
-        """Whether its next step only draws its next token, and more of them are wanted."""
+        """Whether its next step only draws its next token, and more of them are wanted.
+
+        The first token of those that it came for comes alone: somebody is told of it at once.
+        """
         decodes = sequence.target - sequence.scheduled == 1
-        return self.limits.draft_tokens > 0 and decodes and not sequence.prefill_only
+        is_first = sequence.target == len(sequence.spec.token_ids)
+        drafts = self.limits.draft_tokens > 0
+        return drafts and decodes and not is_first and not sequence.prefill_only
 
     def _limit(self, sequence: Sequence) -> int:
         """See ``PlanRow.limit``."""

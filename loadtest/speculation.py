@@ -118,10 +118,12 @@ def bench_speculation(
     for category, questions in texts.items():
         for concurrency in settings.concurrency:
             say(f"measuring {category}, {concurrency} at a time")
-            rows.append(bench.measure(category, questions, concurrency))
+            row = bench.measure(category, questions, concurrency)
+            say(f"{row.speedup:.2f} times the tokens a second")
+            rows.append(row)
+            if output is not None:
+                write_json(output, _json(settings, machine, rows))
     print_whole(console, draw(rows, machine))
-    if output is not None:
-        write_json(output, _json(settings, machine, rows))
 
 
 def _texts(settings: SpeculationSettings) -> dict[str, list[str]]:
