@@ -203,6 +203,18 @@ class WorkerMetrics:
             buckets=_PER_TOKEN,
             registry=registry,
         )
+        self.drafted_tokens = Counter(
+            "baton_speculation_drafted_tokens",
+            "Tokens that were drafted and checked.",
+            ["drafter"],
+            registry=registry,
+        )
+        self.accepted_tokens = Counter(
+            "baton_speculation_accepted_tokens",
+            "Drafted tokens that were right: each saved a step of its sequence.",
+            ["drafter"],
+            registry=registry,
+        )
         self.transfer_pairs = Gauge(
             "baton_transfer_pairs",
             "1 for each worker that this one sends KV blocks to, and by which transport.",

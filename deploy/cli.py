@@ -101,6 +101,13 @@ def up(
             help="Same bits whatever else is in the batch; refused where that cannot be promised.",
         ),
     ] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            help="What guesses tokens that a decode step checks: ngram (where text repeats) or"
+            " none. Answers are the same. Default: ngram."
+        ),
+    ] = None,
     transport: Annotated[
         str | None,
         typer.Option(
@@ -149,6 +156,7 @@ def up(
         quantization=quantization,
         kv_dtype=kv_dtype,
         deterministic=deterministic,
+        drafter=drafter,
         transport=transport,
         redis_url=redis_url,
         local_prefill=local_prefill,
@@ -613,6 +621,75 @@ def bench_handoff(
         programs = Programs(model=model_store.resolve(model, say, "auto").path)
         settings = HandoffSettings(_names(transport), prompt_tokens, answer_tokens, repetitions)
         bench_handoffs(settings, programs, say, Console(), output)
+    except BatonError as error:
+        _fail(error.message)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@bench_app.command("speculation")
+def bench_speculation(
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Has .jsonl files of `category` and `turns`. Default: tasks of copying alone.",
+        ),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(help="As for `baton up`. Default: smollm2-135m-instruct.", show_default=False),
+    ] = "smollm2-135m-instruct",
+    quantization: Annotated[
+        str, typer.Option(help="Weights, as for `baton up`: auto, none, int8, int4 or fp8.")
+    ] = "auto",
+    drafter: Annotated[str, typer.Option(help="What is compared with none.")] = "ngram",
+    categories: Annotated[
+        str, typer.Option(help="Out of those of the files, and copy. Default: all.")
+    ] = "",
+    concurrency: Annotated[str, typer.Option(help="Sequences at a time.")] = "1,4,16",
+    rows: Annotated[
+        int, typer.Option(min=1, help="Prompts of a category, or twice the concurrency.")
+    ] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    repeats: Annotated[int, typer.Option(min=1, help="How often both ways are run.")] = 2,
+    threads: Annotated[
+        int, typer.Option(min=0, help="Compute threads; 0 takes one for each core.")
+    ] = 0,
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+    ] = None,
+) -> None:
+    """Tokens a second with and without drafts, of one engine on the CPU, without a cluster."""
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy import model_store  # noqa: PLC0415
+    from engine.engine import EngineSettings  # noqa: PLC0415
+    from loadtest.speculation import SpeculationSettings  # noqa: PLC0415
+    from loadtest.speculation import bench_speculation as run_bench  # noqa: PLC0415
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    try:
+        engine = EngineSettings(
+            model_store.resolve(model, say, quantization).path,
+            device="cpu",
+            threads=threads,
+            quantization=quantization,
+            drafter=drafter,
+        )
+        settings = SpeculationSettings(
+            engine,
+            prompts,
+            _names(categories),
+            _counts(concurrency),
+            rows,
+            tokens,
+            temperature,
+            repeats,
+        )
+        run_bench(settings, say, Console(), output)
     except BatonError as error:
         _fail(error.message)
     except KeyboardInterrupt:

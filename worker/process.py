@@ -194,6 +194,7 @@ class WorkerProcess:
                 kv_dtype=config.kv_dtype_of(pool),
                 lossiest_kv_dtype=config.lossiest_kv_dtype,
                 deterministic=config.deterministic,
+                drafter=config.drafter,
             ),
             self._memory.allocate,
         )
