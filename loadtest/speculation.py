@@ -147,7 +147,7 @@ class SpeculationBench:
         # Kept for all that is measured, as a worker keeps it: what it has learned is a part of it.
         speculation = make_speculation(settings.engine.drafter)
         self._runners = {
-            True: ModelRunner(runner.model, runner.cache, runner.device, speculation),
+            True: ModelRunner(runner.model, runner.cache, runner.device, speculation=speculation),
             False: ModelRunner(runner.model, runner.cache, runner.device),
         }
         # As a worker does before it serves.

@@ -75,7 +75,7 @@ class Bench:
     def engine(self, drafter: Drafter | None, blocks: int, **limits: Any) -> Engine:
         runner = self.built.runner
         speculation = Speculation(drafter, WholeDrafts()) if drafter is not None else None
-        fresh = ModelRunner(runner.model, runner.cache, runner.device, speculation)
+        fresh = ModelRunner(runner.model, runner.cache, runner.device, speculation=speculation)
         changed = replace(
             self.built.scheduler.limits,
             draft_tokens=MOST_DRAFT_TOKENS if drafter is not None else 0,
