@@ -133,6 +133,11 @@ class ClusterDispatcher:
 
     # What the fronts ask
 
+    @property
+    def workers(self) -> WorkerLinks:
+        """The connections to the workers; for those who ask these themselves."""
+        return self._links
+
     def health(self) -> tuple[str, str]:
         """``ok``, or ``down`` and why."""
         if self._draining:
@@ -159,6 +164,8 @@ class ClusterDispatcher:
         finished, held_s = False, 0.0
         try:
             await self._waiting_room.turn(request)
+            if request.background:
+                deadline = time.monotonic() + request.deadline_s
             route = await self._route(_with_time_left(request, deadline))
             async for delta in self._run(_with_time_left(request, deadline), route):
                 self._waiting_room.first_token(request.request_id)
@@ -438,4 +445,5 @@ def _capacity(
         total_blocks=tuple(
             link.record.total_blocks * size for link, size in zip(decode, sizes, strict=True)
         ),
+        step_s=max(load.step_ms for load in loads) / 1e3,
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -60,6 +61,13 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+class Mountable(Protocol):
+    """Endpoints that are made elsewhere."""
+
+    def mount(self, app: FastAPI) -> None:
+        """Add them to the app."""
+
+
 def create_app(
     dispatcher: Dispatcher,
     tokenizer: Tokenizer,
@@ -69,11 +77,13 @@ def create_app(
     access: Access | None = None,
     *,
     number: int = 0,
+    more: Sequence[Mountable] = (),
 ) -> ASGIApp:
     """The app of one router process; its life is that of what it is given.
 
     Without ``access``, keys are those of ``config``, and their limits are not kept. ``number``
-    tells the process from the others that share its port.
+    tells the process from the others that share its port. ``more`` endpoints are added: those of
+    batches, and the operators'.
     """
     access = access or Access(config, metrics)
     api = OpenAiApi(dispatcher, tokenizer, model, metrics, config, access)
@@ -86,9 +96,11 @@ def create_app(
     add_error_handlers(app)
     _add_openai(app, api, model.id)
     _add_operations(app, dispatcher, metrics, number)
-    more = add_more_routes(app, exchange, tokenizer, model, _ERRORS)
+    direct = add_more_routes(app, exchange, tokenizer, model, _ERRORS)
+    for endpoints in more:
+        endpoints.mount(app)
     _describe_bodies(app)
-    return DirectRoutes(app, {_CHAT: api.chat_completions, _PLAIN: api.completions, **more})
+    return DirectRoutes(app, {_CHAT: api.chat_completions, _PLAIN: api.completions, **direct})
 
 
 def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:
