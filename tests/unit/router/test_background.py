@@ -129,6 +129,18 @@ def test_steps_stay_well_under_the_slo() -> None:
     assert len(cluster.begun) == 300
 
 
+def test_where_prompts_take_no_time_several_go_at_once() -> None:
+    cluster = Shared(tokens_per_s=50_000.0)
+    cluster.learn()
+    for number in range(100):
+        cluster.offer_background(f"b{number}", prompt=100, answer=50)
+    most = 0
+    for _ in range(300):
+        cluster.pass_time(0.001, 0.001)
+        most = max(most, cluster.admission.in_flight_tokens)
+    assert 300 <= most <= 600
+
+
 def test_others_overtake_them() -> None:
     cluster = Shared(tokens_per_s=1000.0)
     for number in range(20):
