@@ -57,3 +57,5 @@ class StepResult:
     step: int
     token_ids: tuple[tuple[int, ...], ...]
     seconds: float
+    failed: tuple[tuple[int, str], ...] = ()
+    """Rows whose sequences cannot go on, by their place in the plan, and why."""

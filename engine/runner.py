@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.compiled_grammars import CompiledGrammars
 from baton.sampling_params import SamplingParams
 from engine.cpu.decoder import CoreShare, CpuDecoder
 from engine.cpu.sampler import cpu_sampler
+from engine.grammar_rows import GrammarRows
 from engine.kv_cache import KvCache
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.sampling import SampleRow, sample
@@ -35,10 +37,18 @@ class ModelRunner:
     overlaps = False
     """Whether a step may be started before the one before it has ended."""
 
-    def __init__(self, model: StepModel, cache: KvCache, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: StepModel,
+        cache: KvCache,
+        device: torch.device,
+        grammars: CompiledGrammars | None = None,
+    ) -> None:
+        """Without ``grammars`` a sequence that has one fails."""
         self.model = model
         self.cache = cache
         self.device = device
+        self._grammars = GrammarRows(grammars)
         self._sampler = cpu_sampler() if device.type == "cpu" else None
         self._sample = self._sampler.sample if self._sampler is not None else sample
         self._known: dict[int, _Known] = {}
@@ -52,7 +62,8 @@ class ModelRunner:
         if self.device.type == "cuda":
             # A result says that the step's KV is there: transfers read it on another stream.
             torch.cuda.current_stream(self.device).synchronize()
-        return StepResult(plan.step, tokens, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return StepResult(plan.step, tokens, seconds, self._failed(plan.rows))
 
     def start(self, plan: StepPlan) -> Ending:
         """Begin a step; what is returned waits for its end, and may be called on another thread."""
@@ -82,6 +93,7 @@ class ModelRunner:
     def forget(self, sequence_id: int) -> None:
         """Drop a sequence's tokens."""
         del self._known[sequence_id]
+        self._grammars.forget(sequence_id)
 
     def _take_news(self, plan: StepPlan) -> None:
         for sequence_id in plan.dropped:
@@ -93,6 +105,12 @@ class ModelRunner:
         self._known[new.sequence_id] = _Known(
             list(new.token_ids), new.prompt_length, new.sampling, new.stop_ids
         )
+        self._grammars.learn(new)
+
+    def _failed(self, rows: tuple[PlanRow, ...]) -> tuple[tuple[int, str], ...]:
+        """See ``StepResult.failed``."""
+        found = ((place, self._grammars.failure(r.sequence_id)) for place, r in enumerate(rows))
+        return tuple((place, why) for place, why in found if why)
 
     def _compute(self, rows: tuple[PlanRow, ...]) -> tuple[tuple[int, ...], ...]:
         step, draws = self._gather(rows)
@@ -101,10 +119,14 @@ class ModelRunner:
             drawn = found.best
         else:
             assert found.logits is not None, "a step gives the one or the other"
-            drawn = self._sample(found.logits, draws)
+            drawn = self._sample(found.logits, self._masked(rows, draws))
         for draw, token in zip(draws, drawn, strict=True):
             draw.token_ids.append(token)
         return by_row(rows, drawn)
+
+    def _masked(self, rows: tuple[PlanRow, ...], draws: list[SampleRow]) -> list[SampleRow]:
+        """The draws with their grammars' masks."""
+        return self._grammars.masked([row.sequence_id for row in rows if row.sample], draws)
 
     def _gather(self, rows: tuple[PlanRow, ...]) -> tuple[StepInput, list[SampleRow]]:
         """What the model is asked, and what each of its outputs is drawn with.
