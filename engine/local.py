@@ -47,7 +47,7 @@ def make_sequence(
     The rest is as ``Sequence`` takes it.
     """
     sampling = spec.sampling
-    eos = () if sampling.ignore_eos else engine.config.eos_ids
+    eos = engine.config.eos_ids if sampling.ends_at_eos else ()
     return Sequence(
         sequence_id,
         spec,

@@ -66,6 +66,8 @@ class StepResult:
     token_ids: tuple[tuple[int, ...], ...]
     """Of a row that samples one token, and one more for each token of its draft that was right."""
     seconds: float
+    failed: tuple[tuple[int, str], ...] = ()
+    """Rows whose sequences cannot go on, by their place in the plan, and why."""
     drafted: int = 0
     """Tokens that were drafted and checked, of all rows."""
     accepted: int = 0

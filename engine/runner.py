@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.compiled_grammars import CompiledGrammars
 from baton.sampling_params import SamplingParams
 from engine.cpu.decoder import CoreShare, CpuDecoder
 from engine.cpu.sampler import cpu_sampler
+from engine.grammar_rows import GrammarRows
 from engine.kv_cache import KvCache
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.sampling import SampleRow, sample
@@ -41,12 +43,17 @@ class ModelRunner:
         model: StepModel,
         cache: KvCache,
         device: torch.device,
+        grammars: CompiledGrammars | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        """Without ``speculation`` each sequence gets one token a step."""
+        """Without ``grammars`` a sequence that has one fails; without ``speculation`` each gets one
+
+        token a step.
+        """
         self.model = model
         self.cache = cache
         self.device = device
+        self._grammars = GrammarRows(grammars)
         self._sampler = cpu_sampler() if device.type == "cpu" else None
         self._sample = self._sampler.sample if self._sampler is not None else sample
         self._known: dict[int, _Known] = {}
@@ -67,7 +74,8 @@ class ModelRunner:
         if self._speculation is not None and plan.decodes_only:
             self._speculation.observe(len(rows), drafted, seconds)
         accepted = sum(len(found) - 1 for found in tokens if found)
-        return StepResult(plan.step, tokens, seconds, drafted, accepted)
+        failed = self._failed(plan.rows)
+        return StepResult(plan.step, tokens, seconds, failed, drafted, accepted)
 
     def start(self, plan: StepPlan) -> Ending:
         """Begin a step; what is returned waits for its end, and may be called on another thread."""
@@ -102,6 +110,7 @@ class ModelRunner:
     def forget(self, sequence_id: int) -> None:
         """Drop a sequence's tokens."""
         del self._known[sequence_id]
+        self._grammars.forget(sequence_id)
         if self._speculation is not None:
             self._speculation.forget(sequence_id)
 
@@ -115,6 +124,12 @@ class ModelRunner:
         self._known[new.sequence_id] = _Known(
             list(new.token_ids), new.prompt_length, new.sampling, new.stop_ids
         )
+        self._grammars.learn(new)
+
+    def _failed(self, rows: tuple[PlanRow, ...]) -> tuple[tuple[int, str], ...]:
+        """See ``StepResult.failed``."""
+        found = ((place, self._grammars.failure(r.sequence_id)) for place, r in enumerate(rows))
+        return tuple((place, why) for place, why in found if why)
 
     def _drafted(self, rows: Iterable[PlanRow]) -> list[DraftedRow]:
         """The rows as they are computed: where their sequences are by now, and with drafts."""
@@ -140,8 +155,18 @@ class ModelRunner:
             drawn = found.best
         else:
             assert found.logits is not None, "a step gives the one or the other"
-            drawn = self._sample(found.logits, draws)
+            drawn = self._sample(found.logits, self._masked(rows, draws))
         return self._kept(rows, drawn)
+
+    def _masked(self, rows: Sequence[DraftedRow], draws: list[SampleRow]) -> list[SampleRow]:
+        """The draws with their grammars' masks."""
+        numbers = [
+            drafted.row.sequence_id
+            for drafted in rows
+            if drafted.row.sample
+            for _ in range(len(drafted.draft) + 1)
+        ]
+        return self._grammars.masked(numbers, draws)
 
     def _gather(self, rows: Sequence[DraftedRow]) -> tuple[StepInput, list[SampleRow]]:
         """What the model is asked, and what each of its outputs is drawn with.

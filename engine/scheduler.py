@@ -80,6 +80,8 @@ class SequenceUpdate:
     sequence: Sequence
     token_ids: tuple[int, ...]
     computed_prompt_tokens: int
+    failure: str = ""
+    """Not empty: the sequence could not go on and has ended, and why."""
 
 
 class Scheduler:
@@ -433,11 +435,15 @@ class Scheduler:
         """Take in a step's result. Sequences that have left meanwhile are not reported."""
         updates = []
         sequences = self._plans.pop(plan.step)
+        failures = {sequences[place]: why for place, why in result.failed}
         for sequence, row, tokens in zip(sequences, plan.rows, result.token_ids, strict=True):
             sequence.in_flight -= 1
             sequence.pending -= row.sample
             left = sequence in self._leaving
-            if not left:
+            if not left and sequence in failures:
+                self.remove(sequence)
+                updates.append(SequenceUpdate(sequence, (), 0, failures[sequence]))
+            elif not left:
                 self._count(sequence, row, result.seconds / (plan.tokens + result.drafted))
                 updates.append(self._apply(sequence, row, tokens))
             self._release_if_idle(sequence)
@@ -483,13 +489,18 @@ class Scheduler:
 
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         sampling = sequence.spec.sampling
-        if token in sequence.stop_ids and sequence.output_length > sampling.min_tokens:
+        if token in sequence.stop_ids and self._may_stop(sequence):
             return FinishReason.STOP
         if sequence.output_length >= sampling.max_tokens:
             return FinishReason.LENGTH
         if len(sequence.token_ids) >= self.limits.context_length:
             return FinishReason.LENGTH
         return None
+
+    def _may_stop(self, sequence: Sequence) -> bool:
+        """Whether a stop token ends the answer: a grammar's end goes before ``min_tokens``."""
+        sampling = sequence.spec.sampling
+        return sequence.output_length > sampling.min_tokens or sampling.grammar is not None
 
     def _deduplicate(self, sequence: Sequence) -> None:
         """Exchange blocks whose contents were held already. Only for sequences not in flight."""

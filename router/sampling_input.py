@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import ContextLengthExceeded, InvalidRequest
+from baton.grammar import Grammar
 from baton.sampling_params import SamplingParams
 
 MOST_STOPS = 16
@@ -38,6 +39,9 @@ class SamplingInput:
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Mapping[Any, Any] | None = None
+    grammar: Grammar | None = None
+    grammar_param: str = "grammar"
+    """What the client calls it."""
 
 
 def final_sampling(
@@ -82,6 +86,7 @@ def final_sampling(
         frequency_penalty=_within("frequency_penalty", given.frequency_penalty, -2, 2, 0),
         repetition_penalty=_within("repetition_penalty", given.repetition_penalty, 1e-3, 10, 1),
         logit_bias=_logit_bias(given.logit_bias, vocab_size),
+        grammar=given.grammar,
     )
 
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from baton.compiled_grammars import CompiledGrammars
 from engine.gpu.decoder import GpuStepModel, StartedStep
 from engine.gpu.draws import draw_of
+from engine.grammar_state import Mask
 from engine.kv_cache import KvCache
 from engine.plan import StepPlan, StepResult
 from engine.runner import Ending, ModelRunner, by_row
 from engine.sampling import SampleRow
+from engine.speculation import DraftedRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,14 @@ class GpuRunner(ModelRunner):
 
     overlaps = True
 
-    def __init__(self, model: GpuStepModel, cache: KvCache, device: torch.device) -> None:
-        super().__init__(model, cache, device)
+    def __init__(
+        self,
+        model: GpuStepModel,
+        cache: KvCache,
+        device: torch.device,
+        grammars: CompiledGrammars | None = None,
+    ) -> None:
+        super().__init__(model, cache, device, grammars)
         self._gpu = model
         self._unsettled: list[_Unsettled] = []
         self._last_end = 0.0
@@ -51,36 +61,51 @@ class GpuRunner(ModelRunner):
         began = time.perf_counter()
         self._settle(running=1)
         self._take_news(plan)
+        follows = any(self._grammars.has(row.sequence_id) for row in plan.rows)
+        if follows:
+            # A grammar goes by the tokens themselves.
+            self._settle(running=0)
         rows = self._drafted(plan.rows)
         step, draws = self._gather(rows)
-        if not all(draw.plain for draw in draws):
+        if any(draw.adjusted for draw in draws):
             self._settle(running=0)
             tokens = self._compute(rows)
             if self.device.type == "cuda":
                 # A result says that the step's KV is there: transfers read it on another stream.
                 torch.cuda.current_stream(self.device).synchronize()
-            result = self._finished(plan, began, tokens)
+            result = self._finished(plan, began, tokens, self._failed(plan.rows))
             return lambda: result
-        started = self._gpu.start(step, [draw_of(draw) for draw in draws])
+        masks = partial(self._masks, rows, draws) if follows else None
+        started = self._gpu.start(step, [draw_of(draw) for draw in draws], masks)
         self._unsettled.append(_Unsettled(started, _named(draws)))
+        failed = self._failed(plan.rows)
 
         def ending() -> StepResult:
-            return self._finished(plan, began, by_row(plan.rows, started.token_ids()))
+            return self._finished(plan, began, by_row(plan.rows, started.token_ids()), failed)
 
         return ending
+
+    def _masks(self, rows: list[DraftedRow], draws: list[SampleRow]) -> dict[int, Mask]:
+        """See ``engine.gpu.decoder.Masks``."""
+        masked = enumerate(self._masked(rows, draws))
+        return {number: draw.mask for number, draw in masked if draw.mask is not None}
 
     def capture(self) -> None:
         """Capture the decode steps of the usual sizes; see ``GpuStepModel.warm_up``."""
         self._gpu.warm_up()
 
     def _finished(
-        self, plan: StepPlan, began: float, tokens: tuple[tuple[int, ...], ...]
+        self,
+        plan: StepPlan,
+        began: float,
+        tokens: tuple[tuple[int, ...], ...],
+        failed: tuple[tuple[int, str], ...],
     ) -> StepResult:
         ended = time.perf_counter()
         # While the step before ran, this one only waited.
         seconds = ended - max(began, self._last_end)
         self._last_end = ended
-        return StepResult(plan.step, tokens, seconds)
+        return StepResult(plan.step, tokens, seconds, failed)
 
     def _settle(self, running: int) -> None:
         """Give tokens their ids, but for those of the last ``running`` steps."""

@@ -114,7 +114,7 @@ class Bench:
         """The same model and memory with nothing cached and other limits."""
         runner = self._built.runner
         model = RecordingModel(self._inner)
-        fresh = ModelRunner(model, runner.cache, runner.device, speculation)
+        fresh = ModelRunner(model, runner.cache, runner.device, speculation=speculation)
         limits = replace(
             self._built.scheduler.limits,
             chunk_tokens=chunk_tokens,

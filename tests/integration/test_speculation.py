@@ -142,7 +142,7 @@ def test_a_real_model_answers_every_prompt_the_same(
 def _fresh(built: Engine, speculation: Speculation | None) -> Engine:
     """No sequence is known; what is cached stays, so that a prompt is computed once."""
     runner = built.runner
-    counting = CountingRunner(runner.model, runner.cache, runner.device, speculation)
+    counting = CountingRunner(runner.model, runner.cache, runner.device, speculation=speculation)
     limits = built.scheduler.limits
     if speculation is None:
         limits = replace(limits, draft_tokens=0)

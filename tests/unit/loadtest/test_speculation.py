@@ -51,7 +51,8 @@ def settings_of(model: Path, prompts: Path | None, **changes: object) -> Specula
 
 
 def test_rows_and_json(model: Path, prompts: Path, tmp_path: Path) -> None:
-    written, output, said = io.StringIO(), tmp_path / "found.json", []
+    written, output = io.StringIO(), tmp_path / "found.json"
+    said: list[str] = []
     bench_speculation(
         settings_of(model, prompts), said.append, Console(file=written, width=250), output
     )
