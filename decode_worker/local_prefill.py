@@ -78,7 +78,10 @@ class LocalPrefill:
             del self._firsts[attempt]
             if not isinstance(token, int):
                 self._end(sequence)
-        yield first_token(sequence, token, sequence.finish_reason, self._context.control.load())
+        # More tokens may have come meanwhile: then it was none of them that ended the answer.
+        alone = len(sequence.token_ids) == len(spec.token_ids) + 1
+        finish = sequence.finish_reason if alone else None
+        yield first_token(sequence, token, finish, self._context.control.load())
 
     async def _answered(
         self, first: asyncio.Future[int | BatonError], deadline: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from engine.grammar_rows import GrammarRows
 from engine.kv_cache import KvCache
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.sampling import SampleRow, sample
+from engine.speculation import DraftedRow, Speculation, kept_tokens, with_place
 from engine.step import StepInput, StepModel
 
 Ending = Callable[[], StepResult]
@@ -43,8 +44,12 @@ class ModelRunner:
         cache: KvCache,
         device: torch.device,
         grammars: CompiledGrammars | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
-        """Without ``grammars`` a sequence that has one fails."""
+        """Without ``grammars`` a sequence that has one fails; without ``speculation`` each gets one
+
+        token a step.
+        """
         self.model = model
         self.cache = cache
         self.device = device
@@ -52,18 +57,25 @@ class ModelRunner:
         self._sampler = cpu_sampler() if device.type == "cpu" else None
         self._sample = self._sampler.sample if self._sampler is not None else sample
         self._known: dict[int, _Known] = {}
+        self._speculation = speculation
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step. Deterministic in the plan and what came before."""
         began = time.perf_counter()
         self._take_news(plan)
-        tokens = self._compute(plan.rows)
+        rows = self._drafted(plan.rows)
+        tokens = self._compute(rows)
         if self.device.type == "cuda":
             # A result says that the step's KV is there: transfers read it on another stream.
             torch.cuda.current_stream(self.device).synchronize()
         seconds = time.perf_counter() - began
-        return StepResult(plan.step, tokens, seconds, self._failed(plan.rows))
+        drafted = sum(len(row.draft) for row in rows)
+        if self._speculation is not None and plan.decodes_only:
+            self._speculation.observe(len(rows), drafted, seconds)
+        accepted = sum(len(found) - 1 for found in tokens if found)
+        failed = self._failed(plan.rows)
+        return StepResult(plan.step, tokens, seconds, failed, drafted, accepted)
 
     def start(self, plan: StepPlan) -> Ending:
         """Begin a step; what is returned waits for its end, and may be called on another thread."""
@@ -90,10 +102,17 @@ class ModelRunner:
         if isinstance(self.model, CpuDecoder):
             self.model.share_cores(share)
 
+    @property
+    def drafter(self) -> str:
+        """The name of what drafts, as the configuration calls it."""
+        return "none" if self._speculation is None else self._speculation.drafter
+
     def forget(self, sequence_id: int) -> None:
         """Drop a sequence's tokens."""
         del self._known[sequence_id]
         self._grammars.forget(sequence_id)
+        if self._speculation is not None:
+            self._speculation.forget(sequence_id)
 
     def _take_news(self, plan: StepPlan) -> None:
         for sequence_id in plan.dropped:
@@ -112,7 +131,24 @@ class ModelRunner:
         found = ((place, self._grammars.failure(r.sequence_id)) for place, r in enumerate(rows))
         return tuple((place, why) for place, why in found if why)
 
-    def _compute(self, rows: tuple[PlanRow, ...]) -> tuple[tuple[int, ...], ...]:
+    def _drafted(self, rows: Iterable[PlanRow]) -> list[DraftedRow]:
+        """The rows as they are computed: where their sequences are by now, and with drafts."""
+        placed = [DraftedRow(self._placed(row), ()) for row in rows]
+        if self._speculation is None:
+            return placed
+        return self._speculation.extend(placed, lambda number: self._known[number].token_ids)
+
+    def _placed(self, row: PlanRow) -> PlanRow:
+        """See ``PlanRow``."""
+        known = len(self._known[row.sequence_id].token_ids)
+        if known < row.start + row.count:
+            # This step was planned behind one that has failed, for a token that never came.
+            raise RuntimeError("the step before this one failed")
+        if row.count > 1 or not row.sample or row.start == known - 1:
+            return row
+        return with_place(row, known - 1, 1)
+
+    def _compute(self, rows: Sequence[DraftedRow]) -> tuple[tuple[int, ...], ...]:
         step, draws = self._gather(rows)
         found = self.model.run(step)
         if found.best is not None:
@@ -120,35 +156,73 @@ class ModelRunner:
         else:
             assert found.logits is not None, "a step gives the one or the other"
             drawn = self._sample(found.logits, self._masked(rows, draws))
-        for draw, token in zip(draws, drawn, strict=True):
-            draw.token_ids.append(token)
-        return by_row(rows, drawn)
+        return self._kept(rows, drawn)
 
-    def _masked(self, rows: tuple[PlanRow, ...], draws: list[SampleRow]) -> list[SampleRow]:
+    def _masked(self, rows: Sequence[DraftedRow], draws: list[SampleRow]) -> list[SampleRow]:
         """The draws with their grammars' masks."""
-        return self._grammars.masked([row.sequence_id for row in rows if row.sample], draws)
+        numbers = [
+            drafted.row.sequence_id
+            for drafted in rows
+            if drafted.row.sample
+            for _ in range(len(drafted.draft) + 1)
+        ]
+        return self._grammars.masked(numbers, draws)
 
-    def _gather(self, rows: tuple[PlanRow, ...]) -> tuple[StepInput, list[SampleRow]]:
+    def _gather(self, rows: Sequence[DraftedRow]) -> tuple[StepInput, list[SampleRow]]:
         """What the model is asked, and what each of its outputs is drawn with.
 
-        The draws' tokens are the lists that the runner keeps.
+        The first draw's tokens of each row are the list that the runner keeps.
         """
         token_ids: list[int] = []
         outputs: list[int] = []
         draws: list[SampleRow] = []
-        for row in rows:
+        for drafted in rows:
+            row, draft = drafted.row, drafted.draft
             known = self._known[row.sequence_id]
-            if len(known.token_ids) < row.start + row.count:
-                # This step was planned behind one that has failed, for a token that never came.
-                raise RuntimeError("the step before this one failed")
-            token_ids += known.token_ids[row.start : row.start + row.count]
+            token_ids += known.token_ids[row.start : row.start + row.count - len(draft)]
+            token_ids += draft
             if row.sample:
-                outputs.append(len(token_ids) - 1)
-                draws.append(
-                    SampleRow(known.sampling, known.token_ids, known.prompt_length, known.stop_ids)
-                )
+                outputs += range(len(token_ids) - 1 - len(draft), len(token_ids))
+                draws += _draws(known, draft)
         greedy = all(draw.plain and draw.sampling.greedy for draw in draws)
-        return StepInput(rows, token_ids, outputs, greedy), draws
+        rows_computed = tuple(drafted.row for drafted in rows)
+        return StepInput(rows_computed, token_ids, outputs, greedy), draws
+
+    def _kept(
+        self, rows: Sequence[DraftedRow], drawn: Sequence[int]
+    ) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each row: of those drawn the ones whose draft was right before them.
+
+        They are appended to the sequences.
+        """
+        at = 0
+        tokens: list[tuple[int, ...]] = []
+        for drafted in rows:
+            row, draft = drafted.row, drafted.draft
+            if not row.sample:
+                tokens.append(())
+                continue
+            kept = kept_tokens(draft, drawn[at : at + len(draft)])
+            found = tuple(drawn[at : at + kept + 1])
+            at += len(draft) + 1
+            self._known[row.sequence_id].token_ids.extend(found)
+            if self._speculation is not None:
+                self._speculation.verified(row.sequence_id, len(draft), kept)
+            tokens.append(found)
+        return tuple(tokens)
+
+
+def _draws(known: _Known, draft: tuple[int, ...]) -> list[SampleRow]:
+    """Of a sequence's next token, and of each behind a token of the draft as if it were right."""
+    return [
+        SampleRow(
+            known.sampling,
+            [*known.token_ids, *draft[:place]] if place else known.token_ids,
+            known.prompt_length,
+            known.stop_ids,
+        )
+        for place in range(len(draft) + 1)
+    ]
 
 
 def by_row(rows: tuple[PlanRow, ...], drawn: Iterable[int]) -> tuple[tuple[int, ...], ...]:

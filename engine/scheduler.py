@@ -44,6 +44,8 @@ class SchedulerLimits:
     chunk_keys: int = 0
     hash_block_size: int = 0
     """Tokens of a hash block, of which ``block_size`` is a multiple; 0: as many."""
+    draft_tokens: int = 0
+    """The most tokens that the engine drafts for a sequence in a step."""
 
     def __post_init__(self) -> None:
         if self.block_size % self.hash_block:
@@ -226,6 +228,7 @@ class Scheduler:
                 continue
             if not self._grow(sequence):
                 continue
+            self._make_room(sequence)
             count = self._add_row(rows, sequence, most)
             budget -= count
             chunks -= count if is_chunk else 0
@@ -244,12 +247,27 @@ class Scheduler:
         fits = sequence.target < self.limits.context_length
         return sequence.scheduled < sequence.target and samples_left > 0 and fits
 
+    def _most_tokens(self, sequence: Sequence) -> int:
+        """The most tokens that a sequence's answer leaves room for."""
+        sampling = sequence.spec.sampling
+        return min(self.limits.context_length, sequence.prompt_length + sampling.max_tokens)
+
+    def _known_at_most(self, sequence: Sequence) -> int:
+        """The most tokens that a sequence has when the steps in flight have ended."""
+        if not sequence.pending:
+            return sequence.target
+        most = len(sequence.token_ids) + sequence.pending * (1 + self.limits.draft_tokens)
+        return min(most, sequence.highest)
+
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_size)
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Blocks for all tokens up to the target; preempts the latest arrivals if it must."""
-        missing = self._blocks_for(sequence.target) - len(sequence.block_table)
+        """Blocks for all tokens that there may be; preempts the latest arrivals if it must."""
+        tokens = max(
+            sequence.target, min(self._known_at_most(sequence), self._most_tokens(sequence))
+        )
+        missing = self._blocks_for(tokens) - len(sequence.block_table)
         while missing > self.pool.available:
             if self._blocks_are_coming():
                 return False
@@ -262,6 +280,37 @@ class Scheduler:
         if missing > 0:
             sequence.block_table.extend(self.pool.allocate(missing))
         return True
+
+    def _make_room(self, sequence: Sequence) -> None:
+        """Blocks for drafts, where there are more than the sequences that run may soon need.
+
+        A sequence keeps them: its next tokens go there.
+        """
+        if not self._may_draft(sequence):
+            return
+        tokens = min(
+            self._known_at_most(sequence) + self.limits.draft_tokens, self._most_tokens(sequence)
+        )
+        missing = self._blocks_for(tokens) - len(sequence.block_table)
+        if 0 < missing <= self.pool.available - len(self.running):
+            sequence.block_table.extend(self.pool.allocate(missing))
+
+    def _may_draft(self, sequence: Sequence) -> bool:
+        """Whether its next step only draws its next token, and more of them are wanted.
+
+        The first token of those that it came for comes alone: somebody is told of it at once.
+        """
+        decodes = sequence.target - sequence.scheduled == 1
+        is_first = sequence.target == len(sequence.spec.token_ids)
+        drafts = self.limits.draft_tokens > 0
+        return drafts and decodes and not is_first and not sequence.prefill_only
+
+    def _limit(self, sequence: Sequence) -> int:
+        """See ``PlanRow.limit``."""
+        if not self._may_draft(sequence):
+            return 0
+        room = len(sequence.block_table) * self.limits.block_size
+        return min(self._most_tokens(sequence), room + 1)
 
     def _blocks_are_coming(self) -> bool:
         """Whether a sequence gives its blocks back as soon as the plans in flight have ended."""
@@ -350,8 +399,8 @@ class Scheduler:
         start = sequence.scheduled
         count = min(sequence.target - start, budget, self.limits.most_tokens(start))
         sample = start + count == sequence.target
-        table = tuple(sequence.block_table)
-        rows.append((sequence, PlanRow(sequence.sequence_id, start, count, table, sample)))
+        table, limit = tuple(sequence.block_table), self._limit(sequence)
+        rows.append((sequence, PlanRow(sequence.sequence_id, start, count, table, sample, limit)))
         return count
 
     def _make_plan(self, rows: list[tuple[Sequence, PlanRow]]) -> StepPlan:
@@ -368,6 +417,10 @@ class Scheduler:
                         sequence.stop_ids,
                     )
                 )
+            if row.sample:
+                after = self._known_at_most(sequence) + 1
+                drafted = min(row.limit, after + self.limits.draft_tokens)
+                sequence.highest = max(after, drafted)
             sequence.scheduled += row.count
             sequence.pending += row.sample
             sequence.in_flight += 1
@@ -391,7 +444,7 @@ class Scheduler:
                 self.remove(sequence)
                 updates.append(SequenceUpdate(sequence, (), 0, failures[sequence]))
             elif not left:
-                self._count(sequence, row, result.seconds / plan.tokens)
+                self._count(sequence, row, result.seconds / (plan.tokens + result.drafted))
                 updates.append(self._apply(sequence, row, tokens))
             self._release_if_idle(sequence)
         return updates
@@ -413,8 +466,6 @@ class Scheduler:
         return lost
 
     def _apply(self, sequence: Sequence, row: PlanRow, tokens: Iterable[int]) -> SequenceUpdate:
-        if not sequence.preempted:
-            sequence.computed = row.start + row.count
         accepted = []
         for token in tokens:
             sequence.token_ids.append(token)
@@ -423,6 +474,10 @@ class Scheduler:
             if sequence.finish_reason:
                 break
         if not sequence.preempted:
+            # The KV of the drafted tokens that were right is there too, and of no others.
+            extra = max(0, len(accepted) - 1)
+            sequence.scheduled += extra
+            sequence.computed = len(sequence.token_ids) - 1 if accepted else row.start + row.count
             self._register(sequence)
         if sequence.finish_reason:
             self.remove(sequence)

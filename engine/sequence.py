@@ -14,7 +14,8 @@ class Sequence:
     ``computed`` tokens have their KV in the cache. ``scheduled`` counts those of plans in flight
     too. ``pending`` samples are in flight: tokens that exist for the engine and not yet here.
     ``computed_here`` of the tokens that it came with were computed, in ``compute_s`` seconds: of a
-    step's time a sequence has the share that it has of its tokens.
+    step's time a sequence has the share that it has of its tokens. With plans in flight ``highest``
+    is the most tokens that it may have when they have ended, drafts included.
     """
 
     __slots__ = (
@@ -27,6 +28,7 @@ class Sequence:
         "finish_reason",
         "hash_key",
         "hashes",
+        "highest",
         "in_flight",
         "known_to_engine",
         "pending",
@@ -73,6 +75,7 @@ class Sequence:
         self.computed = 0
         self.scheduled = 0
         self.pending = 0
+        self.highest = 0
         self.in_flight = 0
         self.cached_tokens = 0
         self.computed_here = 0

@@ -17,9 +17,10 @@ from engine.gpu.decoder import GpuStepModel, StartedStep
 from engine.gpu.draws import draw_of
 from engine.grammar_state import Mask
 from engine.kv_cache import KvCache
-from engine.plan import PlanRow, StepPlan, StepResult
+from engine.plan import StepPlan, StepResult
 from engine.runner import Ending, ModelRunner, by_row
 from engine.sampling import SampleRow
+from engine.speculation import DraftedRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,10 @@ class _Unsettled:
 
 
 class GpuRunner(ModelRunner):
-    """At most two steps run at a time: the results of those before must have been asked for."""
+    """At most two steps run at a time: the results of those before must have been asked for.
+
+    It drafts nothing: a draft needs the tokens of the step before, and would wait for it.
+    """
 
     overlaps = True
 
@@ -61,16 +65,17 @@ class GpuRunner(ModelRunner):
         if follows:
             # A grammar goes by the tokens themselves.
             self._settle(running=0)
-        step, draws = self._gather(plan.rows)
+        rows = self._drafted(plan.rows)
+        step, draws = self._gather(rows)
         if any(draw.adjusted for draw in draws):
             self._settle(running=0)
-            tokens = self._compute(plan.rows)
+            tokens = self._compute(rows)
             if self.device.type == "cuda":
                 # A result says that the step's KV is there: transfers read it on another stream.
                 torch.cuda.current_stream(self.device).synchronize()
             result = self._finished(plan, began, tokens, self._failed(plan.rows))
             return lambda: result
-        masks = partial(self._masks, plan.rows, draws) if follows else None
+        masks = partial(self._masks, rows, draws) if follows else None
         started = self._gpu.start(step, [draw_of(draw) for draw in draws], masks)
         self._unsettled.append(_Unsettled(started, _named(draws)))
         failed = self._failed(plan.rows)
@@ -80,7 +85,7 @@ class GpuRunner(ModelRunner):
 
         return ending
 
-    def _masks(self, rows: tuple[PlanRow, ...], draws: list[SampleRow]) -> dict[int, Mask]:
+    def _masks(self, rows: list[DraftedRow], draws: list[SampleRow]) -> dict[int, Mask]:
         """See ``engine.gpu.decoder.Masks``."""
         masked = enumerate(self._masked(rows, draws))
         return {number: draw.mask for number, draw in masked if draw.mask is not None}
