@@ -135,6 +135,15 @@ class RouterMetrics:
             multiprocess_mode="livemin",
         )
 
+        self.batch_lines = counter(
+            "batch_lines", "Lines of batches that have a result.", ["outcome"]
+        )
+        self.batch_lines_in_flight = Gauge(
+            "baton_batch_lines_in_flight",
+            "Lines of batches that are run, or wait for slack to be run.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
         self._classes: dict[str, ClassSeries] = {}
 
     def of_class(self, name: str) -> ClassSeries:

@@ -214,6 +214,65 @@ def chat(
 
 
 @app.command()
+def batch(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            exists=True, dir_okay=False, help="Requests, one in a line, as OpenAI's batches."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where answers go; lines without one go to FILE with .errors in its name."
+            " Default: beside the input, .results.jsonl.",
+        ),
+    ] = None,
+    batch_id: Annotated[
+        str, typer.Option("--id", help="Go on with a batch that was begun, instead of a file.")
+    ] = "",
+    window: Annotated[
+        str, typer.Option(help="The batch ends after this time with what there is.")
+    ] = "24h",
+    http: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The router's HTTP front. Default: that of the cluster on this machine.",
+        ),
+    ] = None,
+    api_key: Annotated[
+        str, typer.Option(envvar="BATON_API_KEY", help="Where the cluster asks for one.")
+    ] = "",
+) -> None:
+    """Run a file of requests in the slack that other traffic leaves, and wait for the results.
+
+    Exit code 0: all lines were answered; 3: not all; 1: it could not be run. Ctrl-C leaves the
+    batch running.
+    """
+    from baton.client import HttpClient  # noqa: PLC0415
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy.batch_command import BatchCommand, run_batch  # noqa: PLC0415
+
+    if (file is None) == (not batch_id):
+        _fail("give a file, or --id and a batch's id")
+    cluster = _local_cluster(http)
+    address = http or (cluster.http if cluster is not None else _DEFAULT_HTTP)
+    with HttpClient(f"http://{address}", api_key) as client:
+        command = BatchCommand(
+            client, lambda text: typer.echo(text, err=True), Console(stderr=True)
+        )
+        try:
+            code = run_batch(command, file, batch_id, window, output)
+        except (BatonError, OSError) as error:
+            _fail(str(error))
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+    raise typer.Exit(code)
+
+
+@app.command()
 def status(
     http: Annotated[
         str | None,

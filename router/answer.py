@@ -93,7 +93,11 @@ class _Answer:
         return f'{self._head}],"usage":{to_json(usage_of(choices).model_dump())}}}'
 
     def _chunk(self, index: int, content: str, finish_reason: FinishReason | None) -> str:
-        finish = "null" if finish_reason is None else f'"{finish_reason.value}"'
+        return self._chunk_of(
+            index, content, "null" if finish_reason is None else f'"{finish_reason.value}"'
+        )
+
+    def _chunk_of(self, index: int, content: str, finish: str) -> str:
         choice = f'{{"index":{index},{content},"logprobs":null,"finish_reason":{finish}}}'
         return f"{self._head}{choice}{self._tail}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,12 @@ import tokenizers
 from baton.compiled_grammars import grammars_of
 from baton.errors import ConfigError, InvalidRequest
 from router.chat_template import ChatTemplate, load_chat_template
-from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from router.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    MarkerDetokenizer,
+    WindowDetokenizer,
+)
 
 _CONTEXT_TOKENS = 8
 """Tokens of the prompt's end that decide how the answer's first token is spelled."""
@@ -81,24 +86,59 @@ class Tokenizer:
         """A bound from below on the tokens of ``text``, without tokenising it."""
         return -(-len(text) // self._longest) if self._longest else 0
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], limit: int) -> str:
-        """The messages as the model's text; at most ``limit`` characters.
-
-        Its token ids are those of ``encode(…, add_special_tokens=False)``: the template writes
-        the special tokens. Raises InvalidRequest, also when the model has no template.
-        """
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """Raises InvalidRequest when the model has none."""
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        return self._template.render(messages, limit)
+        return self._template
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ``token_ids`` without special tokens."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
 
-    def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
-        """A fresh detokenizer for an answer to ``prompt_ids``."""
+    def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """The ids of those of ``texts`` that are special tokens, by text."""
+        ids = ((text, self._backend.token_to_id(text)) for text in texts)
+        return {text: number for text, number in ids if number in self._special}
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        limit: int,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The messages as the model's text; at most ``limit`` characters.
+
+        ``tools`` that are not None, if only for earlier calls, take the template for tools.
+        Its token ids are those of ``encode(…, add_special_tokens=False)``: the template writes
+        the special tokens. Raises InvalidRequest, also when the model has no template.
+        """
+        template = self.chat_template if tools is None else self.chat_template.for_tools
+        return template.render(messages, limit, tools)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ``token_ids``."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def spell(self, token_id: int) -> str:
+        """A token as the vocabulary writes it; "" for an id that has no text."""
+        return self._backend.id_to_token(token_id) or ""
+
+    def detokenizer(
+        self, prompt_ids: Sequence[int] = (), shown_ids: Iterable[int] = ()
+    ) -> Detokenizer:
+        """A fresh detokenizer for an answer to ``prompt_ids``.
+
+        ``shown_ids`` are special tokens whose text is shown nevertheless.
+        """
+        plain = self._plain_detokenizer(prompt_ids)
+        texts = {token_id: self.spell(token_id) for token_id in shown_ids}
+        return MarkerDetokenizer(plain, texts) if texts else plain
+
+    def _plain_detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
         if self._byte_level:
             return ByteDetokenizer(self._token_bytes)
         context = prompt_ids[-_CONTEXT_TOKENS:]

@@ -33,8 +33,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
 _CHAT: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "tools": ([],),
-    "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),

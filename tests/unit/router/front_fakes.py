@@ -8,7 +8,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,9 @@ class ScriptedDispatcher:
     async def speak(self, request: GenerationRequest) -> AsyncIterator[OutputDelta]:
         sampling = request.sampling
         assembler = OutputAssembler(
-            self.tokenizer.detokenizer(request.prompt_ids), sampling.stop, self.tokenizer.eos_ids
+            self.tokenizer.detokenizer(request.prompt_ids, request.shown_ids),
+            sampling.stop,
+            self.tokenizer.eos_ids,
         )
         tokens = [*self.tokenizer.encode(self.text), *self.tokenizer.eos_ids][: sampling.max_tokens]
         for place, token in enumerate(tokens):
@@ -148,9 +150,10 @@ class Front:
     metrics: RouterMetrics
     config: Config
     tokenizer: Tokenizer
+    model: ServedModel = MODEL
 
     def app(self) -> ASGIApp:
-        return create_app(self.dispatcher, self.tokenizer, MODEL, self.metrics, self.config)
+        return create_app(self.dispatcher, self.tokenizer, self.model, self.metrics, self.config)
 
     def count(self, name: str, **labels: str) -> float:
         """A sample of the router's metrics; 0 when there is none."""
@@ -167,11 +170,17 @@ class Front:
 
 
 def make_front(
-    script: Script | None = None, *, template: str | None = TEMPLATE, **config: Any
+    script: Script | None = None,
+    *,
+    template: str | None = TEMPLATE,
+    context: int = CONTEXT,
+    **config: Any,
 ) -> Front:
     tokenizer = tiny_tokenizer(template=template)
-    dispatcher = ScriptedDispatcher(tokenizer, script=script)
-    return Front(dispatcher, RouterMetrics(CollectorRegistry()), Config(**config), tokenizer)
+    dispatcher = ScriptedDispatcher(tokenizer, script=script, context_length=context)
+    metrics = RouterMetrics(CollectorRegistry())
+    model = replace(MODEL, context_length=context)
+    return Front(dispatcher, metrics, Config(**config), tokenizer, model)
 
 
 def listening_socket() -> socket.socket:
