@@ -46,9 +46,9 @@ class ModelRunner:
         grammars: CompiledGrammars | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        """Without ``grammars`` a sequence that has one fails; without ``speculation`` each sequence
+        """Without ``grammars`` a sequence that has one fails; without ``speculation`` each gets one
 
-        gets one token a step.
+        token a step.
         """
         self.model = model
         self.cache = cache
@@ -160,9 +160,13 @@ class ModelRunner:
 
     def _masked(self, rows: Sequence[DraftedRow], draws: list[SampleRow]) -> list[SampleRow]:
         """The draws with their grammars' masks."""
-        samples = (drafted for drafted in rows if drafted.row.sample)
-        ids = [d.row.sequence_id for d in samples for _ in range(1 + len(d.draft))]
-        return self._grammars.masked(ids, draws)
+        numbers = [
+            drafted.row.sequence_id
+            for drafted in rows
+            if drafted.row.sample
+            for _ in range(len(drafted.draft) + 1)
+        ]
+        return self._grammars.masked(numbers, draws)
 
     def _gather(self, rows: Sequence[DraftedRow]) -> tuple[StepInput, list[SampleRow]]:
         """What the model is asked, and what each of its outputs is drawn with.
