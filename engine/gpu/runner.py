@@ -61,18 +61,11 @@ class GpuRunner(ModelRunner):
         began = time.perf_counter()
         self._settle(running=1)
         self._take_news(plan)
-<<<<<<< HEAD
-        rows = self._drafted(plan.rows)
-=======
->>>>>>> h6-base
         follows = any(self._grammars.has(row.sequence_id) for row in plan.rows)
         if follows:
             # A grammar goes by the tokens themselves.
             self._settle(running=0)
-<<<<<<< HEAD
-=======
         rows = self._drafted(plan.rows)
->>>>>>> h6-base
         step, draws = self._gather(rows)
         if any(draw.adjusted for draw in draws):
             self._settle(running=0)
@@ -92,11 +85,7 @@ class GpuRunner(ModelRunner):
 
         return ending
 
-<<<<<<< HEAD
-    def _masks(self, rows: Sequence[DraftedRow], draws: list[SampleRow]) -> dict[int, Mask]:
-=======
     def _masks(self, rows: list[DraftedRow], draws: list[SampleRow]) -> dict[int, Mask]:
->>>>>>> h6-base
         """See ``engine.gpu.decoder.Masks``."""
         masked = enumerate(self._masked(rows, draws))
         return {number: draw.mask for number, draw in masked if draw.mask is not None}
