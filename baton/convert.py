@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from baton.logprobs import TokenLogprobs
 from baton.request import (
     FinishReason,
     Geometry,
@@ -13,7 +14,7 @@ from baton.request import (
     SequenceSpec,
     TokenOutput,
 )
-from baton.sampling_params import SCALAR_FIELDS, SamplingParams
+from baton.sampling_params import OPTIONAL_FIELDS, SCALAR_FIELDS, SamplingParams
 from baton.v1 import inference_pb2, sampling_pb2, transfer_pb2, worker_pb2
 
 _FINISH_TO_PROTO = {
@@ -47,6 +48,9 @@ def _write_sampling(message: sampling_pb2.SamplingParameters, params: SamplingPa
     message.logit_bias.update(params.logit_bias)
     for name in SCALAR_FIELDS:
         setattr(message, name, getattr(params, name))
+    for name in OPTIONAL_FIELDS:
+        if (value := getattr(params, name)) is not None:
+            setattr(message, name, value)
 
 
 _OF_MANY: dict[str, Callable[[Any], Any]] = {
@@ -85,6 +89,8 @@ def write_sequence(message: worker_pb2.SequenceSpec, spec: SequenceSpec) -> None
     message.principal.tenant = spec.principal.tenant
     message.principal.key_id = spec.principal.key_id
     message.deadline_ms = int(min(max(0.0, spec.deadline_s * 1000), _LONGEST_MS))
+    message.choices = spec.choices
+    message.choice = spec.choice
 
 
 def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
@@ -99,7 +105,22 @@ def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         context_class=message.context_class,
         principal=Principal(message.principal.tenant, message.principal.key_id),
         deadline_s=message.deadline_ms / 1000,
+        choices=message.choices or 1,
+        choice=message.choice,
     )
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> worker_pb2.TokenLogprobs:
+    return worker_pb2.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top_ids=[token for token, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
+
+
+def logprobs_from_proto(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = zip(message.top_ids, message.top_logprobs, strict=True)
+    return TokenLogprobs(message.logprob, tuple(top))
 
 
 def output_to_proto(output: TokenOutput) -> worker_pb2.TokenOutput:
@@ -111,6 +132,9 @@ def output_to_proto(output: TokenOutput) -> worker_pb2.TokenOutput:
         finish_reason=finish_to_proto(output.finish_reason),
         error=output.error,
         error_code=output.error_code,
+        choice=output.choice,
+        logprobs=map(logprobs_to_proto, output.logprobs),
+        prompt_logprobs=map(logprobs_to_proto, output.prompt_logprobs),
     )
 
 
@@ -123,6 +147,9 @@ def output_from_proto(message: worker_pb2.TokenOutput) -> TokenOutput:
         finish_reason=finish_from_proto(message.finish_reason),
         error=message.error,
         error_code=message.error_code,
+        choice=message.choice,
+        logprobs=tuple(map(logprobs_from_proto, message.logprobs)),
+        prompt_logprobs=tuple(map(logprobs_from_proto, message.prompt_logprobs)),
     )
 
 

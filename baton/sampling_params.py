@@ -19,6 +19,9 @@ SCALAR_FIELDS = (
 )
 """The fields of one value each, by the name that they have everywhere: here, in gRPC, in HTTP."""
 
+OPTIONAL_FIELDS = ("logprobs", "prompt_logprobs")
+"""Those that may be absent to the end, as None."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -52,6 +55,10 @@ class SamplingParams:
     """Divides positive and multiplies negative logits of tokens seen in prompt or output."""
     logit_bias: tuple[tuple[int, float], ...] = field(default=())
     """(token id, what is added to its logit)."""
+    logprobs: int | None = None
+    """Tell each token's log probability, and those of so many of the likeliest; None: of none."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens, from the second on."""
 
     @property
     def greedy(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.logprobs import TokenLogprobs
 from baton.sampling_params import SamplingParams
 
 
@@ -17,6 +18,8 @@ class NewSequence:
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
     """Tokens that end the sequence; forbidden before ``min_tokens``."""
+    choice: int = 0
+    """Which of its request's answers it is: enters the noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,12 @@ class PlanRow:
     block_table: tuple[int, ...]
     sample: bool
     """Whether the last of these tokens is the last known one, so that the next is drawn."""
+    choices: int = 1
+    """How many choices draw their first token here: from the same logits, each with its noise. The
+    first is the sequence's own; the others become sequences of their own."""
+    scored: int = 0
+    """Of how many of these tokens, from the first, the next one's log probability is wanted: the
+    next one is known already, a token of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,8 @@ class StepPlan:
     new: tuple[NewSequence, ...]
     dropped: tuple[int, ...]
     rows: tuple[PlanRow, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+    """Blocks to copy before the rows are computed: (from, to)."""
 
     @property
     def tokens(self) -> int:
@@ -56,4 +67,9 @@ class StepResult:
 
     step: int
     token_ids: tuple[tuple[int, ...], ...]
+    """Of a row with ``choices`` the first token of each."""
     seconds: float
+    logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
+    """One for each of a row's tokens, None for a row that wants none; empty if no row does."""
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    """One for each token that a row scores; empty if no row does."""

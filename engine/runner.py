@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from baton.sampling_params import SamplingParams
 from engine.cpu.decoder import CoreShare, CpuDecoder
+from engine.cpu.logprobs import cpu_logprobs
 from engine.cpu.sampler import cpu_sampler
 from engine.kv_cache import KvCache
+from engine.logprobs import token_logprobs
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.sampling import SampleRow, sample
 from engine.step import StepInput, StepModel
+from engine.step_work import StepFound, StepWork, found_of
 
 Ending = Callable[[], StepResult]
 
@@ -27,6 +30,7 @@ class _Known:
     prompt_length: int
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
+    choice: int
 
 
 class ModelRunner:
@@ -41,6 +45,7 @@ class ModelRunner:
         self.device = device
         self._sampler = cpu_sampler() if device.type == "cpu" else None
         self._sample = self._sampler.sample if self._sampler is not None else sample
+        self._scorer = (cpu_logprobs() if device.type == "cpu" else None) or token_logprobs
         self._known: dict[int, _Known] = {}
 
     @torch.inference_mode()
@@ -48,11 +53,11 @@ class ModelRunner:
         """Compute one step. Deterministic in the plan and what came before."""
         began = time.perf_counter()
         self._take_news(plan)
-        tokens = self._compute(plan.rows)
+        found = self._compute(plan.rows)
         if self.device.type == "cuda":
             # A result says that the step's KV is there: transfers read it on another stream.
             torch.cuda.current_stream(self.device).synchronize()
-        return StepResult(plan.step, tokens, time.perf_counter() - began)
+        return result_of(plan, found, time.perf_counter() - began)
 
     def start(self, plan: StepPlan) -> Ending:
         """Begin a step; what is returned waits for its end, and may be called on another thread."""
@@ -88,48 +93,55 @@ class ModelRunner:
             self.forget(sequence_id)
         for new in plan.new:
             self._learn(new)
+        self.cache.copy(plan.copies)
 
     def _learn(self, new: NewSequence) -> None:
         self._known[new.sequence_id] = _Known(
-            list(new.token_ids), new.prompt_length, new.sampling, new.stop_ids
+            list(new.token_ids), new.prompt_length, new.sampling, new.stop_ids, new.choice
         )
 
-    def _compute(self, rows: tuple[PlanRow, ...]) -> tuple[tuple[int, ...], ...]:
-        step, draws = self._gather(rows)
-        found = self.model.run(step)
+    def _compute(self, rows: tuple[PlanRow, ...]) -> StepFound:
+        work = self._gather(rows)
+        found = self.model.run(step_of(rows, work))
         if found.best is not None:
-            drawn = found.best
+            drawn = work.draw_best(found.best)
         else:
             assert found.logits is not None, "a step gives the one or the other"
-            drawn = self._sample(found.logits, draws)
-        for draw, token in zip(draws, drawn, strict=True):
+            drawn = self._sample(work.draw_logits(found.logits), work.draws)
+        for draw, token in zip(work.draws, drawn, strict=True):
             draw.token_ids.append(token)
-        return by_row(rows, drawn)
+        return found_of(rows, work, drawn, found.logits, self._scorer)
 
-    def _gather(self, rows: tuple[PlanRow, ...]) -> tuple[StepInput, list[SampleRow]]:
-        """What the model is asked, and what each of its outputs is drawn with.
+    def _gather(self, rows: tuple[PlanRow, ...]) -> StepWork:
+        """What the model is asked, and what each of its outputs is for.
 
-        The draws' tokens are the lists that the runner keeps.
+        The draws' tokens are the lists that the runner keeps; those of other choices are copies.
         """
-        token_ids: list[int] = []
-        outputs: list[int] = []
-        draws: list[SampleRow] = []
+        work = StepWork()
         for row in rows:
             known = self._known[row.sequence_id]
             if len(known.token_ids) < row.start + row.count:
                 # This step was planned behind one that has failed, for a token that never came.
                 raise RuntimeError("the step before this one failed")
-            token_ids += known.token_ids[row.start : row.start + row.count]
+            work.token_ids += known.token_ids[row.start : row.start + row.count]
+            if row.scored:
+                work.score(row, known.token_ids, known.sampling.prompt_logprobs or 0)
             if row.sample:
-                outputs.append(len(token_ids) - 1)
-                draws.append(
-                    SampleRow(known.sampling, known.token_ids, known.prompt_length, known.stop_ids)
-                )
-        greedy = all(draw.plain and draw.sampling.greedy for draw in draws)
-        return StepInput(rows, token_ids, outputs, greedy), draws
+                own = _draw_of(known, known.token_ids, known.choice)
+                more = range(known.choice + 1, known.choice + row.choices)
+                work.draw([own, *(_draw_of(known, list(known.token_ids), n) for n in more)])
+        return work
 
 
-def by_row(rows: tuple[PlanRow, ...], drawn: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each row: one for each that samples, in their order."""
-    tokens = iter(drawn)
-    return tuple((next(tokens),) if row.sample else () for row in rows)
+def step_of(rows: tuple[PlanRow, ...], work: StepWork) -> StepInput:
+    """What the model is asked."""
+    return StepInput(rows, work.token_ids, work.outputs, not work.needs_logits)
+
+
+def result_of(plan: StepPlan, found: StepFound, seconds: float) -> StepResult:
+    """What the control loop is told of a step."""
+    return StepResult(plan.step, found.token_ids, seconds, found.logprobs, found.prompt_logprobs)
+
+
+def _draw_of(known: _Known, token_ids: list[int], choice: int) -> SampleRow:
+    return SampleRow(known.sampling, token_ids, known.prompt_length, known.stop_ids, choice)

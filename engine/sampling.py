@@ -23,6 +23,7 @@ class SampleRow:
     token_ids: list[int]
     prompt_length: int
     stop_ids: tuple[int, ...]
+    choice: int = 0
 
     @property
     def plain(self) -> bool:
@@ -50,7 +51,7 @@ def sample_one(logits: torch.Tensor, row: SampleRow) -> int:
     if row.sampling.greedy:
         return int(logits.argmax())
     scores, token_ids = _keep(logits / row.sampling.temperature, row.sampling)
-    keys = noise_keys(row.sampling.seed, 0, len(row.token_ids))
+    keys = noise_keys(row.sampling.seed, row.choice, len(row.token_ids))
     return int(token_ids[(scores.double() + gumbel(keys, token_ids)).argmax()])
 
 

@@ -26,6 +26,7 @@ class _Draw(ctypes.Structure):
         *(
             (name, ctypes.c_int64)
             for name in (
+                "choice",
                 "position",
                 "top_k",
                 "ids",
@@ -122,6 +123,7 @@ class CpuSampler:
         counts = (0, 0, 0, 0) if row.plain else self._lists(row, ids, biases)
         return _Draw(
             s.seed & _SEED_MASK,
+            row.choice,
             position,
             s.top_k,
             at,

@@ -15,8 +15,9 @@ from engine.gpu.decoder import GpuStepModel, StartedStep
 from engine.gpu.draws import draw_of
 from engine.kv_cache import KvCache
 from engine.plan import StepPlan, StepResult
-from engine.runner import Ending, ModelRunner, by_row
+from engine.runner import Ending, ModelRunner, result_of, step_of
 from engine.sampling import SampleRow
+from engine.step_work import StepFound, by_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +45,28 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> Ending:
-        """Begin a step. Waits for the one before where a draw needs its tokens on the host."""
+        """Begin a step. Waits for the one before where a draw needs its tokens on the host, and
+
+        where more than one token of each row of logits is wanted.
+        """
         began = time.perf_counter()
         self._settle(running=1)
         self._take_news(plan)
-        step, draws = self._gather(plan.rows)
-        if not all(draw.plain for draw in draws):
+        work = self._gather(plan.rows)
+        if not work.is_plain:
             self._settle(running=0)
-            tokens = self._compute(plan.rows)
+            found = self._compute(plan.rows)
             if self.device.type == "cuda":
                 # A result says that the step's KV is there: transfers read it on another stream.
                 torch.cuda.current_stream(self.device).synchronize()
-            result = self._finished(plan, began, tokens)
+            result = self._finished(plan, began, found)
             return lambda: result
-        started = self._gpu.start(step, [draw_of(draw) for draw in draws])
-        self._unsettled.append(_Unsettled(started, _named(draws)))
+        started = self._gpu.start(step_of(plan.rows, work), [draw_of(draw) for draw in work.draws])
+        self._unsettled.append(_Unsettled(started, _named(work.draws)))
 
         def ending() -> StepResult:
-            return self._finished(plan, began, by_row(plan.rows, started.token_ids()))
+            tokens = tuple(by_row(plan.rows, started.token_ids()))
+            return self._finished(plan, began, StepFound(tokens))
 
         return ending
 
@@ -69,14 +74,12 @@ class GpuRunner(ModelRunner):
         """Capture the decode steps of the usual sizes; see ``GpuStepModel.warm_up``."""
         self._gpu.warm_up()
 
-    def _finished(
-        self, plan: StepPlan, began: float, tokens: tuple[tuple[int, ...], ...]
-    ) -> StepResult:
+    def _finished(self, plan: StepPlan, began: float, found: StepFound) -> StepResult:
         ended = time.perf_counter()
         # While the step before ran, this one only waited.
         seconds = ended - max(began, self._last_end)
         self._last_end = ended
-        return StepResult(plan.step, tokens, seconds)
+        return result_of(plan, found, seconds)
 
     def _settle(self, running: int) -> None:
         """Give tokens their ids, but for those of the last ``running`` steps."""
