@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from baton.logprobs import TokenLogprobs
 from baton.request import (
     FinishReason,
+    FirstToken,
     Geometry,
     LoadSnapshot,
     Principal,
@@ -15,7 +16,7 @@ from baton.request import (
     TokenOutput,
 )
 from baton.sampling_params import OPTIONAL_FIELDS, SCALAR_FIELDS, SamplingParams
-from baton.v1 import inference_pb2, sampling_pb2, transfer_pb2, worker_pb2
+from baton.v1 import decode_pb2, inference_pb2, sampling_pb2, transfer_pb2, worker_pb2
 
 _FINISH_TO_PROTO = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
@@ -121,6 +122,43 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> worker_pb2.TokenLogprobs:
 def logprobs_from_proto(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
     top = zip(message.top_ids, message.top_logprobs, strict=True)
     return TokenLogprobs(message.logprob, tuple(top))
+
+
+def write_first_tokens(
+    message: decode_pb2.CommitRequest,
+    first_token: int,
+    logprobs: TokenLogprobs | None,
+    others: Sequence[FirstToken],
+) -> None:
+    """The first token of a sequence, its log probabilities, and those of its siblings.
+
+    Which of them end with it is not said: both workers find that by the same rule.
+    """
+    message.first_token = first_token
+    if logprobs is not None:
+        message.logprobs.CopyFrom(logprobs_to_proto(logprobs))
+    for other in others:
+        entry = message.others.add(token_id=other.token_id)
+        if other.logprobs is not None:
+            entry.logprobs.CopyFrom(logprobs_to_proto(other.logprobs))
+
+
+def other_tokens_from_proto(message: decode_pb2.CommitRequest) -> tuple[FirstToken, ...]:
+    """The first tokens of the siblings."""
+    return tuple(
+        FirstToken(other.token_id, logprobs=_logprobs_of(other)) for other in message.others
+    )
+
+
+def commit_logprobs_from_proto(message: decode_pb2.CommitRequest) -> TokenLogprobs | None:
+    """Those of the first token, None where they are not wanted."""
+    return _logprobs_of(message)
+
+
+def _logprobs_of(
+    message: decode_pb2.CommitRequest | decode_pb2.FirstToken,
+) -> TokenLogprobs | None:
+    return logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None
 
 
 def output_to_proto(output: TokenOutput) -> worker_pb2.TokenOutput:

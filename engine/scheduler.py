@@ -460,7 +460,7 @@ class Scheduler:
         for token in tokens:
             sequence.token_ids.append(token)
             accepted.append(token)
-            sequence.finish_reason = self._finish_reason(sequence, token)
+            sequence.finish_reason = self.finish_reason(sequence, token)
             if sequence.finish_reason:
                 break
         if not sequence.preempted:
@@ -492,7 +492,7 @@ class Scheduler:
         for fork, token in zip(forks, tokens, strict=True):
             fork.token_ids.append(token)
             fork.cached_tokens = sequence.cached_tokens
-            fork.finish_reason = self._finish_reason(fork, token)
+            fork.finish_reason = self.finish_reason(fork, token)
             if not (fork.finish_reason or sequence.prefill_only):
                 self._begin(fork, sequence)
         self.pool.release(sequence.spare)
@@ -527,7 +527,8 @@ class Scheduler:
             return parent.spare.pop()
         return self.pool.allocate(1)[0] if self.pool.available else None
 
-    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+    def finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        """Why a sequence ends with its last token, ``token``; None where it does not."""
         sampling = sequence.spec.sampling
         if token in sequence.stop_ids and sequence.output_length > sampling.min_tokens:
             return FinishReason.STOP

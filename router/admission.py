@@ -57,6 +57,8 @@ class Applicant:
     """It is refused when it has waited until its first token would come later than this."""
     deadline_s: float
     """Seconds from now by which the answer must have ended."""
+    choices: int = 1
+    """Answers that are drawn, each as long; how much was generated is told of the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +347,8 @@ class Admission:
         return capacity.most_sequences - taken
 
     def _need(self, request: _Request, capacity: Capacity) -> int:
-        tokens = request.applicant.prompt_tokens + request.answer_tokens
+        applicant = request.applicant
+        tokens = applicant.prompt_tokens + request.answer_tokens * applicant.choices
         return min(-(-tokens // capacity.block_size), max(capacity.total_blocks, default=0))
 
     def _promised_blocks(self, capacity: Capacity) -> int:
@@ -355,6 +358,7 @@ class Admission:
         """
         sent = sum(request.blocks for request in self._sent.values())
         growth = sum(
-            max(0, request.answer_tokens - request.generated) for request in self._begun.values()
+            max(0, request.answer_tokens - request.generated) * request.applicant.choices
+            for request in self._begun.values()
         )
         return sent + -(-growth // capacity.block_size)

@@ -6,8 +6,31 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, Principal
 from baton.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ShownText:
+    """What of an answer's text the client sees."""
+
+    stop_string: bool = False
+    """The stop string that ended it."""
+    special_tokens: bool = False
+    """The text of special tokens, but for the one that ended it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of an answer, with what the model thought of it."""
+
+    token_id: int
+    logprobs: TokenLogprobs
+    offset: int
+    """Characters of the answer before its text."""
+    hidden: bool = False
+    """It ends the answer, and its text is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +54,14 @@ class GenerationRequest:
     """Lower comes earlier among those of one tenant that wait."""
     own_deadline: bool = False
     """The client said how long it would wait; admission judges by that, and by no SLO."""
+    choices: int = 1
+    """Answers that are drawn from the prompt, side by side. Each ends on its own."""
+    shown: ShownText = ShownText()
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's log probabilities are wanted."""
+        return self.sampling.prompt_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +73,16 @@ class OutputDelta:
     token_ids: tuple[int, ...]
     """Tokens that count as generated, also those whose text is not shown."""
     finish_reason: FinishReason | None
-    """Set in the last delta alone."""
+    """Set in the last delta of a choice alone."""
     cached_prompt_tokens: int = 0
     """Prompt tokens whose KV was found; set in one delta of a request."""
+    choice: int = 0
+    """Which of the request's answers it is about."""
+    scored: tuple[ScoredToken, ...] = ()
+    """Where log probabilities are wanted: the tokens whose text was shown since the last delta."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Where they are wanted, in a request's first delta: of each token of the prompt but the
+    first."""
 
 
 class Dispatcher(Protocol):
@@ -53,8 +91,9 @@ class Dispatcher(Protocol):
     def generate(self, request: GenerationRequest) -> AsyncIterator[OutputDelta]:
         """Answer a request: an async generator.
 
-        The last delta has a finish reason. Deltas are coalesced, so a slow reader gets fewer and
-        larger ones. Closing the generator (``aclose``) aborts the request on the workers.
+        The last delta of each choice has a finish reason. Deltas are coalesced, so a slow reader
+        gets fewer and larger ones. Closing the generator (``aclose``) aborts the request on the
+        workers.
         Raises ``BatonError``.
         """
 

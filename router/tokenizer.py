@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -94,12 +95,29 @@ class Tokenizer:
         """The text of ``token_ids`` without special tokens."""
         return self._backend.decode(list(token_ids), skip_special_tokens=True)
 
-    def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
-        """A fresh detokenizer for an answer to ``prompt_ids``."""
+    def detokenizer(
+        self, prompt_ids: Sequence[int] = (), *, special_tokens: bool = False
+    ) -> Detokenizer:
+        """A fresh detokenizer for an answer to ``prompt_ids``; it shows special tokens or not."""
         if self._byte_level:
-            return ByteDetokenizer(self._token_bytes)
+            return ByteDetokenizer(self.spelling if special_tokens else self._token_bytes)
         context = prompt_ids[-_CONTEXT_TOKENS:]
+        if special_tokens:
+            return WindowDetokenizer(self._decode_all, lambda token_id: False, context)
         return WindowDetokenizer(self.decode, self._special.__contains__, context)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token has no text of its own in an answer."""
+        return token_id in self._special
+
+    def spelling(self, token_id: int) -> bytes:
+        """A token's own bytes: maybe half a character; a special token's name."""
+        if token_id in self._special:
+            return (self._backend.id_to_token(token_id) or "").encode()
+        return self._token_bytes(token_id)
+
+    def _decode_all(self, token_ids: Sequence[int]) -> str:
+        return self._backend.decode(list(token_ids), skip_special_tokens=False)
 
     def _token_bytes(self, token_id: int) -> bytes:
         known = self._bytes.get(token_id)
@@ -111,10 +129,20 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id)
         if token is None or token_id in self._special:
             return b""
+        if not self._byte_level:
+            return _spell_piece(token)
         try:
             return bytes(_BYTE_OF[character] for character in token)
         except KeyError:  # an added token is written as it is, not in the byte alphabet
             return token.encode()
+
+
+def _spell_piece(token: str) -> bytes:
+    """The bytes of a SentencePiece token: ``▁`` is a space, ``<0xE2>`` a byte."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        with contextlib.suppress(ValueError):
+            return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode()
 
 
 def _byte_alphabet() -> dict[str, int]:
