@@ -85,6 +85,18 @@ class OutputDelta:
     first."""
 
 
+def without_answer(delta: OutputDelta) -> OutputDelta:
+    """The last delta of an answer of which nothing is wanted but what it says of the prompt."""
+    return OutputDelta(
+        "",
+        (),
+        FinishReason.LENGTH,
+        delta.cached_prompt_tokens,
+        delta.choice,
+        prompt_logprobs=delta.prompt_logprobs,
+    )
+
+
 class Dispatcher(Protocol):
     """Runs requests on the cluster's workers."""
 

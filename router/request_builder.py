@@ -11,8 +11,9 @@ from typing import TypeVar
 from baton.config import DEFAULT_TENANT, Config
 from baton.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, ModelNotFound
 from router.api_keys import Caller
+from router.chat_options import ChatOptions
 from router.generation import Dispatcher, GenerationRequest
-from router.sampling_input import SamplingInput, check_token_ids, final_sampling
+from router.sampling_input import SamplingInput, check_token_ids, final_sampling, truncated
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
 
@@ -28,6 +29,7 @@ _SHOWN_ID_CHARACTERS = 128
 SESSION_HEADER = "x-baton-session"
 """HTTP header, and gRPC metadata, in which a client names its conversation."""
 
+CHAT_DEFAULTS = ChatOptions()
 Prompt = str | tuple[int, ...]
 T = TypeVar("T")
 
@@ -108,12 +110,13 @@ class RequestBuilder:
         turns: Sequence[Mapping[str, str]],
         sampling: SamplingInput,
         priority: int | None = None,
+        options: ChatOptions = CHAT_DEFAULTS,
     ) -> GenerationRequest:
         """A conversation; max_tokens defaults to the rest of the context."""
         size = sum(len(turn["content"]) for turn in turns)
         # Templates add some text to each message; a runaway one must not fill the memory.
         limit = self._most_characters + 4096 + 256 * len(turns)
-        ids = await self._off_loop(size, lambda: self._chat_ids(turns, limit))
+        ids = await self._off_loop(size, lambda: self._chat_ids(turns, limit, options, sampling))
         return self._request(arrival, arrival.request_id, ids, sampling, None, "messages", priority)
 
     async def prompts(
@@ -130,7 +133,7 @@ class RequestBuilder:
         if len(prompts) > MOST_PROMPTS:
             raise InvalidRequest(f"at most {MOST_PROMPTS} prompts are possible", param="prompt")
         size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        rows = await self._off_loop(size, lambda: [self._prompt_ids(p) for p in prompts])
+        rows = await self._off_loop(size, lambda: [self._prompt_ids(p, sampling) for p in prompts])
         return [
             self._request(
                 arrival,
@@ -147,17 +150,32 @@ class RequestBuilder:
     async def _off_loop(self, characters: int, work: Callable[[], T]) -> T:
         return work() if characters <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
 
-    def _chat_ids(self, turns: Sequence[Mapping[str, str]], limit: int) -> tuple[int, ...]:
-        text = self._tokenizer.render_chat(turns, limit)
-        self._check_size(text, "messages")
-        return self._tokenizer.encode(text, add_special_tokens=False)
+    def _chat_ids(
+        self,
+        turns: Sequence[Mapping[str, str]],
+        limit: int,
+        options: ChatOptions,
+        sampling: SamplingInput,
+    ) -> tuple[int, ...]:
+        text = self._tokenizer.render_chat(
+            turns, limit, options.variables, generation_prompt=options.generation_prompt
+        )
+        if options.continue_final:
+            text = _cut_behind(text, turns[-1]["content"])
+        if sampling.truncate is None:
+            self._check_size(text, "messages")
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return truncated(ids, sampling, self.context_length)
 
-    def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+    def _prompt_ids(self, prompt: Prompt, sampling: SamplingInput) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            self._check_size(prompt, "prompt")
-            return self._tokenizer.encode(prompt)
-        check_token_ids(prompt, self._tokenizer.vocab_size, "prompt")
-        return prompt
+            if sampling.truncate is None:
+                self._check_size(prompt, "prompt")
+            ids = self._tokenizer.encode(prompt)
+        else:
+            check_token_ids(prompt, self._tokenizer.vocab_size, "prompt")
+            ids = prompt
+        return truncated(ids, sampling, self.context_length)
 
     def _check_size(self, text: str, param: str) -> None:
         """Refuse what cannot fit before spending seconds on tokenising it."""
@@ -204,6 +222,18 @@ class RequestBuilder:
             priority=caller.priority if priority is None else priority,
             own_deadline=arrival.own_deadline,
         )
+
+
+def _cut_behind(text: str, final: str) -> str:
+    """A rendered conversation up to the end of its last message's text. Raises InvalidRequest."""
+    final = final.strip()
+    at = text.rfind(final)
+    if not final or at < 0:
+        raise InvalidRequest(
+            "the last message has no text of its own in the model's chat template",
+            param="continue_final_message",
+        )
+    return text[: at + len(final)]
 
 
 def check_priority(priority: int | None) -> None:

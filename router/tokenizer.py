@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
@@ -79,17 +80,25 @@ class Tokenizer:
         """A bound from below on the tokens of ``text``, without tokenising it."""
         return -(-len(text) // self._longest) if self._longest else 0
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], limit: int) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        limit: int,
+        more: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        generation_prompt: bool = True,
+    ) -> str:
         """The messages as the model's text; at most ``limit`` characters.
 
         Its token ids are those of ``encode(…, add_special_tokens=False)``: the template writes
-        the special tokens. Raises InvalidRequest, also when the model has no template.
+        the special tokens. The rest is as ``ChatTemplate.render`` takes it. Raises InvalidRequest,
+        also when the model has no template.
         """
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        return self._template.render(messages, limit)
+        return self._template.render(messages, limit, more, generation_prompt=generation_prompt)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids`` without special tokens."""
