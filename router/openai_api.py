@@ -114,8 +114,8 @@ class OpenAiApi:
             answer = CompletionAnswer(body.model, include_usage=_include_usage(body))
             arrival = self._arrival(request, caller, answer, arrival_at)
             sampling = self._with_options(_sampling(body), body, options)
-            built = await self._builder.prompts(arrival, prompts, sampling, priority=body.priority)
-            built = _with_choices(built, body, options)
+            rows = await self._builder.prompts(arrival, prompts, sampling, priority=body.priority)
+            built = _with_choices(rows, body, options)
             if not options.plain or options.best_of > options.n:
                 texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
                 if body.truncate_prompt_tokens is not None:
