@@ -169,7 +169,10 @@ class Admission:
         lead = max(-MOST_LEAD_S, min(MOST_LEAD_S, applicant.priority * self._step_s))
         request = _Request(applicant, now, answer)
         entry = Entry(
-            applicant.tenant, now + lead, max(1, applicant.prompt_tokens + answer), request
+            applicant.tenant,
+            now + lead,
+            max(1, applicant.prompt_tokens + answer * applicant.choices),
+            request,
         )
         wait_s = self._wait_s(entry, capacity)
         self._check_time(applicant, answer, wait_s, forecast)

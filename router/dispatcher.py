@@ -196,13 +196,15 @@ class ClusterDispatcher:
                 )
             key = hash_key(self._roster.fingerprint, request.cache_salt)
             hashes = block_hashes(request.prompt_ids, self._config.block_size, key)
-            held = await self._prefixes.ask(hashes)
+            if not request.scores_prompt:
+                held = await self._prefixes.ask(hashes)
         now = time.monotonic()
         asked = RouteRequest(
             len(request.prompt_ids),
             self._config.class_of(len(request.prompt_ids)),
             request.session,
             (request.deadline_s - (now - asked_at)) * 1e3,
+            request.choices,
         )
         decision = self._decide(asked, hashes, held, now)
         if decision.shed:
