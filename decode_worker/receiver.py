@@ -18,6 +18,8 @@ from worker.block_receiver import BlockReceiver
 
 RETRY_AFTER_S = 0.05
 """How soon a writer that found no room may ask again: about one decode step."""
+_SHARE_OF_PLACES = 0.25
+"""Of a worker's places: so many must be free for a request of as many choices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,9 @@ class HandoffReceiver:
     def check_room(self, count: int, pinned: list[int], choices: int = 1) -> None:
         """For one more sequence, of the cached blocks ``pinned`` and ``count`` more.
 
-        It becomes ``choices`` sequences; more than there are places take turns. Raises NoRoom.
+        It becomes ``choices`` sequences. They need not all have a place at once, or a request for
+        many would wait until nothing else runs: beyond a share of the places they take turns.
+        Raises NoRoom.
         """
         scheduler = self._scheduler
         sequences = len(scheduler.running) + len(scheduler.waiting)
@@ -125,7 +129,8 @@ class HandoffReceiver:
         promised = len(self.blocks.book) + sum(
             len(promised.spare) for promised in self._promised.values()
         )
-        if sequences + promised + min(choices, most) > most:
+        wanted = min(choices, max(1, int(most * _SHARE_OF_PLACES)))
+        if sequences + promised + wanted > most:
             raise NoRoom("every sequence's place is taken", retry_after=RETRY_AFTER_S)
         if scheduler.has_preempted:
             raise NoRoom("preempted sequences come first", retry_after=RETRY_AFTER_S)

@@ -128,8 +128,11 @@ class ModelRunner:
                 work.score(row, known.token_ids, known.sampling.prompt_logprobs or 0)
             if row.sample:
                 own = _draw_of(known, known.token_ids, known.choice)
+                if row.choices == 1:
+                    work.draw(own)
+                    continue
                 more = range(known.choice + 1, known.choice + row.choices)
-                work.draw([own, *(_draw_of(known, list(known.token_ids), n) for n in more)])
+                work.draw(own, [_draw_of(known, list(known.token_ids), n) for n in more])
         return work
 
 

@@ -39,10 +39,11 @@ class StepWork:
             self.scored.append(Scored(len(self.outputs), known[row.start + n + 1], top))
             self.outputs.append(begin + n)
 
-    def draw(self, rows: Sequence[SampleRow]) -> None:
+    def draw(self, row: SampleRow, others: Sequence[SampleRow] = ()) -> None:
         """Draw these from the logits of the last token."""
-        self.draws += rows
-        self.draw_rows += [len(self.outputs)] * len(rows)
+        self.draw_rows += [len(self.outputs)] * (1 + len(others))
+        self.draws.append(row)
+        self.draws += others
         self.outputs.append(len(self.token_ids) - 1)
 
     @property
@@ -50,10 +51,11 @@ class StepWork:
         """Whether the likeliest tokens alone do not do."""
         if self.scored:
             return True
-        return any(
-            not (draw.plain and draw.sampling.greedy) or draw.sampling.logprobs is not None
-            for draw in self.draws
-        )
+        for draw in self.draws:
+            sampling = draw.sampling
+            if not (sampling.greedy and sampling.logprobs is None and draw.plain):
+                return True
+        return False
 
     @property
     def is_plain(self) -> bool:
@@ -106,7 +108,10 @@ def by_row(rows: Sequence[PlanRow], drawn: Sequence[int]) -> Iterator[tuple[int,
     """The tokens of each row: one for each choice of those that sample, in their order."""
     tokens = iter(drawn)
     for row in rows:
-        yield tuple(islice(tokens, row.choices)) if row.sample else ()
+        if row.sample and row.choices == 1:
+            yield (next(tokens),)
+        else:
+            yield tuple(islice(tokens, row.choices)) if row.sample else ()
 
 
 def _draw_logprobs(

@@ -192,6 +192,19 @@ class AnswerDetails:
         if options.token_ids:
             where["prompt_token_ids"] = list(prompt.token_ids)
 
+    @property
+    def entries(self) -> int:
+        """How many log probabilities a whole answer writes, about."""
+        options = self.options
+        answer = sum(len(kept.scored) for kept in self._kept) * (1 + (options.logprobs or 0))
+        echoes = self.options.best_of * (options.echo and options.logprobs is not None)
+        prompt = sum(
+            len(prompt.logprobs) * (1 + len(prompt.logprobs[0].top))
+            for prompt in self._prompts
+            if prompt.logprobs
+        )
+        return answer + prompt * max(1, echoes)
+
     def best(self) -> list[int]:
         """The places of the ``n`` likeliest of each prompt's answers, likeliest first.
 

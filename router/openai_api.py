@@ -34,6 +34,7 @@ from router.generation import (
     without_answer,
 )
 from router.http_body import read_object, validate
+from router.off_loop import off_loop
 from router.openai_protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -120,8 +121,10 @@ class OpenAiApi:
                 texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
                 if body.truncate_prompt_tokens is not None:
                     texts = [None] * len(prompts)
-                answer.details = AnswerDetails(
-                    options, self._tokenizer, built, texts, is_chat=False
+                echoed = sum(len(request.prompt_ids) for request in built) if options.echo else 0
+                answer.details = await off_loop(
+                    echoed,
+                    lambda: AnswerDetails(options, self._tokenizer, built, texts, is_chat=False),
                 )
         return await self._answer(request, answer, built, body, arrival, options)
 
@@ -212,7 +215,11 @@ class OpenAiApi:
         async def whole() -> Response:
             async with self._access.entered(arrival.caller, built, choices) as headers:
                 await self._delivery.deliver_all(built, arrival.at, keep)
-                return JSONResponse(_whole(answer, choices), headers=dict(headers))
+                body = await off_loop(
+                    details.entries if details is not None else 0,
+                    lambda: _whole(answer, choices),
+                )
+                return JSONResponse(body, headers=dict(headers))
 
         return await unless_disconnected(request.receive, whole())
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from baton.config import DEFAULT_TENANT, Config
 from baton.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, ModelNotFound
 from router.api_keys import Caller
 from router.chat_options import ChatOptions
 from router.generation import Dispatcher, GenerationRequest
+from router.off_loop import off_loop
 from router.sampling_input import SamplingInput, check_token_ids, final_sampling, truncated
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
@@ -23,15 +22,12 @@ DEADLINE_HEADER = "x-baton-deadline-ms"
 """How many milliseconds the client gives the whole request; in gRPC, metadata of that name."""
 MOST_PROMPTS = 128
 """Prompts in one request."""
-_INLINE_CHARACTERS = 4096
-"""Shorter text is tokenised on the event loop (about 2 ms); longer text on a thread."""
 _SHOWN_ID_CHARACTERS = 128
 SESSION_HEADER = "x-baton-session"
 """HTTP header, and gRPC metadata, in which a client names its conversation."""
 
 CHAT_DEFAULTS = ChatOptions()
 Prompt = str | tuple[int, ...]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +112,7 @@ class RequestBuilder:
         size = sum(len(turn["content"]) for turn in turns)
         # Templates add some text to each message; a runaway one must not fill the memory.
         limit = self._most_characters + 4096 + 256 * len(turns)
-        ids = await self._off_loop(size, lambda: self._chat_ids(turns, limit, options, sampling))
+        ids = await off_loop(size, lambda: self._chat_ids(turns, limit, options, sampling))
         return self._request(arrival, arrival.request_id, ids, sampling, None, "messages", priority)
 
     async def prompts(
@@ -133,7 +129,7 @@ class RequestBuilder:
         if len(prompts) > MOST_PROMPTS:
             raise InvalidRequest(f"at most {MOST_PROMPTS} prompts are possible", param="prompt")
         size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        rows = await self._off_loop(size, lambda: [self._prompt_ids(p, sampling) for p in prompts])
+        rows = await off_loop(size, lambda: [self._prompt_ids(p, sampling) for p in prompts])
         return [
             self._request(
                 arrival,
@@ -146,9 +142,6 @@ class RequestBuilder:
             )
             for place, ids in enumerate(rows)
         ]
-
-    async def _off_loop(self, characters: int, work: Callable[[], T]) -> T:
-        return work() if characters <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
 
     def _chat_ids(
         self,

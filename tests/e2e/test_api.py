@@ -296,7 +296,7 @@ def test_an_echo_is_scored_even_where_it_is_cached(
 ) -> None:
     """As lm-eval's local-completions asks: token ids, echo, one token that it drops."""
     ids = list(range(1000, 1100))
-    scores = []
+    scores: list[list[float | None]] = []
     for _ in range(2):
         answer = client.completions.create(
             model=cluster.model, prompt=ids, max_tokens=1, echo=True, logprobs=1, temperature=0

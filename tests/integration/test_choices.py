@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
 
 import pytest
 
@@ -20,7 +18,7 @@ from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.local import LocalOutput, generate
-from router.generation import OutputDelta, ScoredToken
+from router.generation import ScoredToken
 from tests.integration.test_handoff import BLOCK, prompt_of, reference
 from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 
@@ -184,8 +182,7 @@ async def test_a_client_that_leaves_ends_all_choices(
     async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8, local_prefill=local) as cluster:
         sampling = replace(SEEDED, max_tokens=400)
         request = replace(cluster.request(prompt_of(20), sampling), choices=CHOICES)
-        generator = cast(AsyncGenerator[OutputDelta, None], cluster.dispatcher.generate(request))
-        async with aclosing(generator) as deltas:
+        async with aclosing(cluster.dispatcher.generate(request)) as deltas:
             seen: set[int] = set()
             async for delta in deltas:
                 seen.add(delta.choice)

@@ -247,7 +247,7 @@ class ChoicesMachine(SchedulerMachine):
         depth=st.integers(1, 2),
         scored_tokens=st.integers(1, 6),
     )
-    def start(  # type: ignore[override]
+    def start(
         self,
         block_size: int,
         spare: int,
@@ -269,7 +269,7 @@ class ChoicesMachine(SchedulerMachine):
         choices=st.integers(1, 4),
         prefill_only=st.booleans(),
     )
-    def add(  # type: ignore[override]
+    def add(
         self,
         prompt: list[int],
         sampling: SamplingParams,
@@ -281,14 +281,14 @@ class ChoicesMachine(SchedulerMachine):
         self.world.add(spec, stop_ids, prefill_only=prefill_only)
 
     @rule(prompt=PROMPTS, sampling=SAMPLINGS, stop_ids=STOP_IDS, choices=st.integers(1, 4))
-    def hand_in(  # type: ignore[override]
+    def hand_in(
         self, prompt: list[int], sampling: SamplingParams, stop_ids: tuple[int, ...], choices: int
     ) -> None:
         spec = SequenceSpec("r", 0, "x", tuple(prompt), len(prompt), sampling, choices=choices)
         self.world.hand_in(spec, stop_ids)
 
     @rule()
-    def add_moved(self) -> None:  # type: ignore[override]
+    def add_moved(self) -> None:
         """Nothing: what has moved has one choice, and ``test_scheduler`` has it."""
 
     @rule(data=st.data())
