@@ -65,16 +65,18 @@ class Client:
         messages: Sequence[ChatMessage] | None = None,
         model: str = "",
         sampling: SamplingParameters | None = None,
+        n: int = 1,
         deadline_s: float = 300.0,
     ) -> Iterator[GenerateResponse]:
         """Stream an answer to a text, to token ids or to a conversation: give one of them.
 
-        ``model`` may be empty where one model is served. Closing the iterator aborts the request.
+        ``n`` answers are drawn side by side; each message is about one of them. ``model`` may be
+        empty where one model is served. Closing the iterator aborts the request.
         Raises BatonError when the request fails, ValueError when there is not one input.
         """
         if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
             raise ValueError("give one of prompt, token_ids and messages")
-        request = GenerateRequest(model=model, sampling=sampling)
+        request = GenerateRequest(model=model, sampling=sampling, n=n)
         if prompt is not None:
             request.prompt = prompt
         elif token_ids is not None:
