@@ -162,7 +162,7 @@ def _logprobs_of(
 
 
 def output_to_proto(output: TokenOutput) -> worker_pb2.TokenOutput:
-    return worker_pb2.TokenOutput(
+    message = worker_pb2.TokenOutput(
         request_id=output.request_id,
         attempt=output.attempt,
         index=output.index,
@@ -170,13 +170,19 @@ def output_to_proto(output: TokenOutput) -> worker_pb2.TokenOutput:
         finish_reason=finish_to_proto(output.finish_reason),
         error=output.error,
         error_code=output.error_code,
-        choice=output.choice,
-        logprobs=map(logprobs_to_proto, output.logprobs),
-        prompt_logprobs=map(logprobs_to_proto, output.prompt_logprobs),
     )
+    # Most outputs have none of these, and there is one for each token.
+    if output.choice:
+        message.choice = output.choice
+    if output.logprobs:
+        message.logprobs.extend(map(logprobs_to_proto, output.logprobs))
+    if output.prompt_logprobs:
+        message.prompt_logprobs.extend(map(logprobs_to_proto, output.prompt_logprobs))
+    return message
 
 
 def output_from_proto(message: worker_pb2.TokenOutput) -> TokenOutput:
+    scores, prompt = message.logprobs, message.prompt_logprobs
     return TokenOutput(
         request_id=message.request_id,
         attempt=message.attempt,
@@ -186,8 +192,8 @@ def output_from_proto(message: worker_pb2.TokenOutput) -> TokenOutput:
         error=message.error,
         error_code=message.error_code,
         choice=message.choice,
-        logprobs=tuple(map(logprobs_from_proto, message.logprobs)),
-        prompt_logprobs=tuple(map(logprobs_from_proto, message.prompt_logprobs)),
+        logprobs=tuple(map(logprobs_from_proto, scores)) if scores else (),
+        prompt_logprobs=tuple(map(logprobs_from_proto, prompt)) if prompt else (),
     )
 
 

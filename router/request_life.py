@@ -86,7 +86,7 @@ class RequestLife:
             self._prompt_logprobs = output.prompt_logprobs
         choice = self._choices[output.choice]
         choice.accept(output, cached_prompt_tokens)
-        if not self.awaits_prompt and self._waiting() is not None:
+        if choice.delta is not None and not self.awaits_prompt:
             self._changed.set()
 
     def take_stopped(self) -> list[int]:
@@ -101,7 +101,10 @@ class RequestLife:
 
     def _waiting(self) -> ChoiceLife | None:
         """The first choice that has something to tell."""
-        return next((choice for choice in self._choices if choice.delta is not None), None)
+        for choice in self._choices:
+            if choice.delta is not None:
+                return choice
+        return None
 
     async def next_delta(self) -> OutputDelta:
         """What has gathered of a choice since it was last asked; waits for something.
