@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from baton.grammar import Grammar, GrammarKind
 from baton.logprobs import TokenLogprobs
 from baton.request import (
     FinishReason,
@@ -52,14 +54,49 @@ def _write_sampling(message: sampling_pb2.SamplingParameters, params: SamplingPa
     for name in OPTIONAL_FIELDS:
         if (value := getattr(params, name)) is not None:
             setattr(message, name, value)
+    if params.grammar is not None:
+        write_grammar(message.grammar, params.grammar)
+
+
+def write_grammar(message: sampling_pb2.Grammar, grammar: Grammar) -> None:
+    """A grammar into an empty message."""
+    match grammar.kind:
+        case GrammarKind.JSON_OBJECT:
+            message.json_object.SetInParent()
+        case GrammarKind.JSON_SCHEMA:
+            message.json_schema = grammar.text
+        case GrammarKind.REGEX:
+            message.regex = grammar.text
+        case GrammarKind.CHOICE:
+            message.choice.texts.extend(json.loads(grammar.text))
+        case GrammarKind.LARK:
+            message.lark = grammar.text
+
+
+def grammar_from_proto(message: sampling_pb2.Grammar) -> Grammar | None:
+    """None for a message in which nothing is set."""
+    match message.WhichOneof("kind"):
+        case "json_object":
+            return Grammar(GrammarKind.JSON_OBJECT, "")
+        case "json_schema":
+            return Grammar(GrammarKind.JSON_SCHEMA, message.json_schema)
+        case "regex":
+            return Grammar(GrammarKind.REGEX, message.regex)
+        case "choice":
+            return Grammar(GrammarKind.CHOICE, json.dumps(list(message.choice.texts)))
+        case "lark":
+            return Grammar(GrammarKind.LARK, message.lark)
+        case _:
+            return None
 
 
 _OF_MANY: dict[str, Callable[[Any], Any]] = {
+    "grammar": grammar_from_proto,
     "stop": tuple,
     "stop_token_ids": tuple,
     "logit_bias": lambda biases: tuple(sorted(biases.items())),
 }
-"""How the fields of many values are read."""
+"""How the fields that are more than one value are read."""
 
 
 def sampling_from_proto(message: sampling_pb2.SamplingParameters) -> SamplingParams:

@@ -61,6 +61,18 @@ class UnsupportedParameter(InvalidRequest):
     code = "unsupported_parameter"
 
 
+class InvalidGrammar(InvalidRequest):
+    """A grammar, or a schema, that cannot be compiled; the message is the reason alone."""
+
+    code = "invalid_grammar"
+
+
+class GrammarFailed(InvalidRequest):
+    """A sequence could not follow its grammar any further: the grammar takes too much to follow."""
+
+    code = "grammar_failed"
+
+
 class Unauthenticated(BatonError):
     """The request shows no API key that is known, and one is required."""
 

@@ -14,6 +14,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
+_COMPILE = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _HANDOFF = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
@@ -44,6 +45,17 @@ def _queue_seconds(registry: CollectorRegistry) -> Histogram:
         "From arrival to the first step at a worker; at a router, to being passed on.",
         ["role"],
         buckets=_LATENCY,
+        registry=registry,
+    )
+
+
+def _grammar_compile_seconds(registry: CollectorRegistry) -> Histogram:
+    """Routers and workers alike have it, each with a role of its own."""
+    return Histogram(
+        "baton_grammar_compile_seconds",
+        "Compiling a grammar or a JSON schema that was not known yet.",
+        ["role"],
+        buckets=_COMPILE,
         registry=registry,
     )
 
@@ -95,6 +107,7 @@ class RouterMetrics:
             multiprocess_mode="livesum",
         )
         self.queue_seconds = _queue_seconds(registry)
+        self.grammar_compile_seconds = _grammar_compile_seconds(registry)
         self.waiting_requests = Gauge(
             "baton_waiting_requests",
             "Requests that wait in the router for their turn.",
@@ -173,6 +186,7 @@ class WorkerMetrics:
             registry=registry,
         )
         self.queue_seconds = _queue_seconds(registry)
+        self.grammar_compile_seconds = _grammar_compile_seconds(registry)
         self.step_seconds = Histogram(
             "baton_step_seconds",
             "Duration of an engine step.",

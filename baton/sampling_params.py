@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.grammar import Grammar
+
 SCALAR_FIELDS = (
     "temperature",
     "top_p",
@@ -55,6 +57,9 @@ class SamplingParams:
     """Divides positive and multiplies negative logits of tokens seen in prompt or output."""
     logit_bias: tuple[tuple[int, float], ...] = field(default=())
     """(token id, what is added to its logit)."""
+    grammar: Grammar | None = None
+    """What the answer's text must match. It goes before ``min_tokens`` and ``ignore_eos``: where it
+    allows nothing but the end, the answer ends."""
     logprobs: int | None = None
     """Tell each token's log probability, and those of so many of the likeliest; None: of none."""
     prompt_logprobs: int | None = None
@@ -63,3 +68,8 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def ends_at_eos(self) -> bool:
+        """Whether the model's end-of-sequence token ends the answer, once it is drawn."""
+        return not self.ignore_eos or self.grammar is not None

@@ -59,7 +59,7 @@ class HandoffStream:
 
     async def _read(self, requests: AsyncIterator[Request]) -> None:
         async for request in requests:
-            if request.HasField("commit") and self._role.awaits_bytes(request.commit.ticket_id):
+            if request.HasField("commit") and self._role.must_wait(request.commit.ticket_id):
                 commit = asyncio.create_task(self._commit_in_time(request), name="commit")
                 self._commits.add(commit)
                 commit.add_done_callback(self._commits.discard)

@@ -139,6 +139,11 @@ class HandoffReceiver:
         if count + sequences > available:
             raise NoRoom(f"{count} blocks wanted, {available} available", retry_after=RETRY_AFTER_S)
 
+    def promised(self, ticket_id: str) -> SequenceSpec | None:
+        """What an open ticket is for."""
+        found = self._promised.get(ticket_id)
+        return None if found is None else found.spec
+
     def commit(self, ticket_id: str, writer: str, now: float) -> Receipt:
         """The sequence may run. Raises HandoffError where something is missing."""
         ticket = self.blocks.commit(ticket_id, writer, now)

@@ -100,19 +100,29 @@ class DecodeRole:
             self._streams.discard(stream)
 
     def reserve(self, offer: Offer) -> Ticket:
-        """See ``HandoffReceiver.reserve``."""
+        """See ``HandoffReceiver.reserve``. Its grammar is compiled while its blocks arrive."""
+        if offer.spec.sampling.grammar is not None:
+            self.context.grammars.begin(offer.spec.sampling.grammar)
         ticket = self.receiver.reserve(offer, time.monotonic())
         self._deadlines[ticket.attempt] = time.monotonic() + offer.spec.deadline_s
         self.context.control.pump_soon()
         return ticket
 
     def awaits_bytes(self, ticket_id: str) -> bool:
-        """Whether a commit has to wait."""
+        """Whether some of a ticket's are still to come."""
         try:
             ticket = self.receiver.blocks.book.get(ticket_id)
         except TicketEnded:
             return False
         return ticket.is_open and not ticket.is_complete
+
+    def must_wait(self, ticket_id: str) -> bool:
+        """Whether a commit has to wait: for bytes, or for its sequence's grammar."""
+        spec = self.receiver.promised(ticket_id)
+        grammar = None if spec is None else spec.sampling.grammar
+        if grammar is not None and grammar not in self.context.engine.grammars:
+            return True
+        return self.awaits_bytes(ticket_id)
 
     async def commit_when_complete(
         self,
@@ -123,9 +133,16 @@ class DecodeRole:
         logprobs: TokenLogprobs | None = None,
         others: tuple[FirstToken, ...] = (),
     ) -> int:
-        """``commit``, as soon as every byte is in place. Raises what has ended the ticket."""
+        """``commit``, as soon as every byte is in place and its grammar is compiled.
+
+        Raises what has ended the ticket, or InvalidGrammar.
+        """
         if self.awaits_bytes(ticket_id):
             await self._settled(ticket_id)
+        spec = self.receiver.promised(ticket_id)
+        if spec is not None and spec.sampling.grammar is not None:
+            deadline = self._deadlines[(spec.request_id, spec.attempt)]
+            await self.context.grammars.ready(spec.sampling.grammar, deadline)
         return self.commit(ticket_id, writer, first_token, logprobs=logprobs, others=others)
 
     async def _settled(self, ticket_id: str) -> None:
@@ -256,7 +273,8 @@ class DecodeRole:
 
     def on_lost(self, sequences: list[Sequence], error: Exception) -> None:
         """The engine failed: these sequences end with an error."""
-        failure = WorkerFailed(f"the decode worker's engine failed: {type(error).__name__}")
+        failed = WorkerFailed(f"the decode worker's engine failed: {type(error).__name__}")
+        failure = error if isinstance(error, BatonError) else failed
         for sequence in sequences:
             self._fail(sequence, failure)
         self._flush()

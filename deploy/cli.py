@@ -681,6 +681,35 @@ def bench_index(
         raise typer.Exit(130) from None
 
 
+@bench_app.command("grammar")
+def bench_grammar(
+    model: Annotated[
+        str,
+        typer.Option(help="As for `baton up`. Default: smollm2-135m-instruct.", show_default=False),
+    ] = "smollm2-135m-instruct",
+    steps: Annotated[int, typer.Option(min=2, help="Steps of each kind, at each size.")] = 100,
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+    ] = None,
+) -> None:
+    """What following a JSON schema costs the steps of one engine."""
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy import model_store  # noqa: PLC0415
+    from loadtest.grammar_bench import GrammarBenchSettings  # noqa: PLC0415
+    from loadtest.grammar_bench import bench_grammar as run_bench  # noqa: PLC0415
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    try:
+        path = model_store.resolve(model, say, "auto").path
+        run_bench(GrammarBenchSettings(path, steps=steps, output=output), say, Console())
+    except BatonError as error:
+        _fail(error.message)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
 @bench_app.command("router")
 def bench_router(
     model: Annotated[

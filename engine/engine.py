@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from baton.cache import cache_dir
+from baton.compiled_grammars import CompiledGrammars, grammars_of
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
@@ -78,6 +79,8 @@ class Engine:
     """Of what decides the KV: weights, their quantisation, the tokenizer, the lossiest KV type of
     those that share it, and, where a row's bits are promised, what computes them. Engines with
     another one share no KV."""
+    grammars: CompiledGrammars
+    """Those that sequences follow, in the tokens of the model's tokenizer.json."""
 
     @property
     def cache(self) -> KvCache:
@@ -125,11 +128,15 @@ def build_engine(settings: EngineSettings, allocate: Allocate | None = None) -> 
         hash_block_size=settings.hash_block_size,
     )
     name = fingerprint(settings.model_path, settings.dtype, settings.quantization)
-    runner = _runner(model, cache, settings, name)
+    grammars = grammars_of(
+        (settings.model_path / "tokenizer.json").read_text, config.vocab_size, config.eos_ids
+    )
+    runner = _runner(model, cache, settings, name, grammars)
     scheduler = Scheduler(pool, limits)
     arithmetic = _arithmetic(device) if settings.deterministic else ""
     lossiest = settings.lossiest_kv_dtype or kv_dtype_name(kv)
-    return Engine(config, runner, pool, scheduler, _fingerprint(name, lossiest, arithmetic))
+    own = _fingerprint(name, lossiest, arithmetic)
+    return Engine(config, runner, pool, scheduler, own, grammars)
 
 
 def _fingerprint(weights: str, kv: str, arithmetic: str) -> str:
@@ -146,21 +153,25 @@ def _arithmetic(device: torch.device) -> str:
 
 
 def _runner(
-    model: DecoderModel, cache: KvCache, settings: EngineSettings, name: str
+    model: DecoderModel,
+    cache: KvCache,
+    settings: EngineSettings,
+    name: str,
+    grammars: CompiledGrammars,
 ) -> ModelRunner:
     """With the fastest step model that there is for the device."""
     device = cache.data.device
     most = settings.max_sequences
     gpu_model = gpu_decoder(model, cache, most, deterministic=settings.deterministic)
     if gpu_model is not None:
-        return GpuRunner(gpu_model, cache, device)
+        return GpuRunner(gpu_model, cache, device, grammars)
     packed = PackedCache(cache_dir())
     key = f"{name}-{written_at(settings.model_path)}"
     step_model: StepModel | None = cpu_decoder(model, cache, packed, key)
     step_model = step_model or TorchStepModel(model, cache, device)
     if settings.deterministic:
         _check_deterministic(step_model, settings)
-    return ModelRunner(step_model, cache, device)
+    return ModelRunner(step_model, cache, device, grammars)
 
 
 def _check_deterministic(step_model: StepModel, settings: EngineSettings) -> None:

@@ -61,7 +61,7 @@ def make_sequence(
     several choices; without it the first one alone is made.
     """
     sampling = spec.sampling
-    eos = () if sampling.ignore_eos else engine.config.eos_ids
+    eos = engine.config.eos_ids if sampling.ends_at_eos else ()
     stop_ids = tuple(sorted({*eos, *sampling.stop_token_ids}))
     key = hash_key(engine.fingerprint, spec.cache_salt)
 

@@ -69,6 +69,8 @@ class StepResult:
     token_ids: tuple[tuple[int, ...], ...]
     """Of a row with ``choices`` the first token of each."""
     seconds: float
+    failed: tuple[tuple[int, str], ...] = ()
+    """Rows whose sequences cannot go on, by their place in the plan, and why."""
     logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
     """One for each of a row's tokens, None for a row that wants none; empty if no row does."""
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()

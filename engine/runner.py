@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.compiled_grammars import CompiledGrammars
 from baton.sampling_params import SamplingParams
 from engine.cpu.decoder import CoreShare, CpuDecoder
 from engine.cpu.logprobs import cpu_logprobs
 from engine.cpu.sampler import cpu_sampler
+from engine.grammar_rows import GrammarRows
 from engine.kv_cache import KvCache
 from engine.logprobs import token_logprobs
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
@@ -39,10 +41,18 @@ class ModelRunner:
     overlaps = False
     """Whether a step may be started before the one before it has ended."""
 
-    def __init__(self, model: StepModel, cache: KvCache, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: StepModel,
+        cache: KvCache,
+        device: torch.device,
+        grammars: CompiledGrammars | None = None,
+    ) -> None:
+        """Without ``grammars`` a sequence that has one fails."""
         self.model = model
         self.cache = cache
         self.device = device
+        self._grammars = GrammarRows(grammars)
         self._sampler = cpu_sampler() if device.type == "cpu" else None
         self._sample = self._sampler.sample if self._sampler is not None else sample
         self._scorer = (cpu_logprobs() if device.type == "cpu" else None) or token_logprobs
@@ -57,7 +67,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             # A result says that the step's KV is there: transfers read it on another stream.
             torch.cuda.current_stream(self.device).synchronize()
-        return result_of(plan, found, time.perf_counter() - began)
+        return result_of(plan, found, time.perf_counter() - began, self._failed(plan.rows))
 
     def start(self, plan: StepPlan) -> Ending:
         """Begin a step; what is returned waits for its end, and may be called on another thread."""
@@ -87,6 +97,7 @@ class ModelRunner:
     def forget(self, sequence_id: int) -> None:
         """Drop a sequence's tokens."""
         del self._known[sequence_id]
+        self._grammars.forget(sequence_id)
 
     def _take_news(self, plan: StepPlan) -> None:
         for sequence_id in plan.dropped:
@@ -99,6 +110,12 @@ class ModelRunner:
         self._known[new.sequence_id] = _Known(
             list(new.token_ids), new.prompt_length, new.sampling, new.stop_ids, new.choice
         )
+        self._grammars.learn(new)
+
+    def _failed(self, rows: tuple[PlanRow, ...]) -> tuple[tuple[int, str], ...]:
+        """See ``StepResult.failed``."""
+        found = ((place, self._grammars.failure(r.sequence_id)) for place, r in enumerate(rows))
+        return tuple((place, why) for place, why in found if why)
 
     def _compute(self, rows: tuple[PlanRow, ...]) -> StepFound:
         work = self._gather(rows)
@@ -107,10 +124,15 @@ class ModelRunner:
             drawn = work.draw_best(found.best)
         else:
             assert found.logits is not None, "a step gives the one or the other"
-            drawn = self._sample(work.draw_logits(found.logits), work.draws)
+            drawn = self._sample(work.draw_logits(found.logits), self._masked(rows, work.draws))
         for draw, token in zip(work.draws, drawn, strict=True):
             draw.token_ids.append(token)
         return found_of(rows, work, drawn, found.logits, self._scorer)
+
+    def _masked(self, rows: tuple[PlanRow, ...], draws: list[SampleRow]) -> list[SampleRow]:
+        """The draws with their grammars' masks: of all choices of a row the same one."""
+        names = [row.sequence_id for row in rows if row.sample for _ in range(row.choices)]
+        return self._grammars.masked(names, draws)
 
     def _gather(self, rows: tuple[PlanRow, ...]) -> StepWork:
         """What the model is asked, and what each of its outputs is for.
@@ -141,9 +163,18 @@ def step_of(rows: tuple[PlanRow, ...], work: StepWork) -> StepInput:
     return StepInput(rows, work.token_ids, work.outputs, not work.needs_logits)
 
 
-def result_of(plan: StepPlan, found: StepFound, seconds: float) -> StepResult:
+def result_of(
+    plan: StepPlan, found: StepFound, seconds: float, failed: tuple[tuple[int, str], ...]
+) -> StepResult:
     """What the control loop is told of a step."""
-    return StepResult(plan.step, found.token_ids, seconds, found.logprobs, found.prompt_logprobs)
+    return StepResult(
+        plan.step,
+        found.token_ids,
+        seconds,
+        failed=failed,
+        logprobs=found.logprobs,
+        prompt_logprobs=found.prompt_logprobs,
+    )
 
 
 def _draw_of(known: _Known, token_ids: list[int], choice: int) -> SampleRow:

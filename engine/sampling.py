@@ -1,7 +1,8 @@
 """Drawing the next token: a pure function of the logits row, the parameters and the token ids.
 
-Order: repetition, presence and frequency penalties, logit bias, min_tokens, then temperature,
-top_k, top_p, min_p, and the Gumbel-max draw (Maddison et al., 2014) with hashed noise.
+Order: repetition, presence and frequency penalties, logit bias, min_tokens, the grammar's mask,
+then temperature, top_k, top_p, min_p, and the Gumbel-max draw (Maddison et al., 2014) with hashed
+noise.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.sampling_params import SamplingParams
+from engine.grammar_state import Mask, unpack
 from engine.noise import gumbel, noise_keys
 
 
@@ -24,17 +26,28 @@ class SampleRow:
     prompt_length: int
     stop_ids: tuple[int, ...]
     choice: int = 0
+    mask: Mask | None = None
+    """Which tokens the sequence's grammar allows; None: it has none, or the mask is still to come.
+    It holds back what may not be drawn before ``min_tokens``, too."""
 
     @property
     def plain(self) -> bool:
         """Whether the logits are used as they are."""
-        s = self.sampling
-        penalised = s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0
-        return not (penalised or s.logit_bias or self._too_short)
+        return not self.adjusted and self.sampling.grammar is None
 
     @property
-    def _too_short(self) -> bool:
-        return len(self.token_ids) - self.prompt_length < self.sampling.min_tokens
+    def adjusted(self) -> bool:
+        """Whether logits are changed by more than a grammar's mask."""
+        s = self.sampling
+        penalised = s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0
+        return bool(penalised or s.logit_bias or self.held_back)
+
+    @property
+    def held_back(self) -> tuple[int, ...]:
+        """The stop tokens, while ``min_tokens`` has not come; a mask has them in it."""
+        output = len(self.token_ids) - self.prompt_length
+        has_grammar = self.sampling.grammar is not None
+        return () if has_grammar or output >= self.sampling.min_tokens else self.stop_ids
 
 
 def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
@@ -72,8 +85,11 @@ def _adjust(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
         ids = torch.tensor([token for token, _ in sampling.logit_bias], device=logits.device)
         bias = torch.tensor([value for _, value in sampling.logit_bias], device=logits.device)
         logits[ids] += bias
-    if len(outputs) < sampling.min_tokens and row.stop_ids:
-        logits[list(row.stop_ids)] = -torch.inf
+    if row.held_back:
+        logits[list(row.held_back)] = -torch.inf
+    if row.mask is not None:
+        allowed = torch.from_numpy(unpack(row.mask, len(logits)))
+        logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
     return logits
 
 

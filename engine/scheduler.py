@@ -87,6 +87,8 @@ class SequenceUpdate:
     computed_prompt_tokens: int
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each token, where they are wanted."""
+    failure: str = ""
+    """Not empty: the sequence could not go on and has ended, and why."""
 
 
 class Scheduler:
@@ -414,11 +416,15 @@ class Scheduler:
         updates = []
         sequences = self._plans.pop(plan.step)
         self.pool.release(self._copied.pop(plan.step))
+        failures = {sequences[place]: why for place, why in result.failed}
         for place, (sequence, row) in enumerate(zip(sequences, plan.rows, strict=True)):
             sequence.in_flight -= 1
             sequence.pending -= row.sample
             left = sequence in self._leaving
-            if not left:
+            if not left and sequence in failures:
+                self.remove(sequence)
+                updates.append(SequenceUpdate(sequence, (), 0, failure=failures[sequence]))
+            elif not left:
                 self._count(sequence, row, result.seconds / plan.tokens)
                 updates += self._apply(sequence, row, result, place)
             self._release_if_idle(sequence)
@@ -530,13 +536,18 @@ class Scheduler:
     def finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         """Why a sequence ends with its last token, ``token``; None where it does not."""
         sampling = sequence.spec.sampling
-        if token in sequence.stop_ids and sequence.output_length > sampling.min_tokens:
+        if token in sequence.stop_ids and self._may_stop(sequence):
             return FinishReason.STOP
         if sequence.output_length >= sampling.max_tokens:
             return FinishReason.LENGTH
         if len(sequence.token_ids) >= self.limits.context_length:
             return FinishReason.LENGTH
         return None
+
+    def _may_stop(self, sequence: Sequence) -> bool:
+        """Whether a stop token ends the answer: a grammar's end goes before ``min_tokens``."""
+        sampling = sequence.spec.sampling
+        return sequence.output_length > sampling.min_tokens or sampling.grammar is not None
 
     def _deduplicate(self, sequence: Sequence) -> None:
         """Exchange blocks whose contents were held already. Only for sequences not in flight."""

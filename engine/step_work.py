@@ -58,11 +58,11 @@ class StepWork:
         return False
 
     @property
-    def is_plain(self) -> bool:
-        """Whether each output has one draw, from its logits as they are, and nothing is scored."""
+    def on_device(self) -> bool:
+        """Whether each output has one draw, that a GPU can make without the host, and no score."""
         if len(self.outputs) != len(self.draws):
             return False
-        return all(draw.plain and draw.sampling.logprobs is None for draw in self.draws)
+        return not any(draw.adjusted or draw.sampling.logprobs is not None for draw in self.draws)
 
     def draw_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """One row for each draw, of [outputs, vocab_size]."""

@@ -28,8 +28,12 @@ from worker.role import WorkerContext
 
 log = logging.getLogger(__name__)
 
-LEAST_SLICE_S = 0.002
-"""Layers are sent before their blocks are complete if the wire is busy with them for that long."""
+LEAST_WIRE_S = 0.02
+"""Layers are sent before their blocks are complete if the wire is busy for that long with what a
+step computes: to look at the step, and to send more batches, takes cores from it, and costs the
+first token more than a fast wire would gain."""
+LEAST_SLICE_S = 0.01
+"""So long the wire is to be busy with the layers that are sent at a time."""
 ABORT_DEADLINE_S = 2.0
 """An abort that does not arrive in this time is left to the lease."""
 
@@ -121,21 +125,29 @@ class Handoff:
             self._converted.computed(block_table, tokens)
         self._send(block_table, self._puts.blocks_done(blocks - self.pinned_blocks))
 
+    def sends_layers(self, tokens: int) -> bool:
+        """Whether layers of the next ``tokens`` tokens are worth sending while others are computed.
+
+        What is converted is converted whole.
+        """
+        if self._converted is not None:
+            return False
+        return self._wire_s(tokens // self._context.engine.cache.block_size) >= LEAST_WIRE_S
+
     def computing(self, block_table: list[int], blocks: int, layers: int) -> None:
         """Some layers of blocks that are being computed are complete, up to block ``blocks``.
 
-        They are pushed if that pays: if the wire takes its time for the blocks. What is converted
-        is converted whole.
+        They are pushed if the wire takes its time for them.
         """
-        assert self._pair is not None, "no ticket"
-        if self._converted is not None:
-            return
-        memory, puts = self._context.memory, self._puts
-        waiting = (blocks - self.pinned_blocks - puts.whole) * memory.block_bytes
-        wire_s = waiting / self._pair.bandwidth.bytes_per_s
+        puts = self._puts
+        wire_s = self._wire_s(blocks - self.pinned_blocks - puts.whole)
         geometry = self._context.engine.cache.geometry()
         if wire_s * (layers - puts.layers) / geometry.layers >= LEAST_SLICE_S:
             self._send(block_table, puts.layers_done(blocks - self.pinned_blocks, layers))
+
+    def _wire_s(self, blocks: int) -> float:
+        assert self._pair is not None, "no ticket"
+        return blocks * self._context.memory.block_bytes / self._pair.bandwidth.bytes_per_s
 
     def _send(self, block_table: list[int], parts: list[Part]) -> None:
         assert self._push is not None, "no ticket"

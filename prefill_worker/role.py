@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 Event = SequenceUpdate | BatonError
 
-LOOK_S = 0.005
-"""How often a running step is asked for the layers that it has stored."""
+LOOK_S = 0.01
+"""How often a running step is asked for the layers that it has stored, where that is worth it."""
 
 
 class PrefillRole:
@@ -78,6 +78,8 @@ class PrefillRole:
         arrived = time.monotonic()
         deadline = arrived + spec.deadline_s
         self.context.check_prompt(spec)
+        if spec.sampling.grammar is not None:
+            await self.context.grammars.ready(spec.sampling.grammar, deadline)
         try:
             async with asyncio.timeout(spec.deadline_s):
                 await self._places.acquire()
@@ -184,9 +186,10 @@ class PrefillRole:
         waits: set[asyncio.Future[Any]] = {get}
         if handoff is not None and handoff.sending is not None:
             waits.add(handoff.sending)
+        looks = handoff is not None and handoff.sends_layers(self._next_tokens(sequence))
         try:
             while (left := deadline - time.monotonic()) > 0:
-                pause = left if handoff is None else min(left, LOOK_S)
+                pause = min(left, LOOK_S) if looks else left
                 await asyncio.wait(waits, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
                 if get.done():
                     return get.result()
@@ -196,6 +199,11 @@ class PrefillRole:
         finally:
             get.cancel()
         raise _expired()
+
+    def _next_tokens(self, sequence: Sequence) -> int:
+        """The most that the next chunk has."""
+        left = len(sequence.token_ids) - sequence.computed
+        return min(left, self.context.engine.scheduler.limits.most_tokens(sequence.computed))
 
     def _push_layers(self, sequence: Sequence, handoff: Handoff) -> None:
         """Send what the running step has stored of the sequence so far, where that pays."""
@@ -220,7 +228,8 @@ class PrefillRole:
             listener = self._listeners.get(sequence.sequence_id)
             if listener is not None:
                 reason = f"the prefill worker's engine failed: {type(error).__name__}"
-                listener.put_nowait(WorkerFailed(reason))
+                own = error if isinstance(error, BatonError) else WorkerFailed(reason)
+                listener.put_nowait(own)
 
     def on_expired(self, sequences: list[Sequence]) -> None:
         """Their calls end with an error."""

@@ -289,7 +289,7 @@ class ClusterDispatcher:
 
     def _assembler(self, request: GenerationRequest) -> OutputAssembler:
         sampling = request.sampling
-        eos = frozenset() if sampling.ignore_eos else self._tokenizer.eos_ids
+        eos = self._tokenizer.eos_ids if sampling.ends_at_eos else frozenset()
         return OutputAssembler(
             self._tokenizer.detokenizer(
                 request.prompt_ids, special_tokens=request.shown.special_tokens

@@ -14,8 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
 from baton.config import Config
-from baton.convert import finish_to_proto
+from baton.convert import finish_to_proto, grammar_from_proto
 from baton.errors import BatonError, InvalidRequest, RequestTooLarge
+from baton.grammar import Grammar
+from baton.grammar_gate import GrammarGate
 from baton.grpc_errors import grpc_boundary
 from baton.logprobs import TokenLogprobs
 from baton.metrics import RouterMetrics
@@ -28,6 +30,7 @@ from router.api_keys import Caller
 from router.conversation import plain_turns
 from router.delivery import Delivery
 from router.generation import Dispatcher, GenerationRequest, OutputDelta
+from router.grammar_input import choice
 from router.grpc_health import HealthServicer
 from router.request_builder import DEADLINE_HEADER, SESSION_HEADER, Arrival, RequestBuilder
 from router.request_recorder import count_refusal
@@ -57,7 +60,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._model = model
         self._metrics = metrics
         self._config = config
-        self._builder = RequestBuilder(dispatcher, tokenizer, model, config)
+        grammars = GrammarGate(
+            tokenizer.grammars, metrics.grammar_compile_seconds.labels(role="router").observe
+        )
+        self._builder = RequestBuilder(dispatcher, tokenizer, model, config, grammars=grammars)
         self._delivery = Delivery(dispatcher, metrics, config)
 
     # A coroutine that writes is as legal as a generator, and is cancelled where it stands when
@@ -175,6 +181,7 @@ def _sampling(message: sampling_pb2.SamplingParameters) -> SamplingInput:
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         logit_bias=dict(message.logit_bias),
+        grammar=_grammar(message.grammar) if message.HasField("grammar") else None,
         **given,
     )
 
@@ -183,6 +190,15 @@ def _choices(request: inference_pb2.GenerateRequest) -> int:
     if request.n > MOST_CHOICES:
         raise InvalidRequest(f"n must be between 1 and {MOST_CHOICES}", param="n")
     return request.n or 1
+
+
+def _grammar(message: sampling_pb2.Grammar) -> Grammar:
+    grammar = grammar_from_proto(message)
+    if grammar is None:
+        raise InvalidRequest("grammar: one of its kinds is required", param="grammar")
+    if message.HasField("choice"):
+        choice(tuple(message.choice.texts), "grammar.choice.texts")
+    return grammar
 
 
 def _response(

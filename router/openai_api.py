@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from baton.config import Config
 from baton.errors import BatonError, InvalidRequest
+from baton.grammar_gate import GrammarGate
 from baton.metrics import RouterMetrics
 from baton.sampling_params import SCALAR_FIELDS
 from router.access import Access
@@ -33,6 +34,7 @@ from router.generation import (
     ShownText,
     without_answer,
 )
+from router.grammar_input import grammar_of
 from router.http_body import read_object, validate
 from router.off_loop import off_loop
 from router.openai_protocol import (
@@ -76,7 +78,10 @@ class OpenAiApi:
         self._model = model
         self._metrics = metrics
         self._config = config
-        self._builder = RequestBuilder(dispatcher, tokenizer, model, config)
+        grammars = GrammarGate(
+            tokenizer.grammars, metrics.grammar_compile_seconds.labels(role="router").observe
+        )
+        self._builder = RequestBuilder(dispatcher, tokenizer, model, config, grammars=grammars)
         self._delivery = Delivery(dispatcher, metrics, config)
 
     async def chat_completions(self, request: Request) -> Response:
@@ -282,7 +287,12 @@ def _sampling(body: SamplingFields, max_tokens: int | None = None) -> SamplingIn
     given = {name: getattr(body, name) for name in _SAME_FIELDS}
     if max_tokens is not None:
         given["max_tokens"] = max_tokens
-    return SamplingInput(stop=tuple(stop), stop_token_ids=tuple(body.stop_token_ids or ()), **given)
+    return SamplingInput(
+        stop=tuple(stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        **given,
+        **grammar_of(body),
+    )
 
 
 def _chat_sampling(body: ChatCompletionRequest) -> SamplingInput:

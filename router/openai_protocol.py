@@ -89,6 +89,19 @@ class SamplingFields(_Request):
     """Words that are never generated: those that are one token each (extension)."""
     logit_bias: Any = Field(default=None, json_schema_extra={"type": "object"})
     """Token id → what is added to its logit, -100 … 100; at most 300 entries."""
+    response_format: Any = Field(default=None, json_schema_extra={"type": "object"})
+    """`{"type": "text"}`, `{"type": "json_object"}`, or `{"type": "json_schema", "json_schema":
+    {"name": …, "schema": …}}`: the answer is such a JSON text."""
+    guided_json: Any = None
+    """A JSON schema, as an object or as JSON in a string, that the answer matches (extension)."""
+    guided_regex: str | None = None
+    """A regular expression that the whole answer matches (extension)."""
+    guided_choice: Strings | None = None
+    """The answer is one of these texts (extension)."""
+    guided_grammar: str | None = None
+    """A grammar, in Lark or GBNF, that the answer follows (extension)."""
+    structured_outputs: Any = Field(default=None, json_schema_extra={"type": "object"})
+    """One of `json`, `regex`, `choice`, `grammar` and `json_object`, as above (extension)."""
 
 
 class ContentPart(_Request):

@@ -7,7 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.config import DEFAULT_TENANT, Config
-from baton.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, ModelNotFound
+from baton.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidGrammar,
+    InvalidRequest,
+    ModelNotFound,
+)
+from baton.grammar_gate import GrammarGate
 from router.api_keys import Caller
 from router.chat_options import ChatOptions
 from router.generation import Dispatcher, GenerationRequest
@@ -81,12 +88,15 @@ class RequestBuilder:
         model: ServedModel,
         config: Config,
         clock: Callable[[], float] = time.monotonic,
+        grammars: GrammarGate | None = None,
     ) -> None:
+        """``grammars`` are checked at that gate, or else at one of its own."""
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
         self._model = model
         self._most_characters = config.max_body_bytes
         self._clock = clock
+        self._grammars = grammars or GrammarGate(tokenizer.grammars)
 
     @property
     def context_length(self) -> int:
@@ -112,6 +122,7 @@ class RequestBuilder:
         size = sum(len(turn["content"]) for turn in turns)
         # Templates add some text to each message; a runaway one must not fill the memory.
         limit = self._most_characters + 4096 + 256 * len(turns)
+        await self._check_grammar(arrival, sampling)
         ids = await off_loop(size, lambda: self._chat_ids(turns, limit, options, sampling))
         return self._request(arrival, arrival.request_id, ids, sampling, None, "messages", priority)
 
@@ -128,6 +139,7 @@ class RequestBuilder:
             raise InvalidRequest("prompt must not be empty", param="prompt")
         if len(prompts) > MOST_PROMPTS:
             raise InvalidRequest(f"at most {MOST_PROMPTS} prompts are possible", param="prompt")
+        await self._check_grammar(arrival, sampling)
         size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         rows = await off_loop(size, lambda: [self._prompt_ids(p, sampling) for p in prompts])
         return [
@@ -142,6 +154,17 @@ class RequestBuilder:
             )
             for place, ids in enumerate(rows)
         ]
+
+    async def _check_grammar(self, arrival: Arrival, sampling: SamplingInput) -> None:
+        """Raises InvalidGrammar, in the client's words, for one that no worker could follow."""
+        if sampling.grammar is None:
+            return
+        left = arrival.deadline_s - (self._clock() - arrival.at)
+        try:
+            await self._grammars.ready(sampling.grammar, time.monotonic() + left)
+        except InvalidGrammar as error:
+            param = sampling.grammar_param
+            raise InvalidGrammar(f"{param} cannot be used: {error.message}", param=param) from None
 
     def _chat_ids(
         self,

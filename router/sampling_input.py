@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import ContextLengthExceeded, InvalidRequest
+from baton.grammar import Grammar
 from baton.logprobs import MOST_TOP_LOGPROBS
 from baton.sampling_params import SamplingParams
 
@@ -48,6 +49,9 @@ class SamplingInput:
     """``max_tokens`` may be 0: the prompt alone is wanted, and one token is drawn for nothing."""
     truncate: int | None = None
     """Take so many tokens of the prompt's end; -1: as many as there is room for."""
+    grammar: Grammar | None = None
+    grammar_param: str = "grammar"
+    """What the client calls it."""
 
 
 def final_sampling(
@@ -95,6 +99,7 @@ def final_sampling(
         logit_bias=_forbidding(_logit_bias(given.logit_bias, vocab_size), given.forbidden),
         logprobs=_logprobs("logprobs", given.logprobs),
         prompt_logprobs=_logprobs("prompt_logprobs", given.prompt_logprobs),
+        grammar=given.grammar,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import tokenizers
 
+from baton.compiled_grammars import grammars_of
 from baton.errors import ConfigError, InvalidRequest
 from router.chat_template import ChatTemplate, load_chat_template
 from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -37,6 +38,8 @@ class Tokenizer:
         self._template = chat_template
         self.eos_ids = frozenset(eos_ids)
         self.vocab_size = vocab_size or backend.get_vocab_size(with_added_tokens=True)
+        # Compiled here to be checked; the workers compile for themselves what they are sent.
+        self.grammars = grammars_of(backend.to_str, self.vocab_size, sorted(self.eos_ids))
         added = backend.get_added_tokens_decoder()
         self._special = frozenset(number for number, token in added.items() if token.special)
         layout = json.loads(backend.to_str())

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.errors import GrammarFailed
 from baton.request import LoadSnapshot
 from engine.engine import Engine
 from engine.plan import StepPlan, StepResult
@@ -43,7 +44,10 @@ class SequenceListener(Protocol):
         """A step has ended; called once a step, with all that it brought."""
 
     def on_lost(self, sequences: list[Sequence], error: Exception) -> None:
-        """The engine failed while it computed these sequences; they have ended."""
+        """The engine failed while it computed these sequences; they have ended.
+
+        ``error`` is a BatonError where it is the sequences' own fault.
+        """
 
     def on_expired(self, sequences: list[Sequence]) -> None:
         """These sequences' deadlines have passed; they have ended. Called while steps are planned:
@@ -204,8 +208,15 @@ class ControlLoop:
                 self.prompt_pace.observe(computed + STEP_TOKENS, result.seconds)
             # Planned first: the engine computes while the tokens are handed out.
             self.pump()
-            self._listener.on_step(updates)
+            self._tell(updates)
         self.pump()
+
+    def _tell(self, updates: list[SequenceUpdate]) -> None:
+        assert self._listener is not None, "a step ran before start()"
+        failed = [update for update in updates if update.failure]
+        for update in failed:
+            self._listener.on_lost([update.sequence], GrammarFailed(update.failure))
+        self._listener.on_step([u for u in updates if not u.failure] if failed else updates)
 
     def _learn(self, plan: StepPlan, wall_ms: float) -> None:
         self._history.observe(plan, wall_ms)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import grpc.aio
 
 from baton.errors import InvalidRequest
+from baton.grammar_gate import GrammarGate
 from baton.metrics import WorkerMetrics
 from baton.request import SequenceSpec
 from engine.engine import Engine
@@ -48,6 +50,15 @@ class WorkerContext:
             deadline=deadline,
             next_id=self.control.next_sequence_id,
         )
+
+    @cached_property
+    def grammars(self) -> GrammarGate:
+        """Where a sequence waits until its grammar is compiled, before it is queued: the engine
+
+        thread then finds it ready.
+        """
+        seconds = self.metrics.grammar_compile_seconds.labels(role=self.settings.pool.role)
+        return GrammarGate(self.engine.grammars, seconds.observe)
 
     def check_prompt(self, spec: SequenceSpec) -> None:
         """Raises InvalidRequest for one that does not fit, or leaves nothing to generate."""

@@ -22,6 +22,7 @@ class _Draw(ctypes.Structure):
     """How one row is drawn: sampling.cpp's struct of this name."""
 
     _fields_: ClassVar[list[tuple[str, type]]] = [
+        ("mask", ctypes.c_void_p),
         ("seed", ctypes.c_uint64),
         *(
             (name, ctypes.c_int64)
@@ -120,8 +121,10 @@ class CpuSampler:
         s = row.sampling
         position = len(row.token_ids)
         at, biases_at = len(ids), len(biases)
-        counts = (0, 0, 0, 0) if row.plain else self._lists(row, ids, biases)
+        counts = self._lists(row, ids, biases) if row.adjusted else (0, 0, 0, 0)
         return _Draw(
+            # The rows keep their masks until the call has ended.
+            None if row.mask is None else row.mask.ctypes.data,
             s.seed & _SEED_MASK,
             row.choice,
             position,
@@ -144,7 +147,7 @@ class CpuSampler:
         s, output = row.sampling, row.token_ids[row.prompt_length :]
         repeats = s.repetition_penalty != 1.0
         prompt = self._prompts.unique(row) if repeats else array("i")
-        stops = row.stop_ids if len(output) < s.min_tokens else ()
+        stops = row.held_back
         if not (repeats or s.presence_penalty or s.frequency_penalty):
             output = []
         ids.extend(prompt)

@@ -22,8 +22,9 @@
 #include "threads.h"
 
 // How one row is drawn. Its token ids lie in `ids` one after another: those of the prompt, those of
-// the output, stop tokens, biased tokens; the biases in `biases`.
+// the output, stop tokens, biased tokens; the biases in `biases`. A bit of `mask` allows its token.
 struct Draw {
+  const uint32_t* mask;  // null: all are allowed
   uint64_t seed;
   int64_t choice, position, top_k;
   int64_t ids, prompt, output, stops, biased, biases;  // an offset, four counts, an offset
@@ -133,11 +134,11 @@ class Row {
  private:
   float* scores() { return scores_.data()->at; }
 
-  // Penalties, biases and stop tokens, on a copy of the logits; false: there are none. Each step
-  // rounds to fp32 where the definition does.
+  // Penalties, biases, stop tokens and the mask, on a copy of the logits; false: there are none.
+  // Each step rounds to fp32 where the definition does.
   bool adjust(const float* logits, const int32_t* ids, const float* biases) {
     const Draw& h = *how_;
-    if (!(h.prompt || h.output || h.stops || h.biased)) return false;
+    if (!(h.prompt || h.output || h.stops || h.biased || h.mask)) return false;
     memcpy(scores(), logits, vocab_ * sizeof(float));
     counts_.resize(vocab_);
     if (h.repetition != 1.0f) penalise_seen(ids, h.prompt + h.output);
@@ -148,7 +149,20 @@ class Row {
       if (float* score = score_of(ids[h.stops + i])) *score += biases[i];
     for (long i = 0; i < h.stops; i++)
       if (float* score = score_of(ids[i])) *score = -INF;
+    if (h.mask) forbid(h.mask);
     return true;
+  }
+
+  // -inf for each token whose bit is 0. Most words forbid all of their tokens or none.
+  void forbid(const uint32_t* mask) {
+    for (long i = 0; i < vocab_; i += LANES) {
+      const uint32_t allowed = mask[i / 32] >> i % 32 & 0xFFFF;
+      if (allowed == 0xFFFF) continue;
+      // Behind the vocabulary lies padding, which has room for whole vectors.
+      const i32x16 keep = -(((i32x16){} + (int32_t)allowed) >> COUNTING & 1);
+      const i32x16 score = load<i32x16>(scores() + i);
+      store(scores() + i, (f32x16)((score & keep) | ((i32x16)all(-INF) & ~keep)));
+    }
   }
 
   // Null for what is no token of this model.

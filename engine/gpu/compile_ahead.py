@@ -26,6 +26,7 @@ from engine.gpu.fixed_linear import fixed_linear_launch
 from engine.gpu.grouped_linear import Routing, grouped_linear_launch
 from engine.gpu.kv_blocks import KvBlocks, empty_kv_blocks
 from engine.gpu.launch import Launch
+from engine.gpu.mask import forbid_launch
 from engine.gpu.norm import norm_launch
 from engine.gpu.quantized_linear import Kind, gpu_weight, quantized_linear_launches
 from engine.gpu.rope_cache import rope_cache_launch
@@ -128,6 +129,7 @@ def few() -> Iterator[Configuration]:
     yield _move(_BF16, _FP8)
     yield _linear("int4", 128, False, 1)
     yield _draw(128256)
+    yield _forbid(128256)
     yield _experts(False, 1024)
     yield _fixed_linear(_BF16, 14336)
     yield _embed(_BF16)
@@ -162,6 +164,7 @@ def matrix() -> Iterator[Configuration]:
         yield _linear(kind, group, kind == "int4", rows)
     for vocab in (32000, 49152, 128256):
         yield _draw(vocab)
+        yield _forbid(vocab)
     for gathers, pairs in product((False, True), (16, 4096, 65536)):
         yield _experts(gathers, pairs)
     for dtype, outputs in product((_BF16, _FP16, torch.float32), (4096, 128256)):
@@ -318,6 +321,14 @@ def _draw(vocab: int) -> Configuration:
         )
 
     return Configuration(f"draw {vocab}", launches)
+
+
+def _forbid(vocab: int) -> Configuration:
+    def launches(_capability: int) -> tuple[Launch, ...]:
+        masks = _empty(64, -(-vocab // 32), dtype=torch.int32)
+        return (forbid_launch(_empty(64, vocab), _integers(64), masks),)
+
+    return Configuration(f"forbid {vocab}", launches)
 
 
 def _experts(gathers: bool, pairs: int) -> Configuration:

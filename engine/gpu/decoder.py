@@ -6,7 +6,7 @@ being drawn: they never go by way of the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from engine.gpu.draws import GREEDY, Draw, keep_allowed
 from engine.gpu.forward import Forward
 from engine.gpu.graphs import Bucket, Capture, CudaCapture, DecodeGraphs
+from engine.gpu.mask import forbid
 from engine.gpu.sample import draw
 from engine.gpu.step_tensors import (
     StepShape,
@@ -25,9 +26,13 @@ from engine.gpu.step_tensors import (
     step_tensors,
     table_width,
 )
+from engine.grammar_state import Mask
 from engine.kv_cache import KvCache
 from engine.model import DecoderModel
 from engine.step import StepInput, StepOutput
+
+Masks = Callable[[], dict[int, Mask]]
+"""Makes the masks of a step's outputs, by their numbers, while a GPU computes the logits."""
 
 _CHUNKS = (2, 8, 16, 32, 128)
 """Tokens of chunks whose attention has tiles of different sizes, whatever the group of heads is."""
@@ -119,13 +124,18 @@ class GpuStepModel:
         return StepOutput(self._draw(logits, tensors).tolist(), None)
 
     @torch.inference_mode()
-    def start(self, step: StepInput, draws: Sequence[Draw]) -> StartedStep:
-        """Begin a step that draws the token of each output.
+    def start(
+        self, step: StepInput, draws: Sequence[Draw], masks: Masks | None = None
+    ) -> StartedStep:
+        """Begin a step that draws the token of each output, of those that ``masks`` allow.
 
         A token id of -1 - n stands for the token that the step started last draws for its output n.
         At most ``most_rows`` outputs.
         """
         logits, tensors = self._compute(step, draws)
+        if masks is not None:
+            made = masks()
+            forbid(logits, list(made), list(made.values()))
         drawn = self._draw(keep_allowed(logits, draws), tensors)
         self._drawn[: len(drawn)].copy_(drawn)
         return self._brought(drawn)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from baton.compiled_grammars import CompiledGrammars
 from engine.gpu.decoder import GpuStepModel, StartedStep
 from engine.gpu.draws import draw_of
+from engine.grammar_state import Mask
 from engine.kv_cache import KvCache
-from engine.plan import StepPlan, StepResult
+from engine.plan import PlanRow, StepPlan, StepResult
 from engine.runner import Ending, ModelRunner, result_of, step_of
 from engine.sampling import SampleRow
 from engine.step_work import StepFound, by_row
@@ -33,8 +36,14 @@ class GpuRunner(ModelRunner):
 
     overlaps = True
 
-    def __init__(self, model: GpuStepModel, cache: KvCache, device: torch.device) -> None:
-        super().__init__(model, cache, device)
+    def __init__(
+        self,
+        model: GpuStepModel,
+        cache: KvCache,
+        device: torch.device,
+        grammars: CompiledGrammars | None = None,
+    ) -> None:
+        super().__init__(model, cache, device, grammars)
         self._gpu = model
         self._unsettled: list[_Unsettled] = []
         self._last_end = 0.0
@@ -52,34 +61,52 @@ class GpuRunner(ModelRunner):
         began = time.perf_counter()
         self._settle(running=1)
         self._take_news(plan)
+        follows = any(self._grammars.has(row.sequence_id) for row in plan.rows)
+        if follows:
+            # A grammar goes by the tokens themselves.
+            self._settle(running=0)
         work = self._gather(plan.rows)
-        if not work.is_plain:
+        if not work.on_device:
             self._settle(running=0)
             found = self._compute(plan.rows)
             if self.device.type == "cuda":
                 # A result says that the step's KV is there: transfers read it on another stream.
                 torch.cuda.current_stream(self.device).synchronize()
-            result = self._finished(plan, began, found)
+            result = self._finished(plan, began, found, self._failed(plan.rows))
             return lambda: result
-        started = self._gpu.start(step_of(plan.rows, work), [draw_of(draw) for draw in work.draws])
+        masks = partial(self._masks, plan.rows, work.draws) if follows else None
+        step = step_of(plan.rows, work)
+        started = self._gpu.start(step, [draw_of(draw) for draw in work.draws], masks)
         self._unsettled.append(_Unsettled(started, _named(work.draws)))
+        failed = self._failed(plan.rows)
 
         def ending() -> StepResult:
             tokens = tuple(by_row(plan.rows, started.token_ids()))
-            return self._finished(plan, began, StepFound(tokens))
+            return self._finished(plan, began, StepFound(tokens), failed)
 
         return ending
+
+    def _masks(self, rows: tuple[PlanRow, ...], draws: list[SampleRow]) -> dict[int, Mask]:
+        """See ``engine.gpu.decoder.Masks``."""
+        masked = enumerate(self._masked(rows, draws))
+        return {number: draw.mask for number, draw in masked if draw.mask is not None}
 
     def capture(self) -> None:
         """Capture the decode steps of the usual sizes; see ``GpuStepModel.warm_up``."""
         self._gpu.warm_up()
 
-    def _finished(self, plan: StepPlan, began: float, found: StepFound) -> StepResult:
+    def _finished(
+        self,
+        plan: StepPlan,
+        began: float,
+        found: StepFound,
+        failed: tuple[tuple[int, str], ...],
+    ) -> StepResult:
         ended = time.perf_counter()
         # While the step before ran, this one only waited.
         seconds = ended - max(began, self._last_end)
         self._last_end = ended
-        return result_of(plan, found, seconds)
+        return result_of(plan, found, seconds, failed)
 
     def _settle(self, running: int) -> None:
         """Give tokens their ids, but for those of the last ``running`` steps."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.grammar import Grammar, GrammarKind
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
@@ -206,4 +207,25 @@ async def test_too_few_blocks_change_nothing(tiny_model: Path, redis_url: str) -
         )
         assert decode.engine.scheduler.preemptions > 0
         pool.release(kept)
+        await cluster.until_idle()
+
+
+@pytest.mark.parametrize("local", ["never", "always"])
+async def test_every_choice_follows_the_grammar(
+    tiny_model: Path, redis_url: str, local: str
+) -> None:
+    """Each from its own first token on; the scores are those of the logits before the mask."""
+    grammar = Grammar(GrammarKind.REGEX, "[ab]{12,16}")
+    sampling = replace(SEEDED, ignore_eos=False, max_tokens=40, grammar=grammar)
+    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8, local_prefill=local) as cluster:
+        found = await answers_of(cluster, prompt_of(BLOCK + 5), sampling, CHOICES)
+        texts = [choice.text for choice in found.choices]
+        assert all(12 <= len(text) <= 16 and set(text) <= {"a", "b"} for text in texts)
+        assert len(set(texts)) > 1
+        again = await answers_of(cluster, prompt_of(BLOCK + 5), sampling, CHOICES)
+        assert [choice.text for choice in again.choices] == texts
+        free = replace(sampling, grammar=None, max_tokens=1)
+        raw = await answers_of(cluster, prompt_of(BLOCK + 5), free, 1)
+        first, unmasked = found.choices[0].scored[0], raw.choices[0].scored[0]
+        near(replace(first.logprobs, logprob=0.0), replace(unmasked.logprobs, logprob=0.0))
         await cluster.until_idle()

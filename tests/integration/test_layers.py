@@ -17,6 +17,7 @@ from tests.mini_cluster import mini_cluster
 async def test_layers_leave_before_the_step_ends(
     tiny_model: Path, redis_url: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(handoff, "LEAST_WIRE_S", 0.0)
     monkeypatch.setattr(handoff, "LEAST_SLICE_S", 0.0)
     monkeypatch.setattr(role, "LOOK_S", 0.0001)
     parts: list[tuple[int, int]] = []

@@ -9,15 +9,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from baton.grammar import Grammar, GrammarKind
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.cpu import library
 from engine.cpu.library import cpu_library
 from engine.cpu.sampler import CpuSampler, cpu_sampler
 from engine.engine import EngineSettings, build_engine
+from engine.grammar_state import Mask, pack, unpack
 from engine.local import generate
 from engine.noise import lowbias32, noise_bits, noise_keys
 from engine.sampling import SampleRow, _adjust, sample
@@ -81,7 +84,24 @@ def some_row(chance: random.Random, vocab: int) -> SampleRow:
         logit_bias=tuple((t, often(2.5, -100.0, 100.0, -math.inf)) for t in sorted(set(tokens(3)))),
     )
     choice = chance.choice((0, 0, 1, 127))
-    return SampleRow(sampling, prompt + output, len(prompt), tuple(tokens(3)), choice)
+    row = SampleRow(sampling, prompt + output, len(prompt), tuple(tokens(3)), choice)
+    return masked(row, some_mask(chance, vocab)) if chance.random() < 0.4 else row
+
+
+def some_mask(chance: random.Random, vocab: int) -> Mask:
+    """A mask that allows few tokens, many, all, or long runs of them; at least one."""
+    generator = np.random.default_rng(chance.getrandbits(32))
+    bits = generator.random(vocab) < chance.choice((0.0, 0.001, 0.05, 0.5, 0.99, 1.0))
+    if chance.random() < 0.3:
+        start = chance.randrange(vocab)
+        bits[start : start + chance.randint(1, vocab)] = chance.random() < 0.5
+    bits[chance.randrange(vocab)] = True
+    return pack(bits)
+
+
+def masked(row: SampleRow, mask: Mask) -> SampleRow:
+    grammar = Grammar(GrammarKind.JSON_OBJECT, "")
+    return replace(row, sampling=replace(row.sampling, grammar=grammar), mask=mask)
 
 
 def at_the_edge(logits: torch.Tensor, row: SampleRow, tokens: set[int]) -> bool:
@@ -126,6 +146,21 @@ def check_many(sampler: CpuSampler, vocab: int, count: int, seed: int) -> None:
 def test_any_mix_of_parameters(sampler: CpuSampler, vocab: int, count: int, threads: int) -> None:
     sampler.use_threads(threads)
     check_many(sampler, vocab, count, vocab * threads)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 31, 32, 33, 320, 1000])
+def test_only_what_a_mask_allows_is_drawn(sampler: CpuSampler, vocab: int) -> None:
+    """Also where all other logits are greater, and where nothing but one token is allowed."""
+    chance = random.Random(vocab)
+    for _ in range(40):
+        row = some_row(chance, vocab)
+        mask = some_mask(chance, vocab)
+        allowed = unpack(mask, vocab)
+        logits = torch.randn(1, vocab) - 50 * torch.from_numpy(allowed)
+        rows = [masked(row, mask)]
+        (token,) = sampler.sample(logits, rows)
+        assert allowed[token]
+        assert allowed[sample(logits, rows)[0]]
 
 
 def test_a_whole_vocabulary(sampler: CpuSampler) -> None:

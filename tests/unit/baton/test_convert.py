@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton import convert
+from baton.grammar import Grammar, GrammarKind
 from baton.logprobs import TokenLogprobs
 from baton.request import (
     FinishReason,
@@ -30,6 +32,17 @@ IDS = st.lists(U32, max_size=6).map(tuple)
 FINISH = st.sampled_from((None, *FinishReason))
 quick = settings(max_examples=100, deadline=None, derandomize=True)
 
+GRAMMARS = st.one_of(
+    st.just(Grammar(GrammarKind.JSON_OBJECT, "")),
+    st.builds(
+        Grammar,
+        st.sampled_from([GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK]),
+        TEXT,
+    ),
+    st.lists(TEXT, min_size=1, max_size=3).map(
+        lambda texts: Grammar(GrammarKind.CHOICE, json.dumps(texts))
+    ),
+)
 SAMPLING = st.builds(
     SamplingParams,
     temperature=FLOAT,
@@ -46,6 +59,7 @@ SAMPLING = st.builds(
     frequency_penalty=FLOAT,
     repetition_penalty=FLOAT,
     logit_bias=st.dictionaries(U32, FLOAT, max_size=4).map(lambda d: tuple(sorted(d.items()))),
+    grammar=st.none() | GRAMMARS,
     logprobs=st.none() | U32,
     prompt_logprobs=st.none() | U32,
 )

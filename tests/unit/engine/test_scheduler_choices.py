@@ -70,8 +70,8 @@ class ChoiceEngine(FakeEngine):
             result.step,
             result.token_ids,
             result.seconds,
-            tuple(tuple(map(score_of, tokens)) or None for _, tokens in rows),
-            tuple(self._scores(row) for row, _ in rows),
+            logprobs=tuple(tuple(map(score_of, tokens)) or None for _, tokens in rows),
+            prompt_logprobs=tuple(self._scores(row) for row, _ in rows),
         )
 
     def _scores(self, row: PlanRow) -> tuple[TokenLogprobs, ...]:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from baton.grammar import Grammar, GrammarKind
 from baton.sampling_params import SamplingParams
 from engine.gpu.runner import GpuRunner
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.runner import Ending, ModelRunner
+from tests.fake_grammars import fake_grammars
 from tests.kernels.gpu.device import DEVICE
 from tests.kernels.gpu.steps.pairs import Recorder, gpu, load, reference, save, some_tokens
 
@@ -66,6 +68,10 @@ LIMITED = {"temperature": 1.5, "seed": 6, "top_p": 0.7, "top_k": 20}
 NEAR = {"temperature": 1.2, "seed": 7, "min_p": 0.05}
 PENALISED = {"repetition_penalty": 1.8, "frequency_penalty": 1.0}
 SHORT = {"temperature": 0.7, "seed": 8, "min_tokens": 3}
+GRAMMAR = Grammar(GrammarKind.REGEX, "any")
+STRICT = {"grammar": GRAMMAR}
+STRICT_LIMITED = LIMITED | {"grammar": GRAMMAR, "min_tokens": 2}
+STRICT_PENALISED = PENALISED | {"grammar": GRAMMAR}
 
 
 @pytest.mark.parametrize(
@@ -75,24 +81,51 @@ SHORT = {"temperature": 0.7, "seed": 8, "min_tokens": 3}
         (WARM, {}, LIMITED, NEAR),
         ({}, WARM, PENALISED, {}),
         (LIMITED, SHORT, WARM, PENALISED),
+        (STRICT, {}, STRICT_LIMITED, WARM),
+        (STRICT, STRICT_LIMITED, STRICT_PENALISED, {}),
     ],
-    ids=["greedy", "drawn on the device", "one on the host", "all kinds"],
+    ids=[
+        "greedy",
+        "drawn on the device",
+        "one on the host",
+        "all kinds",
+        "with grammars",
+        "with grammars on the host",
+    ],
 )
 def test_overlapping_steps_draw_what_single_ones_do(
     folder: Path, sampling: tuple[dict[str, Any], ...]
 ) -> None:
     expected_steps = reference(load(folder))
-    plain = ModelRunner(expected_steps.model, expected_steps.cache, DEVICE)
+    grammars = fake_grammars(load(folder).config.vocab_size)
+    plain = ModelRunner(expected_steps.model, expected_steps.cache, DEVICE, grammars)
     expected = [plain.run(plan).token_ids for plan in plans(sampling)]
     steps = gpu(load(folder), capture=Recorder())
-    runner = GpuRunner(steps.model, steps.cache, DEVICE)
+    runner = GpuRunner(steps.model, steps.cache, DEVICE, grammars)
     found = overlapped(runner, plans(sampling))
     assert [result.step for result in found] == list(range(1, 9))
     assert [result.token_ids for result in found] == expected
-    assert all(result.seconds >= 0 for result in found)
+    assert all(result.seconds >= 0 and not result.failed for result in found)
     torch.testing.assert_close(
         steps.cache.data[[1, 2, 6, 7]], expected_steps.cache.data[[1, 2, 6, 7]], atol=1e-4, rtol=0
     )
+
+
+def test_a_sequence_whose_grammar_fails_is_named(folder: Path) -> None:
+    """Its row, in each step that draws for it; the others' tokens are what they would be."""
+    steps, expected_steps = gpu(load(folder)), reference(load(folder))
+    grammars = fake_grammars(load(folder).config.vocab_size)
+    runner = GpuRunner(steps.model, steps.cache, DEVICE, grammars)
+    plain = ModelRunner(expected_steps.model, expected_steps.cache, DEVICE, grammars)
+    broken = replace(new(0, **STRICT), prompt_length=PROMPTS[0] - 3)
+    work = [
+        StepPlan(1, (new(1), broken), (), (row(1, 0, 5), row(0, 0, 12))),
+        StepPlan(2, (), (), (row(0, 12), row(1, 5))),
+    ]
+    found, expected = overlapped(runner, work), [plain.run(plan) for plan in work]
+    assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+    assert [[place for place, _ in result.failed] for result in found] == [[1], [0]]
+    assert "may not come" in found[0].failed[0][1]
 
 
 def test_a_step_waited_for_at_once(folder: Path) -> None:
