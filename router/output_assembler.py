@@ -34,6 +34,8 @@ class OutputAssembler:
         self._hidden = frozenset(hidden_ids)
         self._unscanned = min_tokens
         self._finished = False
+        self._scores = False
+        """Whether log probabilities come with the tokens, from the first on."""
         self._read = 0
         """Characters that tokens have brought."""
         self._shown = 0
@@ -64,6 +66,7 @@ class OutputAssembler:
         """
         if self._finished or not (token_ids or finish_reason or cached_prompt_tokens):
             return None
+        self._scores = self._scores or bool(logprobs)
         counted, shown = self._take(token_ids, logprobs)
         if finish_reason is not None and not self.stopped:
             shown.append(self._scanner.feed(self._detokenizer.flush()))
@@ -72,6 +75,8 @@ class OutputAssembler:
             finish_reason = FinishReason.STOP
         self._finished = finish_reason is not None
         text = "".join(shown)
+        if not self._scores:
+            return OutputDelta(text, tuple(counted), finish_reason, cached_prompt_tokens)
         self._shown += len(text)
         scored = self._newly_shown() if self._unshown else ()
         return OutputDelta(text, tuple(counted), finish_reason, cached_prompt_tokens, scored=scored)
@@ -88,7 +93,7 @@ class OutputAssembler:
             if logprobs:
                 scored = ScoredToken(token_id, logprobs[place], self._read, hidden)
                 self._unshown.append(scored)
-            self._read += len(text)
+                self._read += len(text)
             if self._unscanned > 0:
                 self._unscanned -= 1
                 shown.append(text)

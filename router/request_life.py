@@ -120,7 +120,7 @@ class RequestLife:
         if self._prompt_logprobs:
             delta = replace(delta, prompt_logprobs=self._prompt_logprobs)
             self._prompt_logprobs = ()
-        if self._error is None and self._waiting() is None:
+        if self._error is None and not (self.several and self._waiting()):
             self._changed.clear()
         return delta
 
