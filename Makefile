@@ -17,13 +17,14 @@ IN_TURN = tests/e2e tests/chaos
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install install-dev up test test-long check proto check-proto lock clean
+.PHONY: help install install-dev up test test-long test-clients check proto check-proto lock clean
 
 help:
 	@echo "make up         install what is missing and serve the demo model; ARGS=... goes to baton up"
 	@echo "make install    install into $(VENV) what serving needs"
 	@echo "make test       run the tests; TESTS=... chooses"
 	@echo "make test-long  run the tests that take minutes"
+	@echo "make test-clients  run other people's clients against a cluster; CLIENTS=all adds heavy ones"
 	@echo "make check      format, lint, types, layers, protobuf"
 	@echo "make proto      generate baton/v1 from proto/"
 	@echo "make lock       pin what is installed now in requirements.lock"
@@ -66,6 +67,14 @@ endif
 
 test-long: install-dev
 	@$(BIN)/python -m pytest -m long
+
+# Clients that nobody here wrote, each in an environment of its own, against a cluster that runs:
+# make up, then in another terminal make test-clients
+CLIENTS ?= light
+URL ?= http://127.0.0.1:8000
+test-clients: install
+	@$(BIN)/python -m loadtest.clients --url $(URL) --clients $(CLIENTS) \
+	  --model-path "$$($(BIN)/baton model pull)"
 
 check: install-dev check-proto
 	$(BIN)/ruff format --check .

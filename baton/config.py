@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +23,7 @@ LocalPrefill = Literal["auto", "never", "always"]
 PolicyName = Literal[
     "predictive", "round_robin", "least_loaded", "prefix", "power_of_two", "session"
 ]
+ToolParserName = Literal["auto", "hermes", "llama3", "smollm", "mistral"]
 KvTypeName = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
 MIB = 1 << 20
 DEFAULT_TENANT = "default"
@@ -117,6 +120,8 @@ class KeyConfig(_Section):
     """Most tokens in a minute, of prompts and answers, over all routers; 0 is unlimited."""
     concurrency: int = Field(default=0, ge=0)
     """Most requests at a time, over all routers; 0 is unlimited."""
+    admin: bool = False
+    """Whether it may use the operators' endpoints: to look at the cache and to drop it."""
 
     @property
     def limited(self) -> bool:
@@ -162,6 +167,9 @@ class Config(BaseSettings):
     """Type of the KV cache: ``dtype`` (``auto``), or 8 bits with a scale per token and head."""
     deterministic: bool = False
     """Same bits whatever else is in the batch; refused where they cannot be promised."""
+    drafter: Literal["none", "ngram"] = "ngram"
+    """What guesses tokens that a decode step then checks, which changes no answer: the prompt and
+    the answer themselves, where they repeat (``ngram``), or nothing. A GPU takes ``none`` yet."""
     http: str = "127.0.0.1:8000"
     """host:port of the HTTP front."""
     grpc: str = "127.0.0.1:8001"
@@ -190,6 +198,9 @@ class Config(BaseSettings):
     """The context-length classes, in rising order."""
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens in a KV block, where a pool has no other size, and in a block of the prefix index."""
+    tool_parser: ToolParserName = "auto"
+    """How the model writes tool calls: ``hermes`` (also Qwen, SmolLM3), ``llama3``, ``smollm``
+    (SmolLM2), ``mistral``; ``auto`` tells by its chat template."""
     lease_s: float = Field(default=3.0, gt=0)
     """A handoff's ticket ends after this many seconds without a heartbeat."""
     heartbeat_s: float = Field(default=1.0, gt=0)
@@ -212,7 +223,18 @@ class Config(BaseSettings):
     require_key: bool = False
     """Whether requests without a known API key are refused with 401."""
     max_body_bytes: int = Field(default=8 * MIB, ge=1024)
-    """Largest HTTP body that is read, in bytes."""
+    """Largest HTTP body that is read, in bytes; of an uploaded file ``file_most_bytes``."""
+    data_dir: str = ""
+    """Folder of uploaded files and batches, which outlive the cluster; empty takes one for the HTTP
+    address in ``$XDG_DATA_HOME/baton``, or in ``~/.local/share/baton``."""
+    file_most_bytes: int = Field(default=200 * MIB, ge=1024)
+    """Largest file that may be uploaded, in bytes."""
+    files_most_bytes: int = Field(default=1024 * MIB, ge=1024)
+    """No file is taken in beyond this many bytes of all files together, results of batches
+    included."""
+    batch_most_in_flight: int = Field(default=64, ge=1, le=4096)
+    """Most requests of batches that one router process runs at a time; how many there are adapts to
+    what other traffic leaves."""
     slo_ttft_s: float = Field(default=2.0, gt=0)
     """The time to the first token that counts as good, in seconds."""
     slo_tpot_s: float = Field(default=0.1, gt=0)
@@ -256,6 +278,8 @@ class Config(BaseSettings):
             raise ValueError("keys: no two may have the same sha256")
         if self.require_key and "" in hashes:
             raise ValueError("keys: one without a sha256 contradicts require_key")
+        if any(key.admin and not key.sha256 for key in self.keys):
+            raise ValueError("keys: one without a sha256 cannot be an admin's")
         known = {DEFAULT_TENANT, *(tenant.name for tenant in self.tenants)}
         for key in self.keys:
             if key.tenant not in known:
@@ -328,6 +352,15 @@ class Config(BaseSettings):
         """The time to the first token that counts as good in a class, in seconds."""
         own = next((c.slo_ttft_s for c in self.classes if c.name == context_class), None)
         return self.slo_ttft_s if own is None else own
+
+    @property
+    def data_folder(self) -> Path:
+        """Where uploaded files and batches are kept."""
+        if self.data_dir:
+            return Path(self.data_dir).expanduser().absolute()
+        shared = os.environ.get("XDG_DATA_HOME")
+        parent = Path(shared).expanduser() if shared else Path.home() / ".local" / "share"
+        return parent.absolute() / "baton" / re.sub(r"[^A-Za-z0-9.-]", "-", self.http)
 
     @property
     def tenant_weights(self) -> dict[str, float]:

@@ -82,6 +82,24 @@ class Unauthenticated(BatonError):
     code = "invalid_api_key"
 
 
+class Forbidden(BatonError):
+    """The API key is known, and does not allow this."""
+
+    http_status = 403
+    grpc_status = "PERMISSION_DENIED"
+    error_type = "invalid_request_error"
+    code = "forbidden"
+
+
+class NotFound(BatonError):
+    """There is no such thing, or it belongs to somebody else."""
+
+    http_status = 404
+    grpc_status = "NOT_FOUND"
+    error_type = "invalid_request_error"
+    code = "not_found"
+
+
 class ModelNotFound(BatonError):
     """No such model is served."""
 
@@ -197,3 +215,12 @@ class NoRoom(Overloaded):
     """A decode worker has too few free blocks; ``retry_after`` estimates the wait."""
 
     code = "no_decode_room"
+
+
+def classes_by_code() -> dict[str | None, type[BatonError]]:
+    """Every class of the tree, by its code."""
+
+    def walk(root: type[BatonError]) -> list[type[BatonError]]:
+        return [root, *(leaf for child in root.__subclasses__() for leaf in walk(child))]
+
+    return {cls.code: cls for cls in walk(BatonError)}

@@ -24,14 +24,11 @@ RequestT = TypeVar("RequestT")
 R = TypeVar("R")
 
 
-def _subclasses(root: type[errors.BatonError]) -> list[type[errors.BatonError]]:
-    return [root, *(leaf for child in root.__subclasses__() for leaf in _subclasses(child))]
-
-
-_BY_CODE = {cls.code: cls for cls in _subclasses(errors.BatonError)}
+_BY_CODE = errors.classes_by_code()
 _BY_STATUS: dict[grpc.StatusCode, type[errors.BatonError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
     grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: errors.Forbidden,
     grpc.StatusCode.NOT_FOUND: errors.ModelNotFound,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,

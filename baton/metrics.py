@@ -135,6 +135,15 @@ class RouterMetrics:
             multiprocess_mode="livemin",
         )
 
+        self.batch_lines = counter(
+            "batch_lines", "Lines of batches that have a result.", ["outcome"]
+        )
+        self.batch_lines_in_flight = Gauge(
+            "baton_batch_lines_in_flight",
+            "Lines of batches that are run, or wait for slack to be run.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
         self._classes: dict[str, ClassSeries] = {}
 
     def of_class(self, name: str) -> ClassSeries:
@@ -192,6 +201,18 @@ class WorkerMetrics:
             "Duration of an engine step.",
             labels,
             buckets=_PER_TOKEN,
+            registry=registry,
+        )
+        self.drafted_tokens = Counter(
+            "baton_speculation_drafted_tokens",
+            "Tokens that were drafted and checked.",
+            ["drafter"],
+            registry=registry,
+        )
+        self.accepted_tokens = Counter(
+            "baton_speculation_accepted_tokens",
+            "Drafted tokens that were right: each saved a step of its sequence.",
+            ["drafter"],
             registry=registry,
         )
         self.transfer_pairs = Gauge(

@@ -15,11 +15,12 @@ from __future__ import annotations
 import secrets
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import redis.asyncio
 
-from baton.index_scripts import APPLY, BEGIN, LOOKUP, RETIRE
+from baton.index_scripts import APPLY, BEGIN, FIELD_BYTES, LOOKUP, RETIRE
 
 BATCH = 256
 """Most hashes of one call that changes the index: some 0.4 ms of the server's time."""
@@ -27,6 +28,16 @@ MOST_BLOCKS = 65535
 """A lookup asks for no more leading blocks than this."""
 DEFAULT_MEMORY_BYTES = 256 << 20
 _GROUP = struct.Struct(">HH")
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSize:
+    """What the index holds."""
+
+    blocks: int
+    """Distinct ones."""
+    bytes: int
+    """What they take in Redis, about."""
 
 
 class PrefixIndex:
@@ -112,6 +123,14 @@ class PrefixIndex:
         if generation is not None:
             keys.append(f"{self._state}:{generation.decode()}")
         await cast(Any, self._client.unlink(*keys))
+
+    async def size(self) -> IndexSize:
+        """How much it holds."""
+        state = await cast(Any, self._client.hmget(self._state, ["generation", "bytes"]))
+        if state[0] is None:
+            return IndexSize(0, 0)
+        blocks = await cast(Any, self._client.hlen(f"{self._state}:{state[0].decode()}"))
+        return IndexSize(blocks, blocks * FIELD_BYTES + int(state[1] or 0))
 
     async def lookup(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """How many leading blocks of ``hashes`` each incarnation holds; absent means none."""

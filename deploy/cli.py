@@ -101,6 +101,13 @@ def up(
             help="Same bits whatever else is in the batch; refused where that cannot be promised.",
         ),
     ] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            help="What guesses tokens that a decode step checks: ngram (where text repeats) or"
+            " none. Answers are the same. Default: ngram."
+        ),
+    ] = None,
     transport: Annotated[
         str | None,
         typer.Option(
@@ -149,6 +156,7 @@ def up(
         quantization=quantization,
         kv_dtype=kv_dtype,
         deterministic=deterministic,
+        drafter=drafter,
         transport=transport,
         redis_url=redis_url,
         local_prefill=local_prefill,
@@ -203,6 +211,65 @@ def chat(
                 raise typer.Exit(INTERRUPTED)
         except BatonError as error:
             _fail(error.message)
+
+
+@app.command()
+def batch(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            exists=True, dir_okay=False, help="Requests, one in a line, as OpenAI's batches."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where answers go; lines without one go to FILE with .errors in its name."
+            " Default: beside the input, .results.jsonl.",
+        ),
+    ] = None,
+    batch_id: Annotated[
+        str, typer.Option("--id", help="Go on with a batch that was begun, instead of a file.")
+    ] = "",
+    window: Annotated[
+        str, typer.Option(help="The batch ends after this time with what there is.")
+    ] = "24h",
+    http: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The router's HTTP front. Default: that of the cluster on this machine.",
+        ),
+    ] = None,
+    api_key: Annotated[
+        str, typer.Option(envvar="BATON_API_KEY", help="Where the cluster asks for one.")
+    ] = "",
+) -> None:
+    """Run a file of requests in the slack that other traffic leaves, and wait for the results.
+
+    Exit code 0: all lines were answered; 3: not all; 1: it could not be run. Ctrl-C leaves the
+    batch running.
+    """
+    from baton.client import HttpClient  # noqa: PLC0415
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy.batch_command import BatchCommand, run_batch  # noqa: PLC0415
+
+    if (file is None) == (not batch_id):
+        _fail("give a file, or --id and a batch's id")
+    cluster = _local_cluster(http)
+    address = http or (cluster.http if cluster is not None else _DEFAULT_HTTP)
+    with HttpClient(f"http://{address}", api_key) as client:
+        command = BatchCommand(
+            client, lambda text: typer.echo(text, err=True), Console(stderr=True)
+        )
+        try:
+            code = run_batch(command, file, batch_id, window, output)
+        except (BatonError, OSError) as error:
+            _fail(str(error))
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -554,6 +621,75 @@ def bench_handoff(
         programs = Programs(model=model_store.resolve(model, say, "auto").path)
         settings = HandoffSettings(_names(transport), prompt_tokens, answer_tokens, repetitions)
         bench_handoffs(settings, programs, say, Console(), output)
+    except BatonError as error:
+        _fail(error.message)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@bench_app.command("speculation")
+def bench_speculation(
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Has .jsonl files of `category` and `turns`. Default: tasks of copying alone.",
+        ),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(help="As for `baton up`. Default: smollm2-135m-instruct.", show_default=False),
+    ] = "smollm2-135m-instruct",
+    quantization: Annotated[
+        str, typer.Option(help="Weights, as for `baton up`: auto, none, int8, int4 or fp8.")
+    ] = "auto",
+    drafter: Annotated[str, typer.Option(help="What is compared with none.")] = "ngram",
+    categories: Annotated[
+        str, typer.Option(help="Out of those of the files, and copy. Default: all.")
+    ] = "",
+    concurrency: Annotated[str, typer.Option(help="Sequences at a time.")] = "1,4,16",
+    rows: Annotated[
+        int, typer.Option(min=1, help="Prompts of a category, or twice the concurrency.")
+    ] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    repeats: Annotated[int, typer.Option(min=1, help="How often both ways are run.")] = 2,
+    threads: Annotated[
+        int, typer.Option(min=0, help="Compute threads; 0 takes one for each core.")
+    ] = 0,
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+    ] = None,
+) -> None:
+    """Tokens a second with and without drafts, of one engine on the CPU, without a cluster."""
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy import model_store  # noqa: PLC0415
+    from engine.engine import EngineSettings  # noqa: PLC0415
+    from loadtest.speculation import SpeculationSettings  # noqa: PLC0415
+    from loadtest.speculation import bench_speculation as run_bench  # noqa: PLC0415
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    try:
+        engine = EngineSettings(
+            model_store.resolve(model, say, quantization).path,
+            device="cpu",
+            threads=threads,
+            quantization=quantization,
+            drafter=drafter,
+        )
+        settings = SpeculationSettings(
+            engine,
+            prompts,
+            _names(categories),
+            _counts(concurrency),
+            rows,
+            tokens,
+            temperature,
+            repeats,
+        )
+        run_bench(settings, say, Console(), output)
     except BatonError as error:
         _fail(error.message)
     except KeyboardInterrupt:

@@ -26,6 +26,7 @@ from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.quantization.packed_cache import PackedCache
 from engine.runner import ModelRunner
 from engine.scheduler import SCORED_TOKENS, Scheduler, SchedulerLimits
+from engine.speculation import DRAFTERS, MOST_DRAFT_TOKENS, make_speculation
 from engine.step import StepModel
 from engine.torch_step import TorchStepModel
 from engine.weights import fingerprint, load_weights, written_at
@@ -65,6 +66,8 @@ class EngineSettings:
     one's."""
     deterministic: bool = False
     """Whether what cannot keep a row's bits the same in every batch is refused."""
+    drafter: str = "none"
+    """What guesses tokens, on the CPU: of ``engine.speculation.DRAFTERS``. A GPU takes none yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,7 @@ def build_engine(settings: EngineSettings, allocate: Allocate | None = None) -> 
         max_sequences=settings.max_sequences,
         context_length=min(config.context_length, blocks * settings.block_size),
         hash_block_size=settings.hash_block_size,
+        draft_tokens=MOST_DRAFT_TOKENS if _drafts(settings, device) else 0,
     )
     name = fingerprint(settings.model_path, settings.dtype, settings.quantization)
     grammars = grammars_of(
@@ -171,7 +175,16 @@ def _runner(
     step_model = step_model or TorchStepModel(model, cache, device)
     if settings.deterministic:
         _check_deterministic(step_model, settings)
-    return ModelRunner(step_model, cache, device, grammars)
+    speculation = make_speculation(settings.drafter) if _drafts(settings, device) else None
+    return ModelRunner(step_model, cache, device, grammars, speculation)
+
+
+def _drafts(settings: EngineSettings, device: torch.device) -> bool:
+    """Whether the engine drafts. Raises ConfigError for a drafter that there is not."""
+    if settings.drafter not in DRAFTERS:
+        known = ", ".join(DRAFTERS)
+        raise ConfigError(f"drafter {settings.drafter!r} is unknown; known: {known}")
+    return settings.drafter != "none" and device.type == "cpu"
 
 
 def _check_deterministic(step_model: StepModel, settings: EngineSettings) -> None:

@@ -24,7 +24,12 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """A sequence's part of a step: compute the KV of tokens ``start … start + count - 1``."""
+    """A sequence's part of a step: compute the KV of tokens ``start … start + count - 1``.
+
+    A row of one token that samples computes the last token that the engine has, which lies behind
+    ``start`` where drafts were right in a step that was in flight when this one was planned. Its
+    block table has a block for that.
+    """
 
     sequence_id: int
     start: int
@@ -32,6 +37,9 @@ class PlanRow:
     block_table: tuple[int, ...]
     sample: bool
     """Whether the last of these tokens is the last known one, so that the next is drawn."""
+    limit: int = 0
+    """The most tokens that the sequence may have after the step: so far the engine may draft. 0: it
+    drafts nothing."""
     choices: int = 1
     """How many choices draw their first token here: from the same logits, each with its noise. The
     first is the sequence's own; the others become sequences of their own."""
@@ -67,10 +75,15 @@ class StepResult:
 
     step: int
     token_ids: tuple[tuple[int, ...], ...]
-    """Of a row with ``choices`` the first token of each."""
+    """Of a row that samples one token, and one more for each token of its draft that was right; of
+    a row with ``choices`` the first token of each."""
     seconds: float
     failed: tuple[tuple[int, str], ...] = ()
     """Rows whose sequences cannot go on, by their place in the plan, and why."""
+    drafted: int = 0
+    """Tokens that were drafted and checked, of all rows."""
+    accepted: int = 0
+    """Those of them that were right."""
     logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
     """One for each of a row's tokens, None for a row that wants none; empty if no row does."""
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()

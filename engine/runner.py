@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from engine.kv_cache import KvCache
 from engine.logprobs import token_logprobs
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.sampling import SampleRow, sample
+from engine.speculation import DraftedRow, Speculation, kept_tokens, with_place
 from engine.step import StepInput, StepModel
 from engine.step_work import StepFound, StepWork, found_of
 
@@ -47,8 +48,12 @@ class ModelRunner:
         cache: KvCache,
         device: torch.device,
         grammars: CompiledGrammars | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
-        """Without ``grammars`` a sequence that has one fails."""
+        """Without ``grammars`` a sequence that has one fails; without ``speculation`` each sequence
+
+        gets one token a step.
+        """
         self.model = model
         self.cache = cache
         self.device = device
@@ -57,17 +62,26 @@ class ModelRunner:
         self._sample = self._sampler.sample if self._sampler is not None else sample
         self._scorer = (cpu_logprobs() if device.type == "cpu" else None) or token_logprobs
         self._known: dict[int, _Known] = {}
+        self._speculation = speculation
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step. Deterministic in the plan and what came before."""
         began = time.perf_counter()
         self._take_news(plan)
-        found = self._compute(plan.rows)
+        rows = self._drafted(plan.rows)
+        found = self._compute(rows)
         if self.device.type == "cuda":
             # A result says that the step's KV is there: transfers read it on another stream.
             torch.cuda.current_stream(self.device).synchronize()
-        return result_of(plan, found, time.perf_counter() - began, self._failed(plan.rows))
+        seconds = time.perf_counter() - began
+        drafted = sum(len(row.draft) for row in rows)
+        if self._speculation is not None and plan.decodes_only:
+            self._speculation.observe(len(rows), drafted, seconds)
+        kept = zip(rows, found.token_ids, strict=True)
+        accepted = sum(len(tokens) - 1 for row, tokens in kept if row.draft)
+        failed = self._failed(plan.rows)
+        return result_of(plan, found, seconds, failed, drafted, accepted)
 
     def start(self, plan: StepPlan) -> Ending:
         """Begin a step; what is returned waits for its end, and may be called on another thread."""
@@ -94,10 +108,17 @@ class ModelRunner:
         if isinstance(self.model, CpuDecoder):
             self.model.share_cores(share)
 
+    @property
+    def drafter(self) -> str:
+        """The name of what drafts, as the configuration calls it."""
+        return "none" if self._speculation is None else self._speculation.drafter
+
     def forget(self, sequence_id: int) -> None:
         """Drop a sequence's tokens."""
         del self._known[sequence_id]
         self._grammars.forget(sequence_id)
+        if self._speculation is not None:
+            self._speculation.forget(sequence_id)
 
     def _take_news(self, plan: StepPlan) -> None:
         for sequence_id in plan.dropped:
@@ -117,45 +138,105 @@ class ModelRunner:
         found = ((place, self._grammars.failure(r.sequence_id)) for place, r in enumerate(rows))
         return tuple((place, why) for place, why in found if why)
 
-    def _compute(self, rows: tuple[PlanRow, ...]) -> StepFound:
+    def _drafted(self, rows: Iterable[PlanRow]) -> list[DraftedRow]:
+        """The rows as they are computed: where their sequences are by now, and with drafts."""
+        placed = [DraftedRow(self._placed(row), ()) for row in rows]
+        if self._speculation is None:
+            return placed
+        return self._speculation.extend(placed, lambda number: self._known[number].token_ids)
+
+    def _placed(self, row: PlanRow) -> PlanRow:
+        """See ``PlanRow``."""
+        known = len(self._known[row.sequence_id].token_ids)
+        if known < row.start + row.count:
+            # This step was planned behind one that has failed, for a token that never came.
+            raise RuntimeError("the step before this one failed")
+        if row.count > 1 or not row.sample or row.start == known - 1:
+            return row
+        return with_place(row, known - 1, 1)
+
+    def _compute(self, rows: Sequence[DraftedRow]) -> StepFound:
         work = self._gather(rows)
-        found = self.model.run(step_of(rows, work))
+        found = self.model.run(step_of(plan_rows(rows), work))
         if found.best is not None:
             drawn = work.draw_best(found.best)
         else:
             assert found.logits is not None, "a step gives the one or the other"
             drawn = self._sample(work.draw_logits(found.logits), self._masked(rows, work.draws))
-        for draw, token in zip(work.draws, drawn, strict=True):
-            draw.token_ids.append(token)
-        return found_of(rows, work, drawn, found.logits, self._scorer)
+        tokens = self._kept(rows, drawn)
+        return found_of(plan_rows(rows), work, tokens, found.logits, self._scorer)
 
-    def _masked(self, rows: tuple[PlanRow, ...], draws: list[SampleRow]) -> list[SampleRow]:
+    def _masked(self, rows: Sequence[DraftedRow], draws: list[SampleRow]) -> list[SampleRow]:
         """The draws with their grammars' masks: of all choices of a row the same one."""
-        names = [row.sequence_id for row in rows if row.sample for _ in range(row.choices)]
-        return self._grammars.masked(names, draws)
+        samples = (drafted for drafted in rows if drafted.row.sample)
+        ids = [d.row.sequence_id for d in samples for _ in range(d.row.choices + len(d.draft))]
+        return self._grammars.masked(ids, draws)
 
-    def _gather(self, rows: tuple[PlanRow, ...]) -> StepWork:
+    def _gather(self, rows: Sequence[DraftedRow]) -> StepWork:
         """What the model is asked, and what each of its outputs is for.
 
-        The draws' tokens are the lists that the runner keeps; those of other choices are copies.
+        The first draw's tokens of each row are the list that the runner keeps.
         """
         work = StepWork()
-        for row in rows:
+        for drafted in rows:
+            row, draft = drafted.row, drafted.draft
             known = self._known[row.sequence_id]
-            if len(known.token_ids) < row.start + row.count:
-                # This step was planned behind one that has failed, for a token that never came.
-                raise RuntimeError("the step before this one failed")
-            work.token_ids += known.token_ids[row.start : row.start + row.count]
+            work.token_ids += known.token_ids[row.start : row.start + row.count - len(draft)]
+            work.token_ids += draft
             if row.scored:
                 work.score(row, known.token_ids, known.sampling.prompt_logprobs or 0)
-            if row.sample:
-                own = _draw_of(known, known.token_ids, known.choice)
-                if row.choices == 1:
-                    work.draw(own)
-                    continue
-                more = range(known.choice + 1, known.choice + row.choices)
-                work.draw(own, [_draw_of(known, list(known.token_ids), n) for n in more])
+            if row.choices > 1:
+                work.draw_choices(_choices(known, row.choices))
+            elif row.sample:
+                work.draw(_draws(known, draft))
         return work
+
+    def _kept(
+        self, rows: Sequence[DraftedRow], drawn: Sequence[int]
+    ) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each row: of those drawn the ones whose draft was right before them, or the
+
+        first ones of its choices. Those of the sequences themselves are appended to them.
+        """
+        at = 0
+        tokens: list[tuple[int, ...]] = []
+        for drafted in rows:
+            row, draft = drafted.row, drafted.draft
+            if not row.sample:
+                tokens.append(())
+                continue
+            known = self._known[row.sequence_id].token_ids
+            if row.choices > 1:
+                found = tuple(drawn[at : at + row.choices])
+                at += row.choices
+                known.append(found[0])
+            else:
+                kept = kept_tokens(draft, drawn[at : at + len(draft)])
+                found = tuple(drawn[at : at + kept + 1])
+                at += len(draft) + 1
+                known.extend(found)
+                if self._speculation is not None:
+                    self._speculation.verified(row.sequence_id, len(draft), kept)
+            tokens.append(found)
+        return tuple(tokens)
+
+
+def plan_rows(rows: Sequence[DraftedRow]) -> tuple[PlanRow, ...]:
+    """The rows as they are computed."""
+    return tuple(drafted.row for drafted in rows)
+
+
+def _draws(known: _Known, draft: tuple[int, ...]) -> list[SampleRow]:
+    """Of a sequence's next token, and of each behind a token of the draft as if it were right."""
+    return [
+        _draw_of(known, [*known.token_ids, *draft[:place]] if place else known.token_ids)
+        for place in range(len(draft) + 1)
+    ]
+
+
+def _choices(known: _Known, count: int) -> list[SampleRow]:
+    """Of the first tokens of a sequence's choices, its own first."""
+    return [_draw_of(known, known.token_ids, known.choice + n) for n in range(count)]
 
 
 def step_of(rows: tuple[PlanRow, ...], work: StepWork) -> StepInput:
@@ -164,18 +245,26 @@ def step_of(rows: tuple[PlanRow, ...], work: StepWork) -> StepInput:
 
 
 def result_of(
-    plan: StepPlan, found: StepFound, seconds: float, failed: tuple[tuple[int, str], ...]
+    plan: StepPlan,
+    found: StepFound,
+    seconds: float,
+    failed: tuple[tuple[int, str], ...],
+    drafted: int = 0,
+    accepted: int = 0,
 ) -> StepResult:
     """What the control loop is told of a step."""
     return StepResult(
         plan.step,
         found.token_ids,
         seconds,
-        failed=failed,
-        logprobs=found.logprobs,
-        prompt_logprobs=found.prompt_logprobs,
+        failed,
+        drafted,
+        accepted,
+        found.logprobs,
+        found.prompt_logprobs,
     )
 
 
-def _draw_of(known: _Known, token_ids: list[int], choice: int) -> SampleRow:
-    return SampleRow(known.sampling, token_ids, known.prompt_length, known.stop_ids, choice)
+def _draw_of(known: _Known, token_ids: list[int], choice: int | None = None) -> SampleRow:
+    number = known.choice if choice is None else choice
+    return SampleRow(known.sampling, token_ids, known.prompt_length, known.stop_ids, number)

@@ -51,6 +51,8 @@ class SchedulerLimits:
     """Tokens of a hash block, of which ``block_size`` is a multiple; 0: as many."""
     scored_tokens: int = SCORED_TOKENS
     """Most tokens of a step whose logits are computed to score the prompt's next one."""
+    draft_tokens: int = 0
+    """The most tokens that the engine drafts for a sequence in a step."""
 
     def __post_init__(self) -> None:
         if self.block_size % self.hash_block:
@@ -244,6 +246,7 @@ class Scheduler:
                 continue
             if not self._grow(sequence):
                 continue
+            self._make_room(sequence)
             count = self._add_row(rows, sequence, most)
             budget -= count
             chunks -= count if is_chunk else 0
@@ -262,12 +265,27 @@ class Scheduler:
         fits = sequence.target < self.limits.context_length
         return sequence.scheduled < sequence.target and samples_left > 0 and fits
 
+    def _most_tokens(self, sequence: Sequence) -> int:
+        """The most tokens that a sequence's answer leaves room for."""
+        sampling = sequence.spec.sampling
+        return min(self.limits.context_length, sequence.prompt_length + sampling.max_tokens)
+
+    def _known_at_most(self, sequence: Sequence) -> int:
+        """The most tokens that a sequence has when the steps in flight have ended."""
+        if not sequence.pending:
+            return sequence.target
+        most = len(sequence.token_ids) + sequence.pending * (1 + self.limits.draft_tokens)
+        return min(most, sequence.highest)
+
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_size)
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Blocks for all tokens up to the target; preempts the latest arrivals if it must."""
-        missing = self._blocks_for(sequence.target) - len(sequence.block_table)
+        """Blocks for all tokens that there may be; preempts the latest arrivals if it must."""
+        tokens = max(
+            sequence.target, min(self._known_at_most(sequence), self._most_tokens(sequence))
+        )
+        missing = self._blocks_for(tokens) - len(sequence.block_table)
         while missing > self.pool.available:
             if self._blocks_are_coming():
                 return False
@@ -280,6 +298,37 @@ class Scheduler:
         if missing > 0:
             sequence.block_table.extend(self.pool.allocate(missing))
         return True
+
+    def _make_room(self, sequence: Sequence) -> None:
+        """Blocks for drafts, where there are more than the sequences that run may soon need.
+
+        A sequence keeps them: its next tokens go there.
+        """
+        if not self._may_draft(sequence):
+            return
+        tokens = min(
+            self._known_at_most(sequence) + self.limits.draft_tokens, self._most_tokens(sequence)
+        )
+        missing = self._blocks_for(tokens) - len(sequence.block_table)
+        if 0 < missing <= self.pool.available - len(self.running):
+            sequence.block_table.extend(self.pool.allocate(missing))
+
+    def _may_draft(self, sequence: Sequence) -> bool:
+        """Whether its next step only draws its next token, and more of them are wanted.
+
+        The first token of those that it came for comes alone: somebody is told of it at once.
+        """
+        decodes = sequence.target - sequence.scheduled == 1
+        is_first = sequence.target == len(sequence.spec.token_ids)
+        drafts = self.limits.draft_tokens > 0
+        return drafts and decodes and not is_first and not sequence.prefill_only
+
+    def _limit(self, sequence: Sequence) -> int:
+        """See ``PlanRow.limit``."""
+        if not self._may_draft(sequence):
+            return 0
+        room = len(sequence.block_table) * self.limits.block_size
+        return min(self._most_tokens(sequence), room + 1)
 
     def _blocks_are_coming(self) -> bool:
         """Whether a sequence gives its blocks back as soon as the plans in flight have ended."""
@@ -373,9 +422,11 @@ class Scheduler:
             count = max(1, min(count, self.limits.scored_tokens - sum(r.scored for _, r in rows)))
             scored = min(count, sequence.prompt_length - 1 - start)
         sample = start + count == sequence.target
-        table = tuple(sequence.block_table)
+        table, limit = tuple(sequence.block_table), self._limit(sequence)
         choices = 1 + len(sequence.siblings) if sample else 1
-        row = PlanRow(sequence.sequence_id, start, count, table, sample, choices, scored)
+        if scored or choices > 1:
+            limit = 0
+        row = PlanRow(sequence.sequence_id, start, count, table, sample, limit, choices, scored)
         rows.append((sequence, row))
         return count
 
@@ -398,6 +449,10 @@ class Scheduler:
                         sequence.choice,
                     )
                 )
+            if row.sample:
+                after = self._known_at_most(sequence) + 1
+                drafted = min(row.limit, after + self.limits.draft_tokens)
+                sequence.highest = max(after, drafted)
             sequence.scheduled += row.count
             sequence.pending += row.sample
             sequence.in_flight += 1
@@ -425,7 +480,7 @@ class Scheduler:
                 self.remove(sequence)
                 updates.append(SequenceUpdate(sequence, (), 0, failure=failures[sequence]))
             elif not left:
-                self._count(sequence, row, result.seconds / plan.tokens)
+                self._count(sequence, row, result.seconds / (plan.tokens + result.drafted))
                 updates += self._apply(sequence, row, result, place)
             self._release_if_idle(sequence)
         return updates
@@ -453,10 +508,8 @@ class Scheduler:
         """Of the sequence, and of the siblings that have begun with it."""
         tokens = result.token_ids[place]
         logprobs = (result.logprobs[place] if result.logprobs else None) or ()
-        if not sequence.preempted:
-            sequence.computed = row.start + row.count
-            if row.scored:
-                sequence.prompt_logprobs += result.prompt_logprobs[place]
+        if row.scored and not sequence.preempted:
+            sequence.prompt_logprobs += result.prompt_logprobs[place]
         begun: list[Sequence] = []
         if row.choices > 1:
             # Before the sequence's own token: with that it may end, and its blocks are needed.
@@ -470,6 +523,10 @@ class Scheduler:
             if sequence.finish_reason:
                 break
         if not sequence.preempted:
+            # The KV of the drafted tokens that were right is there too, and of no others.
+            extra = max(0, len(accepted) - 1)
+            sequence.scheduled += extra
+            sequence.computed = len(sequence.token_ids) - 1 if accepted else row.start + row.count
             self._register(sequence)
         if sequence.prefill_only and accepted and not _all_ended((sequence, *begun)):
             self.running.remove(sequence)

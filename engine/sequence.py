@@ -15,7 +15,8 @@ class Sequence:
     ``computed`` tokens have their KV in the cache. ``scheduled`` counts those of plans in flight
     too. ``pending`` samples are in flight: tokens that exist for the engine and not yet here.
     ``computed_here`` of the tokens that it came with were computed, in ``compute_s`` seconds: of a
-    step's time a sequence has the share that it has of its tokens.
+    step's time a sequence has the share that it has of its tokens. With plans in flight ``highest``
+    is the most tokens that it may have when they have ended, drafts included.
 
     A request's answers share the prompt until the first token of each is drawn, all from the same
     logits: ``siblings`` are those that begin then. A fork writes into a block of its own; if its
@@ -34,6 +35,7 @@ class Sequence:
         "finish_reason",
         "hash_key",
         "hashes",
+        "highest",
         "in_flight",
         "known_to_engine",
         "pending",
@@ -84,6 +86,7 @@ class Sequence:
         self.computed = 0
         self.scheduled = 0
         self.pending = 0
+        self.highest = 0
         self.in_flight = 0
         self.cached_tokens = 0
         self.computed_here = 0

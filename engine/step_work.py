@@ -29,6 +29,8 @@ class StepWork:
     draws: list[SampleRow] = field(default_factory=list)
     draw_rows: list[int] = field(default_factory=list)
     """The output from whose logits each is drawn."""
+    row_draws: list[int] = field(default_factory=list)
+    """How many of them each row has that samples."""
     scored: list[Scored] = field(default_factory=list)
     """The prompts' tokens whose log probabilities are wanted."""
 
@@ -39,12 +41,23 @@ class StepWork:
             self.scored.append(Scored(len(self.outputs), known[row.start + n + 1], top))
             self.outputs.append(begin + n)
 
-    def draw(self, row: SampleRow, others: Sequence[SampleRow] = ()) -> None:
-        """Draw these from the logits of the last token."""
-        self.draw_rows += [len(self.outputs)] * (1 + len(others))
-        self.draws.append(row)
-        self.draws += others
+    def draw(self, draws: Sequence[SampleRow]) -> None:
+        """Draw one token from the logits of each of the last tokens: of the last, or of those of a
+
+        draft and the one before it.
+        """
+        first = len(self.outputs)
+        self.draw_rows += range(first, first + len(draws))
+        self.outputs += range(len(self.token_ids) - len(draws), len(self.token_ids))
+        self.draws += draws
+        self.row_draws.append(len(draws))
+
+    def draw_choices(self, draws: Sequence[SampleRow]) -> None:
+        """Draw all of these from the logits of the last token."""
+        self.draw_rows += [len(self.outputs)] * len(draws)
         self.outputs.append(len(self.token_ids) - 1)
+        self.draws += draws
+        self.row_draws.append(len(draws))
 
     @property
     def needs_logits(self) -> bool:
@@ -87,50 +100,52 @@ class StepFound:
 def found_of(
     rows: Sequence[PlanRow],
     work: StepWork,
-    drawn: Sequence[int],
+    tokens: tuple[tuple[int, ...], ...],
     logits: torch.Tensor | None,
     scorer: Scorer,
 ) -> StepFound:
-    """Sort what was drawn to its rows, and score what is to be scored."""
-    tokens = tuple(by_row(rows, drawn))
+    """What was found for each row, with the scores that are wanted; ``tokens`` are each row's."""
     if logits is None:
         return StepFound(tokens)
-    of_draws = _draw_logprobs(work, drawn, logits, scorer)
     scores = iter(scorer(logits, work.scored)) if work.scored else iter(())
     return StepFound(
         tokens,
-        tuple(_own(of_draws, row) for row in rows) if of_draws is not None else (),
+        _token_logprobs(rows, work, tokens, logits, scorer),
         tuple(tuple(islice(scores, row.scored)) for row in rows) if work.scored else (),
     )
 
 
 def by_row(rows: Sequence[PlanRow], drawn: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The tokens of each row: one for each choice of those that sample, in their order."""
+    """The tokens of each row where each that samples has one."""
     tokens = iter(drawn)
     for row in rows:
-        if row.sample and row.choices == 1:
-            yield (next(tokens),)
-        else:
-            yield tuple(islice(tokens, row.choices)) if row.sample else ()
+        yield (next(tokens),) if row.sample else ()
 
 
-def _draw_logprobs(
-    work: StepWork, drawn: Sequence[int], logits: torch.Tensor, scorer: Scorer
-) -> Iterator[TokenLogprobs | None] | None:
-    """Of each draw, None for those that want none; None if none does."""
-    wanted = [
-        Scored(row, token, draw.sampling.logprobs)
-        for draw, row, token in zip(work.draws, work.draw_rows, drawn, strict=True)
-        if draw.sampling.logprobs is not None
-    ]
-    if not wanted:
-        return None
-    found = iter(scorer(logits, wanted))
-    return iter([next(found) if d.sampling.logprobs is not None else None for d in work.draws])
-
-
-def _own(
-    of_draws: Iterator[TokenLogprobs | None], row: PlanRow
-) -> tuple[TokenLogprobs, ...] | None:
-    found = list(islice(of_draws, row.choices)) if row.sample else []
-    return tuple(each for each in found if each is not None) or None
+def _token_logprobs(
+    rows: Sequence[PlanRow],
+    work: StepWork,
+    tokens: tuple[tuple[int, ...], ...],
+    logits: torch.Tensor,
+    scorer: Scorer,
+) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
+    """Of each row's tokens, None for a row that wants none; empty if none does."""
+    if all(draw.sampling.logprobs is None for draw in work.draws):
+        return ()
+    wanted: list[Scored] = []
+    counts: list[int] = []
+    at, draws = 0, iter(work.row_draws)
+    for row, found in zip(rows, tokens, strict=True):
+        counts.append(0)
+        if not row.sample:
+            continue
+        top = work.draws[at].sampling.logprobs
+        if top is not None:
+            counts[-1] = len(found)
+            places = work.draw_rows[at : at + len(found)]
+            wanted += (
+                Scored(place, token, top) for place, token in zip(places, found, strict=True)
+            )
+        at += next(draws)
+    scores = iter(scorer(logits, wanted))
+    return tuple(tuple(islice(scores, count)) or None for count in counts)

@@ -4,6 +4,9 @@
     offered → waiting ─its turn, and room→ sent ─first token→ begun → gone
               waiting ─too late, pushed out→ refused
 
+Background requests stand in a queue of their own, behind everybody: they are sent while nobody else
+waits, while there is slack, and at most as many as ``router.background_share`` allows.
+
 Only so much work lies at the prefill workers as keeps them busy; the rest waits here, where its
 order can still be chosen. Plain Python; ``now`` is passed in. Owned by one event loop.
 """
@@ -11,10 +14,12 @@ order can still be chosen. Plain Python; ``now`` is passed in. Owned by one even
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from baton.errors import BatonError, DeadlineUnreachable, Overloaded
+from router.background_share import BackgroundShare
 from router.drain_rate import DrainRate
 from router.fair_queue import Entry, FairQueue
 from router.forecast import Forecast
@@ -37,6 +42,12 @@ LEAST_RETRY_S = 0.1
 """Nobody is told to come back earlier."""
 FIRST_ANSWER_TOKENS = 256
 """The expected length of an answer before one was seen."""
+RESERVE_SHARE = 0.25
+"""Of the decode workers' places and blocks, background requests leave so much to others."""
+BACKGROUND_TPOT_SHARE = 0.7
+"""Background requests are let in while a decode step takes no more of the SLO's time than this."""
+MOST_BACKGROUND = 64
+"""Background requests of one router that are with the workers at a time."""
 _WEIGHT = 0.1
 
 
@@ -59,6 +70,8 @@ class Applicant:
     """Seconds from now by which the answer must have ended."""
     choices: int = 1
     """Answers that are drawn, each as long; how much was generated is told of the first."""
+    background: bool = False
+    """It waits for as long as it takes, and is sent in the slack that others leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +87,8 @@ class Capacity:
     """Free or merely cached, of each decode worker."""
     total_blocks: tuple[int, ...]
     """Of each decode worker."""
+    step_s: float = 0.0
+    """A decode step of the slowest decode worker, as last measured, in seconds; 0: not known."""
 
 
 @dataclass(slots=True)
@@ -105,14 +120,20 @@ class Admission:
         priority_step_s: float,
         slo_tpot_s: float,
         refuse: Callable[[str, BatonError], None],
+        most_background: int = MOST_BACKGROUND,
     ) -> None:
         """``weights`` of the tenants; at most ``limit`` requests wait. Prompts are passed on only
 
         as fast as the times per token allow, in seconds; infinite where nothing is asked of them.
 
         ``refuse`` hears the id of each request that was waiting and gets no turn, and why.
+        At most ``most_background`` background requests are with the workers at a time.
         """
         self._queue: FairQueue[_Request] = FairQueue(weights, limit)
+        # Not bounded: whoever offers background requests bounds their number.
+        self._behind: FairQueue[_Request] = FairQueue(weights, sys.maxsize)
+        self._share = BackgroundShare(most_background)
+        self._background: set[str] = set()
         self._entries: dict[str, Entry[_Request]] = {}
         self._sent: dict[str, _Request] = {}
         self._begun: dict[str, _Request] = {}
@@ -147,12 +168,13 @@ class Admission:
         return self._tpot_s.value
 
     def waiting(self, tenant: str) -> int:
-        """How many of a tenant's requests wait here."""
+        """How many of a tenant's requests wait here, without those in the background."""
         return self._queue.waiting(tenant)
 
     @property
     def waiting_requests(self) -> int:
-        return len(self._queue)
+        """All that wait, those in the background too."""
+        return len(self._queue) + len(self._behind)
 
     # A request's way
 
@@ -174,6 +196,10 @@ class Admission:
             max(1, applicant.prompt_tokens + answer * applicant.choices),
             request,
         )
+        if applicant.background:
+            self._entries[applicant.request_id] = entry
+            self._behind.push(entry)
+            return
         wait_s = self._wait_s(entry, capacity)
         self._check_time(applicant, answer, wait_s, forecast)
         victim = self._queue.push(entry)
@@ -199,18 +225,35 @@ class Admission:
         while (entry := self._queue.peek()) is not None:
             if capacity is not None and not self._fits(entry.item, capacity, now):
                 break
-            self._queue.pop()
-            self._forget(entry)
-            applicant = entry.item.applicant
-            if capacity is not None:
-                entry.item.blocks = self._need(entry.item, capacity)
-            self._sent[applicant.request_id] = entry.item
-            self._in_flight_tokens += applicant.prompt_tokens
-            self._space(applicant.prompt_tokens, now)
-            released.append(applicant.request_id)
+            released.append(self._send(self._queue, capacity, now))
+        released += self._release_background(capacity, now)
         # Not where decode workers are what is waited for.
         busy = capacity is not None and self._prefill_full(capacity)
         self._drain.saturated(now, waiting=busy and len(self._queue) > 0)
+        return released
+
+    def _send(self, queue: FairQueue[_Request], capacity: Capacity | None, now: float) -> str:
+        """Take out whose turn it is, and count it as sent."""
+        entry = queue.pop()
+        self._forget(entry)
+        applicant = entry.item.applicant
+        if capacity is not None:
+            entry.item.blocks = self._need(entry.item, capacity)
+        self._sent[applicant.request_id] = entry.item
+        self._in_flight_tokens += applicant.prompt_tokens
+        self._space(applicant.prompt_tokens, now)
+        if applicant.background:
+            self._background.add(applicant.request_id)
+        return applicant.request_id
+
+    def _release_background(self, capacity: Capacity | None, now: float) -> list[str]:
+        released: list[str] = []
+        if self._is_hurt(capacity):
+            self._share.hurt(now)
+        while (entry := self._behind.peek()) is not None:
+            if capacity is not None and not self._has_slack(entry.item, capacity, now):
+                break
+            released.append(self._send(self._behind, capacity, now))
         return released
 
     def first_token(self, request_id: str, now: float) -> bool:
@@ -239,19 +282,26 @@ class Admission:
         """
         entry = self._entries.get(request_id)
         if entry is not None:
-            self._queue.remove(entry)
+            queue = self._behind if entry.item.applicant.background else self._queue
+            queue.remove(entry)
             self._forget(entry)
         sent = self._sent.pop(request_id, None)
         if sent is not None:
             self._in_flight_tokens -= sent.applicant.prompt_tokens
         begun = self._begun.pop(request_id, None)
-        if begun is not None and begun.begun_at is not None and finished:
+        if request_id in self._background:
+            # What is learned is how the others fare.
+            self._background.remove(request_id)
+            if finished:
+                self._share.finished(now)
+        elif begun is not None and begun.begun_at is not None and finished:
             self._learn(begun, max(0.0, now - begun.begun_at - held_s))
 
     def _forget(self, entry: Entry[_Request]) -> None:
         """What is no longer in the queue."""
         del self._entries[entry.item.applicant.request_id]
-        self._waiting_tokens -= entry.item.applicant.prompt_tokens
+        if not entry.item.applicant.background:
+            self._waiting_tokens -= entry.item.applicant.prompt_tokens
 
     def _learn(self, request: _Request, stayed_s: float) -> None:
         self._stay_s.add(stayed_s)
@@ -337,6 +387,32 @@ class Admission:
             return False
         need = self._need(request, capacity)
         free = sum(capacity.available_blocks) - self._promised_blocks(capacity)
+        return need <= min(free, max(capacity.available_blocks, default=0))
+
+    def _is_hurt(self, capacity: Capacity | None) -> bool:
+        """Whether background requests are in somebody's way."""
+        if not self._background or capacity is None:
+            return False
+        too_slow = capacity.step_s > BACKGROUND_TPOT_SHARE * self._slo_tpot_s
+        return too_slow or len(self._queue) > 0
+
+    def _has_slack(self, request: _Request, capacity: Capacity, now: float) -> bool:
+        """Whether a background request may go now: nobody who comes next may feel much of it."""
+        if len(self._queue) or not self._share.allows(len(self._background), now):
+            return False
+        if not self._sent and not self._begun and not capacity.decode_sequences:
+            return True
+        # One prompt a worker: the next request waits for that one at most, and for no other's.
+        unbegun = self._sent.keys()
+        if unbegun - self._background or len(unbegun) >= capacity.prefill_workers:
+            return False
+        if capacity.step_s > BACKGROUND_TPOT_SHARE * self._slo_tpot_s:
+            return False
+        if self._free_places(capacity) <= RESERVE_SHARE * capacity.most_sequences:
+            return False
+        reserve = RESERVE_SHARE * sum(capacity.total_blocks)
+        free = sum(capacity.available_blocks) - self._promised_blocks(capacity) - reserve
+        need = self._need(request, capacity)
         return need <= min(free, max(capacity.available_blocks, default=0))
 
     def _prefill_full(self, capacity: Capacity) -> bool:

@@ -116,6 +116,11 @@ class _Answer:
         extras: ChunkExtras = NOTHING,
     ) -> str:
         finish = "null" if finish_reason is None else f'"{finish_reason.value}"'
+        return self._chunk_of(index, content, finish, extras)
+
+    def _chunk_of(
+        self, index: int, content: str, finish: str, extras: ChunkExtras = NOTHING
+    ) -> str:
         choice = f'"index":{index},{content},"logprobs":{extras.logprobs},"finish_reason":{finish}'
         tail = self._tail
         if self.usage_so_far is not None:

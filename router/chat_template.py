@@ -17,6 +17,9 @@ import jinja2.sandbox
 
 from baton.errors import ConfigError, InvalidRequest
 
+_TOOL_VARIABLES = ("tools", "xml_tools")
+"""Names by which templates know the tools; SmolLM3's is the second."""
+
 
 class _GenerationTag(jinja2.ext.Extension):
     """``{% generation %}`` marks the answer for training; in serving its body is plain text."""
@@ -69,20 +72,38 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A compiled template, run in a sandbox. Raises ConfigError when it does not compile."""
+    """A compiled template, run in a sandbox. Raises ConfigError when it does not compile.
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """``special_tokens`` are names that templates use, such as ``bos_token``."""
+    ``knows_tools``: it writes tools into the prompt. ``knows_calls``: also the calls of earlier
+    answers. ``knows_results``: it has something to do for messages of the role ``tool``.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], tool_use: str | None = None
+    ) -> None:
+        """``special_tokens`` are names that templates use, such as ``bos_token``.
+
+        ``tool_use`` is the source of the model's other template, for conversations with tools.
+        """
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            names, texts = _mentioned(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ConfigError(f"the model's chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self._tools_name = next((name for name in _TOOL_VARIABLES if name in names), None)
+        self.source = source
+        self.for_tools = ChatTemplate(tool_use, special_tokens) if tool_use else self
+        self.knows_tools = self._tools_name is not None
+        self.knows_calls = "tool_calls" in texts
+        self.knows_results = "tool" in texts
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         limit: int,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         more: Mapping[str, Any] = MappingProxyType({}),
         *,
         generation_prompt: bool = True,
@@ -92,7 +113,7 @@ class ChatTemplate:
         ``more`` are variables that the template may ask for; without ``generation_prompt`` the
         assistant's turn is not begun. Raises InvalidRequest when the template refuses the messages.
         """
-        variables = {
+        variables: dict[str, Any] = {
             **self._special_tokens,
             **more,
             "messages": [dict(message) for message in messages],
@@ -100,6 +121,8 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
         }
+        if tools and self._tools_name:
+            variables[self._tools_name] = list(tools)
         pieces: list[str] = []
         size = 0
         try:
@@ -125,6 +148,14 @@ class ChatTemplate:
         return "".join(pieces)
 
 
+def _mentioned(template: jinja2.nodes.Template) -> tuple[set[str], set[str]]:
+    """The variables that a template reads, and the keys and constants that stand in it."""
+    names = {node.name for node in template.find_all(jinja2.nodes.Name) if node.ctx == "load"}
+    texts = {node.attr for node in template.find_all(jinja2.nodes.Getattr)}
+    constants = (node.value for node in template.find_all(jinja2.nodes.Const))
+    return names, texts | {value for value in constants if isinstance(value, str)}
+
+
 def load_chat_template(
     folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
@@ -133,6 +164,8 @@ def load_chat_template(
     if file.is_file():
         return ChatTemplate(file.read_text(encoding="utf-8"), special_tokens)
     source = tokenizer_config.get("chat_template")
+    tool_use = None
     if isinstance(source, list):
-        source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
-    return ChatTemplate(source, special_tokens) if source else None
+        sources = {entry["name"]: entry["template"] for entry in source}
+        source, tool_use = sources.get("default"), sources.get("tool_use")
+    return ChatTemplate(source, special_tokens, tool_use) if source else None

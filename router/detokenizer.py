@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -69,7 +69,11 @@ class WindowDetokenizer:
         return text
 
     def flush(self) -> str:
-        return self._new_text() if self._pending else ""
+        if not self._pending:
+            return ""
+        text = self._new_text()
+        self._advance()
+        return text
 
     def _new_text(self) -> str:
         text = self._decode(self._shown + self._pending)
@@ -80,3 +84,19 @@ class WindowDetokenizer:
     def _advance(self) -> None:
         self._shown, self._pending = self._pending, []
         self._shown_text = self._decode(self._shown)
+
+
+class MarkerDetokenizer:
+    """Shows some special tokens, by id and text, which are else skipped: the markers of a format
+    that somebody reads out of the text."""
+
+    def __init__(self, plain: Detokenizer, texts: Mapping[int, str]) -> None:
+        self._plain = plain
+        self._texts = texts
+
+    def step(self, token_id: int) -> str:
+        marker = self._texts.get(token_id)
+        return self._plain.step(token_id) if marker is None else self._plain.flush() + marker
+
+    def flush(self) -> str:
+        return self._plain.flush()

@@ -133,6 +133,11 @@ class ClusterDispatcher:
 
     # What the fronts ask
 
+    @property
+    def workers(self) -> WorkerLinks:
+        """The connections to the workers; for those who ask these themselves."""
+        return self._links
+
     def health(self) -> tuple[str, str]:
         """``ok``, or ``down`` and why."""
         if self._draining:
@@ -159,6 +164,8 @@ class ClusterDispatcher:
         ended, held_s = 0, 0.0
         try:
             await self._waiting_room.turn(request)
+            if request.background:
+                deadline = time.monotonic() + request.deadline_s
             route = await self._route(_with_time_left(request, deadline))
             async for delta in self._run(_with_time_left(request, deadline), route):
                 self._waiting_room.first_token(request.request_id)
@@ -292,7 +299,9 @@ class ClusterDispatcher:
         eos = self._tokenizer.eos_ids if sampling.ends_at_eos else frozenset()
         return OutputAssembler(
             self._tokenizer.detokenizer(
-                request.prompt_ids, special_tokens=request.shown.special_tokens
+                request.prompt_ids,
+                request.shown_ids,
+                special_tokens=request.shown.special_tokens,
             ),
             sampling.stop,
             eos | set(sampling.stop_token_ids),
@@ -465,4 +474,5 @@ def _capacity(
         total_blocks=tuple(
             link.record.total_blocks * size for link, size in zip(decode, sizes, strict=True)
         ),
+        step_s=max(load.step_ms for load in loads) / 1e3,
     )

@@ -54,6 +54,10 @@ class GenerationRequest:
     """Lower comes earlier among those of one tenant that wait."""
     own_deadline: bool = False
     """The client said how long it would wait; admission judges by that, and by no SLO."""
+    shown_ids: tuple[int, ...] = ()
+    """Special tokens whose text is shown nevertheless."""
+    background: bool = False
+    """It waits, however long, for slack that others leave; ``deadline_s`` counts from then on."""
     choices: int = 1
     """Answers that are drawn from the prompt, side by side. Each ends on its own."""
     shown: ShownText = ShownText()

@@ -22,7 +22,7 @@ from baton.grpc_errors import grpc_boundary
 from baton.logprobs import TokenLogprobs
 from baton.metrics import RouterMetrics
 from baton.sampling_params import OPTIONAL_FIELDS, SCALAR_FIELDS
-from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from baton.v1 import cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
 from router.access import Access
 from router.answer import Choice, choices_for
 from router.answer_options import MOST_CHOICES
@@ -32,6 +32,7 @@ from router.delivery import Delivery
 from router.generation import Dispatcher, GenerationRequest, OutputDelta
 from router.grammar_input import choice
 from router.grpc_health import HealthServicer
+from router.operator_api import OperatorServicer
 from router.request_builder import DEADLINE_HEADER, SESSION_HEADER, Arrival, RequestBuilder
 from router.request_recorder import count_refusal
 from router.sampling_input import SamplingInput
@@ -229,10 +230,12 @@ def add_grpc_front(
     metrics: RouterMetrics,
     config: Config,
     access: Access | None = None,
+    operators: OperatorServicer | None = None,
 ) -> None:
     """Mount the inference service, health and reflection on a server that is not started yet.
 
-    Without ``access``, keys are those of ``config``, and their limits are not kept.
+    Without ``access``, keys are those of ``config``, and their limits are not kept. ``operators``:
+    the operators' service, where there is one.
     """
     access = access or Access(config, metrics)
     inference = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -240,8 +243,13 @@ def add_grpc_front(
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
     health = HealthServicer(dispatcher, (inference,))
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    more: tuple[str, ...] = ()
+    if operators is not None:
+        cache_pb2_grpc.add_OperatorServiceServicer_to_server(operators, server)
+        more = (cache_pb2.DESCRIPTOR.services_by_name["OperatorService"].full_name,)
     names = (
         inference,
+        *more,
         health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
         reflection.SERVICE_NAME,
     )

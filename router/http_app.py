@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
@@ -19,9 +21,11 @@ from baton.metrics import RouterMetrics
 from router.access import Access
 from router.cluster_metrics import cluster_page
 from router.direct_routes import DirectRoutes
+from router.exchange import Exchange
 from router.generation import Dispatcher
 from router.http_edge import HttpEdge
 from router.http_errors import add_error_handlers
+from router.more_routes import BODIES, add_more_routes
 from router.openai_api import OpenAiApi
 from router.openai_protocol import (
     ChatCompletion,
@@ -43,6 +47,7 @@ Unknown fields are ignored; known ones that are not served are refused by name.
 """
 _CHAT, _PLAIN = "/v1/chat/completions", "/v1/completions"
 _SCHEMA = "#/components/schemas/{model}"
+_BODIES: tuple[type[BaseModel], ...] = (ChatCompletionRequest, CompletionRequest, *BODIES)
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request cannot be served as it is."},
     401: {"model": ErrorResponse, "description": "A known API key is required."},
@@ -56,6 +61,13 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+class Mountable(Protocol):
+    """Endpoints that are made elsewhere."""
+
+    def mount(self, app: FastAPI) -> None:
+        """Add them to the app."""
+
+
 def create_app(
     dispatcher: Dispatcher,
     tokenizer: Tokenizer,
@@ -65,15 +77,17 @@ def create_app(
     access: Access | None = None,
     *,
     number: int = 0,
+    more: Sequence[Mountable] = (),
 ) -> ASGIApp:
     """The app of one router process; its life is that of what it is given.
 
     Without ``access``, keys are those of ``config``, and their limits are not kept. ``number``
-    tells the process from the others that share its port.
+    tells the process from the others that share its port. ``more`` endpoints are added: those of
+    batches, and the operators'.
     """
-    api = OpenAiApi(
-        dispatcher, tokenizer, model, metrics, config, access or Access(config, metrics)
-    )
+    access = access or Access(config, metrics)
+    api = OpenAiApi(dispatcher, tokenizer, model, metrics, config, access)
+    exchange = Exchange(dispatcher, tokenizer, model, metrics, config, access)
     # FastAPI's own pages at /docs load their scripts from the Internet; these carry them.
     app = FastAPIOffline(
         title="Baton", version=version("baton"), description=_DESCRIPTION, redirect_slashes=False
@@ -82,8 +96,11 @@ def create_app(
     add_error_handlers(app)
     _add_openai(app, api, model.id)
     _add_operations(app, dispatcher, metrics, number)
+    direct = add_more_routes(app, exchange, tokenizer, model, _ERRORS)
+    for endpoints in more:
+        endpoints.mount(app)
     _describe_bodies(app)
-    return DirectRoutes(app, {_CHAT: api.chat_completions, _PLAIN: api.completions})
+    return DirectRoutes(app, {_CHAT: api.chat_completions, _PLAIN: api.completions, **direct})
 
 
 def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:
@@ -177,8 +194,7 @@ def _describe_bodies(app: FastAPI) -> None:
                 routes=app.routes,
             )
             _, bodies = models_json_schema(
-                [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")],
-                ref_template=_SCHEMA,
+                [(body, "validation") for body in _BODIES], ref_template=_SCHEMA
             )
             schema["components"]["schemas"].update(bodies["$defs"])
             app.openapi_schema = schema

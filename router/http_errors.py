@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -28,6 +29,8 @@ _LINGER_BYTES = 8 << 20
 _ONE_OF = {
     "prompt": "must be a string, a list of strings, a list of token ids or a list of such lists",
     "stop": "must be a string or a list of strings",
+    "input": "must be a string or a list of items",
+    "system": "must be a string or a list of text blocks",
     "content": "must be a string or a list of text parts",
 }
 
@@ -37,7 +40,9 @@ def error_object(error: BatonError) -> dict[str, Any]:
     return _object(error.message, error.error_type, error.param, error.code)
 
 
-def error_response(error: BatonError) -> Response:
+def error_response(
+    error: BatonError, shape: Callable[[BatonError], dict[str, Any]] = error_object
+) -> Response:
     """The answer to a request that failed before its headers were out."""
     headers = {}
     if error.retry_after is not None or error.http_status in (429, 503):
@@ -50,7 +55,7 @@ def error_response(error: BatonError) -> Response:
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
     kind = LingeringResponse if isinstance(error, RequestTooLarge) else JSONResponse
-    return kind(error_object(error), error.http_status, headers)
+    return kind(shape(error), error.http_status, headers)
 
 
 def from_validation(error: ValidationError) -> InvalidRequest:

@@ -31,10 +31,13 @@ from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry
 from router.access import Access
+from router.batches.batches import Batches
+from router.cache_control import CacheControl
 from router.dispatcher import ClusterDispatcher
 from router.grpc_front import add_grpc_front
 from router.http_app import create_app
 from router.http_protocol import BoundedHttpProtocol
+from router.operator_api import OperatorApi, Operators, OperatorServicer
 from router.rate_limits import RateLimits
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
@@ -79,19 +82,28 @@ async def serve(settings: RouterSettings) -> None:
     tokenizer = Tokenizer.load(Path(settings.model_path))
     metrics = RouterMetrics(CollectorRegistry())
     client = redis_client(settings.redis_url)
+    index = PrefixIndex(client, settings.cluster_id)
     dispatcher = ClusterDispatcher(
-        config,
-        tokenizer,
-        metrics,
-        Registry(client, settings.cluster_id),
-        PrefixIndex(client, settings.cluster_id),
+        config, tokenizer, metrics, Registry(client, settings.cluster_id), index
     )
     await dispatcher.start()
     folder = Path(settings.model_path)
     model = ServedModel(settings.model_name, int(time.time()), _context_length(folder))
     limits = RateLimits(client, settings.cluster_id, metrics)
     access = Access(config, metrics, limits)
-    app = create_app(dispatcher, tokenizer, model, metrics, config, access, number=settings.number)
+    cache = CacheControl(dispatcher.workers.all, index, metrics)
+    operators = Operators(config, access)
+    batches = Batches(dispatcher, tokenizer, model, metrics, config, access)
+    app = create_app(
+        dispatcher,
+        tokenizer,
+        model,
+        metrics,
+        config,
+        access,
+        number=settings.number,
+        more=(batches.api, OperatorApi(cache, operators)),
+    )
     http = _Server(
         uvicorn.Config(
             app,
@@ -106,7 +118,8 @@ async def serve(settings: RouterSettings) -> None:
     )
     shares_port = config.routers > 1
     grpc_server = make_server(shares_port=shares_port)
-    add_grpc_front(grpc_server, dispatcher, tokenizer, model, metrics, config, access)
+    servicer = OperatorServicer(cache, operators)
+    add_grpc_front(grpc_server, dispatcher, tokenizer, model, metrics, config, access, servicer)
     grpc_server.add_insecure_port(config.grpc)
     await grpc_server.start()
     stop = asyncio.Event()
@@ -114,6 +127,7 @@ async def serve(settings: RouterSettings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     listening = _listen(config.http, shares_port=shares_port)
     _keep_collections_short()
+    await batches.start()
     serving = asyncio.create_task(http.serve(sockets=[listening]))
     stopped = asyncio.create_task(stop.wait())
     orphaned = asyncio.create_task(_parent_gone())
@@ -122,10 +136,12 @@ async def serve(settings: RouterSettings) -> None:
     finally:
         stopped.cancel()
         orphaned.cancel()
+        await batches.stop()
         await dispatcher.close()
         http.should_exit = True
         await serving
         await grpc_server.stop(STOP_GRACE_S)
+        await batches.close()
         await limits.close()
         await client.aclose()
 

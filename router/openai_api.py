@@ -56,6 +56,9 @@ from router.sampling_input import SamplingInput
 from router.served_model import ServedModel
 from router.sse import DONE, EventStream, EventStreamResponse
 from router.tokenizer import Tokenizer
+from router.tool_answer import ToolChatAnswer
+from router.tool_calls.protocol import tool_use
+from router.tool_calls.tool import ToolUse
 from router.unsupported import refuse_unsupported_chat, refuse_unsupported_completion
 
 _SAME_FIELDS = (*SCALAR_FIELDS, "logit_bias")
@@ -94,17 +97,25 @@ class OpenAiApi:
             self._builder.check_model(body.model)
             refuse_unsupported_chat(raw)
             options, template = chat_options(body), template_options(body)
-            answer = ChatAnswer(body.model, include_usage=_include_usage(body))
+            tools = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+            answer = self._chat_answer(body, tools)
             arrival = self._arrival(request, caller, answer, arrival_at)
             turns = openai_turns(body.messages)
             sampling = self._with_options(_chat_sampling(body), body, options)
-            one = await self._builder.chat(arrival, turns, sampling, body.priority, template)
+            one = await self._builder.chat(arrival, turns, sampling, body.priority, tools, template)
             built = _with_choices([one], body, options)
             if not options.plain:
                 answer.details = AnswerDetails(
                     options, self._tokenizer, built, [None], is_chat=True
                 )
         return await self._answer(request, answer, built, body, arrival, options)
+
+    def _chat_answer(self, body: ChatCompletionRequest, tools: ToolUse | None) -> ChatAnswer:
+        usage = _include_usage(body)
+        if tools is None:
+            return ChatAnswer(body.model, include_usage=usage)
+        form = self._builder.tool_format
+        return ToolChatAnswer(body.model, form, tools, include_usage=usage)
 
     async def completions(self, request: Request) -> Response:
         """Continue one or more prompts."""
@@ -119,7 +130,7 @@ class OpenAiApi:
             options = completion_options(body, len(prompts))
             answer = CompletionAnswer(body.model, include_usage=_include_usage(body))
             arrival = self._arrival(request, caller, answer, arrival_at)
-            sampling = self._with_options(_sampling(body), body, options)
+            sampling = self._with_options(sampling_of(body), body, options)
             rows = await self._builder.prompts(arrival, prompts, sampling, priority=body.priority)
             built = _with_choices(rows, body, options)
             if not options.plain or options.best_of > options.n:
@@ -282,7 +293,8 @@ def _include_usage(body: SamplingFields) -> bool:
     return bool(body.stream_options.include_usage)
 
 
-def _sampling(body: SamplingFields, max_tokens: int | None = None) -> SamplingInput:
+def sampling_of(body: SamplingFields, max_tokens: int | None = None) -> SamplingInput:
+    """``max_tokens`` is what an endpoint calls otherwise."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     given = {name: getattr(body, name) for name in _SAME_FIELDS}
     if max_tokens is not None:
@@ -301,7 +313,7 @@ def _chat_sampling(body: ChatCompletionRequest) -> SamplingInput:
         raise InvalidRequest(
             "max_tokens and max_completion_tokens differ; give one", param="max_completion_tokens"
         )
-    return _sampling(body, body.max_completion_tokens)
+    return sampling_of(body, body.max_completion_tokens)
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:

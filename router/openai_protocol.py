@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from router.tool_calls.protocol import MessageToolCall, MessageToolCalls, ToolDefinitions
+
 
 def _integral(value: Any) -> Any:
     """JSON knows one kind of number: 16.0 is an integer."""
@@ -112,11 +114,13 @@ class ContentPart(_Request):
 
 class Message(_Request):
     role: str
-    """`system`, `developer`, `user` or `assistant`."""
+    """`system`, `developer`, `user`, `assistant` or `tool`."""
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
-    """Text, or a list of text parts."""
-    tool_calls: Any = Field(default=None, exclude=True)
-    """Not supported."""
+    """Text, or a list of text parts; null only beside `tool_calls`."""
+    tool_calls: MessageToolCalls | None = None
+    """The calls of an earlier answer."""
+    tool_call_id: str | None = None
+    """The call whose result a message of the role `tool` is."""
     function_call: Any = Field(default=None, exclude=True)
     """Not supported."""
     audio: Any = Field(default=None, exclude=True)
@@ -141,6 +145,12 @@ class ChatCompletionRequest(SamplingFields):
     """The answer goes on in the last message, which stays open (extension). Default false."""
     chat_template_kwargs: Any = Field(default=None, json_schema_extra={"type": "object"})
     """More variables for the chat template (extension)."""
+    tools: ToolDefinitions | None = None
+    """Up to 128 functions that the model may call."""
+    tool_choice: Any = Field(default=None, json_schema_extra={"type": ["string", "object"]})
+    """`none`, `auto` (the default), `required`, or the name of a function in OpenAI's form."""
+    parallel_tool_calls: bool | None = None
+    """Whether there may be several calls in an answer. Default true."""
 
 
 class CompletionRequest(SamplingFields):
@@ -179,11 +189,18 @@ class ChatMessage(BaseModel):
     refusal: None = None
 
 
+class ToolCallMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    tool_calls: list[MessageToolCall]
+
+
 class ChatChoice(BaseModel):
     index: int
-    message: ChatMessage
+    message: ChatMessage | ToolCallMessage
     logprobs: dict[str, Any] | None = None
-    finish_reason: Finish
+    finish_reason: Finish | Literal["tool_calls"]
 
 
 class ChatCompletion(BaseModel):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.config import DEFAULT_TENANT, Config
@@ -22,6 +23,10 @@ from router.off_loop import off_loop
 from router.sampling_input import SamplingInput, check_token_ids, final_sampling, truncated
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
+from router.tool_calls.formats import format_for
+from router.tool_calls.grammar import calls_grammar, free_grammar
+from router.tool_calls.prompt import Turn, fitted, is_about_tools
+from router.tool_calls.tool import ToolUse
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions."""
@@ -34,6 +39,7 @@ SESSION_HEADER = "x-baton-session"
 """HTTP header, and gRPC metadata, in which a client names its conversation."""
 
 CHAT_DEFAULTS = ChatOptions()
+_NOTHING_ASKED = SamplingInput()
 Prompt = str | tuple[int, ...]
 
 
@@ -95,6 +101,10 @@ class RequestBuilder:
         self._tokenizer = tokenizer
         self._model = model
         self._most_characters = config.max_body_bytes
+        template = tokenizer.chat_template if tokenizer.has_chat_template else None
+        self.tool_format = format_for(
+            config.tool_parser, template, lambda text: bool(tokenizer.special_ids([text]))
+        )
         self._clock = clock
         self._grammars = grammars or GrammarGate(tokenizer.grammars)
 
@@ -113,18 +123,59 @@ class RequestBuilder:
     async def chat(
         self,
         arrival: Arrival,
-        turns: Sequence[Mapping[str, str]],
+        turns: Sequence[Turn],
         sampling: SamplingInput,
         priority: int | None = None,
+        tools: ToolUse | None = None,
         options: ChatOptions = CHAT_DEFAULTS,
     ) -> GenerationRequest:
-        """A conversation; max_tokens defaults to the rest of the context."""
-        size = sum(len(turn["content"]) for turn in turns)
-        # Templates add some text to each message; a runaway one must not fill the memory.
-        limit = self._most_characters + 4096 + 256 * len(turns)
+        """A conversation; max_tokens defaults to the rest of the context.
+
+        Raises also InvalidRequest where a grammar and tools that must be called meet.
+        """
+        if tools is not None:
+            sampling = self._bound_to(tools, sampling)
         await self._check_grammar(arrival, sampling)
-        ids = await off_loop(size, lambda: self._chat_ids(turns, limit, options, sampling))
-        return self._request(arrival, arrival.request_id, ids, sampling, None, "messages", priority)
+        ids = await self.chat_ids(turns, tools, options, sampling)
+        built = self._request(
+            arrival, arrival.request_id, ids, sampling, None, "messages", priority
+        )
+        if tools is None:
+            return built
+        shown = self._tokenizer.special_ids(self.tool_format.texts)
+        return dataclasses.replace(built, shown_ids=tuple(shown.values()))
+
+    def _bound_to(self, tools: ToolUse, sampling: SamplingInput) -> SamplingInput:
+        """Calls that must be are bound by a grammar, and those of strict functions."""
+        special = self._tokenizer.special_ids(self.tool_format.texts)
+        if sampling.grammar is not None and not tools.required:
+            return sampling
+        if sampling.grammar is not None:
+            raise InvalidRequest(
+                "an answer of a given form is not possible where tools must be called",
+                param="tool_choice",
+            )
+        grammar = None
+        if tools.required:
+            grammar = calls_grammar(self.tool_format, tools, special)
+        elif any(tool.strict for tool in tools.callable_tools):
+            grammar = free_grammar(self.tool_format, tools, special)
+        return dataclasses.replace(sampling, grammar=grammar, grammar_param="tools")
+
+    async def chat_ids(
+        self,
+        turns: Sequence[Turn],
+        tools: ToolUse | None = None,
+        options: ChatOptions = CHAT_DEFAULTS,
+        sampling: SamplingInput = _NOTHING_ASKED,
+    ) -> tuple[int, ...]:
+        """The token ids of a conversation, ready for the answer."""
+        size = sum(len(turn["content"]) for turn in turns)
+        size += 0 if tools is None else tools.characters
+        # Templates add some text to each message; a runaway one must not fill the memory.
+        limit = 4 * self._most_characters if tools else self._most_characters
+        limit += 4096 + 256 * len(turns)
+        return await off_loop(size, lambda: self._chat_ids(turns, tools, limit, options, sampling))
 
     async def prompts(
         self,
@@ -168,13 +219,19 @@ class RequestBuilder:
 
     def _chat_ids(
         self,
-        turns: Sequence[Mapping[str, str]],
+        turns: Sequence[Turn],
+        tools: ToolUse | None,
         limit: int,
         options: ChatOptions,
         sampling: SamplingInput,
     ) -> tuple[int, ...]:
+        values = None
+        if tools is not None or any(is_about_tools(turn) for turn in turns):
+            template = self._tokenizer.chat_template.for_tools
+            turns = fitted(turns, tools, template, self.tool_format)
+            values = [tool.as_template_value() for tool in tools.tools] if tools else []
         text = self._tokenizer.render_chat(
-            turns, limit, options.variables, generation_prompt=options.generation_prompt
+            turns, limit, values, options.variables, generation_prompt=options.generation_prompt
         )
         if options.continue_final:
             text = _cut_behind(text, turns[-1]["content"])

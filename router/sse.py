@@ -39,6 +39,16 @@ def encode_events(payloads: Iterable[str]) -> bytes:
     return "".join(f"data: {payload}\n\n" for payload in payloads).encode()
 
 
+def encode_named(events: Iterable[Mapping[str, Any]]) -> bytes:
+    """Events that are named after their ``type``, as newer APIs have them."""
+    return "".join(f"event: {one['type']}\ndata: {to_json(one)}\n\n" for one in events).encode()
+
+
+def error_event(error: BatonError) -> bytes:
+    """OpenAI's error object as an event."""
+    return encode_events([to_json(error_object(error))])
+
+
 class EventStream:
     """The sending end. The headers go out with the first event: an error before it has a status."""
 
@@ -51,13 +61,14 @@ class EventStream:
 
     async def send(self, payloads: list[str]) -> None:
         """Send events in one piece; returns when the client's socket has room again."""
-        await self._write(encode_events(payloads), more=True)
+        await self.write(encode_events(payloads), more=True)
 
     async def end(self, payloads: list[str]) -> None:
         """Send the last events and end the response."""
-        await self._write(encode_events(payloads), more=False)
+        await self.write(encode_events(payloads), more=False)
 
-    async def _write(self, body: bytes, *, more: bool) -> None:
+    async def write(self, body: bytes, *, more: bool) -> None:
+        """Send events that are bytes already; without ``more`` they are the last."""
         async with self._turn:
             if not self.started:
                 self.started = True
@@ -73,15 +84,23 @@ def _start_message(more: Mapping[str, str]) -> Message:
 class EventStreamResponse(Response):
     """Streams what ``work`` sends; a client that leaves cancels it.
 
-    A BatonError of ``work`` before the first event is raised, so that the error handlers answer
-    it; later it becomes an error event, and the stream ends without ``[DONE]``.
+    A BatonError of ``work`` before the first event is answered by ``refusal``, or without one
+    raised, so that the error handlers answer it; later it becomes ``last_words``, an error event,
+    and the stream ends without ``[DONE]``.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, work: Callable[[EventStream], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        work: Callable[[EventStream], Awaitable[None]],
+        last_words: Callable[[BatonError], bytes] = error_event,
+        refusal: Callable[[BatonError], Response] | None = None,
+    ) -> None:
         super().__init__()
         self._work = work
+        self._last_words = last_words
+        self._refusal = refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         events = EventStream(send)
@@ -89,12 +108,15 @@ class EventStreamResponse(Response):
             await unless_disconnected(receive, self._work(events))
         except BatonError as error:
             if not events.started:
-                raise
-            await _send_error(events, error_object(error))
+                if self._refusal is None:
+                    raise
+                await self._refusal(error)(scope, receive, send)
+                return
+            await _send_last(events, self._last_words(error))
 
 
-async def _send_error(events: EventStream, error: Mapping[str, Any]) -> None:
+async def _send_last(events: EventStream, words: bytes) -> None:
     # On a timeout the response stays incomplete, and the server closes the connection.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_LAST_WORDS_S):
-            await events.end([to_json(error)])
+            await events.write(words, more=False)

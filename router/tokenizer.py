@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +14,12 @@ import tokenizers
 from baton.compiled_grammars import grammars_of
 from baton.errors import ConfigError, InvalidRequest
 from router.chat_template import ChatTemplate, load_chat_template
-from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from router.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    MarkerDetokenizer,
+    WindowDetokenizer,
+)
 
 _CONTEXT_TOKENS = 8
 """Tokens of the prompt's end that decide how the answer's first token is spelled."""
@@ -83,34 +88,68 @@ class Tokenizer:
         """A bound from below on the tokens of ``text``, without tokenising it."""
         return -(-len(text) // self._longest) if self._longest else 0
 
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """Raises InvalidRequest when the model has none."""
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        return self._template
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """The ids of those of ``texts`` that are special tokens, by text."""
+        ids = ((text, self._backend.token_to_id(text)) for text in texts)
+        return {text: number for text, number in ids if number in self._special}
+
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         limit: int,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         more: Mapping[str, Any] = MappingProxyType({}),
         *,
         generation_prompt: bool = True,
     ) -> str:
         """The messages as the model's text; at most ``limit`` characters.
 
+        ``tools`` that are not None, if only for earlier calls, take the template for tools.
         Its token ids are those of ``encode(…, add_special_tokens=False)``: the template writes
         the special tokens. The rest is as ``ChatTemplate.render`` takes it. Raises InvalidRequest,
         also when the model has no template.
         """
-        if self._template is None:
-            raise InvalidRequest(
-                "this model has no chat template; use /v1/completions", param="messages"
-            )
-        return self._template.render(messages, limit, more, generation_prompt=generation_prompt)
+        template = self.chat_template if tools is None else self.chat_template.for_tools
+        return template.render(messages, limit, tools, more, generation_prompt=generation_prompt)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ``token_ids`` without special tokens."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ``token_ids``."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def spell(self, token_id: int) -> str:
+        """A token as the vocabulary writes it; "" for an id that has no text."""
+        return self._backend.id_to_token(token_id) or ""
 
     def detokenizer(
-        self, prompt_ids: Sequence[int] = (), *, special_tokens: bool = False
+        self,
+        prompt_ids: Sequence[int] = (),
+        shown_ids: Iterable[int] = (),
+        *,
+        special_tokens: bool = False,
     ) -> Detokenizer:
-        """A fresh detokenizer for an answer to ``prompt_ids``; it shows special tokens or not."""
+        """A fresh detokenizer for an answer to ``prompt_ids``.
+
+        ``shown_ids`` are special tokens whose text is shown nevertheless; ``special_tokens`` shows
+        that of all.
+        """
+        plain = self._plain_detokenizer(prompt_ids, special_tokens=special_tokens)
+        texts = {} if special_tokens else {token_id: self.spell(token_id) for token_id in shown_ids}
+        return MarkerDetokenizer(plain, texts) if texts else plain
+
+    def _plain_detokenizer(self, prompt_ids: Sequence[int], *, special_tokens: bool) -> Detokenizer:
         if self._byte_level:
             return ByteDetokenizer(self.spelling if special_tokens else self._token_bytes)
         context = prompt_ids[-_CONTEXT_TOKENS:]

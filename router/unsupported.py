@@ -24,8 +24,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": (),
 }
 _CHAT: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),

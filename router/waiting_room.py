@@ -45,6 +45,7 @@ class WaitingRoom:
             config.priority_step_s,
             config.slo_tpot_s if config.admission_slo_factor else math.inf,
             self._refuse,
+            config.batch_most_in_flight,
         )
         self._turns: dict[str, asyncio.Future[None]] = {}
         self._capacity: Capacity | None = None
@@ -81,7 +82,8 @@ class WaitingRoom:
             del self._turns[request.request_id]
             if turn.done() and not turn.cancelled():
                 turn.exception()  # looked at, so that asyncio does not log it
-            self._metrics.queue_seconds.labels(role="router").observe(self._clock() - now)
+            if not request.background:
+                self._metrics.queue_seconds.labels(role="router").observe(self._clock() - now)
             self._show(applicant.tenant)
 
     def first_token(self, request_id: str) -> None:
@@ -123,6 +125,7 @@ class WaitingRoom:
             give_up_s=slo_s * max(1.0, factor) if by_slo else math.inf,
             deadline_s=request.deadline_s,
             choices=request.choices,
+            background=request.background,
         )
 
     def _pump(self) -> None:

@@ -203,7 +203,10 @@ class ControlLoop:
             updates = self.scheduler.complete(plan, result)
             computed = sum(update.computed_prompt_tokens for update in updates)
             self._gauges.step(result.seconds, computed)
-            self._learn(plan, wall_s * 1e3)
+            if result.drafted:
+                drafter = self.engine.runner.drafter
+                self._gauges.speculated(drafter, result.drafted, result.accepted)
+            self._learn(plan, result, wall_s * 1e3)
             if computed:
                 self.prompt_pace.observe(computed + STEP_TOKENS, result.seconds)
             # Planned first: the engine computes while the tokens are handed out.
@@ -218,8 +221,8 @@ class ControlLoop:
             self._listener.on_lost([update.sequence], GrammarFailed(update.failure))
         self._listener.on_step([u for u in updates if not u.failure] if failed else updates)
 
-    def _learn(self, plan: StepPlan, wall_ms: float) -> None:
-        self._history.observe(plan, wall_ms)
+    def _learn(self, plan: StepPlan, result: StepResult, wall_ms: float) -> None:
+        self._history.observe(plan, result, wall_ms)
         if self._slack is not None:
             self._slack.observe(plan, wall_ms)
 

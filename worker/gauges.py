@@ -24,6 +24,8 @@ class WorkerGauges:
         self._preemptions = metrics.preemptions.labels(**labels)
         self._queue = metrics.queue_seconds.labels(role=role)
         self._step = metrics.step_seconds.labels(**labels)
+        self._drafted = metrics.drafted_tokens
+        self._accepted = metrics.accepted_tokens
         self._preempted = 0
         self._worker = worker
         self._known_pairs: set[tuple[str, str, str]] = set()
@@ -73,3 +75,8 @@ class WorkerGauges:
         """A step has ended."""
         self._step.observe(seconds)
         self._computed.inc(computed_prompt_tokens)
+
+    def speculated(self, drafter: str, drafted: int, accepted: int) -> None:
+        """A step has checked so many drafted tokens."""
+        self._drafted.labels(drafter=drafter).inc(drafted)
+        self._accepted.labels(drafter=drafter).inc(accepted)

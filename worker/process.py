@@ -33,11 +33,12 @@ from baton.metrics import WorkerMetrics
 from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry, WorkerRecord
-from baton.v1 import transfer_pb2_grpc
+from baton.v1 import cache_pb2_grpc, transfer_pb2_grpc
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from kvtransfer.memory import BlockMemory
 from kvtransfer.pair import Identity, PairLimits
 from worker.block_receiver import BlockReceiver
+from worker.cache_service import CacheServicer
 from worker.calibration import alone, calibrate
 from worker.chunk_slack import ChunkSlack
 from worker.control_loop import ControlLoop
@@ -114,6 +115,7 @@ class WorkerProcess:
         transfer_pb2_grpc.add_TransferServiceServicer_to_server(
             TransferServicer(exchange), self._server
         )
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(engine.pool), self._server)
         port = self._server.add_insecure_port(f"{self.settings.host}:0")
         exchange.address = f"{self.settings.host}:{port}"
         await self._server.start()
@@ -192,6 +194,7 @@ class WorkerProcess:
                 kv_dtype=config.kv_dtype_of(pool),
                 lossiest_kv_dtype=config.lossiest_kv_dtype,
                 deterministic=config.deterministic,
+                drafter=config.drafter,
             ),
             self._memory.allocate,
         )

@@ -1,6 +1,8 @@
 """The latest steps in which every sequence decoded: what they held, and how long they took.
 
-Plain Python; owned by the control loop.
+Where drafts were right a step brings a sequence several tokens. What a router wants to know is the
+time from one token to the next, so the milliseconds are those of as many tokens as there were
+sequences: of one token each. Plain Python; owned by the control loop.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from engine.plan import StepPlan
+from engine.plan import StepPlan, StepResult
 
 _KEPT = 16
 
@@ -18,6 +20,7 @@ class MeanStep:
     """What the kept steps are on average; zeros where there is none."""
 
     ms: float = 0.0
+    """For one token of each sequence."""
     batch: float = 0.0
     context_tokens: float = 0.0
 
@@ -26,18 +29,21 @@ class StepHistory:
     """See the module's text."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, int, int]] = deque(maxlen=_KEPT)
+        self._steps: deque[tuple[float, int, int, int]] = deque(maxlen=_KEPT)
 
-    def observe(self, plan: StepPlan, ms: float) -> None:
+    def observe(self, plan: StepPlan, result: StepResult, ms: float) -> None:
         """A step ended ``ms`` milliseconds after the one before it, or after it was asked for."""
         if plan.decodes_only:
             context_tokens = sum(row.start + 1 for row in plan.rows)
-            self._steps.append((ms, len(plan.rows), context_tokens))
+            batch = len(plan.rows)
+            self._steps.append((ms, batch, context_tokens, batch + result.accepted))
 
     def mean(self) -> MeanStep:
         """Of the kept steps."""
         if not self._steps:
             return MeanStep()
         count = len(self._steps)
-        ms, batch, context_tokens = (sum(column) for column in zip(*self._steps, strict=True))
-        return MeanStep(ms / count, batch / count, context_tokens / count)
+        ms, batch, context_tokens, tokens = (
+            sum(column) for column in zip(*self._steps, strict=True)
+        )
+        return MeanStep(ms / count * batch / tokens, batch / count, context_tokens / count)

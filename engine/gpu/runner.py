@@ -7,6 +7,7 @@ has ended.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,9 +18,10 @@ from engine.gpu.decoder import GpuStepModel, StartedStep
 from engine.gpu.draws import draw_of
 from engine.grammar_state import Mask
 from engine.kv_cache import KvCache
-from engine.plan import PlanRow, StepPlan, StepResult
-from engine.runner import Ending, ModelRunner, result_of, step_of
+from engine.plan import StepPlan, StepResult
+from engine.runner import Ending, ModelRunner, plan_rows, result_of, step_of
 from engine.sampling import SampleRow
+from engine.speculation import DraftedRow
 from engine.step_work import StepFound, by_row
 
 
@@ -32,7 +34,10 @@ class _Unsettled:
 
 
 class GpuRunner(ModelRunner):
-    """At most two steps run at a time: the results of those before must have been asked for."""
+    """At most two steps run at a time: the results of those before must have been asked for.
+
+    It drafts nothing: a draft needs the tokens of the step before, and would wait for it.
+    """
 
     overlaps = True
 
@@ -61,21 +66,22 @@ class GpuRunner(ModelRunner):
         began = time.perf_counter()
         self._settle(running=1)
         self._take_news(plan)
+        rows = self._drafted(plan.rows)
         follows = any(self._grammars.has(row.sequence_id) for row in plan.rows)
         if follows:
             # A grammar goes by the tokens themselves.
             self._settle(running=0)
-        work = self._gather(plan.rows)
+        work = self._gather(rows)
         if not work.on_device:
             self._settle(running=0)
-            found = self._compute(plan.rows)
+            found = self._compute(rows)
             if self.device.type == "cuda":
                 # A result says that the step's KV is there: transfers read it on another stream.
                 torch.cuda.current_stream(self.device).synchronize()
             result = self._finished(plan, began, found, self._failed(plan.rows))
             return lambda: result
-        masks = partial(self._masks, plan.rows, work.draws) if follows else None
-        step = step_of(plan.rows, work)
+        masks = partial(self._masks, rows, work.draws) if follows else None
+        step = step_of(plan_rows(rows), work)
         started = self._gpu.start(step, [draw_of(draw) for draw in work.draws], masks)
         self._unsettled.append(_Unsettled(started, _named(work.draws)))
         failed = self._failed(plan.rows)
@@ -86,7 +92,7 @@ class GpuRunner(ModelRunner):
 
         return ending
 
-    def _masks(self, rows: tuple[PlanRow, ...], draws: list[SampleRow]) -> dict[int, Mask]:
+    def _masks(self, rows: Sequence[DraftedRow], draws: list[SampleRow]) -> dict[int, Mask]:
         """See ``engine.gpu.decoder.Masks``."""
         masked = enumerate(self._masked(rows, draws))
         return {number: draw.mask for number, draw in masked if draw.mask is not None}

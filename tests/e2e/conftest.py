@@ -8,12 +8,13 @@ from tests.e2e.cluster import UpProcess
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[UpProcess]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
     """A cluster with the demo model, shared by all tests: leave it as it is.
 
     In fp32: in bf16 a near-tie may fall one way with a cached prefix and another way without.
     """
-    with UpProcess("--dtype", "float32", "--quantization", "none") as up:
+    env = {"BATON_DATA_DIR": str(tmp_path_factory.mktemp("data"))}
+    with UpProcess("--dtype", "float32", "--quantization", "none", env=env) as up:
         yield up.wait_ready()
         up.terminate()
         assert up.wait() == 0, up.text

@@ -27,10 +27,12 @@ from engine.engine import Engine, EngineSettings, build_engine
 from engine.local import generate, make_sequence
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
+from engine.speculation import MOST_DRAFT_TOKENS, Speculation
 from engine.step import StepInput, StepModel, StepOutput
 from kvtransfer.host_memory import HostMemory
 from tests.mini_cluster import mini_cluster
-from tests.models import make_tiny_model
+from tests.models import VOCAB, make_tiny_model
+from tests.unit.engine.drafters import Oracle, WholeDrafts
 
 BLOCK = 16
 PROMPT = 530
@@ -103,16 +105,22 @@ class Bench:
         assert every.std() > 0.3, "logits that are all alike would prove nothing"
 
     def engine(
-        self, chunk_tokens: int = 512, max_sequences: int = 64, blocks: int = BLOCKS
+        self,
+        chunk_tokens: int = 512,
+        max_sequences: int = 64,
+        blocks: int = BLOCKS,
+        speculation: Speculation | None = None,
     ) -> Engine:
         """The same model and memory with nothing cached and other limits."""
         runner = self._built.runner
-        fresh = ModelRunner(RecordingModel(self._inner), runner.cache, runner.device)
+        model = RecordingModel(self._inner)
+        fresh = ModelRunner(model, runner.cache, runner.device, speculation=speculation)
         limits = replace(
             self._built.scheduler.limits,
             chunk_tokens=chunk_tokens,
             chunk_keys=0,
             max_sequences=max_sequences,
+            draft_tokens=MOST_DRAFT_TOKENS if speculation else 0,
         )
         pool = BlockPool(blocks)
         return replace(self._built, runner=fresh, pool=pool, scheduler=Scheduler(pool, limits))
@@ -220,6 +228,27 @@ def test_strangers_in_the_batch(
     target = bench.sequence(engine, 0, bench.prompt, SEEDED)
     sequences.insert(round(place * strangers), target)
     run(engine, sequences, every)
+    bench.check(engine, target)
+
+
+@pytest.mark.parametrize("strangers", [0, 3, 12])
+def test_drafts_that_are_right(bench: Bench, strangers: int) -> None:
+    """Up to 11 of them in a step, which so has rows of 1 to 12 tokens."""
+    sequences = [
+        bench.sequence(bench.engine(), n, some_tokens(20 + n, n), replace(SEEDED, seed=n))
+        for n in range(1, strangers + 1)
+    ]
+    run(bench.engine(), sequences)
+    answers = {sequence.sequence_id: sequence.token_ids for sequence in sequences}
+    oracle = Oracle(0.0, VOCAB, {**answers, 0: bench.tokens})
+    engine = bench.engine(speculation=Speculation(oracle, WholeDrafts()))
+    target = bench.sequence(engine, 0, bench.prompt, SEEDED)
+    others = [
+        bench.sequence(engine, n, sequence.spec.token_ids, sequence.spec.sampling)
+        for n, sequence in enumerate(sequences, 1)
+    ]
+    run(engine, [*others, target])
+    assert [other.token_ids for other in others] == list(answers.values())
     bench.check(engine, target)
 
 

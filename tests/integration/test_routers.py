@@ -72,10 +72,12 @@ class Routers:
 
 
 @asynccontextmanager
-async def two_routers(model: Path, redis_url: str) -> AsyncIterator[Routers]:
+async def two_routers(model: Path, redis_url: str, **changes: object) -> AsyncIterator[Routers]:
+    """``changes`` go to the config."""
     run = RunDirectory.create()
     mark = ClusterMark(secrets.token_hex(4), run.path)
-    config = Config(http=f"127.0.0.1:{free_port()}", grpc=f"127.0.0.1:{free_port()}", routers=2)
+    addresses = {"http": f"127.0.0.1:{free_port()}", "grpc": f"127.0.0.1:{free_port()}"}
+    config = Config(routers=2, **addresses, **changes)  # type: ignore[arg-type]
     fields = {
         "redis_url": redis_url,
         "cluster_id": mark.cluster_id,

@@ -148,6 +148,23 @@ async def test_the_first_token_is_answered_and_the_sequence_goes_on(world: World
     world.check_nothing_is_held()
 
 
+async def test_an_end_that_comes_before_the_call_is_answered_is_not_the_first_tokens(
+    world: World,
+) -> None:
+    """Two steps end one right after the other; the second ends the answer."""
+    spec = spec_of(length=6, max_tokens=2)
+    call = await world.call(spec)
+    for _ in range(2):
+        world.thread.end(world.model.run(world.plan()))
+        await asyncio.sleep(0)
+    (response,) = await call
+    expected, _ = answer(spec, (), 64)
+    first = convert.output_from_proto(response.first_token)
+    assert first == TokenOutput("r", 0, 0, (expected[6],))
+    finishes = [output.finish_reason for output in world.told()]
+    assert finishes == [None, FinishReason.LENGTH]
+
+
 async def test_a_prefix_that_is_held_here_is_not_computed(world: World) -> None:
     for request in ("one", "two"):
         call = await world.call(spec_of(request, length=12, max_tokens=1))

@@ -51,11 +51,39 @@ def answer(
             return tokens, FinishReason.LENGTH
 
 
+def guessed(
+    tokens: list[int], count: int, min_tokens: int, new: NewSequence
+) -> tuple[list[int], list[int]]:
+    """A draft of ``count`` tokens, about three of four of them right, and the model's own tokens:
+
+    one more than those of the draft that are right before the first wrong one.
+    """
+    draft: list[int] = []
+    drawn: list[int] = []
+    right = True
+    for _ in range(count + 1):
+        tokens_so_far = [*tokens, *draft]
+        token = next_token(tokens_so_far, new.prompt_length, min_tokens, new.stop_ids)
+        if right:
+            drawn.append(token)
+        if len(draft) < count:
+            wrong = zlib.crc32(bytes(tokens_so_far), 3) % 4 == 0
+            draft.append((token + wrong) % VOCAB)
+            right = right and not wrong
+    return draft, drawn
+
+
 class FakeEngine:
     """Runs plans as ``engine.runner.ModelRunner`` does."""
 
-    def __init__(self, blocks: int, block_size: int) -> None:
+    def __init__(self, blocks: int, block_size: int, draft_tokens: int = 0) -> None:
+        """``draft_tokens``: the most of a sequence in a step; how many it is depends on its tokens,
+
+        and how many of them are right too.
+        """
         self.block_size = block_size
+        self.draft_tokens = draft_tokens
+        self.accepted = 0
         self.memory: list[list[int | None]] = [[None] * block_size for _ in range(blocks)]
         self._known: dict[int, tuple[NewSequence, list[int]]] = {}
         self._broken: set[int] = set()
@@ -88,12 +116,20 @@ class FakeEngine:
         new, tokens = self._known[row.sequence_id]
         end = row.start + row.count
         assert end <= len(tokens), "tokens that do not exist yet"
+        start = row.start
+        if row.sample and row.count == 1:
+            # Drafts of the step before may have been right.
+            start, end = len(tokens) - 1, len(tokens)
         kv = kv_of(tokens[:end])
-        assert self.read(row.block_table, row.start) == kv[: row.start], "stale or foreign KV"
-        self.write(list(row.block_table), row.start, kv[row.start :])
+        assert self.read(row.block_table, start) == kv[:start], "stale or foreign KV"
         if not row.sample:
+            self.write(list(row.block_table), start, kv[start:])
             return ()
         assert end == len(tokens), "a sample before all tokens are computed"
-        token = next_token(tokens, new.prompt_length, new.sampling.min_tokens, new.stop_ids)
-        tokens.append(token)
-        return (token,)
+        most = max(0, min(self.draft_tokens, row.limit - len(tokens) - 1))
+        count = zlib.crc32(bytes(tokens), 5) % (most + 1)
+        draft, drawn = guessed(tokens, count, new.sampling.min_tokens, new)
+        self.write(list(row.block_table), start, kv_of([*tokens, *draft])[start:])
+        tokens += drawn
+        self.accepted += len(drawn) - 1
+        return tuple(drawn)

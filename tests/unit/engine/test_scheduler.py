@@ -1,4 +1,7 @@
-"""The step scheduler: whatever it batches, preempts and pipelines, every answer is the model's."""
+"""The step scheduler: whatever it batches, preempts, pipelines and drafts, every answer is the
+
+model's.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ class World:
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.blocks)
         self.scheduler = Scheduler(self.pool, self.limits)
-        self.engine = FakeEngine(self.blocks, self.limits.block_size)
+        self.engine = FakeEngine(self.blocks, self.limits.block_size, self.limits.draft_tokens)
         self.steps: deque[Step] = deque()
 
     # Joining
@@ -118,7 +121,10 @@ class World:
             assert row.count > 0
             for block in row.block_table:
                 assert self.pool._references[block] > 0, "a row names a block that is not in use"
-            last = (row.start + row.count - 1) // size
+            assert row.limit == 0 or row.limit >= row.start + 2, "a step brings at least one token"
+            tokens = max(row.start + row.count, row.limit - 1)
+            assert tokens <= len(row.block_table) * size, "a row without room for its tokens"
+            last = (tokens - 1) // size
             for block in row.block_table[row.start // size : last + 1]:
                 assert self.pool._references[block] == 1, "a row writes into a shared block"
                 assert block not in self.pool._hash_of, "a row writes into a registered block"
@@ -235,6 +241,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_sequences=st.integers(1, 5),
         depth=st.integers(1, 2),
         hash_block_size=st.integers(0, 1),
+        draft_tokens=st.sampled_from((0, 1, 3, 8)),
     )
     def start(
         self,
@@ -244,10 +251,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_sequences: int,
         depth: int,
         hash_block_size: int,
+        draft_tokens: int,
     ) -> None:
         blocks = -(-20 // block_size) + spare
         limits = SchedulerLimits(
-            block_size, chunk_tokens, max_sequences, 20, hash_block_size=hash_block_size
+            block_size,
+            chunk_tokens,
+            max_sequences,
+            20,
+            hash_block_size=hash_block_size,
+            draft_tokens=draft_tokens,
         )
         self.world = World(blocks, limits, depth)
         self.outside: list[list[int]] = []
@@ -430,6 +443,7 @@ def random_limits(random: Random) -> SchedulerLimits:
         context_length=20,
         chunk_keys=random.choice((0, 10, 60)),
         hash_block_size=random.choice((0, 1)),
+        draft_tokens=random.choice((0, 2, 5)),
     )
 
 
@@ -496,7 +510,7 @@ class Crowd:
 @pytest.mark.parametrize("batch", range(4))
 def test_a_crowd_in_a_small_pool(batch: int, depth: int) -> None:
     """Fixed seeds rather than hypothesis: every run is crowded, most of them preempt."""
-    preemptions = 0
+    preemptions = accepted = 0
     for seed in range(100 * batch, 100 * (batch + 1)):
         random = Random(seed)
         limits = random_limits(random)
@@ -504,7 +518,9 @@ def test_a_crowd_in_a_small_pool(batch: int, depth: int) -> None:
         world = World(blocks + random.randrange(3), limits, depth)
         run_crowd(world, random_jobs(random))
         preemptions += world.scheduler.preemptions
+        accepted += world.engine.accepted
     assert preemptions > 100, "the pools are too large to test anything"
+    assert accepted > 100, "hardly a draft was right"
 
 
 def run_crowd(world: World, jobs: list[Job]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.plan import StepPlan, StepResult
@@ -147,3 +149,29 @@ def test_a_preempted_sequence_expires_too() -> None:
     world.run_to_end()
     world.check_answers()
     world.check_idle()
+
+
+def test_the_first_token_comes_alone() -> None:
+    """Also of a prompt of one token, which is computed like the tokens behind it."""
+    world = World(64, replace(LIMITS, draft_tokens=5))
+    one = world.add(make_spec([1], max_tokens=9))
+    moved = world.hand_in(make_spec([5, 4, 3], max_tokens=9))
+    assert moved is not None
+    limits = {row.sequence_id: row.limit for row in step(world).rows}
+    # A handoff comes with its first token; the last of its tokens has room in its one block.
+    assert limits == {one.sequence_id: 0, moved.sequence_id: 5}
+    limits = {row.sequence_id: row.limit for row in step(world).rows}
+    assert limits == {one.sequence_id: 9, moved.sequence_id: 12}
+
+
+def test_room_for_drafts_is_not_taken_from_others() -> None:
+    """With few blocks left a sequence drafts in those that it has."""
+    world = World(3, replace(LIMITS, block_size=4, draft_tokens=8, context_length=12))
+    first, second = (world.hand_in(make_spec([n], max_tokens=9)) for n in (1, 2))
+    assert first is not None
+    assert second is not None
+    world.engine.draft_tokens = 0
+    step(world)
+    plan = step(world)
+    assert [len(row.block_table) for row in plan.rows] == [1, 1]
+    assert [row.limit for row in plan.rows] == [5, 5]

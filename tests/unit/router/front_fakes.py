@@ -114,7 +114,9 @@ class ScriptedDispatcher:
         sampling = request.sampling
         special = request.shown.special_tokens
         assembler = OutputAssembler(
-            self.tokenizer.detokenizer(request.prompt_ids, special_tokens=special),
+            self.tokenizer.detokenizer(
+                request.prompt_ids, request.shown_ids, special_tokens=special
+            ),
             sampling.stop,
             self.tokenizer.eos_ids,
             include_stop=request.shown.stop_string,
@@ -177,9 +179,10 @@ class Front:
     metrics: RouterMetrics
     config: Config
     tokenizer: Tokenizer
+    model: ServedModel = MODEL
 
     def app(self) -> ASGIApp:
-        return create_app(self.dispatcher, self.tokenizer, MODEL, self.metrics, self.config)
+        return create_app(self.dispatcher, self.tokenizer, self.model, self.metrics, self.config)
 
     def count(self, name: str, **labels: str) -> float:
         """A sample of the router's metrics; 0 when there is none."""
@@ -196,11 +199,17 @@ class Front:
 
 
 def make_front(
-    script: Script | None = None, *, template: str | None = TEMPLATE, **config: Any
+    script: Script | None = None,
+    *,
+    template: str | None = TEMPLATE,
+    context: int = CONTEXT,
+    **config: Any,
 ) -> Front:
     tokenizer = tiny_tokenizer(template=template)
-    dispatcher = ScriptedDispatcher(tokenizer, script=script)
-    return Front(dispatcher, RouterMetrics(CollectorRegistry()), Config(**config), tokenizer)
+    dispatcher = ScriptedDispatcher(tokenizer, script=script, context_length=context)
+    metrics = RouterMetrics(CollectorRegistry())
+    model = replace(MODEL, context_length=context)
+    return Front(dispatcher, metrics, Config(**config), tokenizer, model)
 
 
 def listening_socket() -> socket.socket:

@@ -108,3 +108,33 @@ def test_bytes_that_are_no_character_do_not_wait_for_ever(count: int) -> None:
     ids = [3 + 0xFF] * count
     pieces = run(tokenizer.detokenizer(), ids)
     assert "".join(pieces) == REPLACEMENT * count
+
+
+def test_markers_among_bytes() -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer.special_ids(["<|im_start|>", "the", "absent"])
+    assert list(ids) == ["<|im_start|>"]
+    (marker,) = ids.values()
+    tokens = [*tokenizer.encode("é"), marker, *tokenizer.encode("x😀")]
+    detokenizer = tokenizer.detokenizer((), ids.values())
+    assert "".join(run(detokenizer, tokens)) == "é<|im_start|>x😀"
+
+
+def test_half_a_character_before_a_marker() -> None:
+    tokenizer = tiny_tokenizer()
+    (marker,) = tokenizer.special_ids(["<|im_start|>"]).values()
+    half = next(t for t in range(tokenizer.vocab_size) if tokenizer.spell(t) == "ð")
+    detokenizer = tokenizer.detokenizer((), [marker])
+    assert run(detokenizer, [half, marker]) == ["", REPLACEMENT + "<|im_start|>", ""]
+
+
+def test_markers_among_sentence_pieces() -> None:
+    tokenizer = sentence_pieces()
+    (marker,) = tokenizer.special_ids(["<s>"]).values()
+    text = list(tokenizer.encode("a the", add_special_tokens=False))
+    detokenizer = tokenizer.detokenizer((), [marker])
+    pieces = run(detokenizer, [*text, marker, *text])
+    assert "".join(pieces).count("<s>") == 1
+    before, after = "".join(pieces).split("<s>")
+    assert before == tokenizer.decode(text)
+    assert after.strip() == before.strip()

@@ -211,8 +211,6 @@ async def test_harmless_and_unknown_fields_are_ignored() -> None:
 
 
 UNSUPPORTED_CHAT = {
-    "tools": [{"type": "function", "function": {"name": "f"}}],
-    "tool_choice": "auto",
     "functions": [{"name": "f"}],
     "function_call": "auto",
     "audio": {"voice": "x", "format": "wav"},
@@ -341,7 +339,7 @@ BAD_MESSAGES: list[Any] = [
     [{"role": "user", "content": [{"type": "text"}]}],
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
     [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}],
-    [{"role": "tool", "content": "x", "tool_call_id": "1"}],
+    [{"role": "tool", "content": "x", "tool_call_id": ""}],
     [{"role": "function", "content": "x", "name": "f"}],
     [{"role": "king", "content": "x"}],
     [{"role": 5, "content": "x"}],

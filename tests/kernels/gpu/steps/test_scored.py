@@ -36,7 +36,7 @@ def run(runner: ModelRunner) -> list[StepResult]:
         (PlanRow(0, 0, 7, (1,), False, scored=7), PlanRow(1, 0, 4, (2,), True)),
     )
     second = StepPlan(
-        2, (), (), (PlanRow(1, 4, 1, (2,), True), PlanRow(0, 7, 5, (1,), True, 3, scored=4))
+        2, (), (), (PlanRow(1, 4, 1, (2,), True), PlanRow(0, 7, 5, (1,), True, choices=3, scored=4))
     )
     found = [runner.run(first), runner.run(second)]
     tokens = found[1].token_ids[1]

@@ -1,0 +1,87 @@
+"""What goes over gRPC: messages and values, one made of the other. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from baton.client.values import Message, ModelInfo, Piece, Sampling, Usage
+from baton.errors import BatonError, Unavailable
+from baton.grpc_errors import CODE_KEY, error_from_rpc
+from baton.sampling_params import SCALAR_FIELDS
+from baton.v1 import inference_pb2 as pb
+from baton.v1.sampling_pb2 import SamplingParameters
+
+_FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+def metadata(api_key: str) -> tuple[tuple[str, str], ...]:
+    """Of any call."""
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
+def generate_request(
+    *,
+    model: str,
+    prompt: str | None,
+    token_ids: Sequence[int] | None,
+    messages: Sequence[pb.ChatMessage] | None,
+    sampling: SamplingParameters | None,
+) -> pb.GenerateRequest:
+    """Raises ValueError when there is not one input."""
+    if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
+        raise ValueError("give one of prompt, token_ids and messages")
+    request = pb.GenerateRequest(model=model, sampling=sampling)
+    if prompt is not None:
+        request.prompt = prompt
+    elif token_ids is not None:
+        request.token_ids.CopyFrom(pb.TokenIds(ids=token_ids))
+    else:
+        request.messages.CopyFrom(pb.ChatMessages(messages=messages))
+    return request
+
+
+def chat_messages(messages: Sequence[Message]) -> list[pb.ChatMessage]:
+    return [pb.ChatMessage(role=message.role, content=message.content) for message in messages]
+
+
+def prompt_input(prompt: str | Sequence[int]) -> dict[str, Any]:
+    """The arguments of ``generate_request`` for a text or for token ids."""
+    return {"prompt": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
+
+
+def sampling_message(sampling: Sampling | None) -> SamplingParameters:
+    given = (sampling or Sampling()).given()
+    message = SamplingParameters(**{n: given[n] for n in SCALAR_FIELDS if n in given})
+    message.stop.extend(given.get("stop", ()))
+    message.stop_token_ids.extend(given.get("stop_token_ids", ()))
+    for token, bias in given.get("logit_bias", {}).items():
+        message.logit_bias[token] = bias
+    return message
+
+
+def piece(response: pb.GenerateResponse) -> Piece:
+    usage = None
+    if response.HasField("usage"):
+        usage = Usage(
+            response.usage.prompt_tokens,
+            response.usage.completion_tokens,
+            response.usage.cached_prompt_tokens,
+        )
+    return Piece(response.text, _FINISH.get(response.finish_reason), usage)
+
+
+def models(answer: pb.ListModelsResponse) -> tuple[ModelInfo, ...]:
+    return tuple(
+        ModelInfo(model.id, model.created, model.context_length) for model in answer.models
+    )
+
+
+def meant(rpc: Any, address: str) -> BatonError:
+    """The error that a failed call means; ``rpc`` is what the call has raised, of either API."""
+    from_router = CODE_KEY in dict(rpc.trailing_metadata() or ())
+    if rpc.code() is grpc.StatusCode.UNAVAILABLE and not from_router:
+        return Unavailable(f"no router answers at {address} ({rpc.details()})")
+    return error_from_rpc(rpc, address)

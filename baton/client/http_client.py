@@ -1,0 +1,240 @@
+"""A client of a router's HTTP front, for programs without an event loop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import httpx
+
+from baton.client import http_wire as wire
+from baton.client.values import (
+    NOTHING,
+    Answer,
+    BatchInfo,
+    FileInfo,
+    Message,
+    ModelInfo,
+    Piece,
+    Sampling,
+)
+from baton.errors import DeadlineExceeded, WorkerFailed
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+COPY_BYTES = 1 << 20
+
+
+class HttpClient:
+    """Connects on first use. Safe to share between threads. Its methods raise BatonError."""
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        api_key: str = "",
+        *,
+        model: str = "",
+        http: httpx.Client | None = None,
+    ) -> None:
+        """``url`` is that of the HTTP front, without a path. ``model``: whose answers are wanted;
+
+        the first one that is served by default. ``http``: a client of your own, for proxies or
+        certificates; it stays open.
+        """
+        self._url = url.rstrip("/")
+        self._api_key = api_key
+        self._model = model
+        self._http = http or httpx.Client(trust_env=False)
+        self._owns_http = http is None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connections."""
+        if self._owns_http:
+            self._http.close()
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """The models that are served."""
+        return wire.models(self._call("GET", "/v1/models").json())
+
+    # Answers
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        deadline_s: float | None = None,
+        options: Mapping[str, Any] = NOTHING,
+    ) -> Answer:
+        """Continue a conversation. ``options`` are further fields of the request's body."""
+        return self._whole(wire.CHAT, wire.chat_input(messages), sampling, deadline_s, options)
+
+    def complete(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        deadline_s: float | None = None,
+        options: Mapping[str, Any] = NOTHING,
+    ) -> Answer:
+        """Continue a text, or token ids."""
+        return self._whole(wire.COMPLETIONS, {"prompt": prompt}, sampling, deadline_s, options)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        deadline_s: float | None = None,
+        options: Mapping[str, Any] = NOTHING,
+    ) -> Generator[Piece, None, None]:
+        """As ``chat``, while it is made. Closing the iterator aborts the request."""
+        return self._stream(wire.CHAT, wire.chat_input(messages), sampling, deadline_s, options)
+
+    def stream_completion(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        deadline_s: float | None = None,
+        options: Mapping[str, Any] = NOTHING,
+    ) -> Generator[Piece, None, None]:
+        """As ``complete``, while it is made. Closing the iterator aborts the request."""
+        return self._stream(wire.COMPLETIONS, {"prompt": prompt}, sampling, deadline_s, options)
+
+    # Files and batches
+
+    def upload(self, content: BinaryIO | bytes, filename: str = "batch.jsonl") -> FileInfo:
+        """Upload a batch's input: lines of JSON."""
+        form: dict[str, Any] = {
+            "files": {"file": (filename, content)},
+            "data": {"purpose": "batch"},
+        }
+        return wire.file(self._call("POST", "/v1/files", **form).json())
+
+    def file(self, file_id: str) -> FileInfo:
+        return wire.file(self._call("GET", f"/v1/files/{file_id}").json())
+
+    def download(self, file_id: str, path: Path) -> None:
+        """Write a file's contents to ``path``. Raises OSError too."""
+        headers, silence = wire.headers(self._api_key), wire.timeout(None)
+        url = f"{self._url}/v1/files/{file_id}/content"
+        try:
+            with self._http.stream("GET", url, headers=headers, timeout=silence) as response:
+                if not response.is_success:
+                    response.read()
+                wire.checked(response)
+                with path.open("wb") as file:
+                    for piece in response.iter_bytes(COPY_BYTES):
+                        file.write(piece)
+        except httpx.HTTPError as error:
+            raise wire.unreachable(self._url, error) from error
+
+    def delete_file(self, file_id: str) -> None:
+        self._call("DELETE", f"/v1/files/{file_id}")
+
+    def create_batch(
+        self,
+        input_file_id: str,
+        endpoint: str = wire.CHAT,
+        *,
+        completion_window: str = "24h",
+        metadata: Mapping[str, str] = NOTHING,
+    ) -> BatchInfo:
+        """Begin a batch over an uploaded file."""
+        body = {
+            "input_file_id": input_file_id,
+            "endpoint": endpoint,
+            "completion_window": completion_window,
+            "metadata": dict(metadata),
+        }
+        return wire.batch(self._call("POST", "/v1/batches", json=body).json())
+
+    def batch(self, batch_id: str) -> BatchInfo:
+        """How far a batch has come."""
+        return wire.batch(self._call("GET", f"/v1/batches/{batch_id}").json())
+
+    def cancel_batch(self, batch_id: str) -> BatchInfo:
+        """End a batch early."""
+        return wire.batch(self._call("POST", f"/v1/batches/{batch_id}/cancel").json())
+
+    # How it is done
+
+    def _whole(
+        self,
+        path: str,
+        what: Mapping[str, Any],
+        sampling: Sampling | None,
+        deadline_s: float | None,
+        options: Mapping[str, Any],
+    ) -> Answer:
+        body = wire.generation_body(what, self._named(), sampling, options, stream=False)
+        response = self._call("POST", path, deadline_s, json=body)
+        return wire.answer(response.json())
+
+    def _stream(
+        self,
+        path: str,
+        what: Mapping[str, Any],
+        sampling: Sampling | None,
+        deadline_s: float | None,
+        options: Mapping[str, Any],
+    ) -> Generator[Piece, None, None]:
+        body = wire.generation_body(what, self._named(), sampling, options, stream=True)
+        ended = False
+        until = time.monotonic() + (math.inf if deadline_s is None else deadline_s + wire.GRACE_S)
+        try:
+            with self._http.stream(
+                "POST",
+                self._url + path,
+                json=body,
+                headers=wire.headers(self._api_key, deadline_s),
+                timeout=wire.timeout(deadline_s),
+            ) as response:
+                if not response.is_success:
+                    response.read()
+                wire.checked(response)
+                for line in response.iter_lines():
+                    # Read to its end: the connection is used again.
+                    ended = ended or wire.is_end(line)
+                    if time.monotonic() > until:
+                        raise DeadlineExceeded("the answer did not end before its deadline")
+                    piece = wire.piece(line)
+                    if piece is not None:
+                        yield piece
+        except httpx.ReadTimeout as error:
+            raise DeadlineExceeded("the answer did not come in time") from error
+        except httpx.HTTPError as error:
+            raise wire.unreachable(self._url, error) from error
+        if not ended:
+            raise WorkerFailed("the answer broke off")
+
+    def _named(self) -> str:
+        if not self._model:
+            self._model = self.models()[0].id
+        return self._model
+
+    def _call(
+        self, method: str, path: str, deadline_s: float | None = None, **content: Any
+    ) -> httpx.Response:
+        try:
+            response = self._http.request(
+                method,
+                self._url + path,
+                headers=wire.headers(self._api_key, deadline_s),
+                timeout=wire.timeout(deadline_s),
+                **content,
+            )
+        except httpx.ReadTimeout as error:
+            raise DeadlineExceeded("the answer did not come in time") from error
+        except httpx.HTTPError as error:
+            raise wire.unreachable(self._url, error) from error
+        return wire.checked(response)

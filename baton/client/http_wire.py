@@ -1,0 +1,184 @@
+"""What goes over HTTP: bodies, events and errors as values. No I/O."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import httpx
+
+from baton.client.values import (
+    Answer,
+    BatchInfo,
+    FileInfo,
+    Message,
+    ModelInfo,
+    Piece,
+    Sampling,
+    Usage,
+)
+from baton.errors import BatonError, Unavailable, classes_by_code
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+DEADLINE_HEADER = "x-baton-deadline-ms"
+CONNECT_S = 5.0
+SILENCE_S = 330.0
+"""A server that sends nothing for this long is given up; its own deadline is 300 s by default."""
+GRACE_S = 5.0
+"""Beyond a request's deadline, for the server's own word that it has passed."""
+_DATA = "data: "
+_DONE = "[DONE]"
+_CLASSES = classes_by_code()
+
+
+def generation_body(
+    what: Mapping[str, Any],
+    model: str,
+    sampling: Sampling | None,
+    options: Mapping[str, Any],
+    *,
+    stream: bool,
+) -> dict[str, Any]:
+    """The body of a request. ``options`` are further fields of it, and overrule the others."""
+    given = (sampling or Sampling()).given()
+    if "logit_bias" in given:
+        given["logit_bias"] = {str(token): bias for token, bias in given["logit_bias"].items()}
+    body = {"model": model, **what, **given}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    return {**body, **options}
+
+
+def chat_input(messages: Sequence[Message]) -> dict[str, Any]:
+    return {"messages": [asdict(message) for message in messages]}
+
+
+def headers(api_key: str, deadline_s: float | None = None) -> dict[str, str]:
+    """Of any request."""
+    made = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    if deadline_s is not None:
+        made[DEADLINE_HEADER] = str(max(1, math.ceil(deadline_s * 1e3)))
+    return made
+
+
+def timeout(deadline_s: float | None) -> httpx.Timeout:
+    """How long to wait for the server's next word."""
+    silence_s = SILENCE_S if deadline_s is None else deadline_s + GRACE_S
+    return httpx.Timeout(silence_s, connect=CONNECT_S)
+
+
+def answer(body: Mapping[str, Any]) -> Answer:
+    """The first choice of a response."""
+    choice = body["choices"][0]
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    return Answer(text or "", choice["finish_reason"], _usage(body["usage"]), body)
+
+
+def piece(line: str) -> Piece | None:
+    """What a line of a stream says, of its first choice. None where it says nothing.
+
+    Raises BatonError where it tells of one.
+    """
+    if not line.startswith(_DATA) or line[len(_DATA) :] == _DONE:
+        return None
+    event = json.loads(line[len(_DATA) :])
+    if "error" in event:
+        raise error_of(event, 500, None)
+    usage = _usage(event["usage"]) if event.get("usage") else None
+    choices = event["choices"]
+    if not choices:
+        return Piece("", usage=usage, raw=event)
+    choice = choices[0]
+    text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+    return Piece(text or "", choice["finish_reason"], usage, event)
+
+
+def is_end(line: str) -> bool:
+    """Whether a line of a stream is its last."""
+    return line == _DATA + _DONE
+
+
+def models(body: Mapping[str, Any]) -> tuple[ModelInfo, ...]:
+    return tuple(
+        ModelInfo(model["id"], model["created"], model.get("max_model_len", 0))
+        for model in body["data"]
+    )
+
+
+def file(body: Mapping[str, Any]) -> FileInfo:
+    return FileInfo(
+        body["id"], body["filename"], body["purpose"], body["bytes"], body["created_at"]
+    )
+
+
+def batch(body: Mapping[str, Any]) -> BatchInfo:
+    counts = body["request_counts"]
+    errors = (body.get("errors") or {}).get("data", [])
+    return BatchInfo(
+        id=body["id"],
+        status=body["status"],
+        endpoint=body["endpoint"],
+        input_file_id=body["input_file_id"],
+        output_file_id=body["output_file_id"],
+        error_file_id=body["error_file_id"],
+        total=counts["total"],
+        completed=counts["completed"],
+        failed=counts["failed"],
+        expires_at=body["expires_at"],
+        faults=tuple(_fault(error) for error in errors),
+        raw=body,
+    )
+
+
+def checked(response: httpx.Response) -> httpx.Response:
+    """A response that was read. Raises the error that it tells of."""
+    if response.is_success:
+        return response
+    try:
+        body = response.json()
+    except ValueError:
+        body = {}
+    raise error_of(body, response.status_code, _retry_after(response.headers))
+
+
+def error_of(body: Any, status: int, retry_after: float | None) -> BatonError:
+    """The error that an error object means; of another server's, one of the same status."""
+    told = body.get("error") if isinstance(body, dict) else None
+    told = told if isinstance(told, dict) else {}
+    message = str(told.get("message") or f"the server answered with status {status}")
+    cls = _CLASSES.get(str(told.get("code"))) or _of_status(status)
+    return cls(message, param=told.get("param"), retry_after=retry_after)
+
+
+def unreachable(url: str, error: httpx.HTTPError) -> Unavailable:
+    """What is raised when there is no answer."""
+    why = str(error) or type(error).__name__
+    return Unavailable(f"no answer from {url} ({why})")
+
+
+def _of_status(status: int) -> type[BatonError]:
+    same = [cls for cls in _CLASSES.values() if cls.http_status == status]
+    return min(same, key=lambda cls: len(cls.__mro__), default=BatonError)
+
+
+def _retry_after(given: httpx.Headers) -> float | None:
+    for name, unit in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        value = given.get(name, "")
+        if value.isascii() and value.isdecimal():
+            return int(value) * unit
+    return None
+
+
+def _usage(body: Mapping[str, Any]) -> Usage:
+    details = body.get("prompt_tokens_details") or {}
+    return Usage(
+        body["prompt_tokens"], body["completion_tokens"], details.get("cached_tokens") or 0
+    )
+
+
+def _fault(error: Mapping[str, Any]) -> str:
+    place = "" if error.get("line") is None else f"line {error['line']}: "
+    return f"{place}{error.get('message')}"

@@ -1,0 +1,140 @@
+"""What the clients take and give, the same over HTTP and gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: str
+    """``system``, ``user`` or ``assistant``."""
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn; what is None is left to the server. Ranges are the server's matter."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def given(self) -> dict[str, Any]:
+        """The fields that were set, by name."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in values.items() if value not in (None, (), {})}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_prompt_tokens: int = 0
+    """Prompt tokens whose KV was found in a cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What came since the last piece."""
+
+    text: str
+    finish_reason: str | None = None
+    """``stop`` or ``length``, once it is known."""
+    usage: Usage | None = None
+    """In the last piece."""
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The event itself, over HTTP: for what these fields do not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer."""
+
+    text: str
+    finish_reason: str | None
+    usage: Usage
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The response itself, over HTTP: for what these fields do not have."""
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece]) -> Answer:
+        """Join the pieces of a stream."""
+        texts: list[str] = []
+        finish_reason, usage = None, Usage(0, 0)
+        for piece in pieces:
+            texts.append(piece.text)
+            finish_reason = piece.finish_reason or finish_reason
+            usage = piece.usage or usage
+        return cls("".join(texts), finish_reason, usage)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model that is served."""
+
+    id: str
+    created: int
+    """Unix seconds."""
+    context_length: int
+    """Most tokens of prompt and answer together."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """An uploaded file, or a batch's results."""
+
+    id: str
+    filename: str
+    purpose: str
+    size: int
+    """In bytes."""
+    created_at: int
+    """Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInfo:
+    """A batch, and how far it has come."""
+
+    id: str
+    status: str
+    """``validating``, ``in_progress``, ``finalizing`` or ``cancelling``; in the end ``completed``,
+    ``failed``, ``expired`` or ``cancelled``."""
+    endpoint: str
+    input_file_id: str
+    output_file_id: str | None
+    error_file_id: str | None
+    total: int
+    """Lines of its file; 0 while they are checked."""
+    completed: int
+    failed: int
+    expires_at: int
+    """Unix seconds."""
+    faults: tuple[str, ...]
+    """Why it has failed: what is wrong with its file."""
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ("completed", "failed", "expired", "cancelled")

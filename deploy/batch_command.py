@@ -1,0 +1,135 @@
+"""`baton batch`: a file of requests from the terminal, over the HTTP front."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from baton.client import BatchInfo, HttpClient
+from baton.errors import InvalidRequest, Unavailable
+from router.batches.line import BadLine, read_lines
+
+ALL_ANSWERED = 0
+NOT_ALL_ANSWERED = 3
+"""Some lines have no answer: they failed, or the batch was cancelled or has expired."""
+POLL_S = 0.5
+AWAY_S = 120.0
+"""A cluster that does not answer for so long is given up; its batch waits for it."""
+_MOST_LINE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFiles:
+    """Where results go."""
+
+    output: Path
+
+    @property
+    def errors(self) -> Path:
+        """Beside the other: lines that have no answer."""
+        return self.output.with_name(f"{self.output.stem}.errors{self.output.suffix}")
+
+
+class BatchCommand:
+    """One batch, from its file to its results. Raises BatonError and OSError."""
+
+    def __init__(
+        self,
+        client: HttpClient,
+        say: Callable[[str], None],
+        console: Console,
+        *,
+        poll_s: float = POLL_S,
+        away_s: float = AWAY_S,
+    ) -> None:
+        """``say`` tells a person something; the progress is drawn on ``console``."""
+        self._client = client
+        self._say = say
+        self._console = console
+        self._poll_s = poll_s
+        self._away_s = away_s
+
+    def begin(self, file: Path, window: str) -> BatchInfo:
+        """Upload a file, and make a batch of it."""
+        endpoint = endpoint_of(file)
+        with file.open("rb") as content:
+            uploaded = self._client.upload(content, file.name)
+        batch = self._client.create_batch(uploaded.id, endpoint, completion_window=window)
+        self._say(f"batch {batch.id}: if this is interrupted, baton batch --id {batch.id} goes on")
+        return batch
+
+    def follow(self, batch_id: str) -> BatchInfo:
+        """Show how far it has come until it ends. The cluster may go away and come back."""
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[failed]}"),
+            TimeElapsedColumn(),
+        )
+        heard_at = time.monotonic()
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            task = progress.add_task("", total=None, failed="")
+            while True:
+                try:
+                    batch = self._client.batch(batch_id)
+                    heard_at = time.monotonic()
+                except Unavailable:
+                    if time.monotonic() - heard_at > self._away_s:
+                        raise
+                    progress.update(task, description="no answer; waiting")
+                else:
+                    progress.update(
+                        task,
+                        description=batch.status,
+                        total=batch.total or None,
+                        completed=batch.completed + batch.failed,
+                        failed=f"{batch.failed} failed" if batch.failed else "",
+                    )
+                    if batch.ended:
+                        return batch
+                time.sleep(self._poll_s)
+
+    def finish(self, batch: BatchInfo, files: BatchFiles) -> int:
+        """Write the results; the exit code. Raises InvalidRequest where the file was at fault."""
+        if batch.status == "failed":
+            raise InvalidRequest("; ".join(batch.faults) or "the batch has failed")
+        for file_id, path in (
+            (batch.output_file_id, files.output),
+            (batch.error_file_id, files.errors),
+        ):
+            if file_id is not None:
+                self._client.download(file_id, path)
+                self._say(f"{path}")
+        self._say(f"{batch.status}: {batch.completed} of {batch.total} lines were answered")
+        if batch.status == "completed" and not batch.failed:
+            return ALL_ANSWERED
+        return NOT_ALL_ANSWERED
+
+
+def endpoint_of(file: Path) -> str:
+    """What the first line of a file asks. Raises InvalidRequest."""
+    with file.open("rb") as raws:
+        try:
+            line = next(read_lines(raws, _MOST_LINE_BYTES), None)
+        except BadLine as bad:
+            raise InvalidRequest(f"line {bad.fault.line}: {bad.fault.message}") from None
+    if line is None:
+        raise InvalidRequest(f"{file} has no lines")
+    return line.url
+
+
+def run_batch(
+    command: BatchCommand, file: Path | None, batch_id: str, window: str, output: Path | None
+) -> int:
+    """Begin a batch with ``file``, or go on with ``batch_id``; the exit code."""
+    batch = command.begin(file, window) if file is not None else None
+    name = batch.id if batch is not None else batch_id
+    if output is None:
+        output = Path(f"{name}.jsonl") if file is None else file.with_suffix(".results.jsonl")
+    return command.finish(command.follow(name), BatchFiles(output))

@@ -1,0 +1,116 @@
+"""Drafts in a step: which sequences check how many tokens, and what of them is kept.
+
+The engine drafts, not the scheduler: while two plans are in flight it alone has the newest tokens.
+A plan says how far a sequence may go; see ``PlanRow.limit``. Owned by the engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from engine.draft_length import DraftLength, Proposal
+from engine.drafter import Draft, Drafter
+from engine.ngram_drafter import NgramDrafter
+from engine.plan import PlanRow
+
+DRAFTERS = ("none", "ngram")
+"""By the names that the configuration takes."""
+MOST_DRAFT_TOKENS = 13
+"""Of one sequence in one step: with its own token a pass of linear.h."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedRow:
+    """A row as it is computed: behind its own tokens come those of a draft."""
+
+    row: PlanRow
+    """Its ``count`` has the drafted tokens in it."""
+    draft: tuple[int, ...]
+
+
+class Speculation:
+    """See the module's text."""
+
+    def __init__(self, drafter: Drafter, length: DraftLength | None = None) -> None:
+        """``length`` says how much of each draft is checked; without it what is measured does."""
+        self._drafter = drafter
+        self._length = length or DraftLength()
+        self._drafts: dict[int, Draft] = {}
+
+    @property
+    def drafter(self) -> str:
+        """Its name."""
+        return self._drafter.name
+
+    def extend(
+        self, rows: Sequence[DraftedRow], tokens_of: Callable[[int], list[int]]
+    ) -> list[DraftedRow]:
+        """The rows with the drafts that pay; ``tokens_of`` gives a sequence's tokens by its id."""
+        self._drafts = {}
+        for drafted in rows:
+            row = drafted.row
+            if row.limit:
+                token_ids = tokens_of(row.sequence_id)
+                most = min(MOST_DRAFT_TOKENS, row.limit - len(token_ids) - 1)
+                if most > 0:
+                    self._propose(row.sequence_id, token_ids, most)
+        if not self._drafts:
+            return list(rows)
+        proposals = [
+            Proposal(sequence_id, draft.evidence, len(draft.token_ids))
+            for sequence_id, draft in self._drafts.items()
+        ]
+        batch = sum(drafted.row.sample for drafted in rows)
+        total = sum(drafted.row.count for drafted in rows)
+        lengths = self._length.choose(batch, total, proposals)
+        chosen = dict(zip(self._drafts, lengths, strict=True))
+        return [self._with_draft(drafted, chosen) for drafted in rows]
+
+    def _propose(self, sequence_id: int, token_ids: list[int], most: int) -> None:
+        draft = self._drafter.propose(sequence_id, token_ids, most)
+        if draft is not None:
+            self._drafts[sequence_id] = draft
+
+    def _with_draft(self, drafted: DraftedRow, chosen: dict[int, int]) -> DraftedRow:
+        row = drafted.row
+        count = chosen.get(row.sequence_id, 0)
+        if not count:
+            return drafted
+        draft = tuple(self._drafts[row.sequence_id].token_ids[:count])
+        return DraftedRow(with_place(row, row.start, row.count + count), draft)
+
+    def verified(self, sequence_id: int, drafted: int, kept: int) -> None:
+        """Of the sequence's drafted tokens in the step that has ended the first were right."""
+        if drafted:
+            evidence = self._drafts[sequence_id].evidence
+            self._length.verified(sequence_id, evidence, drafted, kept)
+
+    def observe(self, batch: int, drafted: int, seconds: float) -> None:
+        """See ``DraftLength.observe``."""
+        self._length.observe(batch, drafted, seconds)
+
+    def forget(self, sequence_id: int) -> None:
+        """Drop a sequence's state."""
+        self._drafter.forget(sequence_id)
+        self._length.forget(sequence_id)
+
+
+def make_speculation(name: str) -> Speculation | None:
+    """By the name of the drafter; None for ``none``. Raises ValueError for another name."""
+    if name not in DRAFTERS:
+        raise ValueError(f"drafter {name!r} is unknown; known: {', '.join(DRAFTERS)}")
+    return None if name == "none" else Speculation(NgramDrafter())
+
+
+def with_place(row: PlanRow, start: int, count: int) -> PlanRow:
+    """The row for other tokens of its sequence."""
+    return replace(row, start=start, count=count)
+
+
+def kept_tokens(draft: Sequence[int], drawn: Sequence[int]) -> int:
+    """How many tokens of a draft are those drawn in their places."""
+    kept = 0
+    while kept < len(draft) and draft[kept] == drawn[kept]:
+        kept += 1
+    return kept

@@ -1,0 +1,63 @@
+"""LiteLLM, with the `openai/` provider."""
+
+from __future__ import annotations
+
+import json
+
+import litellm
+from checks import HELLO, MODEL, RESPONSE_FORMAT, TOOLS, URL, run, same
+
+
+def ask(**more: object) -> litellm.ModelResponse:
+    settings = {"model": f"openai/{MODEL}", "max_tokens": 16, "temperature": 0, **more}
+    return litellm.completion(
+        messages=HELLO, api_base=f"{URL}/v1", api_key="none", num_retries=0, **settings
+    )
+
+
+def chat() -> None:
+    same(ask().usage.completion_tokens, 16)
+
+
+def stream() -> None:
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in ask(stream=True))
+    same(text, ask().choices[0].message.content)
+
+
+def errors() -> None:
+    for more, kind in (
+        ({"model": "openai/none"}, litellm.NotFoundError),
+        ({"temperature": 9}, litellm.BadRequestError),
+    ):
+        try:
+            ask(**more)
+        except kind:
+            continue
+        raise AssertionError(f"{more} was answered")
+
+
+def json_schema() -> None:
+    answer = ask(response_format=RESPONSE_FORMAT, max_tokens=64)
+    same(list(json.loads(answer.choices[0].message.content)), ["colour"])
+
+
+def tools() -> None:
+    answer = ask(tools=TOOLS, tool_choice="required", max_tokens=128)
+    same([call.function.name for call in answer.choices[0].message.tool_calls], ["paint"])
+
+
+def logprobs() -> None:
+    answer = ask(logprobs=True, top_logprobs=2, max_tokens=4)
+    same(len(answer.choices[0].logprobs.content), 4)
+
+
+run(
+    {
+        "chat": chat,
+        "stream": stream,
+        "errors": errors,
+        "json_schema": json_schema,
+        "tools": tools,
+        "logprobs": logprobs,
+    }
+)

@@ -1,0 +1,261 @@
+"""`baton bench speculation`: one engine with and without drafts, on the same prompts in turns.
+
+No cluster: the engine's own steps, planned by its scheduler. Tokens a second are those of the steps
+in which no prompt is computed, planning and taking in of results included: what a decode worker's
+engine does when prompts are computed elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from baton.errors import BatonError, ConfigError
+from baton.request import SequenceSpec
+from baton.sampling_params import SamplingParams
+from engine.engine import Engine, EngineSettings, build_engine, warm_up
+from engine.local import make_sequence
+from engine.plan import StepPlan, StepResult
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler
+from engine.speculation import make_speculation
+from loadtest.machine import Machine, this_machine
+from loadtest.speculation_prompts import COPY, copying_tasks, read_questions
+from loadtest.transfer_rows import write_json
+from loadtest.whole_table import print_whole, whole_table
+from router.tokenizer import Tokenizer
+from worker.calibration import calibrate
+
+Say = Callable[[str], None]
+
+_MOST_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationSettings:
+    """What is measured."""
+
+    engine: EngineSettings
+    """Its ``drafter`` is compared with none."""
+    prompts: Path | None = None
+    """A folder as ``read_questions`` takes it; without it there is the copying alone."""
+    categories: tuple[str, ...] = ()
+    """Of those found; empty: all."""
+    concurrency: tuple[int, ...] = (1, 4, 16)
+    rows: int = 8
+    """Prompts of a category; at least twice the concurrency, where there are as many."""
+    answer_tokens: int = 128
+    temperature: float = 0.0
+    repeats: int = 2
+
+
+@dataclass(slots=True)
+class Arm:
+    """What the decode steps of one way have brought so far."""
+
+    tokens: int = 0
+    turns: int = 0
+    """Of sequences in steps: without drafts as many as tokens."""
+    drafted: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+    answers: list[list[int]] = field(default_factory=list)
+    """Of the last run."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def add(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """A step has ended."""
+        self.turns += len(plan.rows)
+        self.tokens += len(plan.rows) + result.accepted
+        self.drafted += result.drafted
+        self.accepted += result.accepted
+        self.seconds += seconds
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationRow:
+    """Of one category at one concurrency."""
+
+    category: str
+    concurrency: int
+    prompts: int
+    plain_tokens_per_s: float
+    tokens_per_s: float
+    acceptance_length: float
+    """Tokens that a sequence gets in a step, on average."""
+    drafted: int
+    accepted: int
+    same_answers: int
+    """How many of the answers are those without drafts, token for token."""
+
+    @property
+    def speedup(self) -> float:
+        return self.tokens_per_s / self.plain_tokens_per_s if self.plain_tokens_per_s else 0.0
+
+
+def bench_speculation(
+    settings: SpeculationSettings, say: Say, console: Console, output: Path | None
+) -> None:
+    """Measure, print, and write ``output`` as JSON. Raises BatonError; ConfigError, before anything
+
+    is measured, where ``output`` cannot be written or a category is unknown.
+    """
+    if output is not None:
+        write_json(output, "{}\n")
+    machine = this_machine()
+    texts = _texts(settings)
+    bench = SpeculationBench(settings)
+    rows = []
+    for category, questions in texts.items():
+        for concurrency in settings.concurrency:
+            say(f"measuring {category}, {concurrency} at a time")
+            row = bench.measure(category, questions, concurrency)
+            say(f"{row.speedup:.2f} times the tokens a second")
+            rows.append(row)
+            if output is not None:
+                write_json(output, _json(settings, machine, rows))
+    print_whole(console, draw(rows, machine))
+
+
+def _texts(settings: SpeculationSettings) -> dict[str, list[str]]:
+    found = read_questions(settings.prompts) if settings.prompts is not None else {}
+    found[COPY] = copying_tasks()
+    unknown = set(settings.categories) - found.keys()
+    if unknown:
+        raise ConfigError(f"no category {min(unknown)!r}; there are: {', '.join(found)}")
+    return {name: found[name] for name in settings.categories or found}
+
+
+class SpeculationBench:
+    """One engine, run in both ways on the same memory."""
+
+    def __init__(self, settings: SpeculationSettings) -> None:
+        self._settings = settings
+        self._engine = build_engine(settings.engine)
+        warm_up(self._engine)
+        self._tokenizer = Tokenizer.load(settings.engine.model_path)
+        runner = self._engine.runner
+        # Kept for all that is measured, as a worker keeps it: what it has learned is a part of it.
+        speculation = make_speculation(settings.engine.drafter)
+        self._runners = {
+            True: ModelRunner(runner.model, runner.cache, runner.device, speculation=speculation),
+            False: ModelRunner(runner.model, runner.cache, runner.device),
+        }
+        # As a worker does before it serves.
+        drafting = replace(self._engine, runner=self._runners[True])
+        calibrate(drafting, drafting.runner.run)
+        self._next_id = 0
+
+    def measure(self, category: str, questions: Sequence[str], concurrency: int) -> SpeculationRow:
+        """Both ways in turns."""
+        count = max(self._settings.rows, 2 * concurrency)
+        prompts = [self._prompt(question) for question in questions[:count]]
+        arms = {False: Arm(), True: Arm()}
+        same = 0
+        for number in range(self._settings.repeats):
+            for drafts in (False, True) if number % 2 == 0 else (True, False):
+                self._run(prompts, concurrency, drafts, arms[drafts])
+            same += sum(map(list.__eq__, arms[False].answers, arms[True].answers))
+        plain, drafted = arms[False], arms[True]
+        return SpeculationRow(
+            category,
+            concurrency,
+            len(prompts),
+            plain.tokens_per_s,
+            drafted.tokens_per_s,
+            drafted.tokens / max(1, drafted.turns),
+            drafted.drafted,
+            drafted.accepted,
+            same // self._settings.repeats,
+        )
+
+    def _prompt(self, question: str) -> tuple[int, ...]:
+        """As a chat has it; as it is where the model has no template."""
+        try:
+            messages = [{"role": "user", "content": question}]
+            text = self._tokenizer.render_chat(messages, _MOST_CHARACTERS)
+        except BatonError:
+            return self._tokenizer.encode(question)
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _run(
+        self, prompts: Sequence[tuple[int, ...]], concurrency: int, drafts: bool, arm: Arm
+    ) -> None:
+        engine = self._fresh_engine(concurrency, drafts)
+        sequences = []
+        for prompt in prompts:
+            self._next_id += 1
+            spec = SequenceSpec(str(self._next_id), 0, "", prompt, len(prompt), self._sampling)
+            sequences.append(make_sequence(engine, self._next_id, spec))
+            engine.scheduler.add(sequences[-1])
+        while True:
+            began = time.perf_counter()
+            plan = engine.scheduler.schedule()
+            if plan is None:
+                break
+            result = engine.runner.run(plan)
+            engine.scheduler.complete(plan, result)
+            if plan.decodes_only:
+                arm.add(plan, result, time.perf_counter() - began)
+        arm.answers = [sequence.token_ids for sequence in sequences]
+
+    @property
+    def _sampling(self) -> SamplingParams:
+        settings = self._settings
+        return SamplingParams(
+            temperature=settings.temperature, seed=7, max_tokens=settings.answer_tokens
+        )
+
+    def _fresh_engine(self, concurrency: int, drafts: bool) -> Engine:
+        """Nothing cached, and so many sequences at a time."""
+        built = self._engine
+        built.pool.drop_cache()
+        limits = replace(built.scheduler.limits, max_sequences=concurrency)
+        if not drafts:
+            limits = replace(limits, draft_tokens=0)
+        scheduler = Scheduler(built.pool, limits)
+        return replace(built, runner=self._runners[drafts], scheduler=scheduler)
+
+
+def draw(rows: Sequence[SpeculationRow], machine: Machine) -> Table:
+    """As Markdown."""
+    table = whole_table(
+        *("category", "at a time", "prompts", "tokens/s without", "tokens/s with", "ratio"),
+        *("tokens a step", "drafted", "accepted", "same answers"),
+        title=machine.line(),
+    )
+    for row in rows:
+        table.add_row(
+            row.category,
+            str(row.concurrency),
+            str(row.prompts),
+            f"{row.plain_tokens_per_s:.0f}",
+            f"{row.tokens_per_s:.0f}",
+            f"{row.speedup:.2f}",
+            f"{row.acceptance_length:.2f}",
+            str(row.drafted),
+            str(row.accepted),
+            f"{row.same_answers} of {row.prompts}",
+        )
+    return table
+
+
+def _json(settings: SpeculationSettings, machine: Machine, rows: Sequence[SpeculationRow]) -> str:
+    found: Mapping[str, object] = {
+        "machine": asdict(machine),
+        "drafter": settings.engine.drafter,
+        "quantization": settings.engine.quantization,
+        "temperature": settings.temperature,
+        "answer_tokens": settings.answer_tokens,
+        "rows": [asdict(row) | {"speedup": row.speedup} for row in rows],
+    }
+    return json.dumps(found, indent=1) + "\n"

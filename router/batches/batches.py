@@ -1,0 +1,59 @@
+"""All parts of files and batches in one router process."""
+
+from __future__ import annotations
+
+from baton.config import Config
+from baton.metrics import RouterMetrics
+from router.access import Access
+from router.batches.api import BatchesApi
+from router.batches.line_runner import LineRunner, line_api
+from router.batches.runner import BatchRunner
+from router.batches.store import BatchStore
+from router.generation import Dispatcher
+from router.served_model import ServedModel
+from router.tokenizer import Tokenizer
+
+
+class Batches:
+    """Owned by the event loop.
+
+    new ─start→ running ─stop→ stopped (the endpoints still answer) ─close→ closed
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer,
+        model: ServedModel,
+        metrics: RouterMetrics,
+        config: Config,
+        access: Access,
+    ) -> None:
+        """``access`` knows the keys of those who upload and ask."""
+        lines = line_api(dispatcher, tokenizer, model, metrics, config)
+        handlers = {
+            "/v1/chat/completions": lines.chat_completions,
+            "/v1/completions": lines.completions,
+        }
+        self._store = BatchStore(config.data_folder, config.files_most_bytes)
+        self._runner = BatchRunner(
+            self._store,
+            LineRunner(handlers).run,
+            model.id,
+            metrics,
+            most_in_flight=config.batch_most_in_flight,
+            most_line_bytes=config.max_body_bytes,
+        )
+        self.api = BatchesApi(self._store, model.id, config, access, self._runner.wake)
+
+    async def start(self) -> None:
+        """Begin to run batches."""
+        await self._runner.start()
+
+    async def stop(self) -> None:
+        """Run no more lines."""
+        await self._runner.close()
+
+    async def close(self) -> None:
+        """Close the table."""
+        await self._store.close()

@@ -1,0 +1,134 @@
+"""A line of a batch's input file: one request, as JSON. Plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pydantic_core
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+"""What a line may ask for."""
+MOST_LINES = 50_000
+"""In a file, as at OpenAI."""
+MOST_FAULTS = 50
+"""More are not looked for."""
+_MOST_NAME_CHARACTERS = 512
+_SHOWN_CHARACTERS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A request that its file asks for."""
+
+    number: int
+    """Counts from 1, blank lines included."""
+    custom_id: str
+    """The client's name for it, unique in the file."""
+    url: str
+    """One of ``ENDPOINTS``."""
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong with an input file."""
+
+    code: str
+    message: str
+    """Safe to show: it repeats no prompt."""
+    line: int | None = None
+    param: str | None = None
+
+
+class BadLine(Exception):
+    """A line cannot be taken as a request."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.message)
+        self.fault = fault
+
+
+def read_line(number: int, raw: bytes, most_bytes: int) -> Line:
+    """Read one line. Raises BadLine; ``most_bytes`` bounds it, as it does the body of a request."""
+    if len(raw) > most_bytes:
+        raise _bad(number, "line_too_large", f"the line is larger than {most_bytes} bytes")
+    try:
+        value = pydantic_core.from_json(raw, allow_inf_nan=False)
+    except ValueError:
+        raise _bad(number, "invalid_json_line", "the line is not valid JSON") from None
+    if not isinstance(value, dict):
+        raise _bad(number, "invalid_json_line", "the line must be a JSON object")
+    custom_id = value.get("custom_id")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MOST_NAME_CHARACTERS:
+        text = f"custom_id must be a string of 1 to {_MOST_NAME_CHARACTERS} characters"
+        raise _bad(number, "invalid_custom_id", text, "custom_id")
+    if value.get("method") != "POST":
+        raise _bad(number, "invalid_method", "method must be POST", "method")
+    url, body = value.get("url"), value.get("body")
+    if not isinstance(url, str) or url not in ENDPOINTS:
+        raise _bad(number, "invalid_url", f"url must be one of {', '.join(ENDPOINTS)}", "url")
+    if not isinstance(body, dict):
+        raise _bad(number, "invalid_body", "body must be a JSON object", "body")
+    if body.get("stream"):
+        raise _bad(number, "invalid_body", "stream is not possible in a batch", "body.stream")
+    return Line(number, custom_id, url, body)
+
+
+def read_lines(raws: Iterable[bytes], most_bytes: int, first: int = 1) -> Iterator[Line]:
+    """The lines that are not blank; ``first`` is the number of the first one. Raises BadLine."""
+    for number, raw in enumerate(raws, first):
+        if raw.strip():
+            yield read_line(number, raw, most_bytes)
+
+
+def find_faults(
+    raws: Iterable[bytes], most_bytes: int, endpoint: str = "", model: str = ""
+) -> tuple[int, list[Fault]]:
+    """Check a whole file: how many lines it has, and what is wrong, ``MOST_FAULTS`` at most.
+
+    Where they are given, ``endpoint`` is what all lines must ask, and ``model`` whom.
+    """
+    faults: list[Fault] = []
+    names: dict[str, int] = {}
+    count = 0
+    for number, raw in enumerate(raws, 1):
+        if not raw.strip():
+            continue
+        count += 1
+        if count > MOST_LINES:
+            faults.append(Fault("too_many_lines", f"a file has at most {MOST_LINES} lines"))
+            break
+        try:
+            line = read_line(number, raw, most_bytes)
+            _check_target(line, endpoint, model)
+            _check_name(line, names)
+        except BadLine as bad:
+            faults.append(bad.fault)
+            if len(faults) == MOST_FAULTS:
+                break
+    if not count:
+        faults.append(Fault("empty_file", "the file has no lines"))
+    return count, faults
+
+
+def _check_target(line: Line, endpoint: str, model: str) -> None:
+    if endpoint and line.url != endpoint:
+        raise _bad(line.number, "mismatched_endpoint", f"url must be {endpoint}", "url")
+    asked = line.body.get("model")
+    if model and asked != model:
+        shown = asked[:_SHOWN_CHARACTERS] if isinstance(asked, str) else "none"
+        text = f"the model '{shown}' does not exist; {model} is served"
+        raise _bad(line.number, "model_not_found", text, "body.model")
+
+
+def _check_name(line: Line, names: dict[str, int]) -> None:
+    known = names.setdefault(line.custom_id, line.number)
+    if known != line.number:
+        text = f"custom_id is that of line {known}"
+        raise _bad(line.number, "duplicate_custom_id", text, "custom_id")
+
+
+def _bad(number: int, code: str, message: str, param: str | None = None) -> BadLine:
+    return BadLine(Fault(code, message, number, param))

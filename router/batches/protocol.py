@@ -1,0 +1,187 @@
+"""OpenAI's shapes of files and batches."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from baton.errors import InvalidRequest
+from router.batches.batch import Batch, StoredFile
+
+MOST_METADATA = 16
+MOST_METADATA_NAME = 64
+MOST_METADATA_VALUE = 512
+MOST_WINDOW_S = 30 * 86400
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_WINDOW = re.compile(r"([1-9][0-9]{0,6})([smhd])", re.ASCII)
+
+
+class CreateBatchRequest(BaseModel):
+    """The body of `POST /v1/batches`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
+
+    input_file_id: Annotated[str, Field(max_length=128)]
+    """An uploaded file with the purpose `batch`."""
+    endpoint: str
+    """`/v1/chat/completions` or `/v1/completions`: what all lines of the file ask."""
+    completion_window: str = "24h"
+    """After this time the batch ends with what there is: a number and `s`, `m`, `h` or `d`, at most
+    30 days (extension: OpenAI knows `24h` alone)."""
+    metadata: dict[str, str] | None = None
+    """At most 16 pairs, of 64 and 512 characters."""
+
+
+class FileObject(BaseModel):
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+
+    @classmethod
+    def of(cls, file: StoredFile) -> FileObject:
+        return cls(
+            id=file.id,
+            bytes=file.size,
+            created_at=file.created_at,
+            filename=file.filename,
+            purpose=file.purpose,
+        )
+
+
+class FileList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(BaseModel):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+class BatchFault(BaseModel):
+    code: str
+    message: str
+    param: str | None
+    line: int | None
+
+
+class BatchFaults(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[BatchFault]
+
+
+class RequestCounts(BaseModel):
+    total: int
+    completed: int
+    failed: int
+
+
+class InputTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class OutputTokensDetails(BaseModel):
+    reasoning_tokens: int = 0
+
+
+class BatchUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class BatchObject(BaseModel):
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    model: str
+    errors: BatchFaults | None
+    input_file_id: str
+    completion_window: str
+    status: str
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    usage: BatchUsage
+    metadata: dict[str, str] | None
+
+    @classmethod
+    def of(cls, batch: Batch) -> BatchObject:
+        faults = [
+            BatchFault(code=f.code, message=f.message, param=f.param, line=f.line)
+            for f in batch.faults
+        ]
+        same: dict[str, Any] = {
+            name: getattr(batch, name) for name in cls.model_fields if hasattr(batch, name)
+        }
+        same |= {"status": batch.status.value, "metadata": batch.metadata or None}
+        return cls(
+            **same,
+            errors=BatchFaults(data=faults) if faults else None,
+            request_counts=RequestCounts(
+                total=batch.total, completed=batch.completed, failed=batch.failed
+            ),
+            usage=BatchUsage(
+                input_tokens=batch.prompt_tokens,
+                input_tokens_details=InputTokensDetails(cached_tokens=batch.cached_tokens),
+                output_tokens=batch.completion_tokens,
+                output_tokens_details=OutputTokensDetails(),
+                total_tokens=batch.prompt_tokens + batch.completion_tokens,
+            ),
+        )
+
+
+class BatchList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def window_s(text: str) -> int:
+    """A completion window in seconds. Raises InvalidRequest."""
+    match = _WINDOW.fullmatch(text)
+    seconds = int(match[1]) * _UNITS[match[2]] if match else 0
+    if not 0 < seconds <= MOST_WINDOW_S:
+        raise InvalidRequest(
+            "completion_window must be a number and s, m, h or d, as 24h, and at most 30d",
+            param="completion_window",
+        )
+    return seconds
+
+
+def check_metadata(metadata: dict[str, str]) -> dict[str, str]:
+    """Raises InvalidRequest."""
+    fits = len(metadata) <= MOST_METADATA and all(
+        len(name) <= MOST_METADATA_NAME and len(value) <= MOST_METADATA_VALUE
+        for name, value in metadata.items()
+    )
+    if not fits:
+        raise InvalidRequest(
+            f"metadata has at most {MOST_METADATA} pairs, of at most {MOST_METADATA_NAME} and"
+            f" {MOST_METADATA_VALUE} characters",
+            param="metadata",
+        )
+    return metadata

@@ -1,0 +1,300 @@
+"""Runs batches: claims them, puts their lines through, keeps the results, ends them.
+
+Each router process has one of these; a batch belongs to at most one of them at a time. An owner's
+beat rises every second. One whose beat stands still for ``LEASE_S``, as another process sees it,
+has lost its batches: the lines that have no result yet are run again, and what the former owner may
+still write counts for nothing.
+
+Owned by the event loop. ``router.batches.batch`` lists the states.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+from baton.background import end_tasks
+from baton.errors import BatonError, NotFound
+from baton.metrics import RouterMetrics
+from router.batches.batch import Batch, BatchStatus, LineResult, StoredFile
+from router.batches.database import Database, LeaseLost, StatusChanged
+from router.batches.lease import LEASE_S, LeaseWatch
+from router.batches.line import Fault, Line, find_faults, read_lines
+from router.batches.line_runner import expired_result
+from router.batches.store import BatchStore
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+"""How often the table is looked at, and an owner's beat rises."""
+SWEEP_S = 600.0
+MOST_BATCHES = 8
+"""Of one process at a time."""
+MOST_OF_A_TENANT = 4
+_LINES_AT_ONCE = 64
+"""Read from a file, or written as expired, in one go."""
+_REST_S = 10.0
+"""Before a batch is tried again that could not be run, for want of room on the disk say."""
+_ENDING = "ending"
+_FINAL = {
+    BatchStatus.CANCELLING: BatchStatus.CANCELLED,
+    BatchStatus.FINALIZING: BatchStatus.COMPLETED,
+}
+
+RunLine = Callable[[Batch, Line], Awaitable[LineResult]]
+
+
+class BatchRunner:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        store: BatchStore,
+        run_line: RunLine,
+        model: str,
+        metrics: RouterMetrics,
+        *,
+        most_in_flight: int,
+        most_line_bytes: int,
+        poll_s: float = POLL_S,
+        lease_s: float = LEASE_S,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``model`` is the id of what is served; at most ``most_in_flight`` lines run at a time."""
+        self.owner = secrets.token_hex(8)
+        self._store = store
+        self._run_line = run_line
+        self._model = model
+        self._metrics = metrics
+        self._slots = asyncio.Semaphore(most_in_flight)
+        self._most_line_bytes = most_line_bytes
+        self._poll_s = poll_s
+        self._watch = LeaseWatch(lease_s)
+        self._unix_clock = unix_clock
+        self._runs: dict[str, asyncio.Task[None]] = {}
+        self._woken = asyncio.Event()
+        self._rest_until: dict[str, float] = {}
+        self._follow: asyncio.Task[None] | None = None
+        self._swept_at = float("-inf")
+
+    async def start(self) -> None:
+        """Begin to look for batches."""
+        self._follow = asyncio.create_task(self._look_again(), name="batches")
+
+    async def close(self) -> None:
+        """Stop all lines, and leave the batches to others, or to the next start."""
+        if self._follow is not None:
+            await end_tasks([self._follow])
+        await end_tasks(self._runs.values())
+        if self._store.used:
+            with contextlib.suppress(sqlite3.Error, BatonError):
+                await self._store.ask(Database.release, self.owner)
+
+    def wake(self) -> None:
+        """A batch was made or cancelled in this process: look at once."""
+        self._woken.set()
+
+    # Whose batch is it?
+
+    async def _look_again(self) -> None:
+        while True:
+            try:
+                if self._store.used:
+                    await self._look()
+            except (sqlite3.Error, OSError, BatonError) as error:
+                log.warning("batches cannot be read: %s", error)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_s):
+                    await self._woken.wait()
+            self._woken.clear()
+
+    async def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._swept_at > SWEEP_S:
+            self._swept_at = now
+            await self._store.sweep()
+        self._runs = {name: run for name, run in self._runs.items() if not run.done()}
+        if self._runs:
+            await self._store.ask(Database.beat, self.owner)
+        unfinished = await self._store.ask(Database.unfinished)
+        self._watch.keep(batch.id for batch in unfinished)
+        self._rest_until = {name: until for name, until in self._rest_until.items() if now < until}
+        tenants = Counter(batch.tenant for batch in unfinished if batch.id in self._runs)
+        for batch in unfinished:
+            if batch.id in self._runs:
+                await self._attend(batch)
+            elif self._may_claim(batch, tenants, now):
+                claimed = await self._store.ask(Database.claim, batch, self.owner)
+                if claimed is not None:
+                    tenants[batch.tenant] += 1
+                    self._begin(claimed)
+
+    def _may_claim(self, batch: Batch, tenants: Counter[str], now: float) -> bool:
+        silent = self._watch.silent(batch.id, (batch.owner, batch.beat), now)
+        if batch.owner not in ("", self.owner) and not silent:
+            return False
+        if now < self._rest_until.get(batch.id, now):
+            return False
+        if self._is_over(batch):
+            return True
+        if len(self._runs) >= MOST_BATCHES or tenants[batch.tenant] >= MOST_OF_A_TENANT:
+            return False
+        return batch.model == self._model
+
+    def _is_over(self, batch: Batch) -> bool:
+        """Whether there is nothing to be done for it but to end it."""
+        return batch.status in _FINAL or self._unix_clock() >= batch.expires_at
+
+    async def _attend(self, batch: Batch) -> None:
+        """Somebody may have cancelled a batch that is run here, or taken it over."""
+        run = self._runs[batch.id]
+        if batch.owner != self.owner:
+            log.warning("batch %s was taken over by another process", batch.id)
+            await end_tasks([run])
+        elif (
+            self._is_over(batch)
+            and batch.status is not BatchStatus.FINALIZING
+            and run.get_name() != _ENDING
+        ):
+            await end_tasks([run])
+            self._begin(batch)
+
+    def _begin(self, batch: Batch) -> None:
+        over = self._is_over(batch)
+        # One that is ending is not stopped to be ended.
+        self._runs[batch.id] = asyncio.create_task(
+            self._guarded(batch, self._end if over else self._run),
+            name=_ENDING if over else "running",
+        )
+
+    async def _guarded(self, batch: Batch, work: Callable[[Batch], Awaitable[None]]) -> None:
+        try:
+            await work(batch)
+        except StatusChanged:
+            # Cancelled at this very moment: it is taken up again.
+            return
+        except LeaseLost:
+            log.warning("batch %s was taken over by another process", batch.id)
+        except Exception:
+            log.exception("batch %s stops, and is tried again", batch.id)
+            self._rest_until[batch.id] = time.monotonic() + _REST_S
+
+    # A batch's way
+
+    async def _run(self, batch: Batch) -> None:
+        path = await self._input(batch)
+        if path is None:
+            await self._fail(batch, [Fault("file_not_found", "the input file is gone")])
+            return
+        if batch.status is BatchStatus.VALIDATING:
+            total, faults = await asyncio.to_thread(self._find_faults, batch, path)
+            if faults:
+                await self._fail(batch, faults)
+                return
+            batch = await self._move(
+                batch, status=BatchStatus.IN_PROGRESS, in_progress_at=self._now(), total=total
+            )
+        await self._run_lines(batch, path)
+        batch = await self._move(batch, status=BatchStatus.FINALIZING, finalizing_at=self._now())
+        await self._end(batch)
+
+    async def _end(self, batch: Batch) -> None:
+        """It was finalised, cancelled, or its window has ended."""
+        status = _FINAL.get(batch.status)
+        if status is None:
+            status = BatchStatus.EXPIRED
+            await self._expire_lines(batch)
+        await self._store.finish(batch, status, self._now())
+        log.info("batch %s is %s", batch.id, status)
+
+    async def _fail(self, batch: Batch, faults: list[Fault]) -> None:
+        await self._move(
+            batch,
+            status=BatchStatus.FAILED,
+            failed_at=self._now(),
+            faults=tuple(faults),
+            owner="",
+        )
+
+    async def _input(self, batch: Batch) -> Path | None:
+        try:
+            file: StoredFile = await self._store.ask(
+                Database.file, batch.input_file_id, batch.tenant
+            )
+        except NotFound:
+            return None
+        path = self._store.path(file)
+        return path if path.exists() else None
+
+    def _find_faults(self, batch: Batch, path: Path) -> tuple[int, list[Fault]]:
+        with path.open("rb") as file:
+            return find_faults(file, self._most_line_bytes, batch.endpoint, self._model)
+
+    async def _run_lines(self, batch: Batch, path: Path) -> None:
+        done = await self._store.ask(Database.done_lines, batch.id)
+        lines = _Lines(path, self._most_line_bytes)
+        try:
+            async with asyncio.TaskGroup() as group:
+                while some := await asyncio.to_thread(lines.take):
+                    for line in some:
+                        if line.number not in done:
+                            await self._slots.acquire()
+                            task = group.create_task(self._run_line_of(batch, line))
+                            # Not at its end: one that is cancelled before it begins has none.
+                            task.add_done_callback(lambda _: self._slots.release())
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            lines.close()
+
+    async def _run_line_of(self, batch: Batch, line: Line) -> None:
+        self._metrics.batch_lines_in_flight.inc()
+        try:
+            result = await self._run_line(batch, line)
+            await self._store.ask(Database.add_results, batch, [result])
+            self._metrics.batch_lines.labels("ok" if result.ok else "error").inc()
+        finally:
+            self._metrics.batch_lines_in_flight.dec()
+
+    async def _expire_lines(self, batch: Batch) -> None:
+        path = await self._input(batch)
+        if path is None or batch.status is BatchStatus.VALIDATING:
+            return
+        done = await self._store.ask(Database.done_lines, batch.id)
+        lines = _Lines(path, self._most_line_bytes)
+        try:
+            while some := await asyncio.to_thread(lines.take):
+                results = [expired_result(line) for line in some if line.number not in done]
+                await self._store.ask(Database.add_results, batch, results)
+                self._metrics.batch_lines.labels("expired").inc(len(results))
+        finally:
+            lines.close()
+
+    async def _move(self, batch: Batch, **changes: object) -> Batch:
+        return await self._store.ask(Database.move, batch, **changes)
+
+    def _now(self) -> int:
+        return int(self._unix_clock())
+
+
+class _Lines:
+    """The lines of a file, read piece by piece."""
+
+    def __init__(self, path: Path, most_bytes: int) -> None:
+        self._file = path.open("rb")
+        self._lines: Iterator[Line] = read_lines(self._file, most_bytes)
+
+    def take(self) -> list[Line]:
+        """The next ones; none at the end."""
+        return list(itertools.islice(self._lines, _LINES_AT_ONCE))
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,99 @@
+"""Takes in an uploaded file: multipart/form-data (RFC 7578), bounded in size and time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import BinaryIO
+from urllib.parse import urlsplit
+
+from fastapi import Request
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
+from starlette.types import Message
+
+from baton.errors import InvalidRequest, RequestTooLarge
+
+MOST_FIELDS = 16
+MOST_FIELD_BYTES = 4096
+_FORM_BYTES = (MOST_FIELDS + 1) * (MOST_FIELD_BYTES + 4096)
+"""What the form may take beside the file."""
+_MOST_NAME_CHARACTERS = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A file as it came."""
+
+    filename: str
+    purpose: str
+    content: BinaryIO
+
+
+@asynccontextmanager
+async def uploaded(request: Request, most_bytes: int, deadline_s: float) -> AsyncIterator[Upload]:
+    """The file of a form, until the block ends; a larger one is kept on the disk meanwhile.
+
+    Raises RequestTooLarge as soon as that is known, InvalidRequest, and
+    ``starlette.requests.ClientDisconnect``.
+    """
+    _check_headers(request, most_bytes)
+    bounded = Request(request.scope, _Bounded(request, most_bytes).receive)
+    try:
+        async with asyncio.timeout(deadline_s):
+            form = await bounded.form(
+                max_files=1, max_fields=MOST_FIELDS, max_part_size=MOST_FIELD_BYTES
+            )
+    except TimeoutError:
+        raise InvalidRequest("the file did not arrive in time") from None
+    except (MultiPartException, HTTPException):
+        raise InvalidRequest("the body is no multipart/form-data with one file") from None
+    try:
+        file, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(file, UploadFile):
+            raise InvalidRequest("file is required", param="file")
+        if not isinstance(purpose, str):
+            raise InvalidRequest("purpose is required", param="purpose")
+        if (file.size or 0) > most_bytes:
+            raise _too_large(most_bytes)
+        name = (file.filename or "file")[:_MOST_NAME_CHARACTERS]
+        yield Upload(name, purpose, file.file)
+    finally:
+        await form.close()
+
+
+class _Bounded:
+    """A request's body up to a size."""
+
+    def __init__(self, request: Request, most_bytes: int) -> None:
+        self._receive = request.receive
+        self._most_bytes = most_bytes
+        self._left = most_bytes + _FORM_BYTES
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._left -= len(message.get("body", b""))
+        if self._left < 0:
+            raise _too_large(self._most_bytes)
+        return message
+
+
+def _check_headers(request: Request, most_bytes: int) -> None:
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "multipart/form-data":
+        raise InvalidRequest("the Content-Type must be multipart/form-data")
+    # A page of another site can send a form to a server on loopback without asking; its browser
+    # says where it comes from.
+    origin = request.headers.get("origin", "")
+    if origin and urlsplit(origin).netloc != request.headers.get("host", ""):
+        raise InvalidRequest("files are not taken from pages of other sites")
+    length = request.headers.get("content-length", "0")
+    if len(length) > 18 or (length.isdecimal() and int(length) > most_bytes + _FORM_BYTES):
+        raise _too_large(most_bytes)
+
+
+def _too_large(most_bytes: int) -> RequestTooLarge:
+    return RequestTooLarge(f"the file is larger than {most_bytes} bytes")

@@ -1,0 +1,158 @@
+"""What the APIs beside OpenAI's older two have in common: from a body to an answer and its end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from baton.config import Config
+from baton.errors import BatonError
+from baton.metrics import RouterMetrics
+from router.access import Access
+from router.answer import Choice, choices_for
+from router.api_keys import Caller
+from router.delivery import Delivery
+from router.disconnect import unless_disconnected
+from router.generation import Dispatcher, GenerationRequest, OutputDelta
+from router.http_body import read_object
+from router.http_errors import error_response
+from router.request_builder import DEADLINE_HEADER, SESSION_HEADER, Arrival, RequestBuilder
+from router.request_recorder import count_refusal
+from router.served_model import ServedModel
+from router.sse import EventStream, EventStreamResponse, encode_named
+from router.tokenizer import Tokenizer
+
+Event = Mapping[str, Any]
+"""Data of a server-sent event, which is named after its ``type``."""
+
+
+class EventAnswer(Protocol):
+    """One API's shapes, for one request with one prompt."""
+
+    @property
+    def id(self) -> str:
+        """Unique; clients see it."""
+
+    def events(self, delta: OutputDelta, choice: Choice) -> list[Event]:
+        """What a delta has told; with the first one also what comes before everything.
+
+        ``choice`` has counted the delta already.
+        """
+
+    def last_events(self, choice: Choice) -> list[Event]:
+        """What comes when all deltas are told."""
+
+    def failure(self, error: BatonError) -> list[Event]:
+        """The end of an answer that has failed on its way."""
+
+    def whole(self, choice: Choice) -> Event:
+        """The body of an answer that is not streamed."""
+
+
+class Exchange:
+    """Runs requests for handlers. They raise BatonError; ``router.http_errors`` answers it."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer,
+        model: ServedModel,
+        metrics: RouterMetrics,
+        config: Config,
+        access: Access,
+    ) -> None:
+        self.builder = RequestBuilder(dispatcher, tokenizer, model, config)
+        self._access = access
+        self._metrics = metrics
+        self._config = config
+        self._delivery = Delivery(dispatcher, metrics, config)
+
+    def caller(self, headers: Mapping[str, str]) -> Caller:
+        """Raises Unauthenticated."""
+        return self._access.caller(headers)
+
+    async def read(self, request: Request) -> dict[str, Any]:
+        """The body. Raises InvalidRequest, RequestTooLarge and ClientDisconnect."""
+        return await read_object(
+            request, self._config.max_body_bytes, self._config.request_deadline_s
+        )
+
+    def arrival(self, request: Request, caller: Caller, answer_id: str, at: float) -> Arrival:
+        """Raises InvalidRequest."""
+        given = request.headers.get(DEADLINE_HEADER, "")
+        session = request.headers.get(SESSION_HEADER, "")
+        most_s = self._config.request_deadline_s
+        return Arrival.of(answer_id, at, given, most_s, caller, session)
+
+    @asynccontextmanager
+    async def counting_refusals(self) -> AsyncIterator[None]:
+        """What fails within has not become a request, and is counted."""
+        try:
+            yield
+        except BatonError as error:
+            count_refusal(self._metrics, error)
+            raise
+        except ClientDisconnect:
+            count_refusal(self._metrics, None)
+            raise
+
+    async def respond(
+        self,
+        request: Request,
+        answer: EventAnswer,
+        built: GenerationRequest,
+        arrival: Arrival,
+        *,
+        stream: bool,
+        refusal: Callable[[BatonError], Response] = error_response,
+    ) -> Response:
+        """Generate and answer, in one piece or as it comes.
+
+        ``refusal`` answers an error before the first event of a stream.
+        """
+        (choice,) = choices_for([built])
+        if stream:
+
+            async def work(events: EventStream) -> None:
+                async with self._access.entered(arrival.caller, [built], [choice]) as headers:
+                    events.headers = headers
+                    await self._stream(events, answer, choice, built, arrival.at)
+
+            return EventStreamResponse(
+                work, lambda error: encode_named(answer.failure(error)), refusal
+            )
+
+        async def keep(_: int, delta: OutputDelta) -> None:
+            choice.add(delta, keep_text=True)
+
+        async def whole() -> Response:
+            async with self._access.entered(arrival.caller, [built], [choice]) as headers:
+                await self._delivery.deliver_all([built], arrival.at, keep)
+                return JSONResponse(answer.whole(choice), headers=dict(headers))
+
+        return await unless_disconnected(request.receive, whole())
+
+    async def _stream(
+        self,
+        stream: EventStream,
+        answer: EventAnswer,
+        choice: Choice,
+        built: GenerationRequest,
+        received_at: float,
+    ) -> None:
+        async def show(_: int, delta: OutputDelta) -> None:
+            choice.add(delta, keep_text=False)
+            await _send(stream, answer.events(delta, choice))
+
+        await self._delivery.deliver_all([built], received_at, show)
+        await stream.write(encode_named(answer.last_events(choice)), more=False)
+
+
+async def _send(stream: EventStream, events: Sequence[Event]) -> None:
+    if events:
+        await stream.write(encode_named(events), more=True)

@@ -1,0 +1,102 @@
+"""``POST /v1/messages`` and its count of tokens, in Anthropic's shapes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from baton.errors import BatonError, UnsupportedParameter
+from router.api_keys import Caller
+from router.exchange import Exchange
+from router.http_body import validate
+from router.http_errors import error_response
+from router.messages.answer import MessagesAnswer, error_body
+from router.messages.blocks import message_tools, message_turns
+from router.messages.protocol import CountTokensRequest, MessagesRequest
+from router.sampling_input import SamplingInput
+
+_KEY_HEADER = "x-api-key"
+
+
+class MessagesApi:
+    """The handlers. They answer errors themselves, in their own shape."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    async def create(self, request: Request) -> Response:
+        """Continue a conversation."""
+        return await _answering_errors(lambda: self._create(request))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """How many tokens a conversation has as a prompt."""
+        return await _answering_errors(lambda: self._count(request))
+
+    async def _create(self, request: Request) -> Response:
+        arrival_at = time.monotonic()
+        exchange = self._exchange
+        async with exchange.counting_refusals():
+            caller = self._caller(request)
+            raw = await exchange.read(request)
+            body = validate(MessagesRequest, raw)
+            exchange.builder.check_model(body.model)
+            _refuse_unserved(raw)
+            use = message_tools(body)
+            answer = MessagesAnswer(body.model, exchange.builder.tool_format, use)
+            arrival = exchange.arrival(request, caller, answer.id, arrival_at)
+            turns = message_turns(body)
+            built = await exchange.builder.chat(arrival, turns, _sampling(body), body.priority, use)
+        return await exchange.respond(
+            request, answer, built, arrival, stream=bool(body.stream), refusal=_refusal
+        )
+
+    async def _count(self, request: Request) -> Response:
+        exchange = self._exchange
+        async with exchange.counting_refusals():
+            self._caller(request)
+            body = validate(CountTokensRequest, await exchange.read(request))
+            exchange.builder.check_model(body.model)
+            ids = await exchange.builder.chat_ids(message_turns(body), message_tools(body))
+        return JSONResponse({"input_tokens": len(ids)})
+
+    def _caller(self, request: Request) -> Caller:
+        """These clients have a header of their own for their key."""
+        headers: dict[str, str] = dict(request.headers)
+        if _KEY_HEADER in headers:
+            headers.setdefault("authorization", f"Bearer {headers[_KEY_HEADER]}")
+        return self._exchange.caller(headers)
+
+
+async def _answering_errors(work: Callable[[], Awaitable[Response]]) -> Response:
+    try:
+        return await work()
+    except BatonError as error:
+        return _refusal(error)
+
+
+def _refusal(error: BatonError) -> Response:
+    return error_response(error, error_body)
+
+
+def _refuse_unserved(raw: Mapping[str, Any]) -> None:
+    thinking = raw.get("thinking")
+    if thinking is not None and thinking != {"type": "disabled"}:
+        raise UnsupportedParameter("thinking is not supported", param="thinking")
+    for name in ("mcp_servers", "container", "output_format", "output_config"):
+        if raw.get(name):
+            raise UnsupportedParameter(f"{name} is not supported", param=name)
+
+
+def _sampling(body: MessagesRequest) -> SamplingInput:
+    return SamplingInput(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        seed=body.seed,
+        stop=tuple(body.stop_sequences or ()),
+        max_tokens=body.max_tokens,
+    )

@@ -1,0 +1,86 @@
+"""The content blocks of a message while they are made, and the events that tell of them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from router.tool_calls.format import ToolFormat
+from router.tool_calls.pieces import Arguments, CallBegun, Content, Piece
+from router.tool_calls.tool import ToolUse
+from router.tool_calls.tool_output import ToolOutput
+
+Fields = dict[str, Any]
+
+
+class MessageOutput:
+    """The state of one answer. Blocks of text and of calls take turns."""
+
+    def __init__(self, form: ToolFormat, use: ToolUse | None) -> None:
+        self._tools = None if use is None else ToolOutput(form, use)
+        self._blocks: list[Fields] = []
+        self._is_open = False
+
+    @property
+    def has_calls(self) -> bool:
+        return any(block["type"] == "tool_use" for block in self._blocks)
+
+    @property
+    def content(self) -> list[Fields]:
+        """The blocks as they are to be shown at the end."""
+        return [_shown(block) for block in self._blocks]
+
+    def feed(self, text: str, *, last: bool) -> list[Fields]:
+        """The events of the next part of the text; ``last``: no more comes."""
+        events = [event for piece in self._pieces(text, last=last) for event in self._tell(piece)]
+        return [*events, *self._close()] if last else events
+
+    def _pieces(self, text: str, *, last: bool) -> Sequence[Piece]:
+        if self._tools is not None:
+            return self._tools.feed(text, last=last)
+        return [Content(text)] if text else []
+
+    def _tell(self, piece: Piece) -> list[Fields]:
+        match piece:
+            case Content(text):
+                begin = [] if self._in("text") else self._open({"type": "text", "text": ""})
+                self._blocks[-1]["text"] += text
+                return [*begin, self._delta({"type": "text_delta", "text": text})]
+            case CallBegun(name):
+                number = f"toolu_{secrets.token_hex(12)}"
+                return self._open({"type": "tool_use", "id": number, "name": name, "input": ""})
+            case Arguments(text):
+                self._blocks[-1]["input"] += text
+                return [self._delta({"type": "input_json_delta", "partial_json": text})]
+
+    def _in(self, kind: str) -> bool:
+        return self._is_open and bool(self._blocks[-1]["type"] == kind)
+
+    def _open(self, block: Fields) -> list[Fields]:
+        ends = self._close()
+        self._blocks.append(block)
+        self._is_open = True
+        shown = {**block, "input": {}} if block["type"] == "tool_use" else dict(block)
+        start = {"type": "content_block_start", "index": len(self._blocks) - 1}
+        return [*ends, {**start, "content_block": shown}]
+
+    def _delta(self, delta: Fields) -> Fields:
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+    def _close(self) -> list[Fields]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
+
+
+def _shown(block: Fields) -> Fields:
+    """A call's input is an object; one that is none, or was cut short, is shown as text."""
+    if block["type"] == "text":
+        return block
+    try:
+        return {**block, "input": json.loads(block["input"])}
+    except (ValueError, RecursionError):
+        return {"type": "text", "text": f"{block['name']} {block['input']}"}

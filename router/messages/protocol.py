@@ -1,0 +1,58 @@
+"""The request of ``POST /v1/messages``, as far as it is served. Unknown fields are ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from router.openai_protocol import Int, Strings
+
+_Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+
+class MessageInput(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
+
+    role: str
+    """`user` or `assistant`."""
+    content: str | _Objects
+    """Text, or a list of blocks: text, calls of tools and their results."""
+
+
+class CountTokensRequest(BaseModel):
+    """The body of `POST /v1/messages/count_tokens`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
+
+    model: str
+    """The served model's id; see `GET /v1/models`."""
+    messages: Annotated[list[MessageInput], Field(fail_fast=True)]
+    """The conversation; its last message is the user's."""
+    system: str | _Objects | None = None
+    """The system message."""
+    tools: _Objects | None = None
+    """Up to 128 tools that the model may call."""
+    tool_choice: dict[str, Any] | None = None
+    """`type`: `auto` (the default), `any`, `tool` with a `name`, or `none`."""
+
+
+class MessagesRequest(CountTokensRequest):
+    """The body of `POST /v1/messages`."""
+
+    max_tokens: Int
+    """Most tokens to generate."""
+    stop_sequences: Strings | None = None
+    """Up to 16 strings that end the answer and are not part of it."""
+    stream: bool | None = None
+    """Send the answer as server-sent events while it is made."""
+    temperature: float | None = None
+    """0 … 2; 0 takes the most likely token. Default 1."""
+    top_p: float | None = None
+    """Above 0, at most 1: keep the smallest set of tokens with this probability. Default 1."""
+    top_k: Int | None = None
+    """Keep this many of the most likely tokens."""
+    seed: Int | None = None
+    """Any 64-bit integer; same seed, same tokens (extension)."""
+    priority: Int | None = None
+    """A 32-bit integer: lower ones come earlier when requests wait (extension)."""

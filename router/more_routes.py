@@ -1,0 +1,76 @@
+"""The paths beside OpenAI's older two endpoints: their handlers, and how FastAPI describes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from router.direct_routes import Handler
+from router.exchange import Exchange
+from router.messages.api import MessagesApi
+from router.messages.protocol import CountTokensRequest, MessagesRequest
+from router.responses.api import ResponsesApi
+from router.responses.protocol import ResponsesRequest
+from router.served_model import ServedModel
+from router.tokenize_api import (
+    Detokenized,
+    DetokenizeRequest,
+    ModelInfo,
+    TokenizeApi,
+    Tokenized,
+    TokenizeRequest,
+)
+from router.tokenizer import Tokenizer
+
+BODIES: tuple[type[BaseModel], ...] = (
+    CountTokensRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
+_STREAMS = "The answer; with `stream: true` server-sent events."
+
+
+def add_more_routes(
+    app: FastAPI,
+    exchange: Exchange,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    errors: dict[int | str, dict[str, Any]],
+) -> dict[str, Handler]:
+    """Adds the paths to ``app``; gives those that may go past it, with their handlers."""
+    responses = ResponsesApi(exchange)
+    messages = MessagesApi(exchange)
+    tokens = TokenizeApi(exchange, tokenizer, model)
+    direct: dict[str, Handler] = {
+        "/v1/responses": responses.create,
+        "/v1/messages": messages.create,
+    }
+    described: list[tuple[str, Any, str, type[BaseModel], dict[str, Any]]] = [
+        ("/v1/responses", responses.create, "openai", ResponsesRequest, {"description": _STREAMS}),
+        ("/v1/messages", messages.create, "anthropic", MessagesRequest, {"description": _STREAMS}),
+        ("/v1/messages/count_tokens", messages.count_tokens, "anthropic", CountTokensRequest, {}),
+        ("/tokenize", tokens.tokenize, "tokens", TokenizeRequest, {"model": Tokenized}),
+        ("/detokenize", tokens.detokenize, "tokens", DetokenizeRequest, {"model": Detokenized}),
+    ]
+    for path, handler, tag, body, answer in described:
+        schema = {"$ref": f"#/components/schemas/{body.__name__}"}
+        content = {"application/json": {"schema": schema}}
+        # Anthropic's errors have another shape.
+        known = {} if tag == "anthropic" else errors
+        app.add_api_route(
+            path,
+            handler,
+            methods=["POST"],
+            tags=[tag],
+            response_model=None,
+            responses={200: answer, **known},
+            openapi_extra={"requestBody": {"required": True, "content": content}},
+        )
+    app.add_api_route(
+        "/v1/model/info", tokens.model_info, tags=["tokens"], response_model=ModelInfo
+    )
+    return direct

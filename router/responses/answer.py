@@ -1,0 +1,151 @@
+"""Answers in the shapes of ``/v1/responses``."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from typing import Any
+
+from baton.errors import BatonError
+from baton.request import FinishReason
+from router.answer import Choice
+from router.exchange import Event
+from router.generation import GenerationRequest, OutputDelta
+from router.responses.output import Fields, ResponseOutput
+from router.responses.protocol import ResponsesRequest
+from router.tool_calls.format import ToolFormat
+from router.tool_calls.tool import Tool, ToolUse
+
+_OUR_FAULT = 500
+
+
+class ResponsesAnswer:
+    """See ``router.exchange.EventAnswer``."""
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        form: ToolFormat,
+        use: ToolUse | None,
+        *,
+        tools: list[Tool],
+        text_format: Fields,
+    ) -> None:
+        self.id = f"resp_{secrets.token_hex(24)}"
+        self._created = int(time.time())
+        self._body = body
+        self._tools = tools
+        self._text_format = text_format
+        self._sampling: Fields = {"temperature": 1.0, "top_p": 1.0, "max_output_tokens": None}
+        self._numbers = itertools.count()
+        self._begun = False
+        self._output = ResponseOutput(form, use)
+
+    def sampled_with(self, built: GenerationRequest) -> None:
+        """What was asked for has become final; the answer repeats it."""
+        sampling = built.sampling
+        self._sampling = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_output_tokens": self._body.max_output_tokens,
+        }
+
+    def events(self, delta: OutputDelta, choice: Choice) -> list[Event]:
+        events: list[Fields] = []
+        if not self._begun:
+            self._begun = True
+            response = self._response("in_progress")
+            events = [
+                {"type": "response.created", "response": response},
+                {"type": "response.in_progress", "response": response},
+            ]
+        last = delta.finish_reason is not None
+        cut = delta.finish_reason is FinishReason.LENGTH
+        return self._numbered([*events, *self._output.feed(delta.text, last=last, cut=cut)])
+
+    def last_events(self, choice: Choice) -> list[Event]:
+        whole = self._final(choice)
+        return self._numbered([{"type": f"response.{whole['status']}", "response": whole}])
+
+    def failure(self, error: BatonError) -> list[Event]:
+        code = "server_error"
+        if error.http_status < _OUR_FAULT:
+            code = "rate_limit_exceeded" if error.http_status == 429 else "invalid_prompt"
+        failed = {
+            **self._response("failed"),
+            "error": {"code": code, "message": error.message},
+            "output": self._output.items,
+        }
+        return self._numbered([{"type": "response.failed", "response": failed}])
+
+    def whole(self, choice: Choice) -> Event:
+        cut = choice.finish_reason is FinishReason.LENGTH
+        self._output.feed(choice.text, last=True, cut=cut)
+        return self._final(choice)
+
+    def _final(self, choice: Choice) -> Fields:
+        cut = choice.finish_reason is FinishReason.LENGTH
+        return {
+            **self._response("incomplete" if cut else "completed"),
+            "completed_at": None if cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self._output.items,
+            "usage": _usage(choice),
+        }
+
+    def _response(self, status: str) -> Fields:
+        body = self._body
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_tool_calls": None,
+            "metadata": body.metadata or {},
+            "model": body.model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "prompt_cache_key": None,
+            "reasoning": {"effort": None, "summary": None},
+            "safety_identifier": None,
+            "service_tier": "default",
+            "store": False,
+            "text": {"format": self._text_format, "verbosity": "medium"},
+            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+            "tools": [_tool(tool) for tool in self._tools],
+            "top_logprobs": 0,
+            "truncation": "disabled",
+            "usage": None,
+            "user": None,
+            **self._sampling,
+        }
+
+    def _numbered(self, events: list[Fields]) -> list[Event]:
+        return [{**event, "sequence_number": next(self._numbers)} for event in events]
+
+
+def _tool(tool: Tool) -> Fields:
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": dict(tool.parameters),
+        "strict": tool.strict,
+    }
+
+
+def _usage(choice: Choice) -> dict[str, Any]:
+    return {
+        "input_tokens": choice.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": choice.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": choice.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": choice.prompt_tokens + choice.completion_tokens,
+    }

@@ -1,0 +1,102 @@
+"""``POST /v1/responses``: its stateless part."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from baton.errors import InvalidRequest, UnsupportedParameter
+from router.exchange import Exchange
+from router.http_body import validate
+from router.openai_api import sampling_of
+from router.responses.answer import ResponsesAnswer
+from router.responses.items import response_turns
+from router.responses.protocol import ResponsesRequest
+from router.responses.text_format import format_grammar, text_format
+from router.responses.tools import response_choice, response_tools
+from router.tool_calls.protocol import use_of
+
+# Known fields that are not served, and the values of them that ask for nothing; null always does.
+_UNSERVED: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "context_management": ([],),
+    "moderation": (),
+    # Of chat completions.
+    "n": (1,),
+    "logprobs": (False,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "bad_words": ([],),
+}
+_INCLUDED_ANYWAY = ("reasoning.encrypted_content",)
+"""There is no such reasoning, so that leaving it out changes nothing."""
+
+
+class ResponsesApi:
+    """The handler. It raises BatonError; ``router.http_errors`` answers it."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    async def create(self, request: Request) -> Response:
+        """Answer text or items."""
+        arrival_at = time.monotonic()
+        exchange = self._exchange
+        async with exchange.counting_refusals():
+            caller = exchange.caller(request.headers)
+            raw = await exchange.read(request)
+            body = validate(ResponsesRequest, raw)
+            exchange.builder.check_model(body.model)
+            _refuse_unserved(raw)
+            tools = response_tools(body.tools)
+            choice = response_choice(body.tool_choice, parallel=body.parallel_tool_calls)
+            use = use_of(tools, choice)
+            form = text_format(body.text)
+            if body.max_output_tokens is not None and body.max_output_tokens < 1:
+                raise InvalidRequest(
+                    "max_output_tokens must be at least 1", param="max_output_tokens"
+                )
+            answer = ResponsesAnswer(
+                body, exchange.builder.tool_format, use, tools=tools, text_format=form
+            )
+            arrival = exchange.arrival(request, caller, answer.id, arrival_at)
+            turns = response_turns(body.input, body.instructions)
+            sampling = sampling_of(body, body.max_output_tokens)
+            grammar = format_grammar(form)
+            if grammar is not None:
+                sampling = dataclasses.replace(
+                    sampling, grammar=grammar, grammar_param="text.format"
+                )
+            built = await exchange.builder.chat(arrival, turns, sampling, body.priority, use)
+            answer.sampled_with(built)
+        return await exchange.respond(request, answer, built, arrival, stream=bool(body.stream))
+
+
+def _refuse_unserved(raw: Mapping[str, Any]) -> None:
+    if raw.get("previous_response_id") is not None:
+        raise UnsupportedParameter(
+            "previous_response_id: no response is stored; send the whole conversation as input",
+            param="previous_response_id",
+        )
+    for name, harmless in _UNSERVED.items():
+        if raw.get(name) is not None and raw[name] not in harmless:
+            raise UnsupportedParameter(
+                f"'{name}' is not supported with this value by this server", param=name
+            )
+    include = raw.get("include")
+    if include is not None and not isinstance(include, list):
+        raise InvalidRequest("include must be a list", param="include")
+    if any(one not in _INCLUDED_ANYWAY for one in include or ()):
+        raise UnsupportedParameter("include: nothing more can be included", param="include")

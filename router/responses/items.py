@@ -1,0 +1,100 @@
+"""The input of ``/v1/responses``: items to the messages that a chat template takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from baton.errors import InvalidRequest, UnsupportedParameter
+from router.conversation import calls_turn, result_turn
+from router.tool_calls.prompt import Turn
+from router.tool_calls.protocol import check_name
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_TEXT_PARTS = {"input_text", "output_text", "text"}
+
+
+def response_turns(
+    given: str | Sequence[Mapping[str, Any]], instructions: str | None
+) -> list[Turn]:
+    """Raises InvalidRequest and UnsupportedParameter."""
+    turns: list[Turn] = []
+    if instructions:
+        turns.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        return [*turns, {"role": "user", "content": given}]
+    if not given:
+        raise InvalidRequest("input must not be empty", param="input")
+    for place, item in enumerate(given):
+        _add(turns, item, f"input[{place}]")
+    if not any(turn["role"] != "system" for turn in turns):
+        raise InvalidRequest("input has no message", param="input")
+    return turns
+
+
+def _add(turns: list[Turn], item: Mapping[str, Any], where: str) -> None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        turns.append(_message(item, where))
+    elif kind == "function_call":
+        _add_call(turns, item, where)
+    elif kind == "function_call_output":
+        call_id = _string(item, "call_id", where)
+        turns.append(result_turn(call_id, text_of(item.get("output"), f"{where}.output")))
+    elif kind == "item_reference":
+        raise UnsupportedParameter(
+            f"{where}: nothing is stored here that could be referred to", param=where
+        )
+    elif kind != "reasoning":
+        # Reasoning of other models' earlier answers is theirs alone: chat templates drop it too.
+        raise UnsupportedParameter(f"{where}: items of this type are not supported", param=where)
+
+
+def _message(item: Mapping[str, Any], where: str) -> Turn:
+    role = _string(item, "role", where)
+    if role not in _ROLES:
+        raise InvalidRequest(
+            f"{where}.role must be system, developer, user or assistant", param=f"{where}.role"
+        )
+    return {"role": _ROLES[role], "content": text_of(item.get("content"), f"{where}.content")}
+
+
+def _add_call(turns: list[Turn], item: Mapping[str, Any], where: str) -> None:
+    """Calls of one answer, and the text before them, are one message of the assistant."""
+    name = _string(item, "name", where)
+    check_name(name, f"{where}.name")
+    arguments = _string(item, "arguments", where)
+    turn = calls_turn("", [(_string(item, "call_id", where), name, arguments)])
+    last = turns[-1] if turns else None
+    if last is not None and last["role"] == "assistant":
+        calls = [*last.get("tool_calls", ()), *turn["tool_calls"]]
+        turns[-1] = {**last, "tool_calls": calls}
+    else:
+        turns.append(turn)
+
+
+def _string(item: Mapping[str, Any], name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{where}.{name} must be a string", param=f"{where}.{name}")
+    return value
+
+
+def text_of(content: Any, where: str) -> str:
+    """Text, or a list of parts with text. Raises InvalidRequest and UnsupportedParameter."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} must be a string or a list of text parts", param=where)
+    return "\n".join(_part(part, f"{where}[{place}]") for place, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise InvalidRequest(f"{where} must be an object with a type", param=where)
+    kind = part["type"]
+    if kind == "refusal":
+        return _string(part, "refusal", where)
+    if kind not in _TEXT_PARTS:
+        raise UnsupportedParameter(f"{where}: only text is supported", param=where)
+    return _string(part, "text", where)

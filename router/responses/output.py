@@ -1,0 +1,128 @@
+"""The output items of a response while they are made, and the events that tell of them.
+
+A message: output_item.added, content_part.added, output_text.delta …, output_text.done,
+content_part.done, output_item.done. A function call: output_item.added,
+function_call_arguments.delta …, function_call_arguments.done, output_item.done.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from router.tool_calls.format import ToolFormat
+from router.tool_calls.pieces import Arguments, CallBegun, Content, Piece
+from router.tool_calls.tool import ToolUse
+from router.tool_calls.tool_output import ToolOutput
+
+Fields = dict[str, Any]
+
+
+class ResponseOutput:
+    """The state of one answer. ``items`` are as they are to be shown at the end."""
+
+    def __init__(self, form: ToolFormat, use: ToolUse | None) -> None:
+        self._tools = None if use is None else ToolOutput(form, use)
+        self._calls = 0
+        self._is_open = False
+        self.items: list[Fields] = []
+
+    def feed(self, text: str, *, last: bool, cut: bool = False) -> list[Fields]:
+        """The events of the next part of the text, without their numbers.
+
+        ``last``: no more comes; ``cut``: because there was no room for more.
+        """
+        events: list[Fields] = []
+        for piece in self._pieces(text, last=last):
+            events += self._tell(piece)
+        if last:
+            if not self.items:
+                events += self._open_message()
+            events += self._close("incomplete" if cut else "completed")
+        return events
+
+    def _pieces(self, text: str, *, last: bool) -> Sequence[Piece]:
+        if self._tools is not None:
+            return self._tools.feed(text, last=last)
+        return [Content(text)] if text else []
+
+    def _tell(self, piece: Piece) -> list[Fields]:
+        match piece:
+            case Content(text):
+                begin = [] if self._in("message") else [*self._close(), *self._open_message()]
+                self.items[-1]["content"][0]["text"] += text
+                about = {**self._part_place(), "delta": text, "logprobs": []}
+                return [*begin, {"type": "response.output_text.delta", **about}]
+            case CallBegun(name):
+                return [*self._close(), *self._open_call(name)]
+            case Arguments(text):
+                self.items[-1]["arguments"] += text
+                about = {**self._place(), "delta": text}
+                return [{"type": "response.function_call_arguments.delta", **about}]
+
+    def _in(self, kind: str) -> bool:
+        return self._is_open and bool(self.items[-1]["type"] == kind)
+
+    def _place(self) -> Fields:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+    def _part_place(self) -> Fields:
+        return {**self._place(), "content_index": 0}
+
+    def _open(self, item: Fields, shown: Fields) -> Fields:
+        self.items.append(item)
+        self._is_open = True
+        index = len(self.items) - 1
+        return {"type": "response.output_item.added", "output_index": index, "item": shown}
+
+    def _open_message(self) -> list[Fields]:
+        item: Fields = {
+            "id": f"msg_{secrets.token_hex(16)}",
+            "type": "message",
+            "status": "in_progress",
+            "role": "assistant",
+            "content": [_text_part("")],
+        }
+        added = self._open(item, {**item, "content": []})
+        part = {**self._part_place(), "part": _text_part("")}
+        return [added, {"type": "response.content_part.added", **part}]
+
+    def _open_call(self, name: str) -> list[Fields]:
+        assert self._tools is not None, "a call of no tool"
+        call = self._tools.calls[self._calls]
+        self._calls += 1
+        item: Fields = {
+            "id": f"fc_{secrets.token_hex(16)}",
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": call.id,
+            "name": name,
+            "arguments": "",
+        }
+        return [self._open(item, dict(item))]
+
+    def _close(self, status: str = "completed") -> list[Fields]:
+        """The ends of the item that is open, if one is."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self.items[-1]
+        item["status"] = status
+        if item["type"] == "message":
+            (part,) = item["content"]
+            told = {**self._part_place(), "text": part["text"], "logprobs": []}
+            ends = [
+                {"type": "response.output_text.done", **told},
+                {"type": "response.content_part.done", **self._part_place(), "part": dict(part)},
+            ]
+        else:
+            told = {**self._place(), "name": item["name"], "arguments": item["arguments"]}
+            ends = [{"type": "response.function_call_arguments.done", **told}]
+        index = len(self.items) - 1
+        done = {"type": "response.output_item.done", "output_index": index, "item": dict(item)}
+        return [*ends, done]
+
+
+def _text_part(text: str) -> Fields:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,0 +1,45 @@
+"""``text.format`` of ``/v1/responses``: what the answer's text must look like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from baton.errors import InvalidRequest, UnsupportedParameter
+from baton.grammar import Grammar, GrammarKind
+
+PLAIN: dict[str, Any] = {"type": "text"}
+
+
+def text_format(text: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The format as the client gave it. Raises InvalidRequest and UnsupportedParameter."""
+    if text is None:
+        return PLAIN
+    if text.get("verbosity") not in (None, "medium"):
+        raise UnsupportedParameter("text.verbosity is not supported", param="text.verbosity")
+    form = text.get("format")
+    if form is None:
+        return PLAIN
+    if not isinstance(form, dict):
+        raise InvalidRequest("text.format must be an object", param="text.format")
+    return form
+
+
+def format_grammar(form: Mapping[str, Any]) -> Grammar | None:
+    """Raises InvalidRequest."""
+    kind = form.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar(GrammarKind.JSON_OBJECT, "")
+    if kind != "json_schema":
+        raise InvalidRequest(
+            "text.format.type must be text, json_object or json_schema", param="text.format.type"
+        )
+    schema = form.get("schema")
+    if not isinstance(schema, dict):
+        raise InvalidRequest("text.format.schema must be an object", param="text.format.schema")
+    if not isinstance(form.get("name"), str):
+        raise InvalidRequest("text.format.name must be a string", param="text.format.name")
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))

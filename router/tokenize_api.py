@@ -1,0 +1,142 @@
+"""``/tokenize``, ``/detokenize`` (in vLLM's shapes) and ``/v1/model/info``."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import JSONResponse, Response
+
+from baton.errors import InvalidRequest
+from router.conversation import openai_turns
+from router.exchange import Exchange
+from router.http_body import validate
+from router.openai_protocol import Int, Ints, Message
+from router.sampling_input import check_token_ids
+from router.served_model import ServedModel
+from router.tokenizer import Tokenizer
+from router.tool_calls.protocol import ToolDefinitions, tool_use
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
+
+    model: str | None = None
+    """The served model's id; may be left out."""
+
+
+class TokenizeRequest(_Body):
+    """The body of `POST /tokenize`: a prompt, or messages."""
+
+    prompt: str | None = None
+    """Text, as `/v1/completions` takes it."""
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
+    """A conversation, as `/v1/chat/completions` takes it."""
+    tools: ToolDefinitions | None = None
+    """Tools of the conversation."""
+    add_special_tokens: bool | None = None
+    """Whether a prompt gets the special tokens that the tokenizer adds. Default true."""
+    return_token_strs: bool | None = None
+    """Whether the tokens are also given as text."""
+
+
+class DetokenizeRequest(_Body):
+    """The body of `POST /detokenize`."""
+
+    tokens: Ints
+    """Token ids."""
+
+
+class Tokenized(BaseModel):
+    count: int
+    max_model_len: int
+    """Most tokens of prompt and answer together."""
+    tokens: list[Int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(BaseModel):
+    prompt: str
+
+
+class ModelInfo(BaseModel):
+    """What the router knows of the served model."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    id: str
+    created: int
+    """Unix seconds."""
+    max_model_len: int
+    """Most tokens of prompt and answer together."""
+    vocab_size: int
+    """Token ids are below this."""
+    eos_token_ids: list[int]
+    """Tokens that end an answer."""
+    has_chat_template: bool
+    tool_parser: str
+    """How tool calls are read; see `tool_parser` in the configuration."""
+
+
+class TokenizeApi:
+    """The handlers. They raise BatonError; ``router.http_errors`` answers it."""
+
+    def __init__(self, exchange: Exchange, tokenizer: Tokenizer, model: ServedModel) -> None:
+        self._exchange = exchange
+        self._tokenizer = tokenizer
+        self._model = model
+
+    async def tokenize(self, request: Request) -> Response:
+        """Text or messages to token ids."""
+        self._exchange.caller(request.headers)
+        body = validate(TokenizeRequest, await self._exchange.read(request))
+        self._check_model(body)
+        ids = await self._ids(body)
+        spell = self._tokenizer.spell
+        answer = Tokenized(
+            count=len(ids),
+            max_model_len=self._exchange.builder.context_length,
+            tokens=list(ids),
+            token_strs=[spell(number) for number in ids] if body.return_token_strs else None,
+        )
+        return JSONResponse(answer.model_dump())
+
+    async def detokenize(self, request: Request) -> Response:
+        """Token ids to text, special tokens included."""
+        self._exchange.caller(request.headers)
+        body = validate(DetokenizeRequest, await self._exchange.read(request))
+        self._check_model(body)
+        ids = tuple(body.tokens)
+        check_token_ids(ids, self._tokenizer.vocab_size, "tokens")
+        text = await asyncio.to_thread(self._tokenizer.decode, ids, skip_special_tokens=False)
+        return JSONResponse(Detokenized(prompt=text).model_dump())
+
+    async def model_info(self, request: Request) -> ModelInfo:
+        """Describe the served model."""
+        self._exchange.caller(request.headers)
+        return ModelInfo(
+            id=self._model.id,
+            created=self._model.created,
+            max_model_len=self._exchange.builder.context_length,
+            vocab_size=self._tokenizer.vocab_size,
+            eos_token_ids=sorted(self._tokenizer.eos_ids),
+            has_chat_template=self._tokenizer.has_chat_template,
+            tool_parser=self._exchange.builder.tool_format.name,
+        )
+
+    def _check_model(self, body: _Body) -> None:
+        if body.model is not None:
+            self._exchange.builder.check_model(body.model)
+
+    async def _ids(self, body: TokenizeRequest) -> tuple[int, ...]:
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("one of prompt and messages is required", param="prompt")
+        if body.messages is not None:
+            tools = tool_use(body.tools, None, parallel=None)
+            return await self._exchange.builder.chat_ids(openai_turns(body.messages), tools)
+        special = body.add_special_tokens is not False
+        return await asyncio.to_thread(
+            self._tokenizer.encode, body.prompt or "", add_special_tokens=special
+        )

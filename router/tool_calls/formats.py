@@ -1,0 +1,36 @@
+"""Which format a model speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.config import ToolParserName
+from router.chat_template import ChatTemplate
+from router.tool_calls.format import ToolFormat
+from router.tool_calls.hermes import HERMES
+from router.tool_calls.llama import LLAMA3
+from router.tool_calls.mistral import MISTRAL
+from router.tool_calls.smollm import SMOLLM
+
+FORMATS = {form.name: form for form in (HERMES, LLAMA3, SMOLLM, MISTRAL)}
+
+
+def format_for(
+    name: ToolParserName, template: ChatTemplate | None, is_special: Callable[[str], bool]
+) -> ToolFormat:
+    """The format of this name; ``auto`` looks at the template and the vocabulary.
+
+    Markers in the template decide; then, for a template that knows tools, Llama's special token;
+    then SmolLM's name. Whoever knows nothing of tools is told of Hermes' format.
+    """
+    if name != "auto":
+        return FORMATS[name]
+    if template is None:
+        return HERMES
+    template = template.for_tools
+    for form in (HERMES, MISTRAL):
+        if form.markers.opening in template.source:
+            return form
+    if template.knows_tools and is_special(LLAMA3.markers.opening):
+        return LLAMA3
+    return SMOLLM if "SmolLM" in template.source else HERMES

@@ -1,0 +1,89 @@
+"""The grammars of answers that must call tools, or may, in llguidance's Lark dialect."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from baton.grammar import Grammar, GrammarKind
+from router.tool_calls.format import ToolFormat
+from router.tool_calls.tool import Tool, ToolUse
+
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""One way to write each value: a small model may else write white space for ever."""
+
+
+def calls_grammar(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> Grammar:
+    """One call, or more where ``use`` allows that, each with arguments that fit its schema.
+
+    ``special`` gives the ids of markers that are special tokens: their text alone would be drawn
+    as other tokens, and the model would not know its own marker.
+    """
+    before, between, behind = _frame(form, special)
+    more = "" if use.single else f" ({between} call)*"
+    return _grammar([f"start: {before} call{more} {behind}", *_call_rules(form, use)])
+
+
+def free_grammar(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> Grammar | None:
+    """Any text; but what comes behind an opening marker is a call that fits its schema.
+
+    None for formats in which a call may stand without its marker.
+    """
+    if form.markers.bare:
+        return None
+    opening = form.markers.opening
+    _, between, behind = _frame(form, special)
+    rest = _text(form.before.removeprefix(opening), special)
+    calls = "call"
+    if opening not in form.between:
+        # A list, which may be empty.
+        calls = "call?" if use.single else f"(call ({between} call)*)?"
+    if opening in special:
+        rules = [f"head: TEXT? <[{special[opening]}]>", "TEXT: /(?s:.+)/"]
+    else:
+        marker = re.escape(opening).replace("/", r"\/")
+        # A lazy text ends where the first marker does.
+        rules = [
+            f"head[lazy]: /(?s:.*){marker}/",
+            f"TEXT: /(?s:.+)/ & ~/(?s:.*){marker}(?s:.*)/",
+        ]
+    block = f"head {rest} {calls} {behind}"
+    blocks = f"({block})?" if use.single else f"({block})*"
+    return _grammar([f"start: {blocks} TEXT?", *rules, *_call_rules(form, use)])
+
+
+def _grammar(rules: list[str]) -> Grammar:
+    return Grammar(GrammarKind.LARK, "\n".join(rules) + "\n")
+
+
+def _frame(form: ToolFormat, special: Mapping[str, int]) -> tuple[str, str, str]:
+    before, between, behind = (
+        _text(text, special) for text in (form.before, form.between, form.behind)
+    )
+    return before, between, behind
+
+
+def _call_rules(form: ToolFormat, use: ToolUse) -> list[str]:
+    tools = use.callable_tools
+    rules = ["call: " + " | ".join(f"call_{place}" for place in range(len(tools)))]
+    for place, tool in enumerate(tools):
+        head = f'{{"name": {json.dumps(tool.name)}, "{form.arguments_key}": '
+        rules.append(f'call_{place}: {json.dumps(head)} arguments_{place} "}}"')
+        rules.append(f"arguments_{place}: %json {json.dumps(_schema(tool))}")
+    return rules
+
+
+def _text(text: str, special: Mapping[str, int]) -> str:
+    """A rule's part for ``text``."""
+    if not special:
+        return json.dumps(text) if text else ""
+    parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text)
+    return " ".join(f"<[{special[p]}]>" if p in special else json.dumps(p) for p in parts if p)
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    # What the library cannot check is refused where the client asked for strictness.
+    style = _JSON_STYLE if tool.strict else {**_JSON_STYLE, "lenient": True}
+    return {"type": "object", **tool.parameters, "x-guidance": style}

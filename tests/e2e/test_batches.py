@@ -1,0 +1,110 @@
+"""Batches and the cache's endpoints against `baton up` with the real model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from baton.client import Client, HttpClient, Message, Sampling
+from loadtest.clients.checking import check, chosen
+from tests.e2e.cluster import BATON, UpProcess, wait_until_gone
+
+DEADLINE_S = 60.0
+LINES = 24
+
+
+def written(model: str, path: Path) -> Path:
+    rows = [
+        {
+            "custom_id": f"c-{number}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {
+                "model": model,
+                "messages": [{"role": "user", "content": f"Count to {number + 2}."}],
+                "max_tokens": 16,
+                "seed": number,
+            },
+        }
+        for number in range(LINES)
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def run_command(*arguments: str) -> str:
+    """What `baton batch` says; it must succeed."""
+    done = subprocess.run(
+        [BATON, "batch", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=2 * DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def check_output(path: Path) -> None:
+    rows = [json.loads(row) for row in path.read_text().splitlines()]
+    assert [row["custom_id"] for row in rows] == [f"c-{number}" for number in range(LINES)]
+    assert all(row["response"]["body"]["usage"]["completion_tokens"] > 0 for row in rows)
+
+
+def test_a_file_through_the_command(cluster: UpProcess, tmp_path: Path) -> None:
+    file, output = written(cluster.model, tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    http = cluster.http.removeprefix("http://")
+    run_command(str(file), "--output", str(output), "--http", http)
+    check_output(output)
+    with HttpClient(cluster.http) as client, Client(cluster.grpc) as grpc:
+        # Somebody in a hurry is served as ever, over both fronts.
+        for one in (client, grpc):
+            answer = one.chat([Message("user", "Name a river.")], Sampling(max_tokens=8))
+            assert 0 < answer.usage.completion_tokens <= 8
+
+
+def test_the_cache_is_shown_and_dropped(cluster: UpProcess) -> None:
+    with HttpClient(cluster.http) as client:
+        client.complete("One two three four five six seven eight nine ten. " * 8)
+    stats = httpx.get(f"{cluster.http}/v1/cache/stats", timeout=DEADLINE_S).json()
+    assert stats["prompt_tokens"] > 0
+    assert {one["slot"] for one in stats["workers"]} == {"prefill-0", "decode-0"}
+    dropped = httpx.delete(f"{cluster.http}/v1/cache", timeout=DEADLINE_S).json()["workers"]
+    assert {one["slot"] for one in dropped} == {"prefill-0", "decode-0"}
+    assert all(one["error"] is None for one in dropped)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_batch_goes_on_after_the_cluster_was_started_again(tmp_path: Path) -> None:
+    env = {"BATON_DATA_DIR": str(tmp_path / "data")}
+    file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    with UpProcess(env=env) as first:
+        http = first.wait_ready().http.removeprefix("http://")
+        written(first.model, file)
+        with HttpClient(first.http) as client:
+            batch = client.create_batch(client.upload(file.read_bytes()).id)
+        first.terminate()
+        assert first.wait() == 0
+        assert wait_until_gone(first.cluster_id) == []
+    with UpProcess("--http", http, env=env) as again:
+        again.wait_ready()
+        run_command("--id", batch.id, "--http", http, "--output", str(output))
+    check_output(output)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_other_peoples_clients(tmp_path: Path) -> None:
+    """Those of the table that are light: installed by `make test-clients`, not by this."""
+    ready = [program for program in chosen("light") if program.installed]
+    if not ready:
+        pytest.skip("make test-clients has installed none")
+    with UpProcess(env={"BATON_DATA_DIR": str(tmp_path)}) as up:
+        up.wait_ready()
+        outcomes = [o for program in ready for o in check(program, up.http, up.model, "")]
+    assert [one for one in outcomes if one.outcome == "fail"] == []

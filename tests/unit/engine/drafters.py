@@ -1,0 +1,45 @@
+"""Drafters for tests, and a draft length that does not depend on how long steps take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from engine.draft_length import DraftLength, Proposal
+from engine.drafter import Draft
+from engine.speculation import MOST_DRAFT_TOKENS
+
+
+class WholeDrafts(DraftLength):
+    """Every token of every draft is checked."""
+
+    def choose(self, batch: int, rows: int, proposals: Sequence[Proposal]) -> list[int]:
+        return [proposal.tokens for proposal in proposals]
+
+
+class Oracle:
+    """Knows the answers; ``wrong`` is the chance that it says another token."""
+
+    name = "oracle"
+
+    def __init__(self, wrong: float, vocab: int, answers: dict[int, list[int]]) -> None:
+        """``answers``: of each sequence all its tokens, prompt and output."""
+        self.answers = answers
+        self._wrong = wrong
+        self._vocab = vocab
+        self._random = Random(0)
+        self.forgotten: list[int] = []
+
+    def propose(self, sequence_id: int, token_ids: list[int], most: int) -> Draft | None:
+        assert 0 < most <= MOST_DRAFT_TOKENS
+        answer = self.answers[sequence_id]
+        assert answer[: len(token_ids)] == token_ids, "not what was answered without drafts"
+        right = answer[len(token_ids) : len(token_ids) + self._random.randint(1, most)]
+        draft = [self._another(t) if self._random.random() < self._wrong else t for t in right]
+        return Draft(draft, 1) if draft else None
+
+    def _another(self, token: int) -> int:
+        return (token + self._random.randrange(1, self._vocab)) % self._vocab
+
+    def forget(self, sequence_id: int) -> None:
+        self.forgotten.append(sequence_id)

@@ -1,0 +1,402 @@
+"""Files and batches over HTTP, with OpenAI's own client, on a scripted cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from openai.types import Batch, FileObject
+
+from baton.config import KeyConfig, TenantConfig
+from baton.errors import Overloaded, WorkerFailed
+from router.access import Access
+from router.batches.batches import Batches
+from router.generation import GenerationRequest, OutputDelta
+from router.http_app import create_app
+from tests.unit.router.front_fakes import MODEL, Front, check_schema, make_front, serve
+
+DEADLINE_S = 30.0
+CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
+KEYS = (
+    KeyConfig(name="ann", sha256=hashlib.sha256(b"ann-key").hexdigest(), tenant="acme", priority=3),
+    KeyConfig(name="bob", sha256=hashlib.sha256(b"bob-key").hexdigest()),
+)
+
+
+@dataclass
+class Served:
+    """A front with batches behind a real server."""
+
+    front: Front
+    address: str
+
+    def client(self, key: str = "none") -> openai.AsyncOpenAI:
+        base = f"http://{self.address}/v1"
+        return openai.AsyncOpenAI(base_url=base, api_key=key, max_retries=0, timeout=DEADLINE_S)
+
+
+@asynccontextmanager
+async def served(folder: Path, front: Front | None = None, **config: Any) -> AsyncIterator[Served]:
+    front = front or make_front(data_dir=str(folder), **config)
+    access = Access(front.config, front.metrics)
+    batches = Batches(front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
+    app = create_app(
+        front.dispatcher,
+        front.tokenizer,
+        MODEL,
+        front.metrics,
+        front.config,
+        access,
+        more=(batches.api,),
+    )
+    await batches.start()
+    async with serve(app) as address:
+        try:
+            yield Served(front, address)
+        finally:
+            await batches.stop()
+            await batches.close()
+
+
+def lines(bodies: Sequence[dict[str, Any]], url: str = CHAT) -> bytes:
+    rows = [
+        {"custom_id": f"c-{place}", "method": "POST", "url": url, "body": body}
+        for place, body in enumerate(bodies)
+    ]
+    return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+
+
+def chat(content: str = "hello", **more: Any) -> dict[str, Any]:
+    message = {"role": "user", "content": content}
+    return {"model": "tiny", "messages": [message], "max_tokens": 8, **more}
+
+
+async def ended(client: openai.AsyncOpenAI, batch: Batch) -> Batch:
+    async with asyncio.timeout(DEADLINE_S):
+        while batch.status in ("validating", "in_progress", "finalizing", "cancelling"):
+            await asyncio.sleep(0.05)
+            batch = await client.batches.retrieve(batch.id)
+    return batch
+
+
+async def records(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    content = await client.files.content(file_id)
+    return [json.loads(row) for row in content.text.splitlines()]
+
+
+async def test_a_batch_with_openais_client(tmp_path: Path) -> None:
+    async with served(tmp_path) as there, there.client() as client:
+        bodies = [chat(), chat(temperature=9.0), chat("again")]
+        file = await client.files.create(file=("in.jsonl", lines(bodies)), purpose="batch")
+        assert (file.purpose, file.filename, file.bytes) == (
+            "batch",
+            "in.jsonl",
+            len(lines(bodies)),
+        )
+        assert (await client.files.retrieve(file.id)) == file
+        assert (await client.files.content(file.id)).content == lines(bodies)
+        batch = await client.batches.create(
+            input_file_id=file.id,
+            endpoint=CHAT,
+            completion_window="24h",
+            metadata={"job": "seven"},
+        )
+        assert (batch.status, batch.object, batch.metadata) == (
+            "validating",
+            "batch",
+            {"job": "seven"},
+        )
+        batch = await ended(client, batch)
+        assert batch.status == "completed", batch
+        assert batch.request_counts is not None
+        counts = batch.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (3, 2, 1)
+        good = await records(client, batch.output_file_id)
+        assert [record["custom_id"] for record in good] == ["c-0", "c-2"]
+        for record in good:
+            assert record["error"] is None
+            assert record["response"]["status_code"] == 200
+            check_schema(record["response"]["body"], "CreateChatCompletionResponse")
+        (bad,) = await records(client, batch.error_file_id)
+        assert (bad["custom_id"], bad["response"]["status_code"]) == ("c-1", 400)
+        check_schema(bad["response"]["body"], "ErrorResponse")
+        assert bad["response"]["body"]["error"]["param"] == "temperature"
+        usage = [record["response"]["body"]["usage"] for record in good]
+        assert batch.usage is not None
+        assert batch.usage.input_tokens == sum(one["prompt_tokens"] for one in usage)
+        assert batch.usage.output_tokens == sum(one["completion_tokens"] for one in usage)
+        listed = await client.files.list()
+        assert {one.purpose for one in listed.data} == {"batch", "batch_output"}
+        assert [one.id for one in (await client.batches.list()).data] == [batch.id]
+
+
+async def test_lines_run_in_the_background_under_a_class_of_their_own(tmp_path: Path) -> None:
+    async with served(tmp_path, keys=KEYS, tenants=(TenantConfig(name="acme"),)) as there:
+        async with there.client("ann-key") as client:
+            content = lines([{"model": "tiny", "prompt": "a b"}], "/v1/completions")
+            file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+            )
+            batch = await ended(client, batch)
+        (record,) = await _content(there, "ann-key", batch.output_file_id)
+        check_schema(record["response"]["body"], "CreateCompletionResponse")
+        (request,) = there.front.dispatcher.requests
+        assert request.background
+        assert request.deadline_s == there.front.config.request_deadline_s
+        assert (request.principal.tenant, request.principal.key_id) == ("acme", "ann")
+        assert (request.priority, request.cache_salt) == (3, b"acme")
+        assert there.front.requests() == {("batch", "ok", ""): 1.0}
+
+
+async def _content(there: Served, key: str, file_id: str | None) -> list[dict[str, Any]]:
+    async with there.client(key) as client:
+        return await records(client, file_id)
+
+
+async def test_a_key_sees_its_tenants_files_and_batches_alone(tmp_path: Path) -> None:
+    tenants = (TenantConfig(name="acme"),)
+    async with (
+        served(tmp_path, keys=KEYS, tenants=tenants) as there,
+        there.client("ann-key") as ann,
+        there.client("bob-key") as bob,
+    ):
+        file = await ann.files.create(file=("in.jsonl", lines([chat()])), purpose="batch")
+        batch = await ann.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h"
+        )
+        for question in (
+            lambda: bob.files.retrieve(file.id),
+            lambda: bob.files.content(file.id),
+            lambda: bob.files.delete(file.id),
+            lambda: bob.batches.retrieve(batch.id),
+            lambda: bob.batches.cancel(batch.id),
+            lambda: bob.batches.create(
+                input_file_id=file.id, endpoint=CHAT, completion_window="24h"
+            ),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await question()
+        assert (await bob.files.list()).data == []
+        assert (await bob.batches.list()).data == []
+        await ended(ann, batch)
+
+
+async def test_lines_that_were_turned_away_are_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.batches.line_runner.RETRY_S", 0.01)
+    failures = iter([Overloaded("full"), WorkerFailed("gone")])
+    front = make_front(data_dir=str(tmp_path))
+    speak = front.dispatcher.speak
+
+    async def script(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+        error = next(failures, None)
+        if error is not None:
+            raise error
+        async for delta in speak(request):
+            yield delta
+
+    front.dispatcher.script = script
+    async with served(tmp_path, front) as there, there.client() as client:
+        file = await client.files.create(file=("in.jsonl", lines([chat()])), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h"
+        )
+        batch = await ended(client, batch)
+        assert batch.request_counts is not None
+        assert (batch.request_counts.completed, len(front.dispatcher.requests)) == (1, 3)
+
+
+async def test_a_worker_that_always_fails_fails_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.batches.line_runner.RETRY_S", 0.001)
+
+    async def script(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+        raise WorkerFailed("gone")
+        yield
+
+    front = make_front(script, data_dir=str(tmp_path))
+    async with served(tmp_path, front) as there, there.client() as client:
+        file = await client.files.create(file=("in.jsonl", lines([chat()])), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h"
+        )
+        batch = await ended(client, batch)
+        (record,) = await records(client, batch.error_file_id)
+        assert record["response"]["body"]["error"]["code"] == "worker_failed"
+
+
+async def test_cancelling_aborts_what_runs(tmp_path: Path) -> None:
+    async def script(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+        await asyncio.Event().wait()
+        yield OutputDelta("", (), None)
+
+    front = make_front(script, data_dir=str(tmp_path))
+    async with served(tmp_path, front) as there, there.client() as client:
+        file = await client.files.create(file=("in.jsonl", lines([chat()])), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h"
+        )
+        async with asyncio.timeout(DEADLINE_S):
+            while not front.dispatcher.requests:
+                await asyncio.sleep(0.01)
+        batch = await client.batches.cancel(batch.id)
+        assert batch.status == "cancelling"
+        assert (await ended(client, batch)).status == "cancelled"
+        assert front.dispatcher.closed.is_set()
+        with pytest.raises(openai.BadRequestError):
+            await client.batches.cancel(batch.id)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{\n", "line 1"),
+        (lines([chat()]) * 2, "line 2"),
+        (b"", "no lines"),
+        (lines([chat(stream=True)]), "stream"),
+        (lines([chat()], "/v1/models"), "url"),
+    ],
+)
+async def test_bad_files_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    async with served(tmp_path) as there, there.client() as client:
+        with pytest.raises(openai.BadRequestError, match=words):
+            await client.files.create(file=("in.jsonl", content), purpose="batch")
+        assert (await client.files.list()).data == []
+
+
+async def test_uploads_are_bounded(tmp_path: Path) -> None:
+    async with served(tmp_path, file_most_bytes=2000, files_most_bytes=2500) as there:
+        async with there.client() as client:
+            with pytest.raises(openai.APIStatusError) as large:
+                await client.files.create(file=("in", lines([chat("x" * 3000)])), purpose="batch")
+            assert large.value.status_code == 413
+            content = lines([chat("x" * 1500)])
+            file = await client.files.create(file=("in", content), purpose="batch")
+            with pytest.raises(openai.APIStatusError) as full:
+                await client.files.create(file=("in", content), purpose="batch")
+            assert full.value.status_code == 413
+            await client.files.delete(file.id)
+            await client.files.create(file=("in", content), purpose="batch")
+
+        async def endless() -> AsyncIterator[bytes]:
+            yield b'--b\r\ncontent-disposition: form-data; name="file"; filename="x"\r\n\r\n'
+            for _ in range(400):
+                yield b"x" * 1000
+
+        async with httpx.AsyncClient() as plain:
+            headers = {"content-type": "multipart/form-data; boundary=b"}
+            answer = await plain.post(
+                f"http://{there.address}/v1/files", content=endless(), headers=headers
+            )
+        assert answer.status_code == 413
+    assert not list((tmp_path / "incoming").iterdir())
+    assert len(list((tmp_path / "files").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "file", "headers", "status"),
+    [
+        ({}, True, {}, 400),
+        ({"purpose": "fine-tune"}, True, {}, 400),
+        ({"purpose": "batch"}, False, {}, 400),
+        ({"purpose": "batch"}, True, {"origin": "https://evil.example"}, 400),
+        ({"purpose": "x" * 10_000}, True, {}, 400),
+        ({"purpose": "batch"}, True, {}, 200),
+    ],
+)
+async def test_forms(
+    tmp_path: Path, fields: dict[str, str], file: bool, headers: dict[str, str], status: int
+) -> None:
+    async with served(tmp_path) as there, httpx.AsyncClient() as plain:
+        files = {"file" if file else "other": ("in.jsonl", lines([chat()]))}
+        answer = await plain.post(
+            f"http://{there.address}/v1/files", data=fields, files=files, headers=headers
+        )
+        assert answer.status_code == status, answer.text
+        if status != 200:
+            check_schema(answer.json(), "ErrorResponse")
+        for bad in (b"", b"--b\r\nnonsense", b"\x00" * 100):
+            kind = {"content-type": "multipart/form-data; boundary=b"}
+            answer = await plain.post(f"http://{there.address}/v1/files", content=bad, headers=kind)
+            assert answer.status_code == 400
+        answer = await plain.post(f"http://{there.address}/v1/files", json={})
+        assert answer.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"endpoint": "/v1/embeddings"}, 400),
+        ({"completion_window": "soon"}, 400),
+        ({"completion_window": "31d"}, 400),
+        ({"completion_window": "0h"}, 400),
+        ({"input_file_id": "file-none"}, 404),
+        ({"input_file_id": None}, 400),
+        ({"metadata": {str(n): "x" for n in range(17)}}, 400),
+        ({"metadata": {"a": "x" * 513}}, 400),
+        ({"metadata": {"a": 1}}, 400),
+        ({"completion_window": "90m"}, 200),
+        ({"metadata": None}, 200),
+    ],
+)
+async def test_batches_are_checked(tmp_path: Path, changes: dict[str, Any], status: int) -> None:
+    async with served(tmp_path) as there, there.client() as client, httpx.AsyncClient() as plain:
+        file = await client.files.create(file=("in.jsonl", lines([chat()])), purpose="batch")
+        body = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h", **changes}
+        answer = await plain.post(f"http://{there.address}/v1/batches", json=body)
+        assert answer.status_code == status, answer.text
+        if status == 200:
+            Batch.model_validate(answer.json(), strict=True)
+
+
+async def test_lists_have_pages(tmp_path: Path) -> None:
+    async with served(tmp_path) as there, there.client() as client:
+        assert [file async for file in client.files.list()] == []
+        made: list[FileObject] = []
+        for number in range(5):
+            content = (f"{number}.jsonl", lines([chat()]))
+            made.append(await client.files.create(file=content, purpose="batch"))
+        # Its client follows the pages by itself.
+        listed = [file.id async for file in client.files.list(limit=2, order="asc")]
+        assert listed == [file.id for file in made]
+        batches = [
+            await client.batches.create(
+                input_file_id=file.id, endpoint=CHAT, completion_window="24h"
+            )
+            for file in made
+        ]
+        listed = [batch.id async for batch in client.batches.list(limit=2)]
+        assert listed == [batch.id for batch in reversed(batches)]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/files/file-none"),
+        ("GET", "/v1/files/file-none/content"),
+        ("GET", "/v1/files/..%2f..%2fetc%2fpasswd/content"),
+        ("DELETE", "/v1/files/file-none"),
+        ("GET", "/v1/batches/batch_none"),
+        ("POST", "/v1/batches/batch_none/cancel"),
+    ],
+)
+async def test_what_is_not_there(tmp_path: Path, method: str, path: str) -> None:
+    folder = tmp_path / "data"
+    async with served(folder) as there, httpx.AsyncClient() as plain:
+        answer = await plain.request(method, f"http://{there.address}{path}")
+        assert answer.status_code == 404
+        check_schema(answer.json(), "ErrorResponse")
+    assert not folder.exists()

@@ -1,0 +1,332 @@
+"""Batches from their claim to their files, with lines that do what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.metrics import RouterMetrics
+from router.batches.batch import Batch, BatchStatus, LineResult
+from router.batches.database import Database
+from router.batches.line import Line
+from router.batches.runner import BatchRunner
+from router.batches.store import BatchStore
+
+DEADLINE_S = 20.0
+ENDPOINT = "/v1/completions"
+Script = Callable[[Line], Awaitable[bool]]
+
+
+async def at_once(line: Line) -> bool:
+    return True
+
+
+@dataclass
+class Lines:
+    """Runs lines as a script says; remembers which."""
+
+    script: Script = at_once
+    ran: Counter[str] = field(default_factory=Counter)
+    running: int = 0
+    most: int = 0
+
+    async def run(self, batch: Batch, line: Line) -> LineResult:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            ok = await self.script(line)
+        finally:
+            self.running -= 1
+        self.ran[line.custom_id] += 1
+        return LineResult(line.number, ok, json.dumps({"custom_id": line.custom_id}), 3, 1, 2)
+
+
+@dataclass
+class Process:
+    """A router process' part of batches."""
+
+    folder: Path
+    lines: Lines = field(default_factory=Lines)
+    now: float = 1000.0
+    model: str = "tiny"
+    most: int = 8
+
+    def __post_init__(self) -> None:
+        self.store = BatchStore(self.folder, 1 << 20)
+        self.metrics = RouterMetrics(CollectorRegistry())
+        self.runner = BatchRunner(
+            self.store,
+            self.lines.run,
+            self.model,
+            self.metrics,
+            most_in_flight=self.most,
+            most_line_bytes=10_000,
+            poll_s=0.01,
+            lease_s=0.3,
+            unix_clock=lambda: self.now,
+        )
+
+    async def begin(self, count: int, tenant: str = "acme", **changes: Any) -> Batch:
+        """Upload a file and make a batch of it."""
+        content = b"".join(text(f"line-{number}") for number in range(count))
+        file = await self.store.add_file(io.BytesIO(content), tenant, "in.jsonl", "batch")
+        batch = Batch(
+            f"batch_{file.id}", tenant, "", "tiny", ENDPOINT, file.id, "1h", 1000, 4600, {}
+        )
+        batch = replace(batch, **changes)
+        await self.store.ask(Database.add_batch, batch)
+        return batch
+
+    async def until(self, batch: Batch, *statuses: BatchStatus) -> Batch:
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                now = await self.store.ask(Database.batch, batch.id)
+                if now.status in statuses:
+                    return now
+                await asyncio.sleep(0.005)
+
+    async def names(self, file_id: str | None) -> list[str]:
+        """The custom ids of a file's lines."""
+        if file_id is None:
+            return []
+        path = self.store.path(await self.store.ask(Database.file, file_id, "acme"))
+        return [json.loads(row)["custom_id"] for row in path.read_text().splitlines()]
+
+
+def text(name: str) -> bytes:
+    body = {"model": "tiny", "prompt": "x"}
+    line = {"custom_id": name, "method": "POST", "url": ENDPOINT, "body": body}
+    return json.dumps(line).encode() + b"\n"
+
+
+@asynccontextmanager
+async def running(process: Process) -> AsyncIterator[Process]:
+    await process.runner.start()
+    try:
+        yield process
+    finally:
+        await process.runner.close()
+        await process.store.close()
+
+
+async def test_a_batch_from_its_start_to_its_files(tmp_path: Path) -> None:
+    async def odd_lines_fail(line: Line) -> bool:
+        # Later lines end first: the files are in the order of the lines all the same.
+        await asyncio.sleep(0.02 - line.number * 1e-3)
+        return line.number % 2 == 0
+
+    async with running(Process(tmp_path, Lines(odd_lines_fail))) as process:
+        batch = await process.until(await process.begin(10), BatchStatus.COMPLETED)
+        assert (batch.total, batch.completed, batch.failed) == (10, 5, 5)
+        assert (batch.prompt_tokens, batch.cached_tokens, batch.completion_tokens) == (30, 10, 20)
+        assert batch.in_progress_at == batch.finalizing_at == batch.completed_at == 1000
+        assert await process.names(batch.output_file_id) == [f"line-{n}" for n in range(1, 10, 2)]
+        assert await process.names(batch.error_file_id) == [f"line-{n}" for n in range(0, 10, 2)]
+        assert set(process.lines.ran.values()) == {1}
+        assert await process.store.ask(Database.done_lines, batch.id) == set()
+        sample = process.metrics.registry.get_sample_value
+        assert sample("baton_batch_lines_total", {"outcome": "ok"}) == 5
+        assert sample("baton_batch_lines_in_flight") == 0
+
+
+async def test_nothing_is_written_before_the_first_file(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    async with running(Process(folder)):
+        await asyncio.sleep(0.05)
+        assert not folder.exists()
+
+
+async def test_a_file_without_errors_is_not_made(tmp_path: Path) -> None:
+    async with running(Process(tmp_path)) as process:
+        batch = await process.until(await process.begin(3), BatchStatus.COMPLETED)
+        assert batch.error_file_id is None
+        assert len(await process.names(batch.output_file_id)) == 3
+
+
+async def test_a_bounded_number_of_lines_runs_at_a_time(tmp_path: Path) -> None:
+    async def slow(line: Line) -> bool:
+        await asyncio.sleep(0.002)
+        return True
+
+    async with running(Process(tmp_path, Lines(slow), most=3)) as process:
+        batches = [await process.begin(20) for _ in range(3)]
+        for batch in batches:
+            await process.until(batch, BatchStatus.COMPLETED)
+        assert process.lines.most == 3
+
+
+async def test_a_file_at_fault_fails_its_batch(tmp_path: Path) -> None:
+    async with running(Process(tmp_path)) as process:
+        batch = await process.begin(2, endpoint="/v1/chat/completions")
+        batch = await process.until(batch, BatchStatus.FAILED)
+        assert [(fault.line, fault.code) for fault in batch.faults] == [
+            (1, "mismatched_endpoint"),
+            (2, "mismatched_endpoint"),
+        ]
+        assert batch.failed_at == 1000
+        assert not process.lines.ran
+
+
+async def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+
+    async def first_five(line: Line) -> bool:
+        if line.number > 5:
+            await gate.wait()
+        return True
+
+    first = Process(tmp_path, Lines(first_five))
+    async with running(first):
+        batch = await first.begin(12)
+        async with asyncio.timeout(DEADLINE_S):
+            while len(await first.store.ask(Database.done_lines, batch.id)) < 5:
+                await asyncio.sleep(0.005)
+    assert first.lines.running == 0
+    async with running(Process(tmp_path)) as second:
+        batch = await second.until(batch, BatchStatus.COMPLETED)
+        assert batch.completed == 12
+        assert sorted(await second.names(batch.output_file_id)) == sorted(
+            f"line-{n}" for n in range(12)
+        )
+        assert sum(second.lines.ran.values()) == 7
+
+
+async def test_a_dead_process_loses_its_batch(tmp_path: Path) -> None:
+    """Its beat stands still; another one takes over, and it writes nothing any more."""
+    gate = asyncio.Event()
+
+    async def stuck(line: Line) -> bool:
+        await gate.wait()
+        return False
+
+    dead = Process(tmp_path, Lines(stuck))
+    async with running(dead):
+        batch = await dead.begin(4)
+        async with asyncio.timeout(DEADLINE_S):
+            while dead.lines.running < 4:
+                await asyncio.sleep(0.005)
+        assert dead.runner._follow is not None
+        dead.runner._follow.cancel()
+        async with running(Process(tmp_path)) as alive:
+            seen = await alive.store.ask(Database.batch, batch.id)
+            assert seen.owner == dead.runner.owner
+            batch = await alive.until(batch, BatchStatus.COMPLETED)
+        gate.set()
+        async with asyncio.timeout(DEADLINE_S):
+            while not dead.runner._runs[batch.id].done():
+                await asyncio.sleep(0.005)
+        assert sum(dead.lines.ran.values()) > 0
+        now = await dead.store.ask(Database.batch, batch.id)
+    # What the dead one's lines said counts for nothing.
+    assert now == batch
+    assert (batch.completed, batch.failed) == (4, 0)
+
+
+async def test_a_batch_runs_in_one_process_at_a_time(tmp_path: Path) -> None:
+    async def slow(line: Line) -> bool:
+        await asyncio.sleep(0.02)
+        return True
+
+    one, other = Process(tmp_path, Lines(slow)), Process(tmp_path, Lines(slow))
+    async with running(one), running(other):
+        batches = [await one.begin(12) for _ in range(4)]
+        for batch in batches:
+            await one.until(batch, BatchStatus.COMPLETED)
+    assert sum((one.lines.ran + other.lines.ran).values()) == 48
+
+
+async def test_a_cancelled_batch_keeps_its_results(tmp_path: Path) -> None:
+    async def first_two(line: Line) -> bool:
+        if line.number > 2:
+            await asyncio.Event().wait()
+        return True
+
+    async with running(Process(tmp_path, Lines(first_two))) as process:
+        batch = await process.begin(6)
+        async with asyncio.timeout(DEADLINE_S):
+            while (await process.store.ask(Database.batch, batch.id)).completed < 2:
+                await asyncio.sleep(0.005)
+        await process.store.ask(Database.cancel, batch.id, "acme", 1005)
+        batch = await process.until(batch, BatchStatus.CANCELLED)
+        assert (batch.cancelling_at, batch.cancelled_at) == (1005, 1000)
+        assert await process.names(batch.output_file_id) == ["line-0", "line-1"]
+        assert process.lines.running == 0
+        # Its slots are free again.
+        process.lines.script = at_once
+        await process.until(await process.begin(20), BatchStatus.COMPLETED)
+
+
+async def test_a_window_that_ends(tmp_path: Path) -> None:
+    async def first(line: Line) -> bool:
+        if line.number > 1:
+            await asyncio.Event().wait()
+        return True
+
+    async with running(Process(tmp_path, Lines(first))) as process:
+        batch = await process.begin(3)
+        async with asyncio.timeout(DEADLINE_S):
+            while process.lines.running < 2 or not process.lines.ran:
+                await asyncio.sleep(0.005)
+        process.now = 4600.0
+        batch = await process.until(batch, BatchStatus.EXPIRED)
+        assert (batch.completed, batch.failed, batch.expired_at) == (1, 2, 4600)
+        assert batch.error_file_id is not None
+        path = process.store.path(
+            await process.store.ask(Database.file, batch.error_file_id, "acme")
+        )
+        records = [json.loads(row) for row in path.read_text().splitlines()]
+        assert [record["error"]["code"] for record in records] == ["batch_expired"] * 2
+        assert [record["response"] for record in records] == [None, None]
+
+
+async def test_batches_of_another_model_are_left_alone_until_they_expire(tmp_path: Path) -> None:
+    async with running(Process(tmp_path, model="other")) as process:
+        batch = await process.begin(2)
+        await asyncio.sleep(0.05)
+        assert (await process.store.ask(Database.batch, batch.id)).owner == ""
+        process.now = 5000.0
+        assert (await process.until(batch, BatchStatus.EXPIRED)).failed_at is None
+
+
+async def test_a_tenant_with_many_batches_leaves_room(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+
+    async def wait(line: Line) -> bool:
+        await gate.wait()
+        return True
+
+    async with running(Process(tmp_path, Lines(wait), most=100)) as process:
+        many = [await process.begin(1) for _ in range(9)]
+        late = await process.begin(1, tenant="other")
+        await process.until(late, BatchStatus.IN_PROGRESS)
+        now = [await process.store.ask(Database.batch, batch.id) for batch in many]
+        assert sum(batch.status is BatchStatus.IN_PROGRESS for batch in now) == 4
+        gate.set()
+        for batch in [*many, late]:
+            await process.until(batch, BatchStatus.COMPLETED)
+
+
+async def test_a_line_that_breaks_does_not_lose_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.batches.runner._REST_S", 0.05)
+    broken = iter([True])
+
+    async def once(line: Line) -> bool:
+        if next(broken, False):
+            raise OSError("the disk is full")
+        return True
+
+    async with running(Process(tmp_path, Lines(once))) as process:
+        batch = await process.until(await process.begin(5), BatchStatus.COMPLETED)
+        assert batch.completed == 5

@@ -1,0 +1,117 @@
+"""How a model is told of tools, whatever its chat template knows; and which format it speaks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.chat_template import ChatTemplate, load_chat_template
+from router.conversation import calls_turn, result_turn
+from router.tool_calls.formats import FORMATS, format_for
+from router.tool_calls.prompt import fitted, is_about_tools
+from router.tool_calls.tool import Tool, ToolUse
+from tests.unit.router.front_fakes import TEMPLATE
+
+TOOL = Tool("look_up", "Finds a word.", {"type": "object", "properties": {}})
+USE = ToolUse((TOOL,), frozenset({"look_up"}))
+KNOWS = (
+    "{% if tools %}{{ tools | map(attribute='function.name') | join(',') }}\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}{% if m['role'] == 'tool' %}={{ m.tool_call_id }}{% endif %}|{% endfor %}"
+)
+TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "Which word?"},
+    dict(calls_turn("", [("call_1", "look_up", '{"word": "é"}')])),
+    dict(result_turn("call_1", "found")),
+]
+
+
+def test_a_template_that_knows_everything() -> None:
+    template = ChatTemplate(KNOWS, {})
+    assert (template.knows_tools, template.knows_calls, template.knows_results) == (True,) * 3
+    turns = fitted(TALK, USE, template, FORMATS["hermes"])
+    assert turns == TALK
+    assert template.render(turns, 1000, [TOOL.as_template_value()]) == (
+        'look_up\nuser: Which word?|assistant: look_up{"word": "é"}|tool: found=call_1|'
+    )
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_template_that_knows_nothing(name: str) -> None:
+    template = ChatTemplate(TEMPLATE, {})
+    form = FORMATS[name]
+    known = (template.knows_tools, template.knows_calls, template.knows_results)
+    assert known == (False, False, False)
+    system, user, assistant, result = fitted(TALK, USE, template, form)
+    assert system["role"] == "system"
+    assert json.dumps(TOOL.as_template_value()) in system["content"].splitlines()
+    assert user == TALK[0]
+    assert assistant == {"role": "assistant", "content": form.written([("look_up", {"word": "é"})])}
+    assert result == {"role": "user", "content": "<tool_response>\nfound\n</tool_response>"}
+    assert "look_up" in template.render([system, user, assistant, result], 10_000)
+
+
+def test_instructions_follow_the_system_message() -> None:
+    turns = [{"role": "system", "content": "Be brief."}, TALK[0]]
+    system, _ = fitted(turns, USE, ChatTemplate(TEMPLATE, {}), FORMATS["hermes"])
+    assert system["content"].startswith("Be brief.\n\n")
+    assert turns[0]["content"] == "Be brief."
+
+
+def test_content_beside_calls_stays() -> None:
+    turn = calls_turn("I look.", [("1", "look_up", "{}")])
+    (fit,) = fitted([turn], None, ChatTemplate(TEMPLATE, {}), FORMATS["hermes"])
+    assert fit["content"].startswith("I look.\n<tool_call>")
+
+
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [("", {}), ('{"a": 1}', {"a": 1}), ("[1]", "[1]"), ("no", "no"), ("[" * 5000, "[" * 5000)],
+)
+def test_arguments_of_earlier_calls(given: str, value: object) -> None:
+    (call,) = calls_turn("", [("1", "f", given)])["tool_calls"]
+    assert call["function"]["arguments"] == value
+
+
+def test_who_is_about_tools() -> None:
+    assert [is_about_tools(turn) for turn in TALK] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("source", "special", "name"),
+    [
+        (TEMPLATE, set(), "hermes"),
+        (KNOWS, {"<|python_tag|>"}, "llama3"),
+        (TEMPLATE, {"<|python_tag|>"}, "hermes"),
+        (KNOWS + "<tool_call>", {"<|python_tag|>"}, "hermes"),
+        (KNOWS + "[TOOL_CALLS]", {"[TOOL_CALLS]"}, "mistral"),
+        (TEMPLATE + "SmolLM", set(), "smollm"),
+    ],
+)
+def test_the_format_is_found(source: str, special: set[str], name: str) -> None:
+    form = format_for("auto", ChatTemplate(source, {}), special.__contains__)
+    assert form.name == name
+
+
+def test_the_format_is_given() -> None:
+    assert format_for("mistral", None, lambda _: False).name == "mistral"
+    assert format_for("auto", None, lambda _: False).name == "hermes"
+
+
+def test_smollm3_calls_its_tools_otherwise() -> None:
+    template = ChatTemplate("{% if xml_tools %}{{ xml_tools | length }}{% endif %}", {})
+    assert template.knows_tools
+    assert template.render(TALK, 100, [TOOL.as_template_value()]) == "1"
+
+
+def test_another_template_for_tools(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": KNOWS}]
+    template = load_chat_template(tmp_path, {"chat_template": templates}, {})
+    assert template is not None
+    assert not template.knows_tools
+    assert template.for_tools.knows_tools
+    assert format_for("auto", template, lambda _: True).name == "llama3"
