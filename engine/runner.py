@@ -50,9 +50,9 @@ class ModelRunner:
         grammars: CompiledGrammars | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        """Without ``grammars`` a sequence that has one fails; without ``speculation`` each sequence
+        """Without ``grammars`` a sequence that has one fails; without ``speculation`` each gets one
 
-        gets one token a step.
+        token a step.
         """
         self.model = model
         self.cache = cache

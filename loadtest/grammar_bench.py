@@ -41,7 +41,7 @@ _PERSON = {
     "required": ["name", "age", "kind", "tags"],
     "additionalProperties": False,
 }
-_PEOPLE = {"type": "array", "items": _PERSON, "minItems": 1000}
+PEOPLE = {"type": "array", "items": _PERSON, "minItems": 1000}
 """It never ends before the steps do."""
 
 
@@ -85,14 +85,14 @@ def bench_grammar(settings: GrammarBenchSettings, say: Say, console: Console) ->
     say("loading the model")
     engine = build_engine(EngineSettings(settings.model, max_sequences=2 * max(settings.batches)))
     warm_up(engine)
-    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(_PEOPLE))
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PEOPLE))
     compile_ms = [_compile_ms(engine, grammar) for _ in range(2)]
     say(f"tokenizer and grammar: {compile_ms[0]:.1f} ms; another grammar: {compile_ms[1]:.2f} ms")
     costs = []
     for batch in settings.batches:
         for temperature in (0.0, 1.0):
             say(f"{batch} sequences, temperature {temperature:g}")
-            costs.append(_measure(engine, grammar, batch, temperature, settings.steps))
+            costs.append(measure(engine, grammar, batch, temperature, settings.steps))
     console.print(_table(costs))
     console.print(this_machine().line())
     if settings.output is not None:
@@ -148,9 +148,10 @@ class _Set:
             self._engine.runner.forget(number)
 
 
-def _measure(
+def measure(
     engine: Engine, grammar: Grammar, batch: int, temperature: float, steps: int
 ) -> GrammarCost:
+    """Of ``batch`` sequences of each kind; ``grammar`` must not let them end."""
     rows = _TimedRows(engine.grammars)
     engine.runner._grammars = rows
     size = engine.cache.block_size

@@ -46,6 +46,9 @@ RESERVE_SHARE = 0.25
 """Of the decode workers' places and blocks, background requests leave so much to others."""
 BACKGROUND_TPOT_SHARE = 0.7
 """Background requests are let in while a decode step takes no more of the SLO's time than this."""
+BACKGROUND_WINDOW_S = 0.01
+"""Of background prompts more than one a worker lies at the prefill workers only where all of them
+take no longer than this. Measured (docs/batches.md): more of them hurt others, and gain little."""
 MOST_BACKGROUND = 64
 """Background requests of one router that are with the workers at a time."""
 _WEIGHT = 0.1
@@ -402,10 +405,19 @@ class Admission:
             return False
         if not self._sent and not self._begun and not capacity.decode_sequences:
             return True
-        # One prompt a worker: the next request waits for that one at most, and for no other's.
-        unbegun = self._sent.keys()
-        if unbegun - self._background or len(unbegun) >= capacity.prefill_workers:
+        return self._prefill_has_slack(request, capacity) and self._decode_has_slack(
+            request, capacity
+        )
+
+    def _prefill_has_slack(self, request: _Request, capacity: Capacity) -> bool:
+        # What lies at the prefill workers is what the next request waits for.
+        if self._sent.keys() - self._background:
             return False
+        tokens = self._in_flight_tokens + request.applicant.prompt_tokens
+        brief = tokens <= BACKGROUND_WINDOW_S * (self.tokens_per_s or 0.0)
+        return brief or len(self._sent) < capacity.prefill_workers
+
+    def _decode_has_slack(self, request: _Request, capacity: Capacity) -> bool:
         if capacity.step_s > BACKGROUND_TPOT_SHARE * self._slo_tpot_s:
             return False
         if self._free_places(capacity) <= RESERVE_SHARE * capacity.most_sequences:

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from baton.config import Config
 from baton.errors import BatonError
+from baton.grammar_gate import GrammarGate
 from baton.metrics import RouterMetrics
 from router.access import Access
 from router.answer import Choice, choices_for
@@ -66,7 +67,10 @@ class Exchange:
         config: Config,
         access: Access,
     ) -> None:
-        self.builder = RequestBuilder(dispatcher, tokenizer, model, config)
+        grammars = GrammarGate(
+            tokenizer.grammars, metrics.grammar_compile_seconds.labels(role="router").observe
+        )
+        self.builder = RequestBuilder(dispatcher, tokenizer, model, config, grammars=grammars)
         self._access = access
         self._metrics = metrics
         self._config = config

@@ -204,7 +204,9 @@ async def mini_cluster(
         _pool("prefill", prefill, pool_fields | dict(prefill_pool)),
         _pool("decode", decode, pool_fields | dict(decode_pool)),
     )
-    fields: dict[str, object] = {"dtype": "float32", "local_prefill": "never"} | changes
+    # How busy the machine is must not decide which requests get in.
+    usual = {"dtype": "float32", "local_prefill": "never", "admission_slo_factor": 0.0}
+    fields: dict[str, object] = usual | changes
     config = Config(pools=pools, **fields)  # type: ignore[arg-type]
     cluster = MiniCluster(config, model, redis_url, prefill_role)
     try:

@@ -7,7 +7,6 @@ has ended.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -66,11 +65,11 @@ class GpuRunner(ModelRunner):
         began = time.perf_counter()
         self._settle(running=1)
         self._take_news(plan)
-        rows = self._drafted(plan.rows)
         follows = any(self._grammars.has(row.sequence_id) for row in plan.rows)
         if follows:
             # A grammar goes by the tokens themselves.
             self._settle(running=0)
+        rows = self._drafted(plan.rows)
         work = self._gather(rows)
         if not work.on_device:
             self._settle(running=0)
@@ -92,7 +91,7 @@ class GpuRunner(ModelRunner):
 
         return ending
 
-    def _masks(self, rows: Sequence[DraftedRow], draws: list[SampleRow]) -> dict[int, Mask]:
+    def _masks(self, rows: list[DraftedRow], draws: list[SampleRow]) -> dict[int, Mask]:
         """See ``engine.gpu.decoder.Masks``."""
         masked = enumerate(self._masked(rows, draws))
         return {number: draw.mask for number, draw in masked if draw.mask is not None}

@@ -53,7 +53,9 @@ async def test_a_worker_that_goes_while_the_index_is_asked_is_not_chosen(
         (link,) = cluster.dispatcher._links.up("decode")
 
         async def lookup(hashes: list[bytes]) -> dict[str, int]:
-            link.connected = False
+            assert link.follower is not None
+            link.follower.cancel()
+            await asyncio.wait([link.follower])
             return {}
 
         monkeypatch.setattr(cluster.index, "lookup", lookup)

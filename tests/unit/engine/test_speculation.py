@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
+from baton.grammar import Grammar, GrammarKind
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
@@ -40,6 +41,16 @@ SAMPLINGS = {
     "bias": replace(SEEDED, logit_bias=((5, 4.0), (9, -50.0))),
     "stop ids": replace(SEEDED, stop_token_ids=tuple(range(0, 200, 3)), min_tokens=9),
     "end of sequence": replace(SEEDED, logit_bias=((EOS, 6.0),), ignore_eos=False, min_tokens=4),
+    "grammar": replace(
+        SEEDED, grammar=Grammar(GrammarKind.REGEX, "(ab|cd|[0-9]x){5,30}"), ignore_eos=False
+    ),
+    "grammar, greedy, biased": replace(
+        GREEDY,
+        grammar=Grammar(GrammarKind.REGEX, "[a-d]{12,30}"),
+        logit_bias=((66, 3.0),),
+        min_tokens=15,
+        ignore_eos=False,
+    ),
     "top_k, min_p": replace(SEEDED, top_k=20, top_p=1.0, min_p=0.05),
 }
 WRONG = (0.0, 1.0, 0.3)
@@ -75,7 +86,9 @@ class Bench:
     def engine(self, drafter: Drafter | None, blocks: int, **limits: Any) -> Engine:
         runner = self.built.runner
         speculation = Speculation(drafter, WholeDrafts()) if drafter is not None else None
-        fresh = ModelRunner(runner.model, runner.cache, runner.device, speculation=speculation)
+        fresh = ModelRunner(
+            runner.model, runner.cache, runner.device, self.built.grammars, speculation
+        )
         changed = replace(
             self.built.scheduler.limits,
             draft_tokens=MOST_DRAFT_TOKENS if drafter is not None else 0,

@@ -22,6 +22,8 @@ class Shared(Cluster):
     """Also takes background requests; a decode step takes longer with more sequences."""
 
     per_sequence_s: float = 0.0
+    most_tokens: int = 0
+    """Of prompts that lay at the prefill worker at a time."""
 
     def capacity(self) -> Capacity:
         used = sum(self.running.values())
@@ -49,6 +51,7 @@ class Shared(Cluster):
         interactive = self.admission.waiting("default")
         before = len(self.order)
         super().pump()
+        self.most_tokens = max(self.most_tokens, self.admission.in_flight_tokens)
         sent = self.order[before:]
         if any(self.wanted[name].background for name in sent):
             # Whoever was not in the background has gone first, and nobody of them waits still.
@@ -127,6 +130,19 @@ def test_steps_stay_well_under_the_slo() -> None:
     assert step_s <= BACKGROUND_TPOT_SHARE * 0.1 + 2 * cluster.per_sequence_s
     cluster.pass_time(600.0)
     assert len(cluster.begun) == 300
+
+
+@pytest.mark.parametrize(("tokens_per_s", "least", "most"), [(50_000.0, 200, 600), (2e3, 100, 100)])
+def test_several_prompts_go_at_once_where_they_take_no_time(
+    tokens_per_s: float, least: int, most: int
+) -> None:
+    cluster = Shared(tokens_per_s=tokens_per_s)
+    cluster.learn()
+    cluster.most_tokens = 0
+    for number in range(200):
+        cluster.offer_background(f"b{number}", prompt=100, answer=50)
+    cluster.pass_time(30.0)
+    assert least <= cluster.most_tokens <= most
 
 
 def test_others_overtake_them() -> None:

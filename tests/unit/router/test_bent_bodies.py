@@ -117,7 +117,7 @@ async def test_the_bodies_are_right() -> None:
         assert response.status_code == 200, response.text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 async def test_no_place_is_the_servers_fault(data: st.DataObject) -> None:
     path, body = data.draw(st.sampled_from(BODIES))

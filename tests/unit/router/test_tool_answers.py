@@ -201,6 +201,17 @@ async def test_strict_functions_are_bound() -> None:
     assert grammar.text.count('"lenient": true') == 1
 
 
+async def test_schemas_that_cannot_be_kept() -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "format": "odd"}}}
+    function = {"name": "f", "parameters": parameters, "strict": True}
+    asked = {**HELLO, "tools": [{"type": "function", "function": function}]}
+    for choice in ("auto", "required"):
+        front = front_saying("Hello")
+        error = check_error(await post(front, CHAT, {**asked, "tool_choice": choice}), 400, "tools")
+        assert "odd" in error["message"]
+        assert not front.dispatcher.requests
+
+
 HISTORY: list[dict[str, Any]] = [
     {"role": "user", "content": "Weather?"},
     {
