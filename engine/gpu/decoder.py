@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from engine.gpu.draws import GREEDY, Draw, keep_allowed
@@ -26,7 +27,7 @@ from engine.gpu.step_tensors import (
     step_tensors,
     table_width,
 )
-from engine.grammar_state import Mask
+from engine.grammar_state import Mask, pack
 from engine.kv_cache import KvCache
 from engine.model import DecoderModel
 from engine.step import StepInput, StepOutput
@@ -93,6 +94,7 @@ class GpuStepModel:
         self._device = cache.data.device
         self._block_size = cache.block_size
         self._singles_first = not deterministic
+        self._vocab_size = config.vocab_size
         self._forward = Forward(model, cache, deterministic=deterministic)
         self._drawn = torch.zeros(most_rows, dtype=torch.int64, device=self._device)
         self._graphs: DecodeGraphs | None = None
@@ -142,11 +144,13 @@ class GpuStepModel:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile what chunks of several sizes take, and capture the steps of the usual sizes.
+        """Compile what chunks of several sizes and masks take, and capture steps of usual sizes.
 
         They are steps of padding alone: nothing is written into any block.
         """
         nothing = StepInput((), [], [], True)
+        any_token = pack(np.ones(self._vocab_size, np.bool_))
+        forbid(torch.zeros(1, self._vocab_size, device=self._device), [0], [any_token])
         for tokens in _CHUNKS:
             width = table_width(tokens, self._block_size)
             self._run(StepShape(0, 0, 1, tokens, tokens, width, 1), nothing, (), ())

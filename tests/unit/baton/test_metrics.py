@@ -25,6 +25,7 @@ ROUTER = {
     "baton_generated_tokens": ("class",),
     "baton_route_decisions": ("decision", "reason"),
     "baton_queue_seconds": ("role",),
+    "baton_grammar_compile_seconds": ("role",),
     "baton_waiting_requests": ("tenant",),
     "baton_prefill_drain_tokens_per_second": (),
     "baton_rate_limit_failures": (),
@@ -35,6 +36,7 @@ WORKER = {
     "baton_batch_fill_ratio": ("worker", "role"),
     "baton_computed_prompt_tokens": ("worker", "role"),
     "baton_queue_seconds": ("role",),
+    "baton_grammar_compile_seconds": ("role",),
     "baton_handoffs": ("transport", "outcome"),
     "baton_handoff_seconds": ("transport",),
     "baton_handoff_bytes": ("transport",),
@@ -63,10 +65,10 @@ def test_the_promised_series_exist(
 
 
 def test_router_and_worker_share_one_name() -> None:
-    """One page shows both; that of queues has the role in its label."""
+    """One page shows both; those that both have carry the role in a label."""
     router = set(series_of(RouterMetrics(CollectorRegistry())))
     worker = set(series_of(WorkerMetrics(CollectorRegistry())))
-    assert router & worker == {"baton_queue_seconds"}
+    assert router & worker == {"baton_queue_seconds", "baton_grammar_compile_seconds"}
 
 
 COUNT = """
