@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from baton.grammar import Grammar, GrammarKind
+from baton.logprobs import TokenLogprobs
 from baton.request import (
     FinishReason,
+    FirstToken,
     Geometry,
     LoadSnapshot,
     Principal,
     SequenceSpec,
     TokenOutput,
 )
-from baton.sampling_params import SCALAR_FIELDS, SamplingParams
-from baton.v1 import inference_pb2, sampling_pb2, transfer_pb2, worker_pb2
+from baton.sampling_params import OPTIONAL_FIELDS, SCALAR_FIELDS, SamplingParams
+from baton.v1 import decode_pb2, inference_pb2, sampling_pb2, transfer_pb2, worker_pb2
 
 _FINISH_TO_PROTO = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
@@ -49,6 +51,9 @@ def _write_sampling(message: sampling_pb2.SamplingParameters, params: SamplingPa
     message.logit_bias.update(params.logit_bias)
     for name in SCALAR_FIELDS:
         setattr(message, name, getattr(params, name))
+    for name in OPTIONAL_FIELDS:
+        if (value := getattr(params, name)) is not None:
+            setattr(message, name, value)
     if params.grammar is not None:
         write_grammar(message.grammar, params.grammar)
 
@@ -122,6 +127,8 @@ def write_sequence(message: worker_pb2.SequenceSpec, spec: SequenceSpec) -> None
     message.principal.tenant = spec.principal.tenant
     message.principal.key_id = spec.principal.key_id
     message.deadline_ms = int(min(max(0.0, spec.deadline_s * 1000), _LONGEST_MS))
+    message.choices = spec.choices
+    message.choice = spec.choice
 
 
 def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
@@ -136,11 +143,63 @@ def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         context_class=message.context_class,
         principal=Principal(message.principal.tenant, message.principal.key_id),
         deadline_s=message.deadline_ms / 1000,
+        choices=message.choices or 1,
+        choice=message.choice,
     )
 
 
+def logprobs_to_proto(logprobs: TokenLogprobs) -> worker_pb2.TokenLogprobs:
+    return worker_pb2.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top_ids=[token for token, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
+
+
+def logprobs_from_proto(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = zip(message.top_ids, message.top_logprobs, strict=True)
+    return TokenLogprobs(message.logprob, tuple(top))
+
+
+def write_first_tokens(
+    message: decode_pb2.CommitRequest,
+    first_token: int,
+    logprobs: TokenLogprobs | None,
+    others: Sequence[FirstToken],
+) -> None:
+    """The first token of a sequence, its log probabilities, and those of its siblings.
+
+    Which of them end with it is not said: both workers find that by the same rule.
+    """
+    message.first_token = first_token
+    if logprobs is not None:
+        message.logprobs.CopyFrom(logprobs_to_proto(logprobs))
+    for other in others:
+        entry = message.others.add(token_id=other.token_id)
+        if other.logprobs is not None:
+            entry.logprobs.CopyFrom(logprobs_to_proto(other.logprobs))
+
+
+def other_tokens_from_proto(message: decode_pb2.CommitRequest) -> tuple[FirstToken, ...]:
+    """The first tokens of the siblings."""
+    return tuple(
+        FirstToken(other.token_id, logprobs=_logprobs_of(other)) for other in message.others
+    )
+
+
+def commit_logprobs_from_proto(message: decode_pb2.CommitRequest) -> TokenLogprobs | None:
+    """Those of the first token, None where they are not wanted."""
+    return _logprobs_of(message)
+
+
+def _logprobs_of(
+    message: decode_pb2.CommitRequest | decode_pb2.FirstToken,
+) -> TokenLogprobs | None:
+    return logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None
+
+
 def output_to_proto(output: TokenOutput) -> worker_pb2.TokenOutput:
-    return worker_pb2.TokenOutput(
+    message = worker_pb2.TokenOutput(
         request_id=output.request_id,
         attempt=output.attempt,
         index=output.index,
@@ -149,9 +208,18 @@ def output_to_proto(output: TokenOutput) -> worker_pb2.TokenOutput:
         error=output.error,
         error_code=output.error_code,
     )
+    # Most outputs have none of these, and there is one for each token.
+    if output.choice:
+        message.choice = output.choice
+    if output.logprobs:
+        message.logprobs.extend(map(logprobs_to_proto, output.logprobs))
+    if output.prompt_logprobs:
+        message.prompt_logprobs.extend(map(logprobs_to_proto, output.prompt_logprobs))
+    return message
 
 
 def output_from_proto(message: worker_pb2.TokenOutput) -> TokenOutput:
+    scores, prompt = message.logprobs, message.prompt_logprobs
     return TokenOutput(
         request_id=message.request_id,
         attempt=message.attempt,
@@ -160,6 +228,9 @@ def output_from_proto(message: worker_pb2.TokenOutput) -> TokenOutput:
         finish_reason=finish_from_proto(message.finish_reason),
         error=message.error,
         error_code=message.error_code,
+        choice=message.choice,
+        logprobs=tuple(map(logprobs_from_proto, scores)) if scores else (),
+        prompt_logprobs=tuple(map(logprobs_from_proto, prompt)) if prompt else (),
     )
 
 

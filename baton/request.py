@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from baton.logprobs import TokenLogprobs
 from baton.sampling_params import SamplingParams
 
 
@@ -39,6 +40,10 @@ class SequenceSpec:
     principal: Principal = Principal()
     deadline_s: float = 300.0
     """Seconds left to the request when this was made."""
+    choices: int = 1
+    """How many answers are drawn, side by side, from one prompt."""
+    choice: int = 0
+    """The number of the first of them: it enters the noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,23 @@ class TokenOutput:
     """Not empty: the sequence has failed, and why."""
     error_code: str = ""
     """The error's code, see ``baton.errors``."""
+    choice: int = 0
+    """Which of the request's answers."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of ``token_ids``, or none."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token of the prompt but the first; with the first token of an answer whose
+    request wants them."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The first token of one choice, as it was sampled where the prompt was computed."""
+
+    token_id: int
+    finish_reason: FinishReason | None = None
+    """Set if it ends the choice."""
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,9 @@ SCALAR_FIELDS = (
 )
 """The fields of one value each, by the name that they have everywhere: here, in gRPC, in HTTP."""
 
+OPTIONAL_FIELDS = ("logprobs", "prompt_logprobs")
+"""Those that may be absent to the end, as None."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -57,6 +60,10 @@ class SamplingParams:
     grammar: Grammar | None = None
     """What the answer's text must match. It goes before ``min_tokens`` and ``ignore_eos``: where it
     allows nothing but the end, the answer ends."""
+    logprobs: int | None = None
+    """Tell each token's log probability, and those of so many of the likeliest; None: of none."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens, from the second on."""
 
     @property
     def greedy(self) -> bool:

@@ -79,7 +79,11 @@ class HandoffStream:
                 case "commit":
                     commit = request.commit
                     response.commit.bytes = self._role.commit(
-                        commit.ticket_id, commit.writer, commit.first_token
+                        commit.ticket_id,
+                        commit.writer,
+                        commit.first_token,
+                        logprobs=convert.commit_logprobs_from_proto(commit),
+                        others=convert.other_tokens_from_proto(commit),
                     )
                 case "abort":
                     self._role.abort_handoff((request.abort.request_id, request.abort.attempt))
@@ -95,7 +99,11 @@ class HandoffStream:
         try:
             async with asyncio.timeout(request.timeout_ms / 1000):
                 response.commit.bytes = await self._role.commit_when_complete(
-                    commit.ticket_id, commit.writer, commit.first_token
+                    commit.ticket_id,
+                    commit.writer,
+                    commit.first_token,
+                    logprobs=convert.commit_logprobs_from_proto(commit),
+                    others=convert.other_tokens_from_proto(commit),
                 )
         except TimeoutError:
             _refuse(response, DeadlineExceeded("the blocks have not come in time"))

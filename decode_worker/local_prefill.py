@@ -16,13 +16,14 @@ from collections.abc import AsyncGenerator, Callable
 from baton import convert
 from baton.errors import BatonError, DeadlineExceeded, HandoffError, NoRoom, TicketEnded
 from baton.hashing import last_hashes
-from baton.request import SequenceSpec
+from baton.request import FirstToken, SequenceSpec
 from baton.v1 import prefill_pb2
 from decode_worker.receiver import HandoffReceiver
+from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
 from kvtransfer.ticket import Attempt
 from worker.fetch import Fetcher, PrefixSource, source_of
-from worker.first_token import first_token
+from worker.first_token import first_of, first_token
 from worker.role import WorkerContext
 
 
@@ -47,13 +48,15 @@ class LocalPrefill:
         self._keep = keep
         self._end = end
         self._fetcher = fetcher
-        self._firsts: dict[Attempt, asyncio.Future[int | BatonError]] = {}
+        self._firsts: dict[Attempt, asyncio.Future[FirstToken | BatonError]] = {}
         """Of each prompt whose call waits: its first token, or why there is none."""
 
     async def run(
         self, request: prefill_pb2.PrefillRequest
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """Compute a prompt and answer with its first token; the token stream repeats it.
+
+        Those of a request's other choices come by the token stream alone.
 
         Raises BatonError, NoRoom where there is none for the prompt. Closing the iterator before
         the first token ends the sequence; after that it runs on, until it is aborted.
@@ -64,9 +67,9 @@ class LocalPrefill:
         self._check(spec, request.decode_incarnation)
         attempt = (spec.request_id, spec.attempt)
         sequence = self._context.make_sequence(spec, arrived=arrived, deadline=deadline)
-        first: asyncio.Future[int | BatonError] = asyncio.get_running_loop().create_future()
+        first: asyncio.Future[FirstToken | BatonError] = asyncio.get_running_loop().create_future()
         self._firsts[attempt] = first
-        token: int | BatonError | None = None
+        token: FirstToken | BatonError | None = None
         try:
             if spec.sampling.grammar is not None:
                 await self._context.grammars.ready(spec.sampling.grammar, deadline)
@@ -76,16 +79,13 @@ class LocalPrefill:
                 raise token
         finally:
             del self._firsts[attempt]
-            if not isinstance(token, int):
+            if not isinstance(token, FirstToken):
                 self._end(sequence)
-        # More tokens may have come meanwhile: then it was none of them that ended the answer.
-        alone = len(sequence.token_ids) == len(spec.token_ids) + 1
-        finish = sequence.finish_reason if alone else None
-        yield first_token(sequence, token, finish, self._context.control.load())
+        yield first_token(sequence, token, self._context.control.load())
 
     async def _answered(
-        self, first: asyncio.Future[int | BatonError], deadline: float
-    ) -> int | BatonError:
+        self, first: asyncio.Future[FirstToken | BatonError], deadline: float
+    ) -> FirstToken | BatonError:
         """A prompt's first token, or why there is none by the deadline."""
         await asyncio.wait([first], timeout=max(0.0, deadline - time.monotonic()))
         if not first.done():
@@ -110,10 +110,10 @@ class LocalPrefill:
         self,
         sequence: Sequence,
         source: PrefixSource | None,
-        first: asyncio.Future[int | BatonError],
+        first: asyncio.Future[FirstToken | BatonError],
     ) -> None:
         """Take the prompt's blocks, fetched ones where that pays, and queue it."""
-        if source is not None:
+        if source is not None and not sequence.scores_prompt:
             # Nothing is fetched for a prompt that is refused.
             self._check_room(sequence, self._held(sequence))
             fetched = await self._fetcher.fetch(sequence, source, sequence.deadline)
@@ -126,21 +126,32 @@ class LocalPrefill:
         self._queue(sequence, held, first)
 
     def _held(self, sequence: Sequence) -> list[int]:
-        """The cached blocks before the last token, whose logits are needed in any case."""
+        """The cached blocks before the last token, whose logits are needed in any case.
+
+        None for a prompt that is scored: then all logits are needed.
+        """
+        if sequence.scores_prompt:
+            return []
         limits = self._context.engine.scheduler.limits
         most = (len(sequence.token_ids) - 1) // limits.block_size
         hashes = last_hashes(sequence.full_hashes(limits.hash_block), limits.hashes_per_block)
         return self._context.engine.pool.match(hashes[:most])
 
     def _missing(self, sequence: Sequence, leading: list[int]) -> int:
+        """Blocks that the prompt takes behind ``leading``, and those that siblings write first."""
         size = self._context.engine.scheduler.limits.block_size
-        return -(-len(sequence.token_ids) // size) - len(leading)
+        prompt = -(-len(sequence.token_ids) // size)
+        return prompt - len(leading) + sequence.spec.choices - 1
 
     def _check_room(self, sequence: Sequence, held: list[int]) -> None:
-        self._receiver.check_room(self._missing(sequence, held), held)
+        missing = self._missing(sequence, held)
+        self._receiver.check_room(missing, held, sequence.spec.choices)
 
     def _queue(
-        self, sequence: Sequence, leading: list[int], first: asyncio.Future[int | BatonError]
+        self,
+        sequence: Sequence,
+        leading: list[int],
+        first: asyncio.Future[FirstToken | BatonError],
     ) -> None:
         """Take the other blocks. ``leading`` are the sequence's from now on, or given back."""
         pool = self._context.engine.pool
@@ -150,7 +161,7 @@ class LocalPrefill:
             return
         missing = self._missing(sequence, leading)
         try:
-            self._receiver.check_room(missing, [])
+            self._receiver.check_room(missing, [], sequence.spec.choices)
         except NoRoom:
             pool.release(leading)
             raise
@@ -159,20 +170,22 @@ class LocalPrefill:
         self._receiver.blocks.book.bury(attempt, time.monotonic())
         sequence.cached_tokens = len(leading) * self._context.engine.scheduler.limits.block_size
         self._keep(sequence)
-        blocks = leading + pool.allocate(missing)
+        sequence.spare = pool.allocate(sequence.spec.choices - 1)
+        blocks = leading + pool.allocate(missing - len(sequence.spare))
         self._context.control.add_computed(sequence, blocks, sequence.cached_tokens)
 
     # What the role tells
 
-    def sampled(self, attempt: Attempt, token: int) -> None:
-        """A sequence has got a token."""
-        self._answer(attempt, token)
+    def sampled(self, attempt: Attempt, update: SequenceUpdate) -> None:
+        """A sequence has got tokens: of a request with several choices the first one first."""
+        if attempt in self._firsts:
+            self._answer(attempt, first_of(update))
 
     def ended(self, attempt: Attempt, error: BatonError) -> None:
         """A sequence has ended before its time."""
         self._answer(attempt, error)
 
-    def _answer(self, attempt: Attempt, answer: int | BatonError) -> None:
+    def _answer(self, attempt: Attempt, answer: FirstToken | BatonError) -> None:
         first = self._firsts.get(attempt)
         if first is not None and not first.done():
             first.set_result(answer)

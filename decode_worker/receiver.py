@@ -18,6 +18,8 @@ from worker.block_receiver import BlockReceiver
 
 RETRY_AFTER_S = 0.05
 """How soon a writer that found no room may ask again: about one decode step."""
+_SHARE_OF_PLACES = 0.25
+"""Of a worker's places: so many must be free for a request of as many choices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,17 @@ class Receipt:
     """Of the full hash blocks of its tokens."""
     blocks: list[int]
     bytes: int
+    spare: list[int]
+    """For what its siblings write first: one block each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Promised:
+    """What a ticket is for."""
+
+    spec: SequenceSpec
+    hashes: list[bytes]
+    spare: list[int]
 
 
 class HandoffReceiver:
@@ -60,7 +73,7 @@ class HandoffReceiver:
         self._fingerprint = fingerprint
         self._geometry = geometry
         self._incarnation = incarnation
-        self._promised: dict[str, tuple[SequenceSpec, list[bytes]]] = {}
+        self._promised: dict[str, _Promised] = {}
         blocks.listeners.append(self)
 
     def reserve(self, offer: Offer, now: float) -> Ticket:
@@ -81,9 +94,11 @@ class HandoffReceiver:
         hashes = block_hashes(spec.token_ids, limits.hash_block, key)
         pinned = self._pool.match(last_hashes(hashes, limits.hashes_per_block))
         count = -(-len(spec.token_ids) // limits.block_size) - len(pinned)
-        self.check_room(count, pinned)
+        self.check_room(count + spec.choices - 1, pinned, spec.choices)
         ticket = self.blocks.promise(attempt, offer.writer, missing=count, pinned=pinned, now=now)
-        self._promised[ticket.ticket_id] = spec, hashes
+        # Nobody but this worker ever writes to these: they need no quarantine.
+        spare = self._pool.allocate(spec.choices - 1)
+        self._promised[ticket.ticket_id] = _Promised(spec, hashes, spare)
         return ticket
 
     def _check_offer(self, offer: Offer) -> None:
@@ -101,14 +116,21 @@ class HandoffReceiver:
         if len(spec.token_ids) + 1 - spec.prompt_length >= spec.sampling.max_tokens:
             raise HandoffError("the first token is the last: nothing is left to generate here")
 
-    def check_room(self, count: int, pinned: list[int]) -> None:
+    def check_room(self, count: int, pinned: list[int], choices: int = 1) -> None:
         """For one more sequence, of the cached blocks ``pinned`` and ``count`` more.
 
+        It becomes ``choices`` sequences. They need not all have a place at once, or a request for
+        many would wait until nothing else runs: beyond a share of the places they take turns.
         Raises NoRoom.
         """
         scheduler = self._scheduler
         sequences = len(scheduler.running) + len(scheduler.waiting)
-        if sequences + len(self.blocks.book) >= scheduler.limits.max_sequences:
+        most = scheduler.limits.max_sequences
+        promised = len(self.blocks.book) + sum(
+            len(promised.spare) for promised in self._promised.values()
+        )
+        wanted = min(choices, max(1, int(most * _SHARE_OF_PLACES)))
+        if sequences + promised + wanted > most:
             raise NoRoom("every sequence's place is taken", retry_after=RETRY_AFTER_S)
         if scheduler.has_preempted:
             raise NoRoom("preempted sequences come first", retry_after=RETRY_AFTER_S)
@@ -120,13 +142,16 @@ class HandoffReceiver:
     def promised(self, ticket_id: str) -> SequenceSpec | None:
         """What an open ticket is for."""
         found = self._promised.get(ticket_id)
-        return None if found is None else found[0]
+        return None if found is None else found.spec
 
     def commit(self, ticket_id: str, writer: str, now: float) -> Receipt:
         """The sequence may run. Raises HandoffError where something is missing."""
         ticket = self.blocks.commit(ticket_id, writer, now)
-        spec, hashes = self._promised.pop(ticket_id)
-        return Receipt(spec, hashes, ticket.pinned + ticket.missing, ticket.expected_bytes)
+        promised = self._promised.pop(ticket_id)
+        blocks = ticket.pinned + ticket.missing
+        return Receipt(
+            promised.spec, promised.hashes, blocks, ticket.expected_bytes, promised.spare
+        )
 
     # What the blocks' receiver tells
 
@@ -135,4 +160,6 @@ class HandoffReceiver:
 
     def released(self, ticket: Ticket, error: BatonError) -> None:
         """It has ended."""
-        self._promised.pop(ticket.ticket_id, None)
+        promised = self._promised.pop(ticket.ticket_id, None)
+        if promised is not None:
+            self._pool.release(promised.spare)

@@ -10,8 +10,16 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
-from baton.errors import BatonError, DeadlineExceeded, TicketEnded, Unavailable, WorkerFailed
-from baton.request import FinishReason, TokenOutput
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    HandoffError,
+    TicketEnded,
+    Unavailable,
+    WorkerFailed,
+)
+from baton.logprobs import TokenLogprobs
+from baton.request import FinishReason, FirstToken, TokenOutput
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from decode_worker.handoff_stream import Context as HandoffsContext
 from decode_worker.handoff_stream import HandoffStream
@@ -59,7 +67,8 @@ class DecodeRole:
             end=self._end_local,
         )
         self._outboxes: dict[str, Outbox] = {}
-        self._sequences: dict[Attempt, Sequence] = {}
+        self._sequences: dict[Attempt, dict[int, Sequence]] = {}
+        """Of each request its choices, by number, those that have not begun yet included."""
         self._deadlines: dict[Attempt, float] = {}
         """Of requests that have tickets. A sequence has its own, which the control loop keeps."""
         self._prefills = PrefillServicer(self.local.run)
@@ -115,7 +124,15 @@ class DecodeRole:
             return True
         return self.awaits_bytes(ticket_id)
 
-    async def commit_when_complete(self, ticket_id: str, writer: str, first_token: int) -> int:
+    async def commit_when_complete(
+        self,
+        ticket_id: str,
+        writer: str,
+        first_token: int,
+        *,
+        logprobs: TokenLogprobs | None = None,
+        others: tuple[FirstToken, ...] = (),
+    ) -> int:
         """``commit``, as soon as every byte is in place and its grammar is compiled.
 
         Raises what has ended the ticket, or InvalidGrammar.
@@ -126,7 +143,7 @@ class DecodeRole:
         if spec is not None and spec.sampling.grammar is not None:
             deadline = self._deadlines[(spec.request_id, spec.attempt)]
             await self.context.grammars.ready(spec.sampling.grammar, deadline)
-        return self.commit(ticket_id, writer, first_token)
+        return self.commit(ticket_id, writer, first_token, logprobs=logprobs, others=others)
 
     async def _settled(self, ticket_id: str) -> None:
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -150,8 +167,20 @@ class DecodeRole:
             if not waiting.done():
                 waiting.set_exception(error)
 
-    def commit(self, ticket_id: str, writer: str, first_token: int) -> int:
-        """Join a handed-off sequence to the batch. Returns the bytes that crossed the wire."""
+    def commit(
+        self,
+        ticket_id: str,
+        writer: str,
+        first_token: int,
+        *,
+        logprobs: TokenLogprobs | None = None,
+        others: tuple[FirstToken, ...] = (),
+    ) -> int:
+        """Join a handed-off sequence and its siblings to the batch.
+
+        ``logprobs`` are those of its first token, ``others`` the siblings' first tokens. Returns
+        the bytes that crossed the wire.
+        """
         now = time.monotonic()
         receipt = self.receiver.commit(ticket_id, writer, now)
         spec = receipt.spec
@@ -159,27 +188,52 @@ class DecodeRole:
         sequence = self.context.make_sequence(spec, arrived=now, deadline=deadline)
         sequence.hashes = receipt.hashes
         sequence.token_ids.append(first_token)
+        sequence.spare = receipt.spare
+        if len(others) != len(sequence.siblings):
+            self.context.engine.pool.release(receipt.blocks + receipt.spare)
+            raise HandoffError(f"{1 + len(others)} first tokens for {spec.choices} choices")
         self._keep(sequence)
-        # Told again: a prefill worker that dies before its answer loses nothing.
-        self._tell(sequence, (first_token,), None)
-        self.outbox(spec.router_id).flush()
         self.context.control.add_computed(sequence, receipt.blocks, len(spec.token_ids))
+        forks = self._fork(sequence, others)
+        # Told again: a prefill worker that dies before its answer loses nothing.
+        firsts = (FirstToken(first_token, logprobs=logprobs), *others)
+        for choice, first in zip((sequence, *forks), firsts, strict=True):
+            self._tell_first(choice, first)
+        self.outbox(spec.router_id).flush()
         return receipt.bytes
 
+    def _fork(self, sequence: Sequence, others: tuple[FirstToken, ...]) -> list[Sequence]:
+        """Let a sequence's siblings run, where there are any; then each of them may have ended."""
+        if not others:
+            return []
+        scheduler = self.context.engine.scheduler
+        forks = scheduler.fork(sequence, (other.token_id for other in others))
+        sequence.finish_reason = scheduler.finish_reason(sequence, sequence.token_ids[-1])
+        if sequence.finish_reason:
+            self.context.control.remove(sequence)
+        return forks
+
+    def _tell_first(self, sequence: Sequence, first: FirstToken) -> None:
+        told = () if first.logprobs is None else (first.logprobs,)
+        self._tell(sequence, (first.token_id,), sequence.finish_reason, told)
+        if sequence.finish_reason:
+            self._forget(_attempt(sequence), sequence.choice)
+
     def _keep(self, sequence: Sequence) -> None:
-        self._sequences[_attempt(sequence)] = sequence
+        choices = (sequence, *sequence.siblings)
+        self._sequences[_attempt(sequence)] = {choice.choice: choice for choice in choices}
 
     def _end_local(self, sequence: Sequence) -> None:
         """Nobody waits for a prompt's first token any more."""
-        if self._sequences.get(_attempt(sequence)) is sequence:
+        if sequence in self._sequences.get(_attempt(sequence), {}).values():
             self.abort(_attempt(sequence))
 
-    def abort(self, attempt: Attempt) -> None:
-        """End a request in whatever state it is; idempotent."""
-        self.receiver.blocks.abort(attempt, time.monotonic())
-        self.local.ended(attempt, TicketEnded("the request was aborted"))
-        sequence = self._forget(attempt)
-        if sequence is not None:
+    def abort(self, attempt: Attempt, choice: int | None = None) -> None:
+        """End a request in whatever state it is, or one of its choices that runs; idempotent."""
+        if choice is None:
+            self.receiver.blocks.abort(attempt, time.monotonic())
+            self.local.ended(attempt, TicketEnded("the request was aborted"))
+        for sequence in self._forget(attempt, choice):
             self.context.control.remove(sequence)
         self.context.control.pump()
 
@@ -193,19 +247,28 @@ class DecodeRole:
         self._deadlines.pop(attempt, None)
         self.context.control.pump()
 
-    def _forget(self, attempt: Attempt) -> Sequence | None:
-        self._deadlines.pop(attempt, None)
-        return self._sequences.pop(attempt, None)
+    def _forget(self, attempt: Attempt, choice: int | None = None) -> list[Sequence]:
+        """A request, or one of its choices, is over. Returns what was kept of it."""
+        choices = self._sequences.get(attempt, {})
+        if choice is None:
+            gone = list(choices.values())
+            choices.clear()
+        else:
+            gone = [choices.pop(choice)] if choice in choices else []
+        if not choices:
+            self._deadlines.pop(attempt, None)
+            self._sequences.pop(attempt, None)
+        return gone
 
     def on_step(self, updates: list[SequenceUpdate]) -> None:
         """Pass a step's tokens on."""
         for update in updates:
             if update.token_ids:
                 sequence = update.sequence
-                self._tell(sequence, update.token_ids, sequence.finish_reason)
-                self.local.sampled(_attempt(sequence), update.token_ids[0])
+                self._tell(sequence, update.token_ids, sequence.finish_reason, update.logprobs)
+                self.local.sampled(_attempt(sequence), update)
                 if sequence.finish_reason:
-                    self._forget(_attempt(sequence))
+                    self._forget(_attempt(sequence), sequence.choice)
         self._flush()
 
     def on_lost(self, sequences: list[Sequence], error: Exception) -> None:
@@ -224,7 +287,9 @@ class DecodeRole:
 
     def _fail(self, sequence: Sequence, error: BatonError) -> None:
         spec = sequence.spec
-        self._forget(_attempt(sequence))
+        for other in self._forget(_attempt(sequence)):
+            if other is not sequence:
+                self.context.engine.scheduler.remove(other)
         self.local.ended(_attempt(sequence), error)
         output = TokenOutput(
             spec.request_id,
@@ -233,15 +298,27 @@ class DecodeRole:
             (),
             error=error.message,
             error_code=error.code or "",
+            choice=sequence.choice,
         )
         self.outbox(spec.router_id).put(output)
 
     def _tell(
-        self, sequence: Sequence, token_ids: tuple[int, ...], finish: FinishReason | None
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        finish: FinishReason | None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
         spec = sequence.spec
-        index = sequence.output_length - len(token_ids)
-        output = TokenOutput(spec.request_id, spec.attempt, index, token_ids, finish)
+        output = TokenOutput(
+            spec.request_id,
+            spec.attempt,
+            sequence.output_length - len(token_ids),
+            token_ids,
+            finish,
+            choice=sequence.choice,
+            logprobs=logprobs,
+        )
         self.outbox(spec.router_id).put(output)
 
     def _flush(self) -> None:
@@ -263,8 +340,8 @@ class DecodeRole:
             if outbox.unread_for(now) < ROUTER_GRACE_S:
                 continue
             log.info("router %s has gone: its sequences end", router_id)
-            for attempt, sequence in list(self._sequences.items()):
-                if sequence.spec.router_id == router_id:
+            for attempt, choices in list(self._sequences.items()):
+                if any(choice.spec.router_id == router_id for choice in choices.values()):
                     self.abort(attempt)
             del self._outboxes[router_id]
 
@@ -275,9 +352,10 @@ class DecodeRole:
             stream.end(_stopping())
         self.receiver.blocks.close()
         stopping = WorkerFailed("the decode worker is stopping")
-        for sequence in list(self._sequences.values()):
-            self._fail(sequence, stopping)
-            self.context.control.remove(sequence)
+        for choices in list(self._sequences.values()):
+            for sequence in list(choices.values()):
+                self._fail(sequence, stopping)
+                self.context.control.remove(sequence)
         self.local.close(stopping)
         self._prefills.close()
         self._flush()

@@ -40,7 +40,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self, request: decode_pb2.AbortRequest, context: Context
     ) -> decode_pb2.AbortResponse:
         """See decode.proto."""
-        self._role.abort((request.request_id, request.attempt))
+        choice = request.choice if request.HasField("choice") else None
+        self._role.abort((request.request_id, request.attempt), choice)
         return decode_pb2.AbortResponse()
 
     async def StreamTokens(  # noqa: N802

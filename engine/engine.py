@@ -25,7 +25,7 @@ from engine.model_config import ModelConfig, load_model_config
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.quantization.packed_cache import PackedCache
 from engine.runner import ModelRunner
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler import SCORED_TOKENS, Scheduler, SchedulerLimits
 from engine.speculation import DRAFTERS, MOST_DRAFT_TOKENS, make_speculation
 from engine.step import StepModel
 from engine.torch_step import TorchStepModel
@@ -268,4 +268,5 @@ def _activation_bytes(
     """A bound on a step's intermediate tensors: residual and attention, MLP, logits in fp32."""
     per_token = (8 * config.hidden_size + 4 * config.intermediate_size) * dtype.itemsize
     mask = chunk_tokens * config.context_length
-    return chunk_tokens * per_token + mask + 3 * 4 * max_sequences * config.vocab_size
+    rows = max_sequences + SCORED_TOKENS
+    return chunk_tokens * per_token + mask + 3 * 4 * rows * config.vocab_size

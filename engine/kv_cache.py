@@ -8,7 +8,7 @@ head, slot]`` in fp32, then what fills it up to a multiple of 64.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -69,6 +69,12 @@ class KvCache:
     def block(self, block: int) -> torch.Tensor:
         """A block's bytes: a uint8 view [block_bytes] on the cache's device."""
         return self.bytes[block]
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (from, to) each; none of them is in two pairs as the target."""
+        if copies:
+            pairs = torch.tensor(copies, device=self.bytes.device)
+            self.bytes[pairs[:, 1]] = self.bytes[pairs[:, 0]]
 
     def write(
         self,

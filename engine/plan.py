@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.logprobs import TokenLogprobs
 from baton.sampling_params import SamplingParams
 
 
@@ -17,6 +18,8 @@ class NewSequence:
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
     """Tokens that end the sequence; forbidden before ``min_tokens``."""
+    choice: int = 0
+    """Which of its request's answers it is: enters the noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,12 @@ class PlanRow:
     limit: int = 0
     """The most tokens that the sequence may have after the step: so far the engine may draft. 0: it
     drafts nothing."""
+    choices: int = 1
+    """How many choices draw their first token here: from the same logits, each with its noise. The
+    first is the sequence's own; the others become sequences of their own."""
+    scored: int = 0
+    """Of how many of these tokens, from the first, the next one's log probability is wanted: the
+    next one is known already, a token of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,8 @@ class StepPlan:
     new: tuple[NewSequence, ...]
     dropped: tuple[int, ...]
     rows: tuple[PlanRow, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+    """Blocks to copy before the rows are computed: (from, to)."""
 
     @property
     def tokens(self) -> int:
@@ -64,7 +75,8 @@ class StepResult:
 
     step: int
     token_ids: tuple[tuple[int, ...], ...]
-    """Of a row that samples one token, and one more for each token of its draft that was right."""
+    """Of a row that samples one token, and one more for each token of its draft that was right; of
+    a row with ``choices`` the first token of each."""
     seconds: float
     failed: tuple[tuple[int, str], ...] = ()
     """Rows whose sequences cannot go on, by their place in the plan, and why."""
@@ -72,3 +84,7 @@ class StepResult:
     """Tokens that were drafted and checked, of all rows."""
     accepted: int = 0
     """Those of them that were right."""
+    logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
+    """One for each of a row's tokens, None for a row that wants none; empty if no row does."""
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    """One for each token that a row scores; empty if no row does."""

@@ -11,13 +11,16 @@ import torch
 from baton.compiled_grammars import CompiledGrammars
 from baton.sampling_params import SamplingParams
 from engine.cpu.decoder import CoreShare, CpuDecoder
+from engine.cpu.logprobs import cpu_logprobs
 from engine.cpu.sampler import cpu_sampler
 from engine.grammar_rows import GrammarRows
 from engine.kv_cache import KvCache
+from engine.logprobs import token_logprobs
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.sampling import SampleRow, sample
 from engine.speculation import DraftedRow, Speculation, kept_tokens, with_place
 from engine.step import StepInput, StepModel
+from engine.step_work import StepFound, StepWork, found_of
 
 Ending = Callable[[], StepResult]
 
@@ -30,6 +33,7 @@ class _Known:
     prompt_length: int
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
+    choice: int
 
 
 class ModelRunner:
@@ -56,6 +60,7 @@ class ModelRunner:
         self._grammars = GrammarRows(grammars)
         self._sampler = cpu_sampler() if device.type == "cpu" else None
         self._sample = self._sampler.sample if self._sampler is not None else sample
+        self._scorer = (cpu_logprobs() if device.type == "cpu" else None) or token_logprobs
         self._known: dict[int, _Known] = {}
         self._speculation = speculation
 
@@ -65,7 +70,7 @@ class ModelRunner:
         began = time.perf_counter()
         self._take_news(plan)
         rows = self._drafted(plan.rows)
-        tokens = self._compute(rows)
+        found = self._compute(rows)
         if self.device.type == "cuda":
             # A result says that the step's KV is there: transfers read it on another stream.
             torch.cuda.current_stream(self.device).synchronize()
@@ -73,9 +78,10 @@ class ModelRunner:
         drafted = sum(len(row.draft) for row in rows)
         if self._speculation is not None and plan.decodes_only:
             self._speculation.observe(len(rows), drafted, seconds)
-        accepted = sum(len(found) - 1 for found in tokens if found)
+        kept = zip(rows, found.token_ids, strict=True)
+        accepted = sum(len(tokens) - 1 for row, tokens in kept if row.draft)
         failed = self._failed(plan.rows)
-        return StepResult(plan.step, tokens, seconds, failed, drafted, accepted)
+        return result_of(plan, found, seconds, failed, drafted, accepted)
 
     def start(self, plan: StepPlan) -> Ending:
         """Begin a step; what is returned waits for its end, and may be called on another thread."""
@@ -119,10 +125,11 @@ class ModelRunner:
             self.forget(sequence_id)
         for new in plan.new:
             self._learn(new)
+        self.cache.copy(plan.copies)
 
     def _learn(self, new: NewSequence) -> None:
         self._known[new.sequence_id] = _Known(
-            list(new.token_ids), new.prompt_length, new.sampling, new.stop_ids
+            list(new.token_ids), new.prompt_length, new.sampling, new.stop_ids, new.choice
         )
         self._grammars.learn(new)
 
@@ -148,52 +155,48 @@ class ModelRunner:
             return row
         return with_place(row, known - 1, 1)
 
-    def _compute(self, rows: Sequence[DraftedRow]) -> tuple[tuple[int, ...], ...]:
-        step, draws = self._gather(rows)
-        found = self.model.run(step)
+    def _compute(self, rows: Sequence[DraftedRow]) -> StepFound:
+        work = self._gather(rows)
+        found = self.model.run(step_of(plan_rows(rows), work))
         if found.best is not None:
-            drawn = found.best
+            drawn = work.draw_best(found.best)
         else:
             assert found.logits is not None, "a step gives the one or the other"
-            drawn = self._sample(found.logits, self._masked(rows, draws))
-        return self._kept(rows, drawn)
+            drawn = self._sample(work.draw_logits(found.logits), self._masked(rows, work.draws))
+        tokens = self._kept(rows, drawn)
+        return found_of(plan_rows(rows), work, tokens, found.logits, self._scorer)
 
     def _masked(self, rows: Sequence[DraftedRow], draws: list[SampleRow]) -> list[SampleRow]:
-        """The draws with their grammars' masks."""
-        numbers = [
-            drafted.row.sequence_id
-            for drafted in rows
-            if drafted.row.sample
-            for _ in range(len(drafted.draft) + 1)
-        ]
-        return self._grammars.masked(numbers, draws)
+        """The draws with their grammars' masks: of all choices of a row the same one."""
+        samples = (drafted for drafted in rows if drafted.row.sample)
+        ids = [d.row.sequence_id for d in samples for _ in range(d.row.choices + len(d.draft))]
+        return self._grammars.masked(ids, draws)
 
-    def _gather(self, rows: Sequence[DraftedRow]) -> tuple[StepInput, list[SampleRow]]:
-        """What the model is asked, and what each of its outputs is drawn with.
+    def _gather(self, rows: Sequence[DraftedRow]) -> StepWork:
+        """What the model is asked, and what each of its outputs is for.
 
         The first draw's tokens of each row are the list that the runner keeps.
         """
-        token_ids: list[int] = []
-        outputs: list[int] = []
-        draws: list[SampleRow] = []
+        work = StepWork()
         for drafted in rows:
             row, draft = drafted.row, drafted.draft
             known = self._known[row.sequence_id]
-            token_ids += known.token_ids[row.start : row.start + row.count - len(draft)]
-            token_ids += draft
-            if row.sample:
-                outputs += range(len(token_ids) - 1 - len(draft), len(token_ids))
-                draws += _draws(known, draft)
-        greedy = all(draw.plain and draw.sampling.greedy for draw in draws)
-        rows_computed = tuple(drafted.row for drafted in rows)
-        return StepInput(rows_computed, token_ids, outputs, greedy), draws
+            work.token_ids += known.token_ids[row.start : row.start + row.count - len(draft)]
+            work.token_ids += draft
+            if row.scored:
+                work.score(row, known.token_ids, known.sampling.prompt_logprobs or 0)
+            if row.choices > 1:
+                work.draw_choices(_choices(known, row.choices))
+            elif row.sample:
+                work.draw(_draws(known, draft))
+        return work
 
     def _kept(
         self, rows: Sequence[DraftedRow], drawn: Sequence[int]
     ) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each row: of those drawn the ones whose draft was right before them.
+        """The tokens of each row: of those drawn the ones whose draft was right before them, or the
 
-        They are appended to the sequences.
+        first ones of its choices. Those of the sequences themselves are appended to them.
         """
         at = 0
         tokens: list[tuple[int, ...]] = []
@@ -202,30 +205,66 @@ class ModelRunner:
             if not row.sample:
                 tokens.append(())
                 continue
-            kept = kept_tokens(draft, drawn[at : at + len(draft)])
-            found = tuple(drawn[at : at + kept + 1])
-            at += len(draft) + 1
-            self._known[row.sequence_id].token_ids.extend(found)
-            if self._speculation is not None:
-                self._speculation.verified(row.sequence_id, len(draft), kept)
+            known = self._known[row.sequence_id].token_ids
+            if row.choices > 1:
+                found = tuple(drawn[at : at + row.choices])
+                at += row.choices
+                known.append(found[0])
+            else:
+                kept = kept_tokens(draft, drawn[at : at + len(draft)])
+                found = tuple(drawn[at : at + kept + 1])
+                at += len(draft) + 1
+                known.extend(found)
+                if self._speculation is not None:
+                    self._speculation.verified(row.sequence_id, len(draft), kept)
             tokens.append(found)
         return tuple(tokens)
+
+
+def plan_rows(rows: Sequence[DraftedRow]) -> tuple[PlanRow, ...]:
+    """The rows as they are computed."""
+    return tuple(drafted.row for drafted in rows)
 
 
 def _draws(known: _Known, draft: tuple[int, ...]) -> list[SampleRow]:
     """Of a sequence's next token, and of each behind a token of the draft as if it were right."""
     return [
-        SampleRow(
-            known.sampling,
-            [*known.token_ids, *draft[:place]] if place else known.token_ids,
-            known.prompt_length,
-            known.stop_ids,
-        )
+        _draw_of(known, [*known.token_ids, *draft[:place]] if place else known.token_ids)
         for place in range(len(draft) + 1)
     ]
 
 
-def by_row(rows: tuple[PlanRow, ...], drawn: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each row: one for each that samples, in their order."""
-    tokens = iter(drawn)
-    return tuple((next(tokens),) if row.sample else () for row in rows)
+def _choices(known: _Known, count: int) -> list[SampleRow]:
+    """Of the first tokens of a sequence's choices, its own first."""
+    return [_draw_of(known, known.token_ids, known.choice + n) for n in range(count)]
+
+
+def step_of(rows: tuple[PlanRow, ...], work: StepWork) -> StepInput:
+    """What the model is asked."""
+    return StepInput(rows, work.token_ids, work.outputs, not work.needs_logits)
+
+
+def result_of(
+    plan: StepPlan,
+    found: StepFound,
+    seconds: float,
+    failed: tuple[tuple[int, str], ...],
+    drafted: int = 0,
+    accepted: int = 0,
+) -> StepResult:
+    """What the control loop is told of a step."""
+    return StepResult(
+        plan.step,
+        found.token_ids,
+        seconds,
+        failed,
+        drafted,
+        accepted,
+        found.logprobs,
+        found.prompt_logprobs,
+    )
+
+
+def _draw_of(known: _Known, token_ids: list[int], choice: int | None = None) -> SampleRow:
+    number = known.choice if choice is None else choice
+    return SampleRow(known.sampling, token_ids, known.prompt_length, known.stop_ids, number)

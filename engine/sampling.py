@@ -25,6 +25,7 @@ class SampleRow:
     token_ids: list[int]
     prompt_length: int
     stop_ids: tuple[int, ...]
+    choice: int = 0
     mask: Mask | None = None
     """Which tokens the sequence's grammar allows; None: it has none, or the mask is still to come.
     It holds back what may not be drawn before ``min_tokens``, too."""
@@ -63,7 +64,7 @@ def sample_one(logits: torch.Tensor, row: SampleRow) -> int:
     if row.sampling.greedy:
         return int(logits.argmax())
     scores, token_ids = _keep(logits / row.sampling.temperature, row.sampling)
-    keys = noise_keys(row.sampling.seed, 0, len(row.token_ids))
+    keys = noise_keys(row.sampling.seed, row.choice, len(row.token_ids))
     return int(token_ids[(scores.double() + gumbel(keys, token_ids)).argmax()])
 
 

@@ -5,6 +5,7 @@ worker's arrive with their KV computed; either may be computed in chunks, and a 
 
 A sequence's life here:
 
+    (a sibling) ─first token sampled from its parent's logits→ running, over shared blocks
     waiting ─admitted→ running ─finished, aborted→ gone
     running ─preempted (blocks ran out)→ waiting, first in line, all KV to be computed again
     running ─prefill_only, first token sampled→ held (its blocks are being sent) ─release→ gone
@@ -22,10 +23,14 @@ from dataclasses import dataclass
 
 from baton.errors import InvalidRequest
 from baton.hashing import last_hashes
+from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason
 from engine.block_pool import BlockPool, OutOfBlocks
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.sequence import Sequence
+
+SCORED_TOKENS = 128
+"""So many rows of 128k logits take 64 MiB, and a matrix product of so many is at its full speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,8 @@ class SchedulerLimits:
     chunk_keys: int = 0
     hash_block_size: int = 0
     """Tokens of a hash block, of which ``block_size`` is a multiple; 0: as many."""
+    scored_tokens: int = SCORED_TOKENS
+    """Most tokens of a step whose logits are computed to score the prompt's next one."""
     draft_tokens: int = 0
     """The most tokens that the engine drafts for a sequence in a step."""
 
@@ -80,6 +87,8 @@ class SequenceUpdate:
     sequence: Sequence
     token_ids: tuple[int, ...]
     computed_prompt_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token, where they are wanted."""
     failure: str = ""
     """Not empty: the sequence could not go on and has ended, and why."""
 
@@ -98,6 +107,8 @@ class Scheduler:
         self._dropped: list[int] = []
         self._step = 0
         self._plans: dict[int, list[Sequence]] = {}
+        self._copied: dict[int, list[int]] = {}
+        """Of each plan in flight the blocks that it copies from, which are pinned until its end."""
 
     # What callers ask
 
@@ -197,7 +208,14 @@ class Scheduler:
         if not sequence.release_wanted or sequence.in_flight:
             return
         self.pool.release(sequence.block_table)
-        sequence.block_table = []
+        self.pool.release(sequence.spare)
+        if sequence.copy_of is not None:
+            self.pool.release([sequence.copy_of])
+            sequence.copy_of = None
+        if sequence.scores_prompt:
+            # It starts again.
+            sequence.prompt_logprobs = []
+        sequence.block_table, sequence.spare = [], []
         sequence.computed = sequence.scheduled = sequence.registered = 0
         sequence.release_wanted = False
         if sequence.known_to_engine:
@@ -242,7 +260,7 @@ class Scheduler:
 
     def _can_run(self, sequence: Sequence) -> bool:
         samples_left = sequence.spec.sampling.max_tokens - sequence.output_length - sequence.pending
-        if sequence.prefill_only and sequence.pending:
+        if (sequence.prefill_only or sequence.siblings) and sequence.pending:
             return False
         fits = sequence.target < self.limits.context_length
         return sequence.scheduled < sequence.target and samples_left > 0 and fits
@@ -372,7 +390,8 @@ class Scheduler:
         """
         if not sequence.block_table:
             size = self.limits.block_size
-            most = (len(sequence.token_ids) - 1) // size
+            # What is scored is computed: its logits are needed.
+            most = 0 if sequence.scores_prompt else (len(sequence.token_ids) - 1) // size
             hashes = sequence.full_hashes(self.limits.hash_block)
             hits = self.pool.match(last_hashes(hashes, self.limits.hashes_per_block)[:most])
             missing = self._blocks_for(sequence.target) - len(hits)
@@ -398,14 +417,26 @@ class Scheduler:
     ) -> int:
         start = sequence.scheduled
         count = min(sequence.target - start, budget, self.limits.most_tokens(start))
+        scored = 0
+        if sequence.scores_prompt and start < sequence.prompt_length - 1:
+            count = max(1, min(count, self.limits.scored_tokens - sum(r.scored for _, r in rows)))
+            scored = min(count, sequence.prompt_length - 1 - start)
         sample = start + count == sequence.target
         table, limit = tuple(sequence.block_table), self._limit(sequence)
-        rows.append((sequence, PlanRow(sequence.sequence_id, start, count, table, sample, limit)))
+        choices = 1 + len(sequence.siblings) if sample else 1
+        if scored or choices > 1:
+            limit = 0
+        row = PlanRow(sequence.sequence_id, start, count, table, sample, limit, choices, scored)
+        rows.append((sequence, row))
         return count
 
     def _make_plan(self, rows: list[tuple[Sequence, PlanRow]]) -> StepPlan:
-        new = []
+        new, copies = [], []
         for sequence, row in rows:
+            if sequence.copy_of is not None:
+                own = row.block_table[row.start // self.limits.block_size]
+                copies.append((sequence.copy_of, own))
+                sequence.copy_of = None
             if not sequence.known_to_engine:
                 sequence.known_to_engine = True
                 new.append(
@@ -415,6 +446,7 @@ class Scheduler:
                         sequence.prompt_length,
                         sequence.spec.sampling,
                         sequence.stop_ids,
+                        sequence.choice,
                     )
                 )
             if row.sample:
@@ -427,7 +459,10 @@ class Scheduler:
         self._step += 1
         dropped, self._dropped = tuple(self._dropped), []
         self._plans[self._step] = [sequence for sequence, _ in rows]
-        return StepPlan(self._step, tuple(new), dropped, tuple(row for _, row in rows))
+        self._copied[self._step] = [source for source, _ in copies]
+        return StepPlan(
+            self._step, tuple(new), dropped, tuple(row for _, row in rows), tuple(copies)
+        )
 
     # Results
 
@@ -435,17 +470,18 @@ class Scheduler:
         """Take in a step's result. Sequences that have left meanwhile are not reported."""
         updates = []
         sequences = self._plans.pop(plan.step)
+        self.pool.release(self._copied.pop(plan.step))
         failures = {sequences[place]: why for place, why in result.failed}
-        for sequence, row, tokens in zip(sequences, plan.rows, result.token_ids, strict=True):
+        for place, (sequence, row) in enumerate(zip(sequences, plan.rows, strict=True)):
             sequence.in_flight -= 1
             sequence.pending -= row.sample
             left = sequence in self._leaving
             if not left and sequence in failures:
                 self.remove(sequence)
-                updates.append(SequenceUpdate(sequence, (), 0, failures[sequence]))
+                updates.append(SequenceUpdate(sequence, (), 0, failure=failures[sequence]))
             elif not left:
                 self._count(sequence, row, result.seconds / (plan.tokens + result.drafted))
-                updates.append(self._apply(sequence, row, tokens))
+                updates += self._apply(sequence, row, result, place)
             self._release_if_idle(sequence)
         return updates
 
@@ -457,6 +493,7 @@ class Scheduler:
     def fail(self, plan: StepPlan) -> list[Sequence]:
         """A step broke: its sequences end. Returns those that had not left already."""
         lost = []
+        self.pool.release(self._copied.pop(plan.step))
         for sequence in self._plans.pop(plan.step):
             sequence.in_flight -= 1
             if sequence not in self._leaving:
@@ -465,12 +502,24 @@ class Scheduler:
             self._release_if_idle(sequence)
         return lost
 
-    def _apply(self, sequence: Sequence, row: PlanRow, tokens: Iterable[int]) -> SequenceUpdate:
+    def _apply(
+        self, sequence: Sequence, row: PlanRow, result: StepResult, place: int
+    ) -> list[SequenceUpdate]:
+        """Of the sequence, and of the siblings that have begun with it."""
+        tokens = result.token_ids[place]
+        logprobs = (result.logprobs[place] if result.logprobs else None) or ()
+        if row.scored and not sequence.preempted:
+            sequence.prompt_logprobs += result.prompt_logprobs[place]
+        begun: list[Sequence] = []
+        if row.choices > 1:
+            # Before the sequence's own token: with that it may end, and its blocks are needed.
+            begun = self.fork(sequence, tokens[1:])
+            tokens = tokens[:1]
         accepted = []
         for token in tokens:
             sequence.token_ids.append(token)
             accepted.append(token)
-            sequence.finish_reason = self._finish_reason(sequence, token)
+            sequence.finish_reason = self.finish_reason(sequence, token)
             if sequence.finish_reason:
                 break
         if not sequence.preempted:
@@ -479,15 +528,70 @@ class Scheduler:
             sequence.scheduled += extra
             sequence.computed = len(sequence.token_ids) - 1 if accepted else row.start + row.count
             self._register(sequence)
-        if sequence.finish_reason:
-            self.remove(sequence)
-        elif sequence.prefill_only and accepted:
+        if sequence.prefill_only and accepted and not _all_ended((sequence, *begun)):
             self.running.remove(sequence)
             self.held.add(sequence)
+        elif sequence.finish_reason:
+            self.remove(sequence)
         prompt_tokens = max(0, min(row.start + row.count, sequence.prompt_length) - row.start)
-        return SequenceUpdate(sequence, tuple(accepted), prompt_tokens)
+        own = SequenceUpdate(sequence, tuple(accepted), prompt_tokens, logprobs[: len(accepted)])
+        return [
+            own,
+            *(
+                SequenceUpdate(fork, (fork.token_ids[-1],), 0, logprobs[n : n + 1])
+                for n, fork in enumerate(begun, 1)
+            ),
+        ]
 
-    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+    # Several answers from one prompt
+
+    def fork(self, sequence: Sequence, tokens: Iterable[int]) -> list[Sequence]:
+        """Begin a sequence's siblings, which it has no more then, each with its first token.
+
+        The KV of all tokens that the sequence came with must be computed or given up. Those that
+        have not ended with that token run, unless the sequence is ``prefill_only``.
+        """
+        forks, sequence.siblings = list(sequence.siblings), ()
+        for fork, token in zip(forks, tokens, strict=True):
+            fork.token_ids.append(token)
+            fork.cached_tokens = sequence.cached_tokens
+            fork.finish_reason = self.finish_reason(fork, token)
+            if not (fork.finish_reason or sequence.prefill_only):
+                self._begin(fork, sequence)
+        self.pool.release(sequence.spare)
+        sequence.spare = []
+        return forks
+
+    def _begin(self, fork: Sequence, parent: Sequence) -> None:
+        """Let a fork run over its parent's full blocks and one of its own.
+
+        Its first step writes into that one, which is filled from the parent's before. Where there
+        is no block for it, or the parent has lost its own, the fork's KV is computed anew.
+        """
+        own = None if parent.release_wanted else self._own_block(parent)
+        if own is not None:
+            computed, size = len(parent.spec.token_ids), self.limits.block_size
+            full = computed // size
+            shared = parent.block_table[:full]
+            self.pool.pin(shared)
+            if computed % size:
+                fork.copy_of = parent.block_table[full]
+                self.pool.pin([fork.copy_of])
+            fork.block_table = [*shared, own]
+            fork.registered = full
+            fork.computed = fork.scheduled = computed
+            if len(self.running) < self.limits.max_sequences:
+                self.running.append(fork)
+                return
+        self.waiting.appendleft(fork)
+
+    def _own_block(self, parent: Sequence) -> int | None:
+        if parent.spare:
+            return parent.spare.pop()
+        return self.pool.allocate(1)[0] if self.pool.available else None
+
+    def finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        """Why a sequence ends with its last token, ``token``; None where it does not."""
         sampling = sequence.spec.sampling
         if token in sequence.stop_ids and self._may_stop(sequence):
             return FinishReason.STOP
@@ -527,3 +631,7 @@ class Scheduler:
         count = self.limits.hashes_per_block
         *leading, last = sequence.hashes[index * count : (index + 1) * count]
         return self.pool.register(sequence.block_table[index], last, leading)
+
+
+def _all_ended(sequences: Iterable[Sequence]) -> bool:
+    return all(sequence.finish_reason for sequence in sequences)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from baton.hashing import block_hashes
+from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, SequenceSpec
 
 
@@ -16,14 +17,20 @@ class Sequence:
     ``computed_here`` of the tokens that it came with were computed, in ``compute_s`` seconds: of a
     step's time a sequence has the share that it has of its tokens. With plans in flight ``highest``
     is the most tokens that it may have when they have ended, drafts included.
+
+    A request's answers share the prompt until the first token of each is drawn, all from the same
+    logits: ``siblings`` are those that begin then. A fork writes into a block of its own; if its
+    prompt ends within one, it is filled from ``copy_of`` first. ``spare`` blocks are for forks.
     """
 
     __slots__ = (
         "block_table",
         "cached_tokens",
+        "choice",
         "compute_s",
         "computed",
         "computed_here",
+        "copy_of",
         "deadline",
         "finish_reason",
         "hash_key",
@@ -34,12 +41,15 @@ class Sequence:
         "pending",
         "preempted",
         "prefill_only",
+        "prompt_logprobs",
         "queue_s",
         "queued_at",
         "registered",
         "release_wanted",
         "scheduled",
         "sequence_id",
+        "siblings",
+        "spare",
         "spec",
         "stop_ids",
         "token_ids",
@@ -55,6 +65,7 @@ class Sequence:
         prefill_only: bool = False,
         queued_at: float = 0.0,
         deadline: float = math.inf,
+        choice: int = 0,
     ) -> None:
         """``prefill_only`` stops after one token and keeps its blocks until they are released.
 
@@ -84,6 +95,11 @@ class Sequence:
         self.preempted = False
         self.release_wanted = False
         self.finish_reason: FinishReason | None = None
+        self.choice = choice
+        self.siblings: tuple[Sequence, ...] = ()
+        self.copy_of: int | None = None
+        self.spare: list[int] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
 
     @property
     def prompt_length(self) -> int:
@@ -98,6 +114,17 @@ class Sequence:
     def target(self) -> int:
         """Tokens whose KV the next sample needs, counting samples in flight."""
         return len(self.token_ids) + self.pending
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log probabilities of the prompt's tokens are wanted that are not there yet.
+
+        They are the first choice's to find, on its way to the first token.
+        """
+        if self.spec.sampling.prompt_logprobs is None or self.choice != self.spec.choice:
+            return False
+        begun = len(self.token_ids) > len(self.spec.token_ids)
+        return not begun and len(self.prompt_logprobs) < self.prompt_length - 1
 
     def full_hashes(self, hash_block: int) -> list[bytes]:
         """The hashes of all full hash blocks, of that many tokens, of the known tokens."""

@@ -7,7 +7,7 @@ A plan says how far a sequence may go; see ``PlanRow.limit``. Owned by the engin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.draft_length import DraftLength, Proposal
 from engine.drafter import Draft, Drafter
@@ -105,7 +105,7 @@ def make_speculation(name: str) -> Speculation | None:
 
 def with_place(row: PlanRow, start: int, count: int) -> PlanRow:
     """The row for other tokens of its sequence."""
-    return PlanRow(row.sequence_id, start, count, row.block_table, row.sample, row.limit)
+    return replace(row, start=start, count=count)
 
 
 def kept_tokens(draft: Sequence[int], drawn: Sequence[int]) -> int:

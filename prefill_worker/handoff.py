@@ -15,7 +15,8 @@ from contextlib import ExitStack
 
 from baton import convert
 from baton.errors import BatonError, DeadlineExceeded, NoRoom
-from baton.request import SequenceSpec
+from baton.logprobs import TokenLogprobs
+from baton.request import FirstToken, SequenceSpec
 from baton.v1 import decode_pb2
 from kvtransfer.layout import KvLayout
 from kvtransfer.outbound import Outbound, Push
@@ -165,9 +166,16 @@ class Handoff:
         """The transfer under way; done early only when it has failed."""
         return None if self._push is None else self._push.done
 
-    async def commit(self, first_token: int) -> int:
+    async def commit(
+        self,
+        first_token: int,
+        *,
+        logprobs: TokenLogprobs | None = None,
+        others: tuple[FirstToken, ...] = (),
+    ) -> int:
         """Let the sequence run there, as soon as the last byte has landed.
 
+        ``logprobs`` are those of its first token, ``others`` the first tokens of its siblings.
         Returns the bytes pushed. Raises BatonError.
         """
         assert self._push is not None, "no ticket"
@@ -175,7 +183,7 @@ class Handoff:
         request = decode_pb2.HandoffsRequest()
         request.commit.ticket_id = self.ticket_id
         request.commit.writer = self._context.incarnation
-        request.commit.first_token = first_token
+        convert.write_first_tokens(request.commit, first_token, logprobs, others)
         # The receiver waits for the bytes: that spares a round trip after the last of them.
         answer = self._calls.call(request, self._left())
         self._push.done.add_done_callback(lambda pushed: _fail_with(answer, pushed))

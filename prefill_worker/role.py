@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -14,7 +15,7 @@ import grpc.aio
 from baton import convert
 from baton.config import MIB
 from baton.errors import BatonError, DeadlineExceeded, WorkerFailed
-from baton.request import FinishReason, SequenceSpec
+from baton.request import FinishReason, FirstToken, SequenceSpec
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
@@ -23,7 +24,7 @@ from prefill_worker.handoff import Handoff
 from worker.converted_blocks import Staging
 from worker.fetch import Fetcher, PrefixSource, source_of
 from worker.fetch_estimates import FetchEstimates
-from worker.first_token import first_token
+from worker.first_token import first_of, first_token
 from worker.prefill_service import PrefillServicer
 from worker.role import WorkerContext
 
@@ -104,19 +105,29 @@ class PrefillRole:
         source: PrefixSource | None,
         deadline: float,
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        choices = (sequence, *sequence.siblings)
         try:
             if handoff is not None:
                 # Never computed without blocks that wait for it.
                 await handoff.reserve()
             blocks: list[int] = []
-            if source is not None:
+            # What is scored is computed: a fetched block has no logits.
+            if source is not None and not sequence.scores_prompt:
                 blocks = await self._fetcher.fetch(sequence, source, deadline)
-            first = await self._compute(sequence, blocks, handoff, deadline)
+            firsts = await self._compute(sequence, blocks, handoff, deadline)
             computed_at = time.monotonic()
-            finish = sequence.finish_reason or (FinishReason.LENGTH if handoff is None else None)
-            yield first_token(sequence, first, finish, self.context.control.load())
-            if handoff is not None and sequence.finish_reason is None:
-                pushed = await handoff.commit(first)
+            if handoff is None:
+                # Whatever else it is, the first token is the last one.
+                firsts = [
+                    replace(first, finish_reason=first.finish_reason or FinishReason.LENGTH)
+                    for first in firsts
+                ]
+            for choice, first in zip(choices, firsts, strict=True):
+                yield first_token(choice, first, self.context.control.load())
+            if handoff is not None and not all(first.finish_reason for first in firsts):
+                pushed = await handoff.commit(
+                    firsts[0].token_id, logprobs=firsts[0].logprobs, others=tuple(firsts[1:])
+                )
                 yield prefill_pb2.PrefillResponse(
                     handoff=prefill_pb2.HandoffCommitted(
                         bytes=pushed,
@@ -126,7 +137,8 @@ class PrefillRole:
                     load=convert.load_to_proto(self.context.control.load()),
                 )
         finally:
-            self._listeners.pop(sequence.sequence_id, None)
+            for choice in choices:
+                self._listeners.pop(choice.sequence_id, None)
             await asyncio.shield(self._end(sequence, handoff))
 
     async def _end(self, sequence: Sequence, handoff: Handoff | None) -> None:
@@ -137,10 +149,16 @@ class PrefillRole:
 
     async def _compute(
         self, sequence: Sequence, blocks: list[int], handoff: Handoff | None, deadline: float
-    ) -> int:
-        """Run the chunks after ``blocks``, pushing blocks as they fill. Returns the first token."""
+    ) -> list[FirstToken]:
+        """Run the chunks after ``blocks``, pushing blocks as they fill.
+
+        Returns the first token of each choice.
+        """
         events: asyncio.Queue[Event] = asyncio.Queue()
-        self._listeners[sequence.sequence_id] = events
+        choices = (sequence, *sequence.siblings)
+        for choice in choices:
+            self._listeners[choice.sequence_id] = events
+        firsts: list[FirstToken] = []
         # Nothing is awaited between the fetch and this: the blocks have an owner at all times.
         self.context.control.add(sequence, blocks)
         while True:
@@ -150,10 +168,12 @@ class PrefillRole:
             # With its first token all that it came with is computed.
             tokens = len(sequence.spec.token_ids) if event.token_ids else sequence.computed
             # A sequence that has ended has no blocks any more, and none is wanted.
-            if handoff is not None and sequence.finish_reason is None:
+            if handoff is not None and not firsts and sequence.block_table:
                 handoff.computed(sequence.block_table, tokens)
             if event.token_ids:
-                return event.token_ids[0]
+                firsts.append(first_of(event))
+            if len(firsts) == len(choices):
+                return firsts
 
     async def _next_event(
         self,

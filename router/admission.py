@@ -71,6 +71,8 @@ class Applicant:
     """It is refused when it has waited until its first token would come later than this."""
     deadline_s: float
     """Seconds from now by which the answer must have ended."""
+    choices: int = 1
+    """Answers that are drawn, each as long; how much was generated is told of the first."""
     background: bool = False
     """It waits for as long as it takes, and is sent in the slack that others leave."""
 
@@ -192,7 +194,10 @@ class Admission:
         lead = max(-MOST_LEAD_S, min(MOST_LEAD_S, applicant.priority * self._step_s))
         request = _Request(applicant, now, answer)
         entry = Entry(
-            applicant.tenant, now + lead, max(1, applicant.prompt_tokens + answer), request
+            applicant.tenant,
+            now + lead,
+            max(1, applicant.prompt_tokens + answer * applicant.choices),
+            request,
         )
         if applicant.background:
             self._entries[applicant.request_id] = entry
@@ -433,7 +438,8 @@ class Admission:
         return capacity.most_sequences - taken
 
     def _need(self, request: _Request, capacity: Capacity) -> int:
-        tokens = request.applicant.prompt_tokens + request.answer_tokens
+        applicant = request.applicant
+        tokens = applicant.prompt_tokens + request.answer_tokens * applicant.choices
         return min(-(-tokens // capacity.block_size), max(capacity.total_blocks, default=0))
 
     def _promised_blocks(self, capacity: Capacity) -> int:
@@ -443,6 +449,7 @@ class Admission:
         """
         sent = sum(request.blocks for request in self._sent.values())
         growth = sum(
-            max(0, request.answer_tokens - request.generated) for request in self._begun.values()
+            max(0, request.answer_tokens - request.generated) * request.applicant.choices
+            for request in self._begun.values()
         )
         return sent + -(-growth // capacity.block_size)

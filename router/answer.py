@@ -5,20 +5,21 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pydantic import BaseModel
 
 from baton.request import FinishReason
 from router import openai_protocol
+from router.answer_details import NOTHING, AnswerDetails, ChunkExtras
 from router.generation import GenerationRequest, OutputDelta
 from router.sse import to_json
 
 
 @dataclass(slots=True)
 class Choice:
-    """What has come so far for one prompt."""
+    """What has come so far of one answer. A prompt's tokens count with its first answer alone."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -46,7 +47,12 @@ class Choice:
 
 
 def choices_for(requests: Sequence[GenerationRequest]) -> list[Choice]:
-    return [Choice(len(request.prompt_ids)) for request in requests]
+    """Of the first prompt, of the second, and so on."""
+    return [
+        Choice(len(request.prompt_ids) if number == 0 else 0)
+        for request in requests
+        for number in range(request.choices)
+    ]
 
 
 def usage_of(choices: Sequence[Choice]) -> openai_protocol.Usage:
@@ -69,6 +75,9 @@ class Answer(Protocol):
     def id(self) -> str:
         """Unique; clients see it."""
 
+    details: AnswerDetails | None
+    usage_so_far: Sequence[Choice] | None
+
     def chunks(self, index: int, delta: OutputDelta, *, first: bool) -> list[str]:
         """The events of a delta, as JSON; none while there is nothing to show."""
 
@@ -88,18 +97,37 @@ class _Answer:
         # All chunks of a request have the same ends; only the choice between them differs.
         self._head = to_json(head)[:-1] + ',"choices":['
         self._tail = '],"usage":null}' if include_usage else "]}"
+        self.details: AnswerDetails | None = None
+        """What is asked for beside text; set before the first delta."""
+        self.usage_so_far: Sequence[Choice] | None = None
+        """Those whose usage every chunk tells."""
+
+    def _extras(self, index: int, delta: OutputDelta, *, first: bool) -> ChunkExtras:
+        return NOTHING if self.details is None else self.details.chunk(index, delta, first=first)
 
     def usage_chunk(self, choices: Sequence[Choice]) -> str:
         return f'{self._head}],"usage":{to_json(usage_of(choices).model_dump())}}}'
 
-    def _chunk(self, index: int, content: str, finish_reason: FinishReason | None) -> str:
-        return self._chunk_of(
-            index, content, "null" if finish_reason is None else f'"{finish_reason.value}"'
-        )
+    def _chunk(
+        self,
+        index: int,
+        content: str,
+        finish_reason: FinishReason | None,
+        extras: ChunkExtras = NOTHING,
+    ) -> str:
+        finish = "null" if finish_reason is None else f'"{finish_reason.value}"'
+        return self._chunk_of(index, content, finish, extras)
 
-    def _chunk_of(self, index: int, content: str, finish: str) -> str:
-        choice = f'{{"index":{index},{content},"logprobs":null,"finish_reason":{finish}}}'
-        return f"{self._head}{choice}{self._tail}"
+    def _chunk_of(
+        self, index: int, content: str, finish: str, extras: ChunkExtras = NOTHING
+    ) -> str:
+        choice = f'"index":{index},{content},"logprobs":{extras.logprobs},"finish_reason":{finish}'
+        tail = self._tail
+        if self.usage_so_far is not None:
+            tail = f'],"usage":{to_json(usage_of(self.usage_so_far).model_dump())}}}'
+        if extras is not NOTHING:
+            return f"{self._head}{{{choice}{extras.of_choice}}}]{extras.of_answer}{tail[1:]}"
+        return f"{self._head}{{{choice}}}{tail}"
 
 
 class ChatAnswer(_Answer):
@@ -110,12 +138,17 @@ class ChatAnswer(_Answer):
 
     def chunks(self, index: int, delta: OutputDelta, *, first: bool) -> list[str]:
         events = []
+        extras = self._extras(index, delta, first=first)
         if first:
             role = '"delta":{"role":"assistant","content":"","refusal":null}'
-            events.append(self._chunk(index, role, None))
-        if delta.text:
+            begin = NOTHING
+            if extras.of_answer:
+                begin = ChunkExtras(of_answer=extras.of_answer)
+                extras = replace(extras, of_answer="")
+            events.append(self._chunk(index, role, None, begin))
+        if delta.text or not extras.empty:
             content = f'"delta":{{"content":{to_json(delta.text)}}}'
-            events.append(self._chunk(index, content, None))
+            events.append(self._chunk(index, content, None, extras))
         if delta.finish_reason is not None:
             events.append(self._chunk(index, '"delta":{}', delta.finish_reason))
         return events
@@ -144,9 +177,13 @@ class CompletionAnswer(_Answer):
         super().__init__("cmpl", "text_completion", model_id, include_usage=include_usage)
 
     def chunks(self, index: int, delta: OutputDelta, *, first: bool) -> list[str]:
-        if not (first or delta.text or delta.finish_reason is not None):
+        extras = self._extras(index, delta, first=first)
+        if not (first or delta.text or delta.finish_reason is not None or not extras.empty):
             return []
-        return [self._chunk(index, f'"text":{to_json(delta.text)}', delta.finish_reason)]
+        text = delta.text
+        if first and self.details is not None:
+            text = self.details.echo(index) + text
+        return [self._chunk(index, f'"text":{to_json(text)}', delta.finish_reason, extras)]
 
     def whole(self, choices: Sequence[Choice]) -> BaseModel:
         return openai_protocol.Completion(

@@ -6,6 +6,7 @@ import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -103,15 +104,20 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         limit: int,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        more: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        generation_prompt: bool = True,
     ) -> str:
         """The prompt's text, ready for the answer; at most ``limit`` characters.
 
-        Raises InvalidRequest when the template refuses the messages.
+        ``more`` are variables that the template may ask for; without ``generation_prompt`` the
+        assistant's turn is not begun. Raises InvalidRequest when the template refuses the messages.
         """
         variables: dict[str, Any] = {
             **self._special_tokens,
+            **more,
             "messages": [dict(message) for message in messages],
-            "add_generation_prompt": True,
+            "add_generation_prompt": generation_prompt,
             "tools": None,
             "documents": None,
         }

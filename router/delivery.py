@@ -98,13 +98,15 @@ class Delivery:
         self, place: int, request: GenerationRequest, recorder: RequestRecorder, sink: Sink
     ) -> None:
         generator = cast(AsyncGenerator[OutputDelta, None], self._dispatcher.generate(request))
+        left = request.choices
         async with aclosing(generator) as deltas:
             async for delta in deltas:
                 now = self._clock()
                 recorder.delta(delta, now)
-                if delta.finish_reason is not None:
+                left -= delta.finish_reason is not None
+                if not left:
                     recorder.succeed(now)
                 await sink(place, delta)
-                if delta.finish_reason is not None:
+                if not left:
                     return
         raise BatonError("the answer ended without a finish reason")

@@ -161,7 +161,7 @@ class ClusterDispatcher:
         """See ``router.generation.Dispatcher``."""
         deadline = time.monotonic() + request.deadline_s
         self._metrics.active_requests.inc()
-        finished, held_s = False, 0.0
+        ended, held_s = 0, 0.0
         try:
             await self._waiting_room.turn(request)
             if request.background:
@@ -169,12 +169,14 @@ class ClusterDispatcher:
             route = await self._route(_with_time_left(request, deadline))
             async for delta in self._run(_with_time_left(request, deadline), route):
                 self._waiting_room.first_token(request.request_id)
-                self._waiting_room.generated(request.request_id, len(delta.token_ids))
-                finished = delta.finish_reason is not None
+                if delta.choice == 0:
+                    self._waiting_room.generated(request.request_id, len(delta.token_ids))
+                ended += delta.finish_reason is not None
                 given_at = time.monotonic()
                 yield delta
                 held_s += time.monotonic() - given_at
         finally:
+            finished = ended == request.choices
             self._waiting_room.left(request.request_id, finished=finished, held_s=held_s)
             self._metrics.active_requests.dec()
 
@@ -201,13 +203,15 @@ class ClusterDispatcher:
                 )
             key = hash_key(self._roster.fingerprint, request.cache_salt)
             hashes = block_hashes(request.prompt_ids, self._config.block_size, key)
-            held = await self._prefixes.ask(hashes)
+            if not request.scores_prompt:
+                held = await self._prefixes.ask(hashes)
         now = time.monotonic()
         asked = RouteRequest(
             len(request.prompt_ids),
             self._config.class_of(len(request.prompt_ids)),
             request.session,
             (request.deadline_s - (now - asked_at)) * 1e3,
+            request.choices,
         )
         decision = self._decide(asked, hashes, held, now)
         if decision.shed:
@@ -245,7 +249,13 @@ class ClusterDispatcher:
         source, target = self._links.get(decision.prefill), self._links.get(decision.decode)
         if source is None or target is None:
             raise error_from_gone(decision.prefill if source is None else decision.decode)
-        life = RequestLife(request.request_id, 0, self._assembler(request))
+        life = RequestLife(
+            request.request_id,
+            0,
+            *(self._assembler(request) for _ in range(request.choices)),
+            # A prompt's first token has nothing before it.
+            scores_prompt=request.scores_prompt and len(request.prompt_ids) > 1,
+        )
         promise = self._planner.promise(decision, route.request, route.hashes, time.monotonic())
         placement = _Placement(source, target, promise)
         self._lives[life.request_id] = life
@@ -257,7 +267,7 @@ class ClusterDispatcher:
         try:
             while not finished:
                 delta = await life.next_delta()
-                finished = delta.finish_reason is not None
+                finished = life.finished
                 if finished:
                     self._end(life, prefill, placement)
                 yield delta
@@ -288,10 +298,15 @@ class ClusterDispatcher:
         sampling = request.sampling
         eos = self._tokenizer.eos_ids if sampling.ends_at_eos else frozenset()
         return OutputAssembler(
-            self._tokenizer.detokenizer(request.prompt_ids, request.shown_ids),
+            self._tokenizer.detokenizer(
+                request.prompt_ids,
+                request.shown_ids,
+                special_tokens=request.shown.special_tokens,
+            ),
             sampling.stop,
             eos | set(sampling.stop_token_ids),
             sampling.min_tokens,
+            include_stop=request.shown.stop_string,
         )
 
     def _prefix_source(self, decision: Decision) -> prefill_pb2.PrefixSource | None:
@@ -324,6 +339,7 @@ class ClusterDispatcher:
             context_class=self._config.class_of(len(request.prompt_ids)),
             principal=request.principal,
             deadline_s=request.deadline_s,
+            choices=request.choices,
         )
         message = prefill_pb2.PrefillRequest(
             sequence=convert.sequence_to_proto(spec),
@@ -340,7 +356,7 @@ class ClusterDispatcher:
                 if isinstance(failure, WorkerFailed):
                     async with asyncio.timeout(COMMIT_GRACE_S):
                         await life.decode_began.wait()
-            if not life.decode_began.is_set():
+            if not life.decode_began.is_set() or life.awaits_prompt:
                 life.fail(failure)
 
     async def _follow(
@@ -393,6 +409,19 @@ class ClusterDispatcher:
         if life is not None:
             life.decode_began.set()
             life.accept(output)
+            if life.several:
+                self._end_stopped(life)
+
+    def _end_stopped(self, life: RequestLife) -> None:
+        """End the choices that a stop string has ended, while others go on.
+
+        The decode worker has told of each: what it has not heard of yet it cannot end.
+        """
+        for choice in life.take_stopped():
+            decode = next(name for name, lives in self._placed.items() if life in lives)
+            self._in_background(
+                self._links.abort(decode, life.request_id, life.attempt, stop=True, choice=choice)
+            )
 
     def _on_broken(self, incarnation: str, error: BatonError) -> None:
         for life in list(self._placed.get(incarnation, ())):

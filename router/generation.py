@@ -6,8 +6,31 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, Principal
 from baton.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ShownText:
+    """What of an answer's text the client sees."""
+
+    stop_string: bool = False
+    """The stop string that ended it."""
+    special_tokens: bool = False
+    """The text of special tokens, but for the one that ended it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of an answer, with what the model thought of it."""
+
+    token_id: int
+    logprobs: TokenLogprobs
+    offset: int
+    """Characters of the answer before its text."""
+    hidden: bool = False
+    """It ends the answer, and its text is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +58,14 @@ class GenerationRequest:
     """Special tokens whose text is shown nevertheless."""
     background: bool = False
     """It waits, however long, for slack that others leave; ``deadline_s`` counts from then on."""
+    choices: int = 1
+    """Answers that are drawn from the prompt, side by side. Each ends on its own."""
+    shown: ShownText = ShownText()
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's log probabilities are wanted."""
+        return self.sampling.prompt_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +77,28 @@ class OutputDelta:
     token_ids: tuple[int, ...]
     """Tokens that count as generated, also those whose text is not shown."""
     finish_reason: FinishReason | None
-    """Set in the last delta alone."""
+    """Set in the last delta of a choice alone."""
     cached_prompt_tokens: int = 0
     """Prompt tokens whose KV was found; set in one delta of a request."""
+    choice: int = 0
+    """Which of the request's answers it is about."""
+    scored: tuple[ScoredToken, ...] = ()
+    """Where log probabilities are wanted: the tokens whose text was shown since the last delta."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Where they are wanted, in a request's first delta: of each token of the prompt but the
+    first."""
+
+
+def without_answer(delta: OutputDelta) -> OutputDelta:
+    """The last delta of an answer of which nothing is wanted but what it says of the prompt."""
+    return OutputDelta(
+        "",
+        (),
+        FinishReason.LENGTH,
+        delta.cached_prompt_tokens,
+        delta.choice,
+        prompt_logprobs=delta.prompt_logprobs,
+    )
 
 
 class Dispatcher(Protocol):
@@ -57,8 +107,9 @@ class Dispatcher(Protocol):
     def generate(self, request: GenerationRequest) -> AsyncIterator[OutputDelta]:
         """Answer a request: an async generator.
 
-        The last delta has a finish reason. Deltas are coalesced, so a slow reader gets fewer and
-        larger ones. Closing the generator (``aclose``) aborts the request on the workers.
+        The last delta of each choice has a finish reason. Deltas are coalesced, so a slow reader
+        gets fewer and larger ones. Closing the generator (``aclose``) aborts the request on the
+        workers.
         Raises ``BatonError``.
         """
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -18,11 +19,13 @@ from baton.errors import BatonError, InvalidRequest, RequestTooLarge
 from baton.grammar import Grammar
 from baton.grammar_gate import GrammarGate
 from baton.grpc_errors import grpc_boundary
+from baton.logprobs import TokenLogprobs
 from baton.metrics import RouterMetrics
-from baton.sampling_params import SCALAR_FIELDS
+from baton.sampling_params import OPTIONAL_FIELDS, SCALAR_FIELDS
 from baton.v1 import cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
 from router.access import Access
 from router.answer import Choice, choices_for
+from router.answer_options import MOST_CHOICES
 from router.api_keys import Caller
 from router.conversation import plain_turns
 from router.delivery import Delivery
@@ -38,7 +41,6 @@ from router.tokenizer import Tokenizer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-_OPTIONAL: tuple[Any, ...] = SCALAR_FIELDS
 _MOST_NAME_CHARACTERS = 128
 
 
@@ -55,6 +57,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         access: Access,
     ) -> None:
         self._access = access
+        self._tokenizer = tokenizer
         self._model = model
         self._metrics = metrics
         self._config = config
@@ -77,17 +80,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 metadata = _metadata(context)
                 caller = self._access.caller(metadata)
                 arrival = self._arrival(metadata, caller, context, received_at)
-                built = await self._build(request, arrival)
+                built = replace(await self._build(request, arrival), choices=_choices(request))
             except BatonError as error:
                 count_refusal(self._metrics, error)
                 raise
-            (choice,) = choices_for([built])
+            choices = choices_for([built])
 
             async def write(_: int, delta: OutputDelta) -> None:
-                choice.add(delta, keep_text=False)
-                await context.write(_response(name or built.request_id, delta, choice))
+                choices[delta.choice].add(delta, keep_text=False)
+                response = _response(name or built.request_id, delta, choices)
+                self._add_scores(response, delta, built)
+                await context.write(response)
 
-            async with self._access.entered(caller, [built], [choice]) as headers:
+            async with self._access.entered(caller, [built], choices) as headers:
                 if headers:
                     await context.send_initial_metadata(tuple(headers.items()))
                 await self._delivery.deliver_all([built], received_at, write)
@@ -124,6 +129,28 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         (built,) = await self._builder.prompts(arrival, [prompt], sampling, None, priority)
         return built
 
+    def _add_scores(
+        self,
+        response: inference_pb2.GenerateResponse,
+        delta: OutputDelta,
+        request: GenerationRequest,
+    ) -> None:
+        for token in delta.scored:
+            self._add_score(response.logprobs.add(), token.token_id, token.logprobs)
+        if delta.prompt_logprobs:
+            after_first = zip(request.prompt_ids[1:], delta.prompt_logprobs, strict=True)
+            for token_id, logprobs in after_first:
+                self._add_score(response.prompt_logprobs.add(), token_id, logprobs)
+
+    def _add_score(
+        self, message: inference_pb2.TokenLogprob, token_id: int, logprobs: TokenLogprobs
+    ) -> None:
+        spelling = self._tokenizer.spelling
+        message.token_id, message.text = token_id, spelling(token_id)
+        message.logprob = logprobs.logprob
+        for top_id, logprob in logprobs.top:
+            message.top.add(token_id=top_id, text=spelling(top_id), logprob=logprob)
+
     def _arrival(
         self, metadata: Mapping[str, str], caller: Caller, context: Context, at: float
     ) -> Arrival:
@@ -149,7 +176,8 @@ def _name(request: inference_pb2.GenerateRequest) -> str:
 
 
 def _sampling(message: sampling_pb2.SamplingParameters) -> SamplingInput:
-    given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
+    names: tuple[Any, ...] = (*SCALAR_FIELDS, *OPTIONAL_FIELDS)
+    given = {name: getattr(message, name) for name in names if message.HasField(name)}
     return SamplingInput(
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
@@ -157,6 +185,12 @@ def _sampling(message: sampling_pb2.SamplingParameters) -> SamplingInput:
         grammar=_grammar(message.grammar) if message.HasField("grammar") else None,
         **given,
     )
+
+
+def _choices(request: inference_pb2.GenerateRequest) -> int:
+    if request.n > MOST_CHOICES:
+        raise InvalidRequest(f"n must be between 1 and {MOST_CHOICES}", param="n")
+    return request.n or 1
 
 
 def _grammar(message: sampling_pb2.Grammar) -> Grammar:
@@ -168,13 +202,15 @@ def _grammar(message: sampling_pb2.Grammar) -> Grammar:
     return grammar
 
 
-def _response(name: str, delta: OutputDelta, choice: Choice) -> inference_pb2.GenerateResponse:
+def _response(
+    name: str, delta: OutputDelta, choices: Sequence[Choice]
+) -> inference_pb2.GenerateResponse:
     usage = None
-    if delta.finish_reason is not None:
+    if all(choice.finish_reason is not None for choice in choices):
         usage = inference_pb2.Usage(
-            prompt_tokens=choice.prompt_tokens,
-            completion_tokens=choice.completion_tokens,
-            cached_prompt_tokens=choice.cached_tokens,
+            prompt_tokens=choices[0].prompt_tokens,
+            completion_tokens=sum(choice.completion_tokens for choice in choices),
+            cached_prompt_tokens=sum(choice.cached_tokens for choice in choices),
         )
     return inference_pb2.GenerateResponse(
         request_id=name,
@@ -182,6 +218,7 @@ def _response(name: str, delta: OutputDelta, choice: Choice) -> inference_pb2.Ge
         token_ids=delta.token_ids,
         finish_reason=finish_to_proto(delta.finish_reason),
         usage=usage,
+        choice=delta.choice,
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -17,14 +18,25 @@ from baton.grammar_gate import GrammarGate
 from baton.metrics import RouterMetrics
 from baton.sampling_params import SCALAR_FIELDS
 from router.access import Access
-from router.answer import Answer, ChatAnswer, Choice, CompletionAnswer, choices_for
+from router.answer import Answer, ChatAnswer, Choice, CompletionAnswer, choices_for, usage_of
+from router.answer_details import AnswerDetails, AnswerOptions
+from router.answer_options import chat_options, completion_options, scoring, shown_text
 from router.api_keys import Caller
+from router.banned_words import banned_tokens
+from router.chat_options import template_options
 from router.conversation import openai_turns
 from router.delivery import Delivery
 from router.disconnect import unless_disconnected
-from router.generation import Dispatcher, GenerationRequest, OutputDelta
+from router.generation import (
+    Dispatcher,
+    GenerationRequest,
+    OutputDelta,
+    ShownText,
+    without_answer,
+)
 from router.grammar_input import grammar_of
 from router.http_body import read_object, validate
+from router.off_loop import off_loop
 from router.openai_protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -65,6 +77,7 @@ class OpenAiApi:
         access: Access,
     ) -> None:
         self._access = access
+        self._tokenizer = tokenizer
         self._model = model
         self._metrics = metrics
         self._config = config
@@ -83,14 +96,19 @@ class OpenAiApi:
             body = validate(ChatCompletionRequest, raw)
             self._builder.check_model(body.model)
             refuse_unsupported_chat(raw)
+            options, template = chat_options(body), template_options(body)
             tools = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
             answer = self._chat_answer(body, tools)
             arrival = self._arrival(request, caller, answer, arrival_at)
             turns = openai_turns(body.messages)
-            built = await self._builder.chat(
-                arrival, turns, _chat_sampling(body), body.priority, tools
-            )
-        return await self._answer(request, answer, [built], body, arrival)
+            sampling = self._with_options(_chat_sampling(body), body, options)
+            one = await self._builder.chat(arrival, turns, sampling, body.priority, tools, template)
+            built = _with_choices([one], body, options)
+            if not options.plain:
+                answer.details = AnswerDetails(
+                    options, self._tokenizer, built, [None], is_chat=True
+                )
+        return await self._answer(request, answer, built, body, arrival, options)
 
     def _chat_answer(self, body: ChatCompletionRequest, tools: ToolUse | None) -> ChatAnswer:
         usage = _include_usage(body)
@@ -108,12 +126,23 @@ class OpenAiApi:
             body = validate(CompletionRequest, raw)
             self._builder.check_model(body.model)
             refuse_unsupported_completion(raw)
+            prompts = _prompts(body)
+            options = completion_options(body, len(prompts))
             answer = CompletionAnswer(body.model, include_usage=_include_usage(body))
             arrival = self._arrival(request, caller, answer, arrival_at)
-            built = await self._builder.prompts(
-                arrival, _prompts(body), sampling_of(body), priority=body.priority
-            )
-        return await self._answer(request, answer, built, body, arrival)
+            sampling = self._with_options(sampling_of(body), body, options)
+            rows = await self._builder.prompts(arrival, prompts, sampling, priority=body.priority)
+            built = _with_choices(rows, body, options)
+            if not options.plain or options.best_of > options.n:
+                texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+                if body.truncate_prompt_tokens is not None:
+                    texts = [None] * len(prompts)
+                echoed = sum(len(request.prompt_ids) for request in built) if options.echo else 0
+                answer.details = await off_loop(
+                    echoed,
+                    lambda: AnswerDetails(options, self._tokenizer, built, texts, is_chat=False),
+                )
+        return await self._answer(request, answer, built, body, arrival, options)
 
     async def list_models(self, request: Request) -> ModelList:
         """List the models that are served."""
@@ -125,6 +154,19 @@ class OpenAiApi:
         self._access.caller(request.headers)
         self._builder.check_model(model_id)
         return self._model_card()
+
+    def _with_options(
+        self, sampling: SamplingInput, body: SamplingFields, options: AnswerOptions
+    ) -> SamplingInput:
+        logprobs, prompt_logprobs = scoring(options)
+        return replace(
+            sampling,
+            forbidden=banned_tokens(self._tokenizer, body.bad_words),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            no_answer=options.no_answer,
+            truncate=body.truncate_prompt_tokens,
+        )
 
     def _model_card(self) -> Model:
         return Model(
@@ -162,25 +204,38 @@ class OpenAiApi:
         built: Sequence[GenerationRequest],
         body: SamplingFields,
         arrival: Arrival,
+        options: AnswerOptions,
     ) -> Response:
-        choices = choices_for(built)
+        choices, details = choices_for(built), answer.details
         if body.stream:
             usage = _include_usage(body)
+            if usage and body.stream_options and body.stream_options.continuous_usage_stats:
+                answer.usage_so_far = choices
 
             async def work(events: EventStream) -> None:
                 async with self._access.entered(arrival.caller, built, choices) as headers:
                     events.headers = headers
-                    await self._stream(events, answer, choices, built, arrival.at, usage=usage)
+                    await self._stream(
+                        events, answer, choices, built, arrival.at, options, usage=usage
+                    )
 
             return EventStreamResponse(work)
 
-        async def keep(place: int, delta: OutputDelta) -> None:
+        async def keep(prompt: int, delta: OutputDelta) -> None:
+            place = prompt * options.best_of + delta.choice
+            delta = without_answer(delta) if options.no_answer else delta
             choices[place].add(delta, keep_text=True)
+            if details is not None:
+                details.keep(place, delta)
 
         async def whole() -> Response:
             async with self._access.entered(arrival.caller, built, choices) as headers:
                 await self._delivery.deliver_all(built, arrival.at, keep)
-                return JSONResponse(answer.whole(choices).model_dump(), headers=dict(headers))
+                body = await off_loop(
+                    details.entries if details is not None else 0,
+                    lambda: _whole(answer, choices),
+                )
+                return JSONResponse(body, headers=dict(headers))
 
         return await unless_disconnected(request.receive, whole())
 
@@ -191,19 +246,43 @@ class OpenAiApi:
         choices: Sequence[Choice],
         built: Sequence[GenerationRequest],
         received_at: float,
+        options: AnswerOptions,
         *,
         usage: bool,
     ) -> None:
-        async def show(place: int, delta: OutputDelta) -> None:
+        async def show(prompt: int, delta: OutputDelta) -> None:
+            place = prompt * options.best_of + delta.choice
+            delta = without_answer(delta) if options.no_answer else delta
             choice = choices[place]
-            payloads = answer.chunks(place, delta, first=not choice.begun)
+            first = not choice.begun
             choice.add(delta, keep_text=False)
+            payloads = answer.chunks(place, delta, first=first)
             if payloads:
                 await events.send(payloads)
 
         await self._delivery.deliver_all(built, received_at, show)
         last = [answer.usage_chunk(choices)] if usage else []
         await events.end([*last, DONE])
+
+
+def _whole(answer: Answer, choices: Sequence[Choice]) -> dict[str, Any]:
+    """The body of an answer that is not streamed; its usage is that of all that was drawn."""
+    if answer.details is None:
+        return answer.whole(choices).model_dump()
+    places = answer.details.best()
+    body = answer.whole([choices[place] for place in places]).model_dump()
+    body["usage"] = usage_of(choices).model_dump()
+    answer.details.complete(body, places)
+    return body
+
+
+def _with_choices(
+    built: Sequence[GenerationRequest], body: SamplingFields, options: AnswerOptions
+) -> Sequence[GenerationRequest]:
+    shown = shown_text(body)
+    if options.best_of == 1 and shown == ShownText():
+        return built
+    return [replace(request, choices=options.best_of, shown=shown) for request in built]
 
 
 def _include_usage(body: SamplingFields) -> bool:

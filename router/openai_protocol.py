@@ -18,6 +18,8 @@ def _integral(value: Any) -> Any:
 
 
 Int = Annotated[int, BeforeValidator(_integral)]
+# Some clients of completions send false where they want none.
+Count = Annotated[int | None, BeforeValidator(lambda v: None if v is False else _integral(v))]
 # Lists stop at the first bad item: a body of a million bad ones would be a million error objects.
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Ints = Annotated[list[Int], Field(fail_fast=True)]
@@ -30,6 +32,8 @@ class _Request(BaseModel):
 class StreamOptions(_Request):
     include_usage: bool | None = None
     """Send a last chunk with the usage of the whole request."""
+    continuous_usage_stats: bool | None = None
+    """With `include_usage`: every chunk has the usage so far (extension)."""
 
 
 class SamplingFields(_Request):
@@ -70,6 +74,21 @@ class SamplingFields(_Request):
     priority: Int | None = None
     """A 32-bit integer: lower ones come earlier when requests wait (extension). Default: that of
     the API key, or 0."""
+    n: Int | None = None
+    """How many answers are drawn from each prompt: 1 … 128. Default 1."""
+    prompt_logprobs: Int | None = None
+    """Tell the log probabilities of the prompt's tokens, and those of so many of the likeliest at
+    each place: 0 … 20 (extension). Not with `stream`."""
+    include_stop_str_in_output: bool | None = None
+    """The stop string that ends the answer is part of it (extension)."""
+    skip_special_tokens: bool | None = None
+    """false shows the names of special tokens in the answer (extension). Default true."""
+    return_token_ids: bool | None = None
+    """Tell the token ids of prompt and answers (extension)."""
+    truncate_prompt_tokens: Int | None = None
+    """Take the prompt's last so many tokens alone; -1: as many as fit (extension)."""
+    bad_words: Strings | None = None
+    """Words that are never generated: those that are one token each (extension)."""
     logit_bias: Any = Field(default=None, json_schema_extra={"type": "object"})
     """Token id → what is added to its logit, -100 … 100; at most 300 entries."""
     response_format: Any = Field(default=None, json_schema_extra={"type": "object"})
@@ -115,6 +134,17 @@ class ChatCompletionRequest(SamplingFields):
     """The conversation; the model's chat template is applied to it."""
     max_completion_tokens: Int | None = None
     """Another name for `max_tokens`. Default: what is left of the context."""
+    logprobs: bool | None = None
+    """Tell the log probability of each token: that of the raw logits, without temperature,
+    penalties and biases."""
+    top_logprobs: Int | None = None
+    """0 … 20, with `logprobs`: tell so many of the likeliest tokens at each place."""
+    add_generation_prompt: bool | None = None
+    """Whether the template begins the assistant's turn (extension). Default true."""
+    continue_final_message: bool | None = None
+    """The answer goes on in the last message, which stays open (extension). Default false."""
+    chat_template_kwargs: Any = Field(default=None, json_schema_extra={"type": "object"})
+    """More variables for the chat template (extension)."""
     tools: ToolDefinitions | None = None
     """Up to 128 functions that the model may call."""
     tool_choice: Any = Field(default=None, json_schema_extra={"type": ["string", "object"]})
@@ -128,6 +158,15 @@ class CompletionRequest(SamplingFields):
 
     prompt: str | Strings | Ints | Annotated[list[Ints], Field(fail_fast=True)]
     """Text, a list of texts, a list of token ids, or a list of lists of token ids."""
+    logprobs: Count = None
+    """Tell the log probability of each token, and those of so many of the likeliest ones: 0 … 20
+    (OpenAI: 5). By the raw logits, without temperature, penalties and biases."""
+    echo: bool | None = None
+    """The prompt comes before the answer; with `logprobs` its tokens are scored too, and
+    `max_tokens` may be 0."""
+    best_of: Int | None = None
+    """Draw so many answers and return the `n` with the highest mean log probability. Not with
+    `stream`."""
 
 
 class PromptTokensDetails(BaseModel):
@@ -160,7 +199,7 @@ class ToolCallMessage(BaseModel):
 class ChatChoice(BaseModel):
     index: int
     message: ChatMessage | ToolCallMessage
-    logprobs: None = None
+    logprobs: dict[str, Any] | None = None
     finish_reason: Finish | Literal["tool_calls"]
 
 
@@ -178,7 +217,7 @@ class ChatCompletion(BaseModel):
 class CompletionChoice(BaseModel):
     index: int
     text: str
-    logprobs: None = None
+    logprobs: dict[str, Any] | None = None
     finish_reason: Finish
 
 

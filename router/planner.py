@@ -53,11 +53,13 @@ class Planner:
         """Count a decision against its workers, and expect the blocks that it will create."""
         now_ms = now * 1e3
         self.table.promise_prompt(decision.prefill, decision.prefill_ms, now_ms)
-        self.table.promise_sequence(decision.decode, request.prompt_tokens, decision.missing_blocks)
+        self.table.promise_sequence(
+            decision.decode, request.prompt_tokens, decision.missing_blocks, request.choices
+        )
         self.expected.expect(hashes, decision.prefill, now_ms, decision.ttft_ms)
         if not decision.local:
             self.expected.expect(hashes, decision.decode, now_ms, decision.ttft_ms)
-        return Promise(self, decision, request.prompt_tokens)
+        return Promise(self, decision, request.prompt_tokens, request.choices)
 
     def remove(self, worker: str) -> None:
         """A worker has left."""
@@ -68,8 +70,11 @@ class Planner:
 class Promise:
     """What one request was promised; every method may be called again and does nothing then."""
 
-    def __init__(self, planner: Planner, decision: Decision, prompt_tokens: int) -> None:
+    def __init__(
+        self, planner: Planner, decision: Decision, prompt_tokens: int, choices: int
+    ) -> None:
         self.decision = decision
+        self._choices = choices
         self._planner = planner
         self._prompt_tokens = prompt_tokens
         self._computing = True
@@ -98,4 +103,6 @@ class Promise:
         self.computed(now)
         if self._running:
             self._running = False
-            self._planner.table.sequence_ended(self.decision.decode, self._prompt_tokens)
+            self._planner.table.sequence_ended(
+                self.decision.decode, self._prompt_tokens, self._choices
+            )

@@ -30,6 +30,8 @@ class RouteRequest:
     """What the client calls its conversation; empty: nothing was said."""
     deadline_ms: float = float("inf")
     """Milliseconds that are left until the request must have ended."""
+    choices: int = 1
+    """Sequences that it becomes, once its prompt is computed."""
 
 
 @dataclass(frozen=True, slots=True)

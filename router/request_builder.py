@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from baton.config import DEFAULT_TENANT, Config
 from baton.errors import (
@@ -19,8 +17,10 @@ from baton.errors import (
 )
 from baton.grammar_gate import GrammarGate
 from router.api_keys import Caller
+from router.chat_options import ChatOptions
 from router.generation import Dispatcher, GenerationRequest
-from router.sampling_input import SamplingInput, check_token_ids, final_sampling
+from router.off_loop import off_loop
+from router.sampling_input import SamplingInput, check_token_ids, final_sampling, truncated
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
 from router.tool_calls.formats import format_for
@@ -34,14 +34,13 @@ DEADLINE_HEADER = "x-baton-deadline-ms"
 """How many milliseconds the client gives the whole request; in gRPC, metadata of that name."""
 MOST_PROMPTS = 128
 """Prompts in one request."""
-_INLINE_CHARACTERS = 4096
-"""Shorter text is tokenised on the event loop (about 2 ms); longer text on a thread."""
 _SHOWN_ID_CHARACTERS = 128
 SESSION_HEADER = "x-baton-session"
 """HTTP header, and gRPC metadata, in which a client names its conversation."""
 
+CHAT_DEFAULTS = ChatOptions()
+_NOTHING_ASKED = SamplingInput()
 Prompt = str | tuple[int, ...]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +127,7 @@ class RequestBuilder:
         sampling: SamplingInput,
         priority: int | None = None,
         tools: ToolUse | None = None,
+        options: ChatOptions = CHAT_DEFAULTS,
     ) -> GenerationRequest:
         """A conversation; max_tokens defaults to the rest of the context.
 
@@ -136,7 +136,7 @@ class RequestBuilder:
         if tools is not None:
             sampling = self._bound_to(tools, sampling)
         await self._check_grammar(arrival, sampling)
-        ids = await self.chat_ids(turns, tools)
+        ids = await self.chat_ids(turns, tools, options, sampling)
         built = self._request(
             arrival, arrival.request_id, ids, sampling, None, "messages", priority
         )
@@ -163,7 +163,11 @@ class RequestBuilder:
         return dataclasses.replace(sampling, grammar=grammar, grammar_param="tools")
 
     async def chat_ids(
-        self, turns: Sequence[Turn], tools: ToolUse | None = None
+        self,
+        turns: Sequence[Turn],
+        tools: ToolUse | None = None,
+        options: ChatOptions = CHAT_DEFAULTS,
+        sampling: SamplingInput = _NOTHING_ASKED,
     ) -> tuple[int, ...]:
         """The token ids of a conversation, ready for the answer."""
         size = sum(len(turn["content"]) for turn in turns)
@@ -171,7 +175,7 @@ class RequestBuilder:
         # Templates add some text to each message; a runaway one must not fill the memory.
         limit = 4 * self._most_characters if tools else self._most_characters
         limit += 4096 + 256 * len(turns)
-        return await self._off_loop(size, lambda: self._chat_ids(turns, tools, limit))
+        return await off_loop(size, lambda: self._chat_ids(turns, tools, limit, options, sampling))
 
     async def prompts(
         self,
@@ -188,7 +192,7 @@ class RequestBuilder:
             raise InvalidRequest(f"at most {MOST_PROMPTS} prompts are possible", param="prompt")
         await self._check_grammar(arrival, sampling)
         size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        rows = await self._off_loop(size, lambda: [self._prompt_ids(p) for p in prompts])
+        rows = await off_loop(size, lambda: [self._prompt_ids(p, sampling) for p in prompts])
         return [
             self._request(
                 arrival,
@@ -213,27 +217,38 @@ class RequestBuilder:
             param = sampling.grammar_param
             raise InvalidGrammar(f"{param} cannot be used: {error.message}", param=param) from None
 
-    async def _off_loop(self, characters: int, work: Callable[[], T]) -> T:
-        return work() if characters <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
-
     def _chat_ids(
-        self, turns: Sequence[Turn], tools: ToolUse | None, limit: int
+        self,
+        turns: Sequence[Turn],
+        tools: ToolUse | None,
+        limit: int,
+        options: ChatOptions,
+        sampling: SamplingInput,
     ) -> tuple[int, ...]:
         values = None
         if tools is not None or any(is_about_tools(turn) for turn in turns):
             template = self._tokenizer.chat_template.for_tools
             turns = fitted(turns, tools, template, self.tool_format)
             values = [tool.as_template_value() for tool in tools.tools] if tools else []
-        text = self._tokenizer.render_chat(turns, limit, values)
-        self._check_size(text, "messages")
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        text = self._tokenizer.render_chat(
+            turns, limit, values, options.variables, generation_prompt=options.generation_prompt
+        )
+        if options.continue_final:
+            text = _cut_behind(text, turns[-1]["content"])
+        if sampling.truncate is None:
+            self._check_size(text, "messages")
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return truncated(ids, sampling, self.context_length)
 
-    def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+    def _prompt_ids(self, prompt: Prompt, sampling: SamplingInput) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            self._check_size(prompt, "prompt")
-            return self._tokenizer.encode(prompt)
-        check_token_ids(prompt, self._tokenizer.vocab_size, "prompt")
-        return prompt
+            if sampling.truncate is None:
+                self._check_size(prompt, "prompt")
+            ids = self._tokenizer.encode(prompt)
+        else:
+            check_token_ids(prompt, self._tokenizer.vocab_size, "prompt")
+            ids = prompt
+        return truncated(ids, sampling, self.context_length)
 
     def _check_size(self, text: str, param: str) -> None:
         """Refuse what cannot fit before spending seconds on tokenising it."""
@@ -280,6 +295,18 @@ class RequestBuilder:
             priority=caller.priority if priority is None else priority,
             own_deadline=arrival.own_deadline,
         )
+
+
+def _cut_behind(text: str, final: str) -> str:
+    """A rendered conversation up to the end of its last message's text. Raises InvalidRequest."""
+    final = final.strip()
+    at = text.rfind(final)
+    if not final or at < 0:
+        raise InvalidRequest(
+            "the last message has no text of its own in the model's chat template",
+            param="continue_final_message",
+        )
+    return text[: at + len(final)]
 
 
 def check_priority(priority: int | None) -> None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 
 from baton.errors import BatonError
 from baton.grpc_errors import error_from_code
-from baton.request import FinishReason, TokenOutput
+from baton.logprobs import TokenLogprobs
+from baton.request import TokenOutput
 from router.generation import OutputDelta
 from router.output_assembler import OutputAssembler
 
@@ -22,34 +24,122 @@ from router.output_assembler import OutputAssembler
 class RequestLife:
     """Owned by the event loop."""
 
-    def __init__(self, request_id: str, attempt: int, assembler: OutputAssembler) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        attempt: int,
+        *assemblers: OutputAssembler,
+        scores_prompt: bool = False,
+    ) -> None:
+        """An assembler for each choice. ``scores_prompt``: nothing is given before the prompt's log
+
+        probabilities are there.
+        """
         self.request_id = request_id
         self.attempt = attempt
-        self.token_ids: list[int] = []
-        """Every token accepted from a worker, those beyond a stop included."""
         self.decode_began = asyncio.Event()
         """Set once the decode worker has told a token: the handoff was committed."""
-        self.worker_finished = False
-        """The worker itself ended the sequence; nothing is left to abort."""
-        self._assembler = assembler
-        self._early: dict[int, TokenOutput] = {}
-        self._delta: OutputDelta | None = None
+        self.awaits_prompt = scores_prompt
+        self._choices = [ChoiceLife(n, assembler) for n, assembler in enumerate(assemblers)]
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._error: BatonError | None = None
+        self._failed = False
         self._changed = asyncio.Event()
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Every token of the first choice accepted from a worker, those beyond a stop included."""
+        return self._choices[0].token_ids
+
+    @property
+    def worker_finished(self) -> bool:
+        """The worker itself ended every sequence; nothing is left to abort."""
+        return self._failed or all(choice.worker_finished for choice in self._choices)
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one choice."""
+        return len(self._choices) > 1
 
     @property
     def stopped(self) -> bool:
         """A stop string was found: the worker's sequence is to be ended."""
-        return self._assembler.stopped
+        return any(choice.assembler.stopped for choice in self._choices)
+
+    @property
+    def finished(self) -> bool:
+        """Every choice's last delta was given."""
+        return all(choice.is_over for choice in self._choices)
 
     def accept(self, output: TokenOutput, *, cached_prompt_tokens: int = 0) -> None:
         """Take in what a worker says of this request."""
         if output.attempt != self.attempt:
             return
         if output.error:
-            self.worker_finished = True
+            self._failed = True
             self.fail(error_from_code(output.error_code or "worker_failed", output.error))
             return
+        if output.choice >= len(self._choices):
+            return
+        if output.prompt_logprobs and self.awaits_prompt:
+            self.awaits_prompt = False
+            self._prompt_logprobs = output.prompt_logprobs
+        choice = self._choices[output.choice]
+        choice.accept(output, cached_prompt_tokens)
+        if choice.delta is not None and not self.awaits_prompt:
+            self._changed.set()
+
+    def take_stopped(self) -> list[int]:
+        """Choices that a stop string has ended while the worker runs them: each is given once."""
+        return [choice.number for choice in self._choices if choice.take_stopped()]
+
+    def fail(self, error: BatonError) -> None:
+        """End the request with an error, unless it has ended."""
+        if self._error is None and not all(c.assembler.finished for c in self._choices):
+            self._error = error
+            self._changed.set()
+
+    def _waiting(self) -> ChoiceLife | None:
+        """The first choice that has something to tell."""
+        for choice in self._choices:
+            if choice.delta is not None:
+                return choice
+        return None
+
+    async def next_delta(self) -> OutputDelta:
+        """What has gathered of a choice since it was last asked; waits for something.
+
+        Raises BatonError.
+        """
+        await self._changed.wait()
+        choice = None if self.awaits_prompt else self._waiting()
+        if choice is None:
+            assert self._error is not None, "woken for nothing"
+            raise self._error
+        delta = choice.take()
+        if self._prompt_logprobs:
+            delta = replace(delta, prompt_logprobs=self._prompt_logprobs)
+            self._prompt_logprobs = ()
+        if self._error is None and not (self.several and self._waiting()):
+            self._changed.clear()
+        return delta
+
+
+class ChoiceLife:
+    """One answer of a request."""
+
+    def __init__(self, number: int, assembler: OutputAssembler) -> None:
+        self.number = number
+        self.assembler = assembler
+        self.token_ids: list[int] = []
+        self.delta: OutputDelta | None = None
+        self.worker_finished = False
+        self.is_over = False
+        self._early: dict[int, TokenOutput] = {}
+        self._stop_taken = False
+
+    def accept(self, output: TokenOutput, cached_prompt_tokens: int) -> None:
+        """Take in what a worker says of it."""
         if output.index > len(self.token_ids):
             self._keep(output)
             return
@@ -63,36 +153,30 @@ class RequestLife:
             self._early[early.index] = early
 
     def _take(self, output: TokenOutput, cached_prompt_tokens: int = 0) -> None:
-        new = output.token_ids[len(self.token_ids) - output.index :]
+        known = len(self.token_ids) - output.index
+        new = output.token_ids[known:]
         if new or cached_prompt_tokens or output.finish_reason is not None:
             self.token_ids.extend(new)
-            self._push(new, output.finish_reason, cached_prompt_tokens)
+            delta = self.assembler.push(
+                new, output.finish_reason, cached_prompt_tokens, output.logprobs[known:]
+            )
+            if delta is not None:
+                self.delta = delta if self.delta is None else _joined(self.delta, delta)
         if output.finish_reason is not None:
             self.worker_finished = True
 
-    def _push(self, token_ids: tuple[int, ...], finish: FinishReason | None, cached: int) -> None:
-        delta = self._assembler.push(token_ids, finish, cached)
-        if delta is not None:
-            self._delta = delta if self._delta is None else _joined(self._delta, delta)
-            self._changed.set()
+    def take(self) -> OutputDelta:
+        """What has gathered."""
+        delta, self.delta = self.delta, None
+        assert delta is not None, "there is nothing"
+        self.is_over = delta.finish_reason is not None
+        return replace(delta, choice=self.number) if self.number else delta
 
-    def fail(self, error: BatonError) -> None:
-        """End the request with an error, unless it has ended."""
-        if self._error is None and not self._assembler.finished:
-            self._error = error
-            self._changed.set()
-
-    async def next_delta(self) -> OutputDelta:
-        """What has gathered since the last call; waits for something. Raises BatonError."""
-        await self._changed.wait()
-        self._changed.clear()
-        delta, self._delta = self._delta, None
-        if delta is None:
-            assert self._error is not None, "woken for nothing"
-            raise self._error
-        if self._error is not None:
-            self._changed.set()
-        return delta
+    def take_stopped(self) -> bool:
+        """Whether its sequence is to be ended at the worker; once."""
+        wanted = self.assembler.stopped and not (self.worker_finished or self._stop_taken)
+        self._stop_taken = self._stop_taken or wanted
+        return wanted
 
 
 def _joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:
@@ -101,4 +185,5 @@ def _joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:
         first.token_ids + second.token_ids,
         second.finish_reason,
         first.cached_prompt_tokens + second.cached_prompt_tokens,
+        scored=first.scored + second.scored,
     )

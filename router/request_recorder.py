@@ -46,7 +46,8 @@ def count_refusal(metrics: RouterMetrics, error: BatonError | None) -> None:
 class RequestRecorder:
     """The accounts of one request, from its class on. ``now`` is in seconds, of any one clock.
 
-    Latencies are observed for requests that end well; tokens count for all.
+    Latencies are observed for requests that end well; tokens count for all. Of a request with
+    several choices they are those of the first: its tokens come as those of a request of its own.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class RequestRecorder:
         """Tokens came. Those that came together have no gap between them."""
         if delta.cached_prompt_tokens:
             self._series.cached_prompt_tokens.inc(delta.cached_prompt_tokens)
-        for _ in delta.token_ids:
+        for _ in delta.token_ids if delta.choice == 0 else ():
             self._token(now)
         if delta.token_ids:
             self._series.generated_tokens.inc(len(delta.token_ids))

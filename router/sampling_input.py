@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.grammar import Grammar
+from baton.logprobs import MOST_TOP_LOGPROBS
 from baton.sampling_params import SamplingParams
 
 MOST_STOPS = 16
@@ -39,6 +41,14 @@ class SamplingInput:
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Mapping[Any, Any] | None = None
+    forbidden: tuple[int, ...] = ()
+    """Token ids that are never drawn."""
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    no_answer: bool = False
+    """``max_tokens`` may be 0: the prompt alone is wanted, and one token is drawn for nothing."""
+    truncate: int | None = None
+    """Take so many tokens of the prompt's end; -1: as many as there is room for."""
     grammar: Grammar | None = None
     grammar_param: str = "grammar"
     """What the client calls it."""
@@ -64,7 +74,8 @@ def final_sampling(
             " nothing is left for an answer",
             param=prompt_param,
         )
-    max_tokens = _max_tokens(given.max_tokens, prompt_tokens, context_length, default_max_tokens)
+    asked = 1 if given.no_answer and given.max_tokens == 0 else given.max_tokens
+    max_tokens = _max_tokens(asked, prompt_tokens, context_length, default_max_tokens)
     temperature = _within("temperature", given.temperature, 0, 2, 1)
     if temperature > 0:
         temperature = max(temperature, _LEAST_TEMPERATURE)
@@ -85,9 +96,41 @@ def final_sampling(
         presence_penalty=_within("presence_penalty", given.presence_penalty, -2, 2, 0),
         frequency_penalty=_within("frequency_penalty", given.frequency_penalty, -2, 2, 0),
         repetition_penalty=_within("repetition_penalty", given.repetition_penalty, 1e-3, 10, 1),
-        logit_bias=_logit_bias(given.logit_bias, vocab_size),
+        logit_bias=_forbidding(_logit_bias(given.logit_bias, vocab_size), given.forbidden),
+        logprobs=_logprobs("logprobs", given.logprobs),
+        prompt_logprobs=_logprobs("prompt_logprobs", given.prompt_logprobs),
         grammar=given.grammar,
     )
+
+
+def _logprobs(name: str, given: int | None) -> int | None:
+    if given is not None and not 0 <= given <= MOST_TOP_LOGPROBS:
+        raise InvalidRequest(f"{name} must be between 0 and {MOST_TOP_LOGPROBS}", param=name)
+    return given
+
+
+def _forbidding(
+    biases: tuple[tuple[int, float], ...], forbidden: tuple[int, ...]
+) -> tuple[tuple[int, float], ...]:
+    if not forbidden:
+        return biases
+    return tuple(sorted((dict(biases) | dict.fromkeys(forbidden, -math.inf)).items()))
+
+
+def truncated(
+    token_ids: tuple[int, ...], given: SamplingInput, context_length: int
+) -> tuple[int, ...]:
+    """The end of a prompt, as its client asks for it. Raises InvalidRequest."""
+    most = given.truncate
+    if most is None:
+        return token_ids
+    if most == -1:
+        most = context_length - max(1, given.max_tokens or 1)
+    if most < 1:
+        raise InvalidRequest(
+            "truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens"
+        )
+    return token_ids[-most:]
 
 
 def _within(name: str, value: float | None, low: float, high: float, default: float) -> float:

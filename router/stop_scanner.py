@@ -12,7 +12,9 @@ class StopScanner:
     makes no difference to what is shown.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
+        """``include``: let the stop string through too."""
+        self._include = include
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
         self._held = ""
@@ -26,7 +28,8 @@ class StopScanner:
         match = self._first_match(text)
         if match is not None:
             self.found, self._held = True, ""
-            return text[:match]
+            begin, end = match
+            return text[: end if self._include else begin]
         keep = len(text) - self._possible_start(text)
         self._held = text[keep:]
         return text[:keep]
@@ -36,11 +39,14 @@ class StopScanner:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, text: str) -> int | None:
-        """Where the stop string begins that ends first; of several the longest."""
+    def _first_match(self, text: str) -> tuple[int, int] | None:
+        """Begin and end of the stop string that ends first; of several the longest."""
         starts = ((text.find(stop), stop) for stop in self._stop)
         matches = [(start + len(stop), start) for start, stop in starts if start >= 0]
-        return min(matches)[1] if matches else None
+        if not matches:
+            return None
+        end, begin = min(matches)
+        return begin, end
 
     def _possible_start(self, text: str) -> int:
         """Length of the longest end of ``text`` with which a stop string begins."""

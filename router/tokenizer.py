@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
@@ -109,15 +111,19 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         limit: int,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        more: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        generation_prompt: bool = True,
     ) -> str:
         """The messages as the model's text; at most ``limit`` characters.
 
         ``tools`` that are not None, if only for earlier calls, take the template for tools.
         Its token ids are those of ``encode(…, add_special_tokens=False)``: the template writes
-        the special tokens. Raises InvalidRequest, also when the model has no template.
+        the special tokens. The rest is as ``ChatTemplate.render`` takes it. Raises InvalidRequest,
+        also when the model has no template.
         """
         template = self.chat_template if tools is None else self.chat_template.for_tools
-        return template.render(messages, limit, tools)
+        return template.render(messages, limit, tools, more, generation_prompt=generation_prompt)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids``."""
@@ -128,21 +134,41 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or ""
 
     def detokenizer(
-        self, prompt_ids: Sequence[int] = (), shown_ids: Iterable[int] = ()
+        self,
+        prompt_ids: Sequence[int] = (),
+        shown_ids: Iterable[int] = (),
+        *,
+        special_tokens: bool = False,
     ) -> Detokenizer:
         """A fresh detokenizer for an answer to ``prompt_ids``.
 
-        ``shown_ids`` are special tokens whose text is shown nevertheless.
+        ``shown_ids`` are special tokens whose text is shown nevertheless; ``special_tokens`` shows
+        that of all.
         """
-        plain = self._plain_detokenizer(prompt_ids)
-        texts = {token_id: self.spell(token_id) for token_id in shown_ids}
+        plain = self._plain_detokenizer(prompt_ids, special_tokens=special_tokens)
+        texts = {} if special_tokens else {token_id: self.spell(token_id) for token_id in shown_ids}
         return MarkerDetokenizer(plain, texts) if texts else plain
 
-    def _plain_detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
+    def _plain_detokenizer(self, prompt_ids: Sequence[int], *, special_tokens: bool) -> Detokenizer:
         if self._byte_level:
-            return ByteDetokenizer(self._token_bytes)
+            return ByteDetokenizer(self.spelling if special_tokens else self._token_bytes)
         context = prompt_ids[-_CONTEXT_TOKENS:]
+        if special_tokens:
+            return WindowDetokenizer(self._decode_all, lambda token_id: False, context)
         return WindowDetokenizer(self.decode, self._special.__contains__, context)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token has no text of its own in an answer."""
+        return token_id in self._special
+
+    def spelling(self, token_id: int) -> bytes:
+        """A token's own bytes: maybe half a character; a special token's name."""
+        if token_id in self._special:
+            return (self._backend.id_to_token(token_id) or "").encode()
+        return self._token_bytes(token_id)
+
+    def _decode_all(self, token_ids: Sequence[int]) -> str:
+        return self._backend.decode(list(token_ids), skip_special_tokens=False)
 
     def _token_bytes(self, token_id: int) -> bytes:
         known = self._bytes.get(token_id)
@@ -154,10 +180,20 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id)
         if token is None or token_id in self._special:
             return b""
+        if not self._byte_level:
+            return _spell_piece(token)
         try:
             return bytes(_BYTE_OF[character] for character in token)
         except KeyError:  # an added token is written as it is, not in the byte alphabet
             return token.encode()
+
+
+def _spell_piece(token: str) -> bytes:
+    """The bytes of a SentencePiece token: ``▁`` is a space, ``<0xE2>`` a byte."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        with contextlib.suppress(ValueError):
+            return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode()
 
 
 def _byte_alphabet() -> dict[str, int]:

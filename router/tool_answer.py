@@ -42,6 +42,10 @@ class ToolChatAnswer(ChatAnswer):
             place += isinstance(piece, CallBegun)
             content = _delta(piece, place, output)
             events.append(self._chunk(index, f'"delta":{content}', None))
+        extras = self._extras(index, delta, first=first)
+        if not extras.empty:
+            # Scores are of tokens, and pieces of calls are not.
+            events.append(self._chunk(index, '"delta":{}', None, extras))
         if delta.finish_reason is not None:
             events.append(self._last(index, delta.finish_reason, output))
         return events

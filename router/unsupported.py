@@ -9,21 +9,14 @@ from baton.errors import UnsupportedParameter
 
 # Field → values that ask for nothing; null always does.
 _BOTH: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "prompt_logprobs": (),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "early_stopping": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
-    "bad_words": ([],),
     "logits_processors": ([],),
     "guided_decoding_backend": ("auto", "guidance", "llguidance"),
     "guided_whitespace_pattern": (),
     "structural_tag": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "cache_salt": (),
     "kv_transfer_params": (),
@@ -31,8 +24,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": (),
 }
 _CHAT: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
@@ -43,22 +34,15 @@ _CHAT: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "best_of": (1,),
     "echo": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "add_special_tokens": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
 }
 _COMPLETION: dict[str, tuple[Any, ...]] = {
-    "best_of": (0, 1),
-    "echo": (False,),
-    "logprobs": (False,),
     "suffix": ("",),
     "prompt_embeds": (),
     "add_special_tokens": (True,),
 }
-_STREAM: dict[str, tuple[Any, ...]] = {"continuous_usage_stats": (False,)}
 
 
 def refuse_unsupported_chat(body: Mapping[str, Any]) -> None:
@@ -72,20 +56,10 @@ def refuse_unsupported_completion(body: Mapping[str, Any]) -> None:
 
 
 def _refuse(body: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]) -> None:
-    _refuse_fields(body, table, "")
-    options = body.get("stream_options")
-    if isinstance(options, dict):
-        _refuse_fields(options, _STREAM, "stream_options.")
-
-
-def _refuse_fields(
-    body: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]], prefix: str
-) -> None:
     for name in table.keys() & body.keys():
         if body[name] is not None and not _is_one_of(body[name], table[name]):
             raise UnsupportedParameter(
-                f"'{prefix}{name}' is not supported with this value by this server",
-                param=prefix + name,
+                f"'{name}' is not supported with this value by this server", param=name
             )
 
 

@@ -92,7 +92,7 @@ class WaitingRoom:
             self._pump()
 
     def generated(self, request_id: str, tokens: int) -> None:
-        """So many more tokens of its answer came."""
+        """So many more tokens of its answer came; of several, of the first."""
         self._admission.generated(request_id, tokens)
 
     def left(self, request_id: str, *, finished: bool = False, held_s: float = 0.0) -> None:
@@ -124,6 +124,7 @@ class WaitingRoom:
             first_token_s=slo_s * factor if by_slo else math.inf,
             give_up_s=slo_s * max(1.0, factor) if by_slo else math.inf,
             deadline_s=request.deadline_s,
+            choices=request.choices,
             background=request.background,
         )
 

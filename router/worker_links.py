@@ -187,13 +187,26 @@ class WorkerLinks:
         finally:
             call.cancel()
 
-    async def abort(self, incarnation: str, request_id: str, attempt: int, *, stop: bool) -> None:
-        """End a request at a decode worker. ``stop``: it has ended well. Never raises."""
+    async def abort(
+        self,
+        incarnation: str,
+        request_id: str,
+        attempt: int,
+        *,
+        stop: bool,
+        choice: int | None = None,
+    ) -> None:
+        """End a request at a decode worker, or one of its choices. ``stop``: it has ended well.
+
+        Never raises.
+        """
         link = self._links.get(incarnation)
         if link is None:
             return
         reason = decode_pb2.ABORT_REASON_STOP if stop else decode_pb2.ABORT_REASON_UNSPECIFIED
-        request = decode_pb2.AbortRequest(request_id=request_id, attempt=attempt, reason=reason)
+        request = decode_pb2.AbortRequest(
+            request_id=request_id, attempt=attempt, reason=reason, choice=choice
+        )
         try:
             stub = decode_pb2_grpc.DecodeServiceStub(link.channel)
             await stub.Abort(request, timeout=ABORT_DEADLINE_S)

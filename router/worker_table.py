@@ -299,17 +299,22 @@ class WorkerTable:
         count = self.outstanding[row]
         self.own_floor[row] = self.own_ms[row] * (1 - _LATE_CREDIT / count) if count else 0.0
 
-    def promise_sequence(self, name: str, prompt_tokens: int, blocks: int) -> None:
-        """A sequence will run there, and needs so many blocks that are not held yet."""
-        self._change_sequence(name, 1, prompt_tokens, blocks)
+    def promise_sequence(
+        self, name: str, prompt_tokens: int, blocks: int, choices: int = 1
+    ) -> None:
+        """A sequence will run there, and needs so many blocks that are not held yet.
+
+        Of several ``choices`` each runs as a sequence, over the whole prompt.
+        """
+        self._change_sequence(name, choices, prompt_tokens * choices, blocks)
 
     def sequence_settled(self, name: str, blocks: int) -> None:
         """Its blocks are taken: the next snapshot counts them."""
         self._change_sequence(name, 0, 0, -blocks)
 
-    def sequence_ended(self, name: str, prompt_tokens: int) -> None:
-        """It runs there no longer."""
-        self._change_sequence(name, -1, -prompt_tokens, 0)
+    def sequence_ended(self, name: str, prompt_tokens: int, choices: int = 1) -> None:
+        """It runs there no longer, none of its choices."""
+        self._change_sequence(name, -choices, -prompt_tokens * choices, 0)
 
     def _change_sequence(self, name: str, count: int, tokens: int, blocks: int) -> None:
         row = self._rows.get(name)

@@ -37,7 +37,7 @@ class WorkerContext:
     def make_sequence(
         self, spec: SequenceSpec, *, arrived: float, deadline: float, prefill_only: bool = False
     ) -> Sequence:
-        """A sequence for this worker's engine, that came at ``arrived``.
+        """A sequence for this worker's engine, that came at ``arrived``, with its siblings.
 
         Both times are on the monotonic clock.
         """
@@ -48,6 +48,7 @@ class WorkerContext:
             prefill_only=prefill_only,
             queued_at=arrived,
             deadline=deadline,
+            next_id=self.control.next_sequence_id,
         )
 
     @cached_property

@@ -27,6 +27,7 @@ class _Draw(ctypes.Structure):
         *(
             (name, ctypes.c_int64)
             for name in (
+                "choice",
                 "position",
                 "top_k",
                 "ids",
@@ -125,6 +126,7 @@ class CpuSampler:
             # The rows keep their masks until the call has ended.
             None if row.mask is None else row.mask.ctypes.data,
             s.seed & _SEED_MASK,
+            row.choice,
             position,
             s.top_k,
             at,

@@ -26,7 +26,7 @@
 struct Draw {
   const uint32_t* mask;  // null: all are allowed
   uint64_t seed;
-  int64_t position, top_k;
+  int64_t choice, position, top_k;
   int64_t ids, prompt, output, stops, biased, biases;  // an offset, four counts, an offset
   float temperature, top_p, min_p;                     // temperature 0: the likeliest token
   float presence, frequency, repetition;
@@ -199,7 +199,7 @@ class Row {
     const float floor = how_->min_p > 0.0f ? std::min(most_, most_ + logf(how_->min_p)) : -FLT_MAX;
     Pool pool = {scores(), nullptr, (long)scores_.size() * LANES};
     if (how_->top_k > 0 && how_->top_k < vocab_) pool = largest(pool, how_->top_k);
-    const Keys keys(how_->seed, 0, (uint32_t)how_->position);
+    const Keys keys(how_->seed, (uint32_t)how_->choice, (uint32_t)how_->position);
     const Limit all = {-INF, -1};
     if (how_->top_p >= 1.0f) return pool.token(winner(pool, keys, floor, all));
     return nucleus(pool, keys, floor);

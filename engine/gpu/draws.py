@@ -40,7 +40,7 @@ def draw_of(row: SampleRow) -> Draw:
         return GREEDY
     return Draw(
         sampling.temperature,
-        noise_keys(sampling.seed, 0, len(row.token_ids)),
+        noise_keys(sampling.seed, row.choice, len(row.token_ids)),
         sampling.top_k,
         sampling.top_p,
         sampling.min_p,

@@ -18,9 +18,10 @@ from engine.gpu.draws import draw_of
 from engine.grammar_state import Mask
 from engine.kv_cache import KvCache
 from engine.plan import StepPlan, StepResult
-from engine.runner import Ending, ModelRunner, by_row
+from engine.runner import Ending, ModelRunner, plan_rows, result_of, step_of
 from engine.sampling import SampleRow
 from engine.speculation import DraftedRow
+from engine.step_work import StepFound, by_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,10 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> Ending:
-        """Begin a step. Waits for the one before where a draw needs its tokens on the host."""
+        """Begin a step. Waits for the one before where a draw needs its tokens on the host, and
+
+        where more than one token of each row of logits is wanted.
+        """
         began = time.perf_counter()
         self._settle(running=1)
         self._take_news(plan)
@@ -66,22 +70,24 @@ class GpuRunner(ModelRunner):
             # A grammar goes by the tokens themselves.
             self._settle(running=0)
         rows = self._drafted(plan.rows)
-        step, draws = self._gather(rows)
-        if any(draw.adjusted for draw in draws):
+        work = self._gather(rows)
+        if not work.on_device:
             self._settle(running=0)
-            tokens = self._compute(rows)
+            found = self._compute(rows)
             if self.device.type == "cuda":
                 # A result says that the step's KV is there: transfers read it on another stream.
                 torch.cuda.current_stream(self.device).synchronize()
-            result = self._finished(plan, began, tokens, self._failed(plan.rows))
+            result = self._finished(plan, began, found, self._failed(plan.rows))
             return lambda: result
-        masks = partial(self._masks, rows, draws) if follows else None
-        started = self._gpu.start(step, [draw_of(draw) for draw in draws], masks)
-        self._unsettled.append(_Unsettled(started, _named(draws)))
+        masks = partial(self._masks, rows, work.draws) if follows else None
+        step = step_of(plan_rows(rows), work)
+        started = self._gpu.start(step, [draw_of(draw) for draw in work.draws], masks)
+        self._unsettled.append(_Unsettled(started, _named(work.draws)))
         failed = self._failed(plan.rows)
 
         def ending() -> StepResult:
-            return self._finished(plan, began, by_row(plan.rows, started.token_ids()), failed)
+            tokens = tuple(by_row(plan.rows, started.token_ids()))
+            return self._finished(plan, began, StepFound(tokens), failed)
 
         return ending
 
@@ -98,14 +104,14 @@ class GpuRunner(ModelRunner):
         self,
         plan: StepPlan,
         began: float,
-        tokens: tuple[tuple[int, ...], ...],
+        found: StepFound,
         failed: tuple[tuple[int, str], ...],
     ) -> StepResult:
         ended = time.perf_counter()
         # While the step before ran, this one only waited.
         seconds = ended - max(began, self._last_end)
         self._last_end = ended
-        return StepResult(plan.step, tokens, seconds, failed)
+        return result_of(plan, found, seconds, failed)
 
     def _settle(self, running: int) -> None:
         """Give tokens their ids, but for those of the last ``running`` steps."""

@@ -110,13 +110,13 @@ class HaltingHandoff(Handoff):
         await super().reserve()
         HALTS.reach("reserved")
 
-    async def commit(self, first_token: int) -> int:
+    async def commit(self, first_token: int, **more: Any) -> int:
         if HALTS.armed == "landed":
             assert self._push is not None
             self._push.end()
             await asyncio.wait([self._push.done])
             HALTS.reach("landed")
-        pushed = await super().commit(first_token)
+        pushed = await super().commit(first_token, **more)
         HALTS.reach("committed")
         return pushed
 
@@ -154,9 +154,9 @@ class HaltingDecodeRole(DecodeRole):
         HALTS.reach("reserved")
         return ticket
 
-    def commit(self, ticket_id: str, writer: str, first_token: int) -> int:
+    def commit(self, ticket_id: str, writer: str, first_token: int, **more: Any) -> int:
         HALTS.reach("landed")
-        received = super().commit(ticket_id, writer, first_token)
+        received = super().commit(ticket_id, writer, first_token, **more)
         HALTS.reach("committed")
         return received
 

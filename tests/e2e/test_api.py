@@ -268,3 +268,65 @@ def test_grpc_health_and_reflection(cluster: UpProcess) -> None:
         found = next(reflection.ServerReflectionInfo(iter([asked]), timeout=DEADLINE_S))
         names = {service.name for service in found.list_services_response.service}
         assert "baton.v1.InferenceService" in names
+
+
+def test_log_probabilities_join_to_the_text(cluster: UpProcess, client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=cluster.model,
+        messages=[{"role": "user", "content": "Say: Grüße 😀 from Paris."}],
+        temperature=0,
+        max_tokens=24,
+        n=2,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    assert len({choice.message.content for choice in answer.choices}) == 1
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        tokens = choice.logprobs.content or []
+        spelled = b"".join(bytes(token.bytes or []) for token in tokens)
+        assert spelled.decode(errors="replace") == choice.message.content
+        for token in tokens:
+            assert token.logprob == token.top_logprobs[0].logprob, "greedy takes the likeliest"
+            assert token.logprob <= 0
+
+
+def test_an_echo_is_scored_even_where_it_is_cached(
+    cluster: UpProcess, client: openai.OpenAI
+) -> None:
+    """As lm-eval's local-completions asks: token ids, echo, one token that it drops."""
+    ids = list(range(1000, 1100))
+    scores: list[list[float | None]] = []
+    for _ in range(2):
+        answer = client.completions.create(
+            model=cluster.model, prompt=ids, max_tokens=1, echo=True, logprobs=1, temperature=0
+        )
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.token_logprobs is not None
+        assert logprobs.top_logprobs is not None
+        assert len(logprobs.token_logprobs) == len(ids) + 1
+        assert logprobs.token_logprobs[0] is None
+        known = zip(logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True)
+        assert all(own <= max(top.values()) for own, top in known)
+        scores.append(logprobs.token_logprobs[1:-1])
+    assert scores[0] == pytest.approx(scores[1], abs=0.05)
+
+
+def test_choices_differ_and_are_drawn_again(cluster: UpProcess, client: openai.OpenAI) -> None:
+    def texts(n: int) -> list[str]:
+        answer = client.completions.create(
+            model=cluster.model,
+            prompt="Once upon a time",
+            max_tokens=16,
+            n=n,
+            seed=7,
+            extra_body={"ignore_eos": True},
+        )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 16 * n
+        return [choice.text for choice in answer.choices]
+
+    three = texts(3)
+    assert len(set(three)) == 3
+    assert texts(1) == three[:1]

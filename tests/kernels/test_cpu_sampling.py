@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 from collections.abc import Iterator
@@ -80,9 +81,10 @@ def some_row(chance: random.Random, vocab: int) -> SampleRow:
         presence_penalty=often(0.0, 1.5, -1.5),
         frequency_penalty=often(0.0, 0.7, -0.3),
         repetition_penalty=often(1.0, 1.8, 0.6),
-        logit_bias=tuple((t, often(2.5, -100.0, 100.0, 0.1)) for t in sorted(set(tokens(3)))),
+        logit_bias=tuple((t, often(2.5, -100.0, 100.0, -math.inf)) for t in sorted(set(tokens(3)))),
     )
-    row = SampleRow(sampling, prompt + output, len(prompt), tuple(tokens(3)))
+    choice = chance.choice((0, 0, 1, 127))
+    row = SampleRow(sampling, prompt + output, len(prompt), tuple(tokens(3)), choice)
     return masked(row, some_mask(chance, vocab)) if chance.random() < 0.4 else row
 
 

@@ -10,6 +10,7 @@ import torch
 from baton.sampling_params import SamplingParams
 from engine.gpu.draws import GREEDY, draw_of, keep_allowed
 from engine.gpu.sample import draw_reference
+from engine.noise import noise_keys
 from engine.sampling import SampleRow, sample_one
 
 VOCAB = 200
@@ -57,3 +58,10 @@ def test_rows_without_limits_are_left_as_they_are() -> None:
 def test_a_greedy_draw_has_no_limits() -> None:
     params = SamplingParams(temperature=0.0, top_k=2, top_p=0.1, min_p=0.5)
     assert draw_of(SampleRow(params, [1], 1, ())) == GREEDY
+
+
+def test_each_choice_has_noise_of_its_own() -> None:
+    params = SamplingParams(temperature=1.0, seed=1)
+    first, second = (draw_of(SampleRow(params, [1], 1, (), choice)) for choice in (0, 1))
+    assert (first.keys, second.keys) == (noise_keys(1, 0, 1), noise_keys(1, 1, 1))
+    assert first.keys != second.keys

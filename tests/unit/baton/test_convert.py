@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from baton import convert
 from baton.grammar import Grammar, GrammarKind
+from baton.logprobs import TokenLogprobs
 from baton.request import (
     FinishReason,
+    FirstToken,
     Geometry,
     LoadSnapshot,
     Principal,
@@ -20,7 +22,7 @@ from baton.request import (
     TokenOutput,
 )
 from baton.sampling_params import SamplingParams
-from baton.v1 import sampling_pb2, transfer_pb2, worker_pb2
+from baton.v1 import decode_pb2, sampling_pb2, transfer_pb2, worker_pb2
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -58,6 +60,8 @@ SAMPLING = st.builds(
     repetition_penalty=FLOAT,
     logit_bias=st.dictionaries(U32, FLOAT, max_size=4).map(lambda d: tuple(sorted(d.items()))),
     grammar=st.none() | GRAMMARS,
+    logprobs=st.none() | U32,
+    prompt_logprobs=st.none() | U32,
 )
 SPECS = st.builds(
     SequenceSpec,
@@ -71,8 +75,23 @@ SPECS = st.builds(
     context_class=TEXT,
     principal=st.builds(Principal, TEXT, TEXT),
     deadline_s=st.integers(0, 2**32 - 1).map(lambda ms: ms / 1000),
+    choices=st.integers(1, 2**32 - 1),
+    choice=U32,
 )
-OUTPUTS = st.builds(TokenOutput, TEXT, U32, U32, IDS, FINISH, TEXT, TEXT)
+LOGPROBS = st.builds(TokenLogprobs, FLOAT, st.lists(st.tuples(U32, FLOAT), max_size=3).map(tuple))
+OUTPUTS = st.builds(
+    TokenOutput,
+    TEXT,
+    U32,
+    U32,
+    IDS,
+    FINISH,
+    TEXT,
+    TEXT,
+    U32,
+    st.lists(LOGPROBS, max_size=3).map(tuple),
+    st.lists(LOGPROBS, max_size=3).map(tuple),
+)
 LOADS = st.builds(
     LoadSnapshot, TEXT, U32, U32, U32, U32, U32, U32, U32, U64, U32, FLOAT, FLOAT, FLOAT
 )
@@ -153,3 +172,20 @@ def test_no_field_is_forgotten() -> None:
 def test_finish_reasons() -> None:
     for reason in (None, *FinishReason):
         assert convert.finish_from_proto(convert.finish_to_proto(reason)) is reason
+
+
+@quick
+@given(
+    U32,
+    st.none() | LOGPROBS,
+    st.lists(st.builds(FirstToken, U32, st.none(), st.none() | LOGPROBS), max_size=3).map(tuple),
+)
+def test_first_tokens(
+    token: int, logprobs: TokenLogprobs | None, others: tuple[FirstToken, ...]
+) -> None:
+    message = decode_pb2.CommitRequest()
+    convert.write_first_tokens(message, token, logprobs, others)
+    message = decode_pb2.CommitRequest.FromString(message.SerializeToString())
+    assert message.first_token == token
+    assert convert.commit_logprobs_from_proto(message) == logprobs
+    assert convert.other_tokens_from_proto(message) == others

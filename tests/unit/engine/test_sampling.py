@@ -63,7 +63,7 @@ def drawn(logits: torch.Tensor, row: SampleRow) -> int:
     s = row.sampling
     if s.greedy:
         return int(np.argmax(found))
-    keys = noise_keys(s.seed, 0, len(row.token_ids))
+    keys = noise_keys(s.seed, row.choice, len(row.token_ids))
     noisy = {
         token: found[token] / s.temperature
         - math.log(-math.log((noise_bits(keys, token) + 0.5) / 2**32))
@@ -96,7 +96,8 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, SampleRow]:
         repetition_penalty=draw(st.sampled_from((1.0, 1.8, 0.6))),
         logit_bias=tuple((t, draw(st.sampled_from((-100.0, -1.0, 2.5, 100.0)))) for t in biased),
     )
-    return logits, SampleRow(sampling, prompt + outputs, len(prompt), tuple(stops))
+    choice = draw(st.integers(0, 3))
+    return logits, SampleRow(sampling, prompt + outputs, len(prompt), tuple(stops), choice)
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from baton.config import Config
+from baton.logprobs import TokenLogprobs
 from baton.metrics import RouterMetrics
 from baton.request import FinishReason
 from router.chat_template import ChatTemplate
@@ -96,11 +97,29 @@ class ScriptedDispatcher:
             self.closed.set()
 
     async def speak(self, request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+        """The same text for every choice, one after another."""
+        for choice in range(request.choices):
+            async for delta in self._speak_once(request):
+                known = 1 if delta.cached_prompt_tokens and choice == 0 else 0
+                scores = self._prompt_scores(request) if known else ()
+                yield replace(
+                    delta, choice=choice, cached_prompt_tokens=known, prompt_logprobs=scores
+                )
+
+    def _prompt_scores(self, request: GenerationRequest) -> tuple[TokenLogprobs, ...]:
+        top = request.sampling.prompt_logprobs
+        return () if top is None else tuple(map(score_of(top), request.prompt_ids[1:]))
+
+    async def _speak_once(self, request: GenerationRequest) -> AsyncIterator[OutputDelta]:
         sampling = request.sampling
+        special = request.shown.special_tokens
         assembler = OutputAssembler(
-            self.tokenizer.detokenizer(request.prompt_ids, request.shown_ids),
+            self.tokenizer.detokenizer(
+                request.prompt_ids, request.shown_ids, special_tokens=special
+            ),
             sampling.stop,
             self.tokenizer.eos_ids,
+            include_stop=request.shown.stop_string,
         )
         tokens = [*self.tokenizer.encode(self.text), *self.tokenizer.eos_ids][: sampling.max_tokens]
         for place, token in enumerate(tokens):
@@ -109,7 +128,8 @@ class ScriptedDispatcher:
                 finish = FinishReason.STOP
             elif place + 1 == sampling.max_tokens:
                 finish = FinishReason.LENGTH
-            delta = assembler.push([token], finish, 1 if place == 0 else 0)
+            scores = () if sampling.logprobs is None else (score_of(sampling.logprobs)(token),)
+            delta = assembler.push([token], finish, 1 if place == 0 else 0, scores)
             assert delta is not None
             await asyncio.sleep(0)
             yield delta
@@ -121,6 +141,15 @@ class ScriptedDispatcher:
 
     def metrics_addresses(self) -> list[str]:
         return self.addresses
+
+
+def score_of(top: int) -> Callable[[int], TokenLogprobs]:
+    """Made-up log probabilities: the token's own is the likeliest, those beside it follow."""
+
+    def score(token: int) -> TokenLogprobs:
+        return TokenLogprobs(-0.5, tuple((token + n, -0.5 - n) for n in range(top)))
+
+    return score
 
 
 async def endless(request: GenerationRequest) -> AsyncIterator[OutputDelta]:

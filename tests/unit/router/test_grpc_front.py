@@ -213,3 +213,42 @@ async def test_reflection() -> None:
         answer = await anext(aiter(call))
     names = {service.name for service in answer.list_services_response.service}
     assert {"baton.v1.InferenceService", "grpc.health.v1.Health"} <= names
+
+
+async def test_log_probabilities_and_choices() -> None:
+    front = make_front()
+    sampling = Sampling(logprobs=2, prompt_logprobs=0, max_tokens=64)
+    prompt = "Hello"
+    async with serve(front) as channel:
+        responses = await generate(channel, Request(prompt=prompt, sampling=sampling, n=2))
+    ids = front.tokenizer.encode(prompt)
+    assert [token.token_id for token in responses[0].prompt_logprobs] == list(ids[1:])
+    assert not any(response.prompt_logprobs for response in responses[1:])
+    for choice in (0, 1):
+        own = [response for response in responses if response.choice == choice]
+        assert "".join(response.text for response in own) == front.dispatcher.text
+        assert [bool(r.finish_reason) for r in own] == [False] * (len(own) - 1) + [True]
+        tokens = [token for response in own for token in response.logprobs]
+        *shown, last = tokens
+        assert b"".join(token.text for token in shown).decode() == front.dispatcher.text
+        assert last.token_id in front.tokenizer.eos_ids
+        assert all([top.logprob for top in token.top] == [-0.5, -1.5] for token in tokens)
+    assert [response.HasField("usage") for response in responses[:-1]] == [False] * (
+        len(responses) - 1
+    )
+    counted = responses[-1].usage
+    assert counted.completion_tokens == sum(len(response.token_ids) for response in responses)
+    assert counted.prompt_tokens == len(ids)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request(prompt="a", n=129),
+        Request(prompt="a", sampling=Sampling(logprobs=21)),
+        Request(prompt="a", sampling=Sampling(prompt_logprobs=21)),
+    ],
+)
+async def test_too_much_is_refused(request_: Request) -> None:
+    error = await refused(make_front(), request_)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -211,9 +211,6 @@ async def test_harmless_and_unknown_fields_are_ignored() -> None:
 
 
 UNSUPPORTED_CHAT = {
-    "n": 2,
-    "logprobs": True,
-    "top_logprobs": 3,
     "functions": [{"name": "f"}],
     "function_call": "auto",
     "audio": {"voice": "x", "format": "wav"},
@@ -223,17 +220,14 @@ UNSUPPORTED_CHAT = {
     "moderation": {"model": "x"},
     "verbosity": "low",
     "guided_whitespace_pattern": " ?",
-    "continue_final_message": True,
     "chat_template": "x",
-    "prompt_logprobs": 1,
+    "allowed_token_ids": [1, 2],
+    "best_of": 2,
 }
 UNSUPPORTED_PLAIN = {
-    "n": 2,
-    "best_of": 3,
-    "logprobs": 0,
-    "echo": True,
     "suffix": "x",
-    "prompt_logprobs": 1,
+    "allowed_token_ids": [1, 2],
+    "use_beam_search": True,
 }
 
 
@@ -657,7 +651,18 @@ JSON = st.recursive(
     max_leaves=6,
 )
 FIELDS = sorted(
-    {*HELLO, *PROMPT, *HARMLESS, *UNSUPPORTED_CHAT, *(name for name, _ in BAD_SAMPLING)}
+    {
+        *HELLO,
+        *PROMPT,
+        *HARMLESS,
+        *UNSUPPORTED_CHAT,
+        *UNSUPPORTED_PLAIN,
+        *(name for name, _ in BAD_SAMPLING),
+        *("best_of", "echo", "prompt_logprobs", "bad_words", "truncate_prompt_tokens"),
+        *("return_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
+        *("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+        "stream_options",
+    }
 )
 
 

@@ -134,8 +134,15 @@ def _sync_client(address: str) -> tuple[str, str, list[str]]:
             streamed = "".join(c.choices[0].delta.content or "" for c in stream if c.choices)
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="other", prompt="x")
-        with pytest.raises(openai.BadRequestError, match="'n' is not supported"):
-            client.completions.create(model="tiny", prompt="x", n=2)
+        with pytest.raises(openai.BadRequestError, match="'suffix' is not supported"):
+            client.completions.create(model="tiny", prompt="x", suffix="y")
+        scored = client.chat.completions.create(
+            model="tiny", messages=messages, n=2, logprobs=True, top_logprobs=2
+        )
+        for choice in scored.choices:
+            tokens = choice.logprobs.content if choice.logprobs else None
+            spelled = b"".join(bytes(token.bytes or []) for token in tokens or [])
+            assert spelled.decode() == choice.message.content
         return (
             whole.choices[0].message.content or "",
             streamed,

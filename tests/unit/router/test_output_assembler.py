@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason
 from router.generation import OutputDelta
 from router.output_assembler import OutputAssembler
@@ -151,3 +152,40 @@ def test_the_real_vocabulary_on_text(real: Tokenizer, data: st.DataObject) -> No
     )
     assert text_of(deltas) == real.decode(ids)
     assert json.loads(json.dumps(text_of(deltas))) == text_of(deltas)
+
+
+WORDS = st.text(alphabet="ab \u00fc\U0001f600", max_size=24)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(WORDS, st.lists(WORDS.filter(bool), max_size=2), st.data(), st.booleans())
+def test_the_tokens_that_are_scored_are_those_that_are_shown(
+    text: str, stop: list[str], data: st.DataObject, include: bool
+) -> None:
+    """However the tokens come; and the scores do not change what is shown and counted."""
+    ids = [*TOKENIZER.encode(text), EOS]
+    scores = [TokenLogprobs(-float(place)) for place in range(len(ids))]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=4)))
+    scored = OutputAssembler(TOKENIZER.detokenizer(), stop, (EOS,), include_stop=include)
+    plain = OutputAssembler(TOKENIZER.detokenizer(), stop, (EOS,), include_stop=include)
+    deltas = []
+    for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
+        finish = FinishReason.STOP if end == len(ids) else None
+        for target, logprobs in ((scored, scores[start:end]), (plain, ())):
+            deltas.append(target.push(ids[start:end], finish, logprobs=logprobs))
+    given_ = [delta for delta in deltas[::2] if delta is not None]
+    bare = [delta for delta in deltas[1::2] if delta is not None]
+    assert text_of(given_) == text_of(bare)
+    assert [d.token_ids for d in given_] == [d.token_ids for d in bare]
+    assert not any(delta.scored for delta in bare)
+    tokens = [token for delta in given_ for token in delta.scored]
+    assert [t.token_id for t in tokens] == ids[: len(tokens)], "a token is missing or twice"
+    assert [t.logprobs for t in tokens] == scores[: len(tokens)]
+    shown = b"".join(TOKENIZER.spelling(t.token_id) for t in tokens if not t.hidden)
+    whole = text_of(given_)
+    assert shown.decode(errors="ignore").startswith(whole)
+    if scored.stopped:
+        assert all(token.offset < max(1, len(whole)) for token in tokens)
+    else:
+        assert shown.decode() == whole
+        assert tokens[-1].hidden

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import BatonError, DeadlineExceeded, Unavailable, WorkerFailed
+from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, TokenOutput
 from router.detokenizer import ByteDetokenizer
 from router.output_assembler import OutputAssembler
@@ -156,3 +157,76 @@ def test_any_order_cut_and_repetition_is_one_answer(told: list[TokenOutput]) -> 
         assert bytes(life.token_ids) == b"abcdefghijkl"
 
     asyncio.run(run())
+
+
+def choice_output(choice: int, index: int, text: str, *, ends: bool = False) -> TokenOutput:
+    finish = STOP if ends else None
+    return TokenOutput("r", 0, index, tuple(text.encode()), finish, choice=choice)
+
+
+def make_choices(count: int, stop: tuple[str, ...] = (), *, scores: bool = False) -> RequestLife:
+    def assembler() -> OutputAssembler:
+        return OutputAssembler(ByteDetokenizer(lambda token: bytes([token])), stop)
+
+    return RequestLife("r", 0, *(assembler() for _ in range(count)), scores_prompt=scores)
+
+
+async def read_choices(life: RequestLife) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    async with asyncio.timeout(5.0):
+        while not life.finished:
+            delta = await life.next_delta()
+            texts[delta.choice] = texts.get(delta.choice, "") + delta.text
+    return texts
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3), st.data())
+def test_choices_do_not_mix(texts: list[str], data: st.DataObject) -> None:
+    """In whatever order and however often their tokens are told."""
+    outputs = [
+        choice_output(choice, index, text[index], ends=index == len(text) - 1)
+        for choice, text in enumerate(texts)
+        for index in range(len(text))
+    ]
+    told = data.draw(st.permutations(outputs * 2))
+
+    async def run() -> None:
+        life = make_choices(len(texts))
+        for output in told:
+            life.accept(output)
+        assert await read_choices(life) == dict(enumerate(texts))
+        assert life.worker_finished
+
+    asyncio.run(run())
+
+
+async def test_a_choice_that_is_stopped_is_ended_once() -> None:
+    life = make_choices(2, ("b",))
+    life.accept(choice_output(0, 0, "ab"))
+    assert life.several
+    assert life.take_stopped() == [0]
+    assert life.take_stopped() == []
+    life.accept(choice_output(1, 0, "a", ends=True))
+    assert await read_choices(life) == {0: "a", 1: "a"}
+    assert not life.worker_finished
+    assert life.stopped
+
+
+async def test_nothing_is_given_before_the_prompts_scores() -> None:
+    """The decode worker may tell of the first token before the prefill worker's answer is read."""
+    life = make_choices(2, scores=True)
+    life.accept(choice_output(1, 0, "x"))
+    life.accept(choice_output(0, 0, "a"))
+    waiting = asyncio.ensure_future(life.next_delta())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    scores = (TokenLogprobs(-1.0),)
+    life.accept(TokenOutput("r", 0, 0, (97,), prompt_logprobs=scores))
+    delta = await waiting
+    assert (delta.choice, delta.text, delta.prompt_logprobs) == (0, "a", scores)
+    assert (await life.next_delta()).prompt_logprobs == ()
+    life.awaits_prompt = True
+    life.fail(WorkerFailed("gone"))
+    with pytest.raises(WorkerFailed):
+        await life.next_delta()

@@ -1,0 +1,54 @@
+"""Log probabilities of tokens by the raw logits: log-softmax, in plain torch.
+
+The CPU has its own (``engine.cpu.logprobs``), which this defines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton.logprobs import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A token whose log probability is wanted."""
+
+    row: int
+    """Of the step's logits."""
+    token_id: int
+    top: int
+    """How many of the likeliest tokens are told beside it."""
+
+
+Scorer = Callable[[torch.Tensor, Sequence[Scored]], list[TokenLogprobs]]
+"""Takes logits, fp32 [rows, vocab_size], which are left as they are."""
+
+
+def token_logprobs(logits: torch.Tensor, wanted: Sequence[Scored]) -> list[TokenLogprobs]:
+    """A ``Scorer`` for any device. Of equally likely tokens the lower id comes first, but which of
+
+    them are among the likeliest where not all of them have room is left open.
+    """
+    if not wanted:
+        return []
+    rows = torch.tensor([each.row for each in wanted], device=logits.device)
+    tokens = torch.tensor([each.token_id for each in wanted], device=logits.device)
+    most = min(max(each.top for each in wanted), logits.shape[1])
+    taken = logits[rows]
+    whole = taken.logsumexp(dim=-1, keepdim=True)
+    own = (taken.gather(1, tokens[:, None]) - whole)[:, 0].tolist()
+    top = taken.topk(most, dim=-1)
+    ids, values = top.indices.tolist(), (top.values - whole).tolist()
+    return [
+        TokenLogprobs(own[n], _ordered(ids[n][: each.top], values[n][: each.top]))
+        for n, each in enumerate(wanted)
+    ]
+
+
+def _ordered(ids: list[int], values: list[float]) -> tuple[tuple[int, float], ...]:
+    pairs = zip(ids, values, strict=True)
+    return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
