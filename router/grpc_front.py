@@ -27,17 +27,18 @@ from router.access import Access
 from router.answer import Choice, choices_for
 from router.answer_options import MOST_CHOICES
 from router.api_keys import Caller
-from router.conversation import plain_turns
 from router.delivery import Delivery
 from router.generation import Dispatcher, GenerationRequest, OutputDelta
 from router.grammar_input import choice
 from router.grpc_health import HealthServicer
+from router.grpc_tools import add_tool_output, grpc_tool_use, grpc_turns
 from router.operator_api import OperatorServicer
 from router.request_builder import DEADLINE_HEADER, SESSION_HEADER, Arrival, RequestBuilder
 from router.request_recorder import count_refusal
 from router.sampling_input import SamplingInput
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
+from router.tool_calls.tool_output import ToolOutput
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -85,11 +86,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 count_refusal(self._metrics, error)
                 raise
             choices = choices_for([built])
+            outputs = self._tool_outputs(request, built)
 
             async def write(_: int, delta: OutputDelta) -> None:
                 choices[delta.choice].add(delta, keep_text=False)
                 response = _response(name or built.request_id, delta, choices)
                 self._add_scores(response, delta, built)
+                if outputs:
+                    add_tool_output(response, outputs[delta.choice], delta)
                 await context.write(response)
 
             async with self._access.entered(caller, [built], choices) as headers:
@@ -121,13 +125,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         priority = request.priority if request.HasField("priority") else None
         kind = request.WhichOneof("input")
         if kind == "messages":
-            turns = plain_turns((m.role, m.content) for m in request.messages.messages)
-            return await self._builder.chat(arrival, turns, sampling, priority)
+            turns, tools = grpc_turns(request.messages.messages), grpc_tool_use(request.tools)
+            return await self._builder.chat(arrival, turns, sampling, priority, tools=tools)
+        if request.HasField("tools"):
+            raise InvalidRequest("tools are for messages alone", param="tools")
         if kind is None:
             raise InvalidRequest("one of prompt, token_ids and messages is required")
         prompt = request.prompt if kind == "prompt" else tuple(request.token_ids.ids)
         (built,) = await self._builder.prompts(arrival, [prompt], sampling, None, priority)
         return built
+
+    def _tool_outputs(
+        self, request: inference_pb2.GenerateRequest, built: GenerationRequest
+    ) -> list[ToolOutput]:
+        """One for each choice; none without tools."""
+        tools = grpc_tool_use(request.tools)
+        if tools is None:
+            return []
+        return [ToolOutput(self._builder.tool_format, tools) for _ in range(built.choices)]
 
     def _add_scores(
         self,

@@ -23,39 +23,40 @@ _sym_db = _symbol_database.Default()
 
 
 from baton.v1 import sampling_pb2 as baton_dot_v1_dot_sampling__pb2
+from baton.v1 import tools_pb2 as baton_dot_v1_dot_tools__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x83\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08messages\x18\x04 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.baton.v1.SamplingParameters\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x01\x88\x01\x01\x12\t\n\x01n\x18\x08 \x01(\rB\x07\n\x05inputB\x0b\n\t_priority\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"b\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12!\n\x03top\x18\x04 \x03(\x0b\x32\x14.baton.v1.TopLogprob\"\x81\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\r\x12(\n\x08logprobs\x18\x07 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\x12/\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\"\x13\n\x11ListModelsRequest\"N\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x10\n\x08owned_by\x18\x03 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x04 \x01(\r\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa0\x01\n\x10InferenceService\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\x1a\x14\x62\x61ton/v1/tools.proto\"j\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa3\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08messages\x18\x04 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.baton.v1.SamplingParameters\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x01\x88\x01\x01\x12\t\n\x01n\x18\x08 \x01(\r\x12\x1e\n\x05tools\x18\t \x01(\x0b\x32\x0f.baton.v1.ToolsB\x07\n\x05inputB\x0b\n\t_priority\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"b\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12!\n\x03top\x18\x04 \x03(\x0b\x32\x14.baton.v1.TopLogprob\"\xad\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\r\x12(\n\x08logprobs\x18\x07 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\x12/\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\x12*\n\ntool_calls\x18\t \x03(\x0b\x32\x16.baton.v1.ToolCallPart\"\x13\n\x11ListModelsRequest\"N\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x10\n\x08owned_by\x18\x03 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x04 \x01(\r\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa0\x01\n\x10InferenceService\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1121
-  _globals['_FINISHREASON']._serialized_end=1216
-  _globals['_CHATMESSAGE']._serialized_start=63
-  _globals['_CHATMESSAGE']._serialized_end=107
-  _globals['_CHATMESSAGES']._serialized_start=109
-  _globals['_CHATMESSAGES']._serialized_end=164
-  _globals['_TOKENIDS']._serialized_start=166
-  _globals['_TOKENIDS']._serialized_end=189
-  _globals['_GENERATEREQUEST']._serialized_start=192
-  _globals['_GENERATEREQUEST']._serialized_end=451
-  _globals['_USAGE']._serialized_start=453
-  _globals['_USAGE']._serialized_end=540
-  _globals['_TOPLOGPROB']._serialized_start=542
-  _globals['_TOPLOGPROB']._serialized_end=603
-  _globals['_TOKENLOGPROB']._serialized_start=605
-  _globals['_TOKENLOGPROB']._serialized_end=703
-  _globals['_GENERATERESPONSE']._serialized_start=706
-  _globals['_GENERATERESPONSE']._serialized_end=963
-  _globals['_LISTMODELSREQUEST']._serialized_start=965
-  _globals['_LISTMODELSREQUEST']._serialized_end=984
-  _globals['_MODEL']._serialized_start=986
-  _globals['_MODEL']._serialized_end=1064
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1066
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1119
-  _globals['_INFERENCESERVICE']._serialized_start=1219
-  _globals['_INFERENCESERVICE']._serialized_end=1379
+  _globals['_FINISHREASON']._serialized_start=1281
+  _globals['_FINISHREASON']._serialized_end=1376
+  _globals['_CHATMESSAGE']._serialized_start=85
+  _globals['_CHATMESSAGE']._serialized_end=191
+  _globals['_CHATMESSAGES']._serialized_start=193
+  _globals['_CHATMESSAGES']._serialized_end=248
+  _globals['_TOKENIDS']._serialized_start=250
+  _globals['_TOKENIDS']._serialized_end=273
+  _globals['_GENERATEREQUEST']._serialized_start=276
+  _globals['_GENERATEREQUEST']._serialized_end=567
+  _globals['_USAGE']._serialized_start=569
+  _globals['_USAGE']._serialized_end=656
+  _globals['_TOPLOGPROB']._serialized_start=658
+  _globals['_TOPLOGPROB']._serialized_end=719
+  _globals['_TOKENLOGPROB']._serialized_start=721
+  _globals['_TOKENLOGPROB']._serialized_end=819
+  _globals['_GENERATERESPONSE']._serialized_start=822
+  _globals['_GENERATERESPONSE']._serialized_end=1123
+  _globals['_LISTMODELSREQUEST']._serialized_start=1125
+  _globals['_LISTMODELSREQUEST']._serialized_end=1144
+  _globals['_MODEL']._serialized_start=1146
+  _globals['_MODEL']._serialized_end=1224
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1226
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1279
+  _globals['_INFERENCESERVICE']._serialized_start=1379
+  _globals['_INFERENCESERVICE']._serialized_end=1539
 # @@protoc_insertion_point(module_scope)

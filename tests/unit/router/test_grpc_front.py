@@ -30,7 +30,9 @@ Sampling = sampling_pb2.SamplingParameters
 @asynccontextmanager
 async def serve(front: Front) -> AsyncIterator[grpc.aio.Channel]:
     server = make_server()
-    add_grpc_front(server, front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config)
+    add_grpc_front(
+        server, front.dispatcher, front.tokenizer, front.model, front.metrics, front.config
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     channel = open_channel(f"127.0.0.1:{port}")
