@@ -43,7 +43,10 @@ def json_schema() -> None:
 
 
 def tools() -> None:
-    answer = model(max_tokens=128).bind_tools(TOOLS, tool_choice="required").invoke(QUESTION)
+    bound = model(max_tokens=128).bind_tools(
+        TOOLS, tool_choice="required", parallel_tool_calls=False
+    )
+    answer = bound.invoke(QUESTION)
     same([call["name"] for call in answer.tool_calls], ["paint"])
 
 

@@ -42,7 +42,7 @@ def json_schema() -> None:
 
 
 def tools() -> None:
-    answer = ask(tools=TOOLS, tool_choice="required", max_tokens=128)
+    answer = ask(tools=TOOLS, tool_choice="required", parallel_tool_calls=False, max_tokens=128)
     same([call.function.name for call in answer.choices[0].message.tool_calls], ["paint"])
 
 

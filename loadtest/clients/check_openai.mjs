@@ -53,7 +53,7 @@ const checks = {
   },
   async tools() {
     const tools = [{ type: "function", function: { name: "paint", parameters } }];
-    const more = { tools, tool_choice: "required", max_tokens: 128 };
+    const more = { tools, tool_choice: "required", parallel_tool_calls: false, max_tokens: 128 };
     const answer = await client.chat.completions.create({ ...basics, ...more });
     same(answer.choices[0].message.tool_calls.map((call) => call.function.name), ["paint"]);
   },

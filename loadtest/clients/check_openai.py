@@ -78,7 +78,14 @@ def json_schema() -> None:
 
 
 def tools() -> None:
-    answer = ask(model=MODEL, messages=HELLO, tools=TOOLS, tool_choice="required", max_tokens=128)
+    answer = ask(
+        model=MODEL,
+        messages=HELLO,
+        tools=TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=128,
+    )
     (call,) = answer.choices[0].message.tool_calls
     same(call.function.name, "paint")
     same(list(json.loads(call.function.arguments)), ["colour"])
@@ -90,6 +97,7 @@ def tools_streamed() -> None:
         messages=HELLO,
         tools=TOOLS,
         tool_choice="required",
+        parallel_tool_calls=False,
         max_tokens=128,
         stream=True,
     )
