@@ -14,6 +14,7 @@ from baton.grpc_channel import open_blocking_channel
 from baton.v1 import inference_pb2 as pb
 from baton.v1.inference_pb2_grpc import InferenceServiceStub
 from baton.v1.sampling_pb2 import SamplingParameters
+from baton.v1.tools_pb2 import Tools
 
 DEFAULT_ADDRESS = "127.0.0.1:8001"
 DEADLINE_S = 300.0
@@ -115,11 +116,13 @@ class Client:
         messages: Sequence[pb.ChatMessage] | None = None,
         model: str = "",
         sampling: SamplingParameters | None = None,
+        n: int = 1,
+        tools: Tools | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> Generator[pb.GenerateResponse, None, None]:
-        """Stream an answer to a text, to token ids or to a conversation: give one of them.
+        """Stream ``n`` answers to a text, to token ids or to a conversation: give one of them.
 
-        Closing the iterator aborts the request. Raises ValueError when there is not one input.
+        Each message says of which choice it is. ``tools`` go with ``messages``. Closing the iterator aborts the request. Raises ValueError when there is not one input.
         """
         request = wire.generate_request(
             model=model or self._model,
@@ -127,6 +130,8 @@ class Client:
             token_ids=token_ids,
             messages=messages,
             sampling=sampling,
+            n=n,
+            tools=tools,
         )
         return self._stream(request, deadline_s)
 

@@ -13,6 +13,7 @@ from baton.grpc_errors import CODE_KEY, error_from_rpc
 from baton.sampling_params import SCALAR_FIELDS
 from baton.v1 import inference_pb2 as pb
 from baton.v1.sampling_pb2 import SamplingParameters
+from baton.v1.tools_pb2 import Tools
 
 _FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
@@ -29,11 +30,13 @@ def generate_request(
     token_ids: Sequence[int] | None,
     messages: Sequence[pb.ChatMessage] | None,
     sampling: SamplingParameters | None,
+    n: int = 1,
+    tools: Tools | None = None,
 ) -> pb.GenerateRequest:
     """Raises ValueError when there is not one input."""
     if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
         raise ValueError("give one of prompt, token_ids and messages")
-    request = pb.GenerateRequest(model=model, sampling=sampling)
+    request = pb.GenerateRequest(model=model, sampling=sampling, n=n, tools=tools)
     if prompt is not None:
         request.prompt = prompt
     elif token_ids is not None:

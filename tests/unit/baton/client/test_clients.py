@@ -146,6 +146,19 @@ async def test_whole_and_streamed_answers(kind: str) -> None:
         assert Answer.of(pieces).usage.prompt_tokens == 3
 
 
+async def test_several_answers_over_grpc() -> None:
+    async with fronts(make_front()) as there:
+        with Client(there.grpc) as client:
+            pieces = await asyncio.to_thread(lambda: list(client.generate(prompt="a", n=3)))
+        texts = ["", "", ""]
+        for piece in pieces:
+            texts[piece.choice] += piece.text
+        assert len(set(texts)) == 1
+        assert texts[0]
+        (request,) = there.front.dispatcher.requests
+        assert request.choices == 3
+
+
 @ALL
 async def test_models(kind: str) -> None:
     async with fronts(make_front()) as there, there.client(kind) as client:
