@@ -122,7 +122,8 @@ class Client:
     ) -> Generator[pb.GenerateResponse, None, None]:
         """Stream ``n`` answers to a text, to token ids or to a conversation: give one of them.
 
-        Each message says of which choice it is. ``tools`` go with ``messages``. Closing the iterator aborts the request. Raises ValueError when there is not one input.
+        Each message says of which choice it is. ``tools`` go with ``messages``. Closing the iterator
+        aborts the request. Raises ValueError when there is not one input.
         """
         request = wire.generate_request(
             model=model or self._model,
