@@ -122,7 +122,7 @@ class Client:
     ) -> Generator[pb.GenerateResponse, None, None]:
         """Stream ``n`` answers to a text, to token ids or to a conversation: give one of them.
 
-        Each message says of which choice it is. ``tools`` go with ``messages``. Closing the iterator
+        Each message names its choice. ``tools`` go with ``messages``. Closing the iterator
         aborts the request. Raises ValueError when there is not one input.
         """
         request = wire.generate_request(
