@@ -50,7 +50,8 @@ class SchedulerLimits:
     hash_block_size: int = 0
     """Tokens of a hash block, of which ``block_size`` is a multiple; 0: as many."""
     scored_tokens: int = SCORED_TOKENS
-    """Most tokens of a step whose logits are computed to score the prompt's next one."""
+    """Most tokens of a step whose logits are computed to score the prompt's next one; a prompt that
+    comes when they are used up scores one."""
     draft_tokens: int = 0
     """The most tokens that the engine drafts for a sequence in a step."""
 
@@ -508,7 +509,8 @@ class Scheduler:
         """Of the sequence, and of the siblings that have begun with it."""
         tokens = result.token_ids[place]
         logprobs = (result.logprobs[place] if result.logprobs else None) or ()
-        if row.scored and not sequence.preempted:
+        if row.scored:
+            # Also of one that has lost its blocks meanwhile: with its first token it keeps them.
             sequence.prompt_logprobs += result.prompt_logprobs[place]
         begun: list[Sequence] = []
         if row.choices > 1:
