@@ -151,7 +151,7 @@ def test_models(cluster: UpProcess, client: openai.OpenAI) -> None:
         (b'{"model": "nope", "messages": [{"role": "user", "content": "x"}]}', 404),
         (b'{"model": "MODEL", "messages": []}', 400),
         (b'{"model": "MODEL", "messages": [{"role": "user", "content": 3}]}', 400),
-        (b'{"model": "MODEL", "messages": [{"role": "user", "content": "x"}], "n": 2}', 400),
+        (b'{"model": "MODEL", "messages": [{"role": "user", "content": "x"}], "n": 0}', 400),
         (
             b'{"model": "MODEL", "messages": [{"role": "user", "content": "x"}],'
             b' "temperature": -1}',
