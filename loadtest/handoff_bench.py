@@ -199,7 +199,12 @@ def _cluster(transport: str, programs: Programs) -> tuple[Server, str]:
         *("--http", f"{LOOPBACK}:{port}", "--grpc", grpc),
     )
     # Every request is to be handed off, also where that does not pay.
-    environment = {"BATON_TRANSPORT": transport, "BATON_LOCAL_PREFILL": "never"}
+    environment = {
+        "BATON_TRANSPORT": transport,
+        "BATON_LOCAL_PREFILL": "never",
+        # Steps that bring several tokens would not tell how long a step is.
+        "BATON_DRAFTER": "none",
+    }
     return Server("baton", "bf16", command, port, environment), grpc
 
 
