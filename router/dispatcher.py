@@ -161,14 +161,16 @@ class ClusterDispatcher:
         """See ``router.generation.Dispatcher``."""
         deadline = time.monotonic() + request.deadline_s
         self._metrics.active_requests.inc()
-        ended, held_s = 0, 0.0
+        begun, ended, held_s = False, 0, 0.0
         try:
             await self._waiting_room.turn(request)
             if request.background:
                 deadline = time.monotonic() + request.deadline_s
             route = await self._route(_with_time_left(request, deadline))
             async for delta in self._run(_with_time_left(request, deadline), route):
-                self._waiting_room.first_token(request.request_id)
+                if not begun:
+                    begun = True
+                    self._waiting_room.first_token(request.request_id)
                 if delta.choice == 0:
                     self._waiting_room.generated(request.request_id, len(delta.token_ids))
                 ended += delta.finish_reason is not None
