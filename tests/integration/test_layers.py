@@ -39,3 +39,26 @@ async def test_layers_leave_before_the_step_ends(
         assert context is not None
         block_bytes = context.memory.block_bytes
     assert any(length < block_bytes for _, length in parts), "every block went whole"
+
+
+async def test_a_fast_wire_gets_whole_blocks(
+    tiny_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look at the step for them would cost more than it brings."""
+    parts: list[tuple[int, int]] = []
+    put = Push.put
+
+    def noting(self: Push, target: int, source: int, offset: int, length: int) -> None:
+        parts.append((offset, length))
+        put(self, target, source, offset, length)
+
+    monkeypatch.setattr(Push, "put", noting)
+    monkeypatch.setattr(role, "LOOK_S", 0.0001)
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster:
+        for salt in range(4):
+            await cluster.answer(prompt_of(400 + salt, salt), sampling)
+        await cluster.until_idle()
+        context = cluster.workers["prefill-0"].context
+        assert context is not None
+        assert {length for _, length in parts} == {context.memory.block_bytes}
