@@ -111,6 +111,10 @@ class HaltingHandoff(Handoff):
         HALTS.reach("reserved")
 
     async def commit(self, first_token: int, **more: Any) -> int:
+        while HALTS.armed == "receiving":
+            # A commit that is out may come true without its writer: a receiver that reads the
+            # writer's memory needs nobody there.
+            await asyncio.sleep(0.001)
         if HALTS.armed == "landed":
             assert self._push is not None
             self._push.end()
