@@ -1,0 +1,93 @@
+"""How many tokens a drafter with a model of its own is asked for: before it drafts, by what it
+
+takes. Chances are learned by a token's place in its draft, and by how the sequence has done lately.
+Plain Python: no clock, no I/O. Owned by the engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.draft_length import MOST_IN_A_STEP, PROBE_SHARE, DraftLength, Proposal, best_count
+from engine.drafting_time import DraftingTime
+
+EVIDENCE = 4
+"""Of a draft's first token, in the measure of ``DraftLength``: a model guesses better than a single
+token that occurred before."""
+PIECE = 64
+"""Most tokens of a backlog that a sequence takes in beside a step: others wait for it."""
+_SPREAD_STEPS = 32
+"""A backlog is paid by so many of the steps that follow."""
+_RATE = 0.05
+"""What a step counts for in whether drafts pay lately."""
+_LEAST_PAYING = 0.25
+"""Drafts pay if so much of the latest steps were expected to gain by them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sequence that may draft, and what it must take in before."""
+
+    sequence_id: int
+    most: int
+    backlog: int
+
+
+class ModelDraftLength(DraftLength):
+    """See the module's text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = DraftingTime()
+        self._paying = 1.0
+
+    @property
+    def pays(self) -> bool:
+        """Whether drafts have paid lately: then what is computed of prompts is taken in at once."""
+        return self._paying >= _LEAST_PAYING
+
+    def wanted(self, batch: int, candidates: Sequence[Candidate]) -> list[int]:
+        """How many tokens each candidate drafts in a step in which ``batch`` sequences decode."""
+        proposals = [Proposal(c.sequence_id, EVIDENCE, c.most) for c in candidates]
+        likely = self._likely(proposals)[:MOST_IN_A_STEP]
+        lengths = [0] * len(candidates)
+        checking = self._costs.seconds(batch, len(likely))
+        if checking is None or not likely:
+            return lengths
+        likely = likely[: len(checking) - 1]
+        costs = self._with_drafting(checking, [candidates[index] for _, index in likely])
+        count = best_count(batch, [chance for chance, _ in likely], costs)
+        self._paying += _RATE * ((count > 0) - self._paying)
+        for _, index in likely[:count]:
+            lengths[index] += 1
+        probed = None if count else self._probed(checking, candidates)
+        if probed is not None:
+            lengths[probed] = 1
+        return lengths
+
+    def _with_drafting(self, checking: list[float], drafting: list[Candidate]) -> list[float]:
+        """What steps take with drafts: ``drafting`` says whose token each one is."""
+        costs = checking[:1]
+        lengths: dict[int, int] = {}
+        deepest, late = 0, 0.0
+        for seconds, candidate in zip(checking[1:], drafting, strict=True):
+            length = lengths[candidate.sequence_id] = lengths.get(candidate.sequence_id, 0) + 1
+            deepest = max(deepest, length)
+            if length == 1:
+                late += self.time.backlog(candidate.backlog, checking[0]) / _SPREAD_STEPS
+            step = self.time.step(len(lengths), checking[0])
+            costs.append(seconds + deepest * step + late)
+        return costs
+
+    def _probed(self, checking: list[float], candidates: Sequence[Candidate]) -> int | None:
+        """The candidate with the least backlog, where there is time to try it."""
+        index = min(range(len(candidates)), key=lambda n: candidates[n].backlog)
+        plain = checking[0]
+        extra = max(0.0, checking[1] - plain) + self.time.step(1, plain)
+        extra += self.time.backlog(min(PIECE, candidates[index].backlog), plain)
+        self._purse = min(self._purse + PROBE_SHARE * plain, max(plain, extra))
+        if self._purse < extra:
+            return None
+        self._purse -= extra
+        return index
