@@ -16,6 +16,7 @@ from engine.filled_slots import FilledSlots
 from engine.model_drafter import ComputedRow, DraftQuery
 from engine.plan import PlanRow
 from engine.sampling import SampleRow, draw_of
+from engine.speculation import MOST_DRAFT_TOKENS
 from engine.step import CoreShare, StepInput, StepModel
 from engine.step_work import StepWork
 
@@ -32,6 +33,7 @@ class DraftModel:
 
     name = "draft"
     hidden_layers: tuple[int, ...] = ()
+    most_tokens = MOST_DRAFT_TOKENS
 
     def __init__(
         self, model: StepModel, filled: FilledSlots, context_length: int, sampler: Sampler

@@ -18,7 +18,7 @@ class FilledSlots:
 
     def __init__(self, group: DrafterGroup) -> None:
         self._filled = group.filled.numpy()
-        self._size = group.block_size
+        self.block_size = self._size = group.block_size
 
     def spoil(self, rows: Iterable[PlanRow]) -> None:
         """The model computes these rows: what the drafter has in their slots is of other tokens."""

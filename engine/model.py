@@ -50,6 +50,10 @@ class Layer:
     mlp_norm: torch.Tensor | None
     mlp_post_norm: torch.Tensor | None
     mlp: GatedMlp | Experts
+    feature_norm: torch.Tensor | None = None
+    """Of an EAGLE layer (engine/eagle_model.py): the norm of the features beside the embeddings."""
+    residual_normed: bool = False
+    """Whether the residual stream of such a layer begins with the normed features."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ class StepInput:
     """Of which layers what goes into them is wanted, of every token, for a drafter: 0 is the first
     layer, whose input are the embeddings; the number of layers stands for what comes out of the
     last one, before the last norm."""
+    features: torch.Tensor | None = None
+    """fp32 [tokens, hidden_size]: what an EAGLE head takes beside the tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,11 @@ class Layer(ctypes.Structure):
                 "attention_post_norm",
                 "mlp_norm",
                 "mlp_post_norm",
-                "rope",
+                "feature_norm",
             )
         ),
+        ("residual_normed", _SIZE),
+        ("rope", _POINTER),
         ("rotary", _SIZE),
         ("window", _SIZE),
         *((name, Matrix) for name in ("query", "key", "value", "output")),
@@ -125,8 +127,12 @@ class Step(ctypes.Structure):
                 "logits",
                 "best",
                 "layers_done",
+                "features",
+                "hidden",
+                "hidden_layer",
             )
         ),
+        ("hidden_layers", _SIZE),
     ]
 
 

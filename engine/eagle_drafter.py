@@ -1,0 +1,268 @@
+"""An EAGLE-3 head guesses what the model will say, token by token: chains, no trees.
+
+A row of the head is a token and the feature of the token before it (engine/eagle_model.py); the
+keys and values of a token's row lie in the token's own slot. So what a full block holds depends on
+the block's tokens and those before them alone, and can be shared like the model's part. Of the
+first token, and of one whose predecessor's feature is not here (it was computed elsewhere, or came
+from the prefix cache), the row has zeros for the feature: one row of many, and one step without a
+draft after a handoff.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.cpu.decoder import CpuDecoder
+from engine.draft_draws import DraftDraws
+from engine.eagle_model import EagleModel
+from engine.filled_slots import FilledSlots
+from engine.model_drafter import ComputedRow, DraftQuery
+from engine.plan import PlanRow
+from engine.sampling import SampleRow, draw_of
+from engine.speculation import MOST_DRAFT_TOKENS
+from engine.step import CoreShare, StepInput, StepModel
+
+_MOST_WAITING = 16
+"""Tokens of a sequence whose rows may wait until it drafts: so many cost little more than one."""
+_OUTPUT = (1,)
+"""What the head's one layer puts out, as ``StepInput.hidden_layers`` has it."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """What the model's layers made of a sequence's latest tokens."""
+
+    start: int
+    """The first of them."""
+    states: list[torch.Tensor] = field(default_factory=list)
+    """fp32 [tokens, feature_layers, hidden_size] each, one after another."""
+
+    @property
+    def end(self) -> int:
+        return self.start + sum(len(states) for states in self.states)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of a sequence that the head computes."""
+
+    row: PlanRow
+    token_ids: list[int]
+
+
+class EagleDrafter:
+    """Implements ``engine.model_drafter.ModelDrafter``. Owned by the engine thread."""
+
+    name = "eagle"
+    most_tokens = MOST_DRAFT_TOKENS
+
+    def __init__(
+        self,
+        model: EagleModel,
+        steps: StepModel,
+        filled: FilledSlots,
+        sampler: Callable[[torch.Tensor, list[SampleRow]], list[int]],
+    ) -> None:
+        """``steps`` computes the head over the cache's group ``drafter``, of which ``filled`` tells."""
+        self._model = model
+        self._steps = steps
+        self._filled = filled
+        self._draws = DraftDraws(model.token_ids, model.config.vocab_size, sampler)
+        self._waiting: dict[int, _Waiting] = {}
+        self._done: dict[int, int] = {}
+        """Of each sequence: so many of its tokens' rows are known to be filled."""
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """See ``ModelDrafter``."""
+        return self._model.feature_layers
+
+    def backlog(self, query: DraftQuery) -> int | None:
+        """See ``ModelDrafter``."""
+        last = query.row.start
+        waiting = self._waiting.get(query.row.sequence_id)
+        if waiting is None or waiting.end != last:
+            return None
+        return last - self._filled_of(query.row, last)
+
+    def catch_up(self, query: DraftQuery, most: int) -> None:
+        """See ``ModelDrafter``."""
+        row = query.row
+        start = self._filled_of(row, row.start)
+        end = min(start + most, row.start)
+        self._take_in([_part(row, query.known.token_ids, start, end)])
+
+    def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
+        """See ``ModelDrafter``. Each step is one of all sequences that still draft."""
+        parts = []
+        for query in queries:
+            row, tokens = query.row, query.known.token_ids
+            parts.append(_part(row, tokens, self._filled_of(row, row.start), row.start + 1))
+        features = self._features(parts)
+        drafts: list[list[int]] = [[] for _ in queries]
+        going = list(range(len(queries)))
+        for length in range(1, max(query.most for query in queries) + 1):
+            outputs = _last_places(parts)
+            draws = [
+                draw_of(queries[n].known, [*queries[n].known.token_ids, *drafts[n]]) for n in going
+            ]
+            tokens, features = self._drawn(parts, outputs, features, draws)
+            for n, token in zip(going, tokens, strict=True):
+                drafts[n].append(token)
+            if length == 1:
+                for part in parts:
+                    # The model computes the last one next: see ``begin``.
+                    self._fill(part.row, part.row.start, part.row.start + part.row.count - 1)
+            on = [place for place, n in enumerate(going) if queries[n].most > length]
+            going = [going[place] for place in on]
+            features = features[on]
+            parts = [
+                _Part(_rows(queries[n].row, queries[n].row.start + length, 1), drafts[n][-1:])
+                for n in going
+            ]
+        return drafts
+
+    def _drawn(
+        self,
+        parts: Sequence[_Part],
+        outputs: list[int],
+        features: torch.Tensor,
+        draws: list[SampleRow],
+    ) -> tuple[list[int], torch.Tensor]:
+        """The token behind each part, and the feature that stands for the part's last token."""
+        plain = self._draws.are_greedy(draws)
+        found = self._steps.run(_step(parts, outputs, features, greedy=plain, hidden=_OUTPUT))
+        assert found.hidden is not None
+        behind = found.hidden[outputs, 0]
+        if found.best is not None:
+            return self._draws.named(found.best), behind
+        assert found.logits is not None, "a step gives the one or the other"
+        return self._draws.draw(found.logits, draws), behind
+
+    def begin(self, rows: Sequence[PlanRow]) -> None:
+        """See ``ModelDrafter``."""
+        self._filled.spoil(rows)
+
+    def computed(
+        self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
+    ) -> None:
+        """See ``ModelDrafter``. What was computed of prompts is taken in at once, always: the
+
+        features are too large to be kept. Of other tokens it is when a block of them is full, since
+        then it may be sent, or when many wait.
+        """
+        assert hidden is not None, "the model was asked for them"
+        parts = []
+        for found in rows:
+            row = found.row
+            if found.drafted:
+                # The draft began with the row of the last token, features and all.
+                self._fill(row, row.start, row.start + 1)
+            end = row.start + found.right
+            self._keep(row, hidden[found.first : found.first + found.right])
+            start = self._filled_of(row, end)
+            # Behind a gap the rows would be computed of keys that are not there.
+            size = self._filled.block_size
+            full = end // size > row.start // size
+            if start < end and (
+                row.count > 1 + found.drafted or full or end - start > _MOST_WAITING
+            ):
+                parts.append(_part(row, found.known.token_ids, start, end))
+        if parts:
+            self._take_in(parts)
+
+    def _keep(self, row: PlanRow, states: torch.Tensor) -> None:
+        waiting = self._waiting.get(row.sequence_id)
+        if waiting is None or waiting.end != row.start:
+            waiting = self._waiting[row.sequence_id] = _Waiting(row.start)
+        # A copy: of a step of many tokens one is kept.
+        waiting.states.append(states.clone())
+
+    def _take_in(self, parts: Sequence[_Part]) -> None:
+        """Compute rows for their keys and values alone."""
+        self._steps.run(_step(parts, [], self._features(parts), greedy=True))
+        for part in parts:
+            end = part.row.start + part.row.count
+            self._fill(part.row, part.row.start, end)
+            self._forget_before(part.row.sequence_id, end - 1)
+
+    def _features(self, parts: Iterable[_Part]) -> torch.Tensor:
+        """fp32 [tokens, hidden_size] of all parts' rows: of the token before each."""
+        found = []
+        for part in parts:
+            start, end = part.row.start - 1, part.row.start + part.row.count - 1
+            waiting = self._waiting.get(part.row.sequence_id)
+            first = end if waiting is None else min(end, max(start, waiting.start))
+            if first > start:
+                found.append(torch.zeros(first - start, self._model.config.hidden_size))
+            if waiting is not None and first < end:
+                states = torch.cat(waiting.states)[first - waiting.start : end - waiting.start]
+                found.append(self._model.features(states))
+        return torch.cat(found)
+
+    def _forget_before(self, sequence_id: int, position: int) -> None:
+        """Of the tokens before ``position`` the rows behind them are filled."""
+        waiting = self._waiting.get(sequence_id)
+        if waiting is not None and waiting.start < position:
+            kept = torch.cat(waiting.states)[position - waiting.start :]
+            self._waiting[sequence_id] = _Waiting(position, [kept.clone()])
+
+    def _fill(self, row: PlanRow, start: int, end: int) -> None:
+        self._filled.fill(row.block_table, start, end)
+        self._done[row.sequence_id] = end
+        self._forget_before(row.sequence_id, end - 1)
+
+    def _filled_of(self, row: PlanRow, tokens: int) -> int:
+        """How many of a sequence's first ``tokens`` tokens are taken in."""
+        known = min(tokens, self._done.get(row.sequence_id, 0))
+        found = self._filled.count(row.block_table, tokens, known)
+        self._done[row.sequence_id] = found
+        return found
+
+    def forget(self, sequence_id: int) -> None:
+        """See ``ModelDrafter``."""
+        self._waiting.pop(sequence_id, None)
+        self._done.pop(sequence_id, None)
+
+    def use_threads(self, threads: int) -> None:
+        """See ``ModelDrafter``."""
+        self._steps.use_threads(threads)
+
+    def share_cores(self, share: CoreShare) -> None:
+        """See ``ModelDrafter``."""
+        if isinstance(self._steps, CpuDecoder):
+            self._steps.share_cores(share)
+
+
+def _step(
+    parts: Sequence[_Part],
+    outputs: list[int],
+    features: torch.Tensor,
+    *,
+    greedy: bool,
+    hidden: tuple[int, ...] = (),
+) -> StepInput:
+    token_ids = [token for part in parts for token in part.token_ids]
+    rows = tuple(part.row for part in parts)
+    return StepInput(rows, token_ids, outputs, greedy, hidden, features.contiguous())
+
+
+def _part(row: PlanRow, tokens: Sequence[int], start: int, end: int) -> _Part:
+    return _Part(_rows(row, start, end - start), list(tokens[start:end]))
+
+
+def _rows(row: PlanRow, start: int, count: int) -> PlanRow:
+    """Some tokens of a row's sequence."""
+    return PlanRow(row.sequence_id, start, count, row.block_table, True)
+
+
+def _last_places(parts: Iterable[_Part]) -> list[int]:
+    """Which of the step's tokens is each part's last."""
+    places, end = [], 0
+    for part in parts:
+        end += part.row.count
+        places.append(end - 1)
+    return places
