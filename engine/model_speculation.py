@@ -28,7 +28,7 @@ class ModelSpeculation:
     def __init__(self, model: ModelDrafter, length: ModelDraftLength | None = None) -> None:
         """``length`` says how much each sequence drafts; without it what is measured does."""
         self.model = model
-        self._length = length or ModelDraftLength()
+        self.length = length or ModelDraftLength()
         self._drafting_s = 0.0
         """Of the step that runs: what the drafter has taken before and after the model."""
 
@@ -75,7 +75,7 @@ class ModelSpeculation:
                 candidates.append(Candidate(row.sequence_id, most, backlog))
         if not queries:
             return {}
-        lengths = self._length.wanted(len(rows), candidates)
+        lengths = self.length.wanted(len(rows), candidates)
         asked = [
             (replace(query, most=length), candidate.backlog)
             for query, candidate, length in zip(queries, candidates, lengths, strict=True)
@@ -93,7 +93,7 @@ class ModelSpeculation:
             if backlog > PIECE:
                 began = time.perf_counter()
                 self.model.catch_up(query, PIECE)
-                self._length.time.observe_tokens(PIECE, time.perf_counter() - began)
+                self.length.time.observe_tokens(PIECE, time.perf_counter() - began)
             else:
                 ready.append(query)
                 tokens += backlog
@@ -104,29 +104,29 @@ class ModelSpeculation:
         seconds = time.perf_counter() - began
         if tokens <= len(ready):
             # As after a draft that was wholly right.
-            self._length.time.observe(len(ready), max(query.most for query in ready), seconds)
+            self.length.time.observe(len(ready), max(query.most for query in ready), seconds)
         return {query.row.sequence_id: draft for query, draft in zip(ready, drafts, strict=True)}
 
     def verified(self, sequence_id: int, drafted: int, kept: int) -> None:
         """See ``StepSpeculation``."""
         if drafted:
-            self._length.verified(sequence_id, EVIDENCE, drafted, kept)
+            self.length.verified(sequence_id, EVIDENCE, drafted, kept)
 
     def computed(self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None) -> None:
         """See ``StepSpeculation``."""
         began = time.perf_counter()
-        self.model.computed(rows, hidden, prompts=self._length.pays)
+        self.model.computed(rows, hidden, prompts=self.length.pays)
         seconds = time.perf_counter() - began
         self._drafting_s += seconds
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
         """See ``StepSpeculation``: of the step what the drafter took is counted apart."""
-        self._length.observe(batch, drafted, seconds - self._drafting_s)
+        self.length.observe(batch, drafted, seconds - self._drafting_s)
 
     def forget(self, sequence_id: int) -> None:
         """See ``StepSpeculation``."""
         self.model.forget(sequence_id)
-        self._length.forget(sequence_id)
+        self.length.forget(sequence_id)
 
     def use_threads(self, threads: int) -> None:
         """See ``StepSpeculation``."""

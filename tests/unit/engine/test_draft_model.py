@@ -20,7 +20,7 @@ from engine.block_pool import BlockPool
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from engine.filled_slots import FilledSlots
 from engine.local import make_sequence
-from engine.model_draft_length import Candidate, ModelDraftLength
+from engine.model_draft_length import ModelDraftLength
 from engine.model_speculation import ModelSpeculation
 from engine.plan import StepPlan, StepResult
 from engine.runner import ModelRunner
@@ -28,6 +28,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation import MOST_DRAFT_TOKENS
 from tests.models import EOS, make_tiny_model
+from tests.unit.engine.drafters import FixedLength
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=40, ignore_eos=True)
@@ -44,24 +45,6 @@ SAMPLINGS = {
     ),
 }
 DRAFTS = ("itself", "another")
-
-
-class FixedLength(ModelDraftLength):
-    """Every sequence drafts so many tokens, whatever that takes."""
-
-    def __init__(self, tokens: int = 5, *, prompts: bool = True) -> None:
-        super().__init__()
-        self.tokens = tokens
-        self.prompts = prompts
-        self.backlogs: list[int] = []
-
-    @property
-    def pays(self) -> bool:
-        return self.prompts
-
-    def wanted(self, batch: int, candidates: Sequence[Candidate]) -> list[int]:
-        self.backlogs += [candidate.backlog for candidate in candidates]
-        return [min(self.tokens, candidate.most) for candidate in candidates]
 
 
 @dataclass
