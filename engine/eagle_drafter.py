@@ -66,7 +66,7 @@ class EagleDrafter:
         filled: FilledSlots,
         sampler: Callable[[torch.Tensor, list[SampleRow]], list[int]],
     ) -> None:
-        """``steps`` computes the head over the cache's group ``drafter``, of which ``filled`` tells."""
+        """``steps`` computes the head over the cache's group ``drafter``; ``filled`` is of that."""
         self._model = model
         self._steps = steps
         self._filled = filled

@@ -19,6 +19,18 @@ from engine.rope import rope_table
 FEATURE_LAYERS = 3
 
 
+class Norm(nn.Module):
+    """Root mean square, in fp32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
+
+
 class EagleTrainee(nn.Module):
     """Its tensors have the names of published checkpoints."""
 
@@ -29,7 +41,7 @@ class EagleTrainee(nn.Module):
         hidden = config.hidden_size
         self.fc = nn.Linear(FEATURE_LAYERS * hidden, hidden, bias=False)
         self.midlayer = _Layer(config)
-        self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.norm = Norm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, draft_vocab, bias=False)
         table = rope_table(config.ropes[0], config.context_length, torch.device("cpu"))
         self.register_buffer("rope", table, persistent=False)
@@ -56,9 +68,9 @@ class _Layer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(hidden, eps)
-        self.hidden_norm = nn.RMSNorm(hidden, eps)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
+        self.input_layernorm = Norm(hidden, eps)
+        self.hidden_norm = Norm(hidden, eps)
+        self.post_attention_layernorm = Norm(hidden, eps)
         self.self_attn = _Attention(config)
         self.mlp = _Mlp(hidden, config.intermediate_size)
 
@@ -71,7 +83,8 @@ class _Layer(nn.Module):
     ) -> torch.Tensor:
         both = torch.cat((self.input_layernorm(embedded), self.hidden_norm(feature)), dim=-1)
         x = feature + self.self_attn(both, rope, before)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        found: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return found
 
 
 class _Mlp(nn.Module):

@@ -24,7 +24,6 @@ from router.tokenizer import Tokenizer
 
 _OWN_TASKS = 0.15
 """The share of conversations about Baton's own text."""
-_QUESTIONS = {"temperature": 0.9, "top_p": 0.95}
 _TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
 """Of answers: drafts are to be right for greedy and for sampled ones."""
 _QUESTION_TOKENS, _ANSWER_TOKENS = 96, 320
@@ -127,7 +126,8 @@ class SelfTalk:
             self._turn(talk)
             return talk
         limit = len(self._before) + _QUESTION_TOKENS
-        sampling = SamplingParams(**_QUESTIONS, seed=seed)
+        # Hotter ones are seldom questions.
+        sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=seed)
         return _Talk(list(self._before), blocks, sampling, limit=limit)
 
     def _turn(self, talk: _Talk) -> None:

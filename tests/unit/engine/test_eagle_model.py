@@ -202,7 +202,10 @@ def test_other_names_of_the_layer(folder: Path, target: Path, tmp_path: Path) ->
     renamed = {n.replace("midlayer", "layers.0"): t for n, t in load_file(path).items()}
     save_file(renamed, path)
     model, other = load(tmp_path / "head", target), load(folder, target)
-    assert torch.equal(model.layers[0].query.weight, other.layers[0].query.weight)
+    one, same = model.layers[0].query.weight, other.layers[0].query.weight
+    assert isinstance(one, torch.Tensor)
+    assert isinstance(same, torch.Tensor)
+    assert torch.equal(one, same)
 
 
 @pytest.mark.parametrize(
