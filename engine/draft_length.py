@@ -35,7 +35,7 @@ _LEAST_LIKELY = 0.02
 _GAIN_ALONE, _GAIN = 1.02, 1.1
 """Drafts must promise this many times the tokens a second of a step without: of one sequence, of
 several. Of many drafts the best by noisy estimates are taken, which promise more than they keep."""
-PROBE_SHARE = 0.01
+_PROBE_SHARE = 0.01
 """Of the time, for drafts that do not pay as far as is known."""
 MOST_IN_A_STEP = 48
 
@@ -122,7 +122,7 @@ class DraftLength:
 
     def _probe(self, costs: list[float]) -> int:
         """1 where there is time for a token that does not pay, else 0."""
-        self._purse = min(self._purse + PROBE_SHARE * costs[0], costs[0])
+        self._purse = min(self._purse + _PROBE_SHARE * costs[0], costs[0])
         extra = max(0.0, costs[1] - costs[0])
         if self._purse < extra:
             return 0

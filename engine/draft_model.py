@@ -104,7 +104,7 @@ class DraftModel:
 
     def computed(
         self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
-    ) -> None:
+    ) -> int:
         """See ``ModelDrafter``. A draft's last token was only drawn, and not computed."""
         chunks = []
         for found in rows:
@@ -116,6 +116,7 @@ class DraftModel:
                 chunks.append((row, found.known.token_ids))
         if chunks:
             self._take_in(chunks)
+        return sum(row.count for row, _ in chunks)
 
     def _may_take_in(self, row: PlanRow) -> bool:
         """Whether a chunk can be computed: behind a gap it would be of keys that are not there."""

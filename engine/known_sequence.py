@@ -18,6 +18,8 @@ class KnownSequence:
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
     choice: int
+    takes_prompt: bool = True
+    """Whether a drafter takes the prompt in as it is computed."""
 
     @classmethod
     def of(cls, new: NewSequence) -> KnownSequence:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.draft_length import MOST_IN_A_STEP, PROBE_SHARE, DraftLength, Proposal, best_count
+from engine.draft_length import MOST_IN_A_STEP, DraftLength, Proposal, best_count
 from engine.drafting_time import DraftingTime
 
 EVIDENCE = 4
@@ -23,6 +23,15 @@ _RATE = 0.05
 """What a step counts for in whether drafts pay lately."""
 _LEAST_PAYING = 0.25
 """Drafts pay if so much of the latest steps were expected to gain by them."""
+_TRIALS = 16
+"""So many drafts are made whatever they promise, to see what the drafter takes and is worth."""
+_LONGEST_TRIAL_STEPS = 20.0
+"""No backlog is taken in for one that takes as long as so many steps."""
+_PROBE_SHARE = 0.02
+"""Of the time, for drafts that do not pay as far as is known: a part of it goes into what the
+drafter has missed meanwhile."""
+_PROMPT_EVERY = 16
+"""Of so many prompts one is taken in where drafts do not pay, to see whether they would."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +50,20 @@ class ModelDraftLength(DraftLength):
         super().__init__()
         self.time = DraftingTime()
         self._paying = 1.0
+        self._trials = 0
+        self._probing: int | None = None
+        """The sequence that is tried, from the purse, until it has drafted."""
+        self._prompts = 0
 
     @property
     def pays(self) -> bool:
-        """Whether drafts have paid lately: then what is computed of prompts is taken in at once."""
+        """Whether drafts have paid lately."""
         return self._paying >= _LEAST_PAYING
+
+    def takes_prompt(self) -> bool:
+        """Whether the drafter is to take in a new sequence's prompt as it is computed."""
+        self._prompts += 1
+        return self.pays or self._prompts % _PROMPT_EVERY == 0
 
     def wanted(self, batch: int, candidates: Sequence[Candidate]) -> list[int]:
         """How many tokens each candidate drafts in a step in which ``batch`` sequences decode."""
@@ -58,13 +76,36 @@ class ModelDraftLength(DraftLength):
         likely = likely[: len(checking) - 1]
         costs = self._with_drafting(checking, [candidates[index] for _, index in likely])
         count = best_count(batch, [chance for chance, _ in likely], costs)
-        self._paying += _RATE * ((count > 0) - self._paying)
         for _, index in likely[:count]:
             lengths[index] += 1
+        if not count and self._trials < _TRIALS:
+            self._try(lengths, candidates, checking[0])
+            if any(lengths):
+                return lengths
+        self._paying += _RATE * ((count > 0) - self._paying)
         probed = None if count else self._probed(checking, candidates)
         if probed is not None:
             lengths[probed] = 1
         return lengths
+
+    def verified(self, sequence_id: int, evidence: int, drafted: int, kept: int) -> None:
+        """See ``DraftLength``."""
+        super().verified(sequence_id, evidence, drafted, kept)
+        self._trials += 1
+        if sequence_id == self._probing:
+            self._probing = None
+
+    def forget(self, sequence_id: int) -> None:
+        """See ``DraftLength``."""
+        super().forget(sequence_id)
+        if sequence_id == self._probing:
+            self._probing = None
+
+    def _try(self, lengths: list[int], candidates: Sequence[Candidate], plain: float) -> None:
+        """Two tokens of every candidate that is not far behind."""
+        for index, candidate in enumerate(candidates):
+            if self.time.backlog(candidate.backlog, plain) < _LONGEST_TRIAL_STEPS * plain:
+                lengths[index] = min(2, candidate.most)
 
     def _with_drafting(self, checking: list[float], drafting: list[Candidate]) -> list[float]:
         """What steps take with drafts: ``drafting`` says whose token each one is."""
@@ -81,13 +122,22 @@ class ModelDraftLength(DraftLength):
         return costs
 
     def _probed(self, checking: list[float], candidates: Sequence[Candidate]) -> int | None:
-        """The candidate with the least backlog, where there is time to try it."""
-        index = min(range(len(candidates)), key=lambda n: candidates[n].backlog)
+        """The candidate with the least backlog, where there is time to try it.
+
+        Once begun it goes on: its backlog may take several steps.
+        """
+        index = min(
+            range(len(candidates)),
+            key=lambda n: (candidates[n].sequence_id != self._probing, candidates[n].backlog),
+        )
+        if candidates[index].sequence_id == self._probing:
+            return index
         plain = checking[0]
         extra = max(0.0, checking[1] - plain) + self.time.step(1, plain)
-        extra += self.time.backlog(min(PIECE, candidates[index].backlog), plain)
-        self._purse = min(self._purse + PROBE_SHARE * plain, max(plain, extra))
+        extra += self.time.backlog(candidates[index].backlog, plain)
+        self._purse = min(self._purse + _PROBE_SHARE * plain, max(plain, extra))
         if self._purse < extra:
             return None
         self._purse -= extra
+        self._probing = candidates[index].sequence_id
         return index

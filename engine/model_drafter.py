@@ -81,11 +81,11 @@ class ModelDrafter(Protocol):
 
     def computed(
         self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
-    ) -> None:
+    ) -> int:
         """The model has computed a step. ``hidden`` is of ``hidden_layers``.
 
         ``prompts``: whether to take in at once what was computed of prompts; other tokens may wait
-        for the next draft.
+        for the next draft. Returns how many tokens were taken in so.
         """
 
     def forget(self, sequence_id: int) -> None:

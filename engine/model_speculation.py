@@ -86,17 +86,19 @@ class ModelSpeculation:
     def _proposed(self, asked: Sequence[tuple[DraftQuery, int]]) -> dict[int, list[int]]:
         """What is drafted for queries that have the backlog said with them.
 
-        One with a long backlog takes in a piece of it, and drafts later.
+        In a step no more than a piece of backlogs is taken in: what is left drafts later.
         """
-        ready, tokens = [], 0
+        ready, tokens, room = [], 0, PIECE
         for query, backlog in asked:
-            if backlog > PIECE:
-                began = time.perf_counter()
-                self.model.catch_up(query, PIECE)
-                self.length.time.observe_tokens(PIECE, time.perf_counter() - began)
-            else:
+            if backlog <= max(1, room):
                 ready.append(query)
                 tokens += backlog
+                room -= backlog
+            elif room > 0:
+                began = time.perf_counter()
+                self.model.catch_up(query, room)
+                self.length.time.observe_tokens(room, time.perf_counter() - began)
+                room = 0
         if not ready:
             return {}
         began = time.perf_counter()
@@ -107,6 +109,10 @@ class ModelSpeculation:
             self.length.time.observe(len(ready), max(query.most for query in ready), seconds)
         return {query.row.sequence_id: draft for query, draft in zip(ready, drafts, strict=True)}
 
+    def takes_prompt(self) -> bool:
+        """See ``StepSpeculation``."""
+        return self.length.takes_prompt()
+
     def verified(self, sequence_id: int, drafted: int, kept: int) -> None:
         """See ``StepSpeculation``."""
         if drafted:
@@ -115,9 +121,13 @@ class ModelSpeculation:
     def computed(self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None) -> None:
         """See ``StepSpeculation``."""
         began = time.perf_counter()
-        self.model.computed(rows, hidden, prompts=self.length.pays)
+        chunks = (found for found in rows if found.row.count > 1 and not found.drafted)
+        prompts = any(found.known.takes_prompt for found in chunks)
+        tokens = self.model.computed(rows, hidden, prompts=prompts)
         seconds = time.perf_counter() - began
         self._drafting_s += seconds
+        if tokens:
+            self.length.time.observe_tokens(tokens, seconds)
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
         """See ``StepSpeculation``: of the step what the drafter took is counted apart."""

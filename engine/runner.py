@@ -109,6 +109,11 @@ class ModelRunner:
         """What drafts; None where nothing does."""
         return self._speculation
 
+    def takes_prompt(self) -> bool:
+        """Whether a drafter is to take in another sequence's prompt. Any thread may ask."""
+        speculation = self._speculation
+        return speculation is not None and speculation.takes_prompt()
+
     @property
     def drafter(self) -> str:
         """The name of what drafts, as the configuration calls it."""
@@ -129,7 +134,8 @@ class ModelRunner:
         self.cache.copy(plan.copies)
 
     def _learn(self, new: NewSequence) -> None:
-        self._known[new.sequence_id] = KnownSequence.of(new)
+        known = self._known[new.sequence_id] = KnownSequence.of(new)
+        known.takes_prompt = new.takes_prompt and self.takes_prompt()
         self._grammars.learn(new)
 
     def _failed(self, rows: tuple[PlanRow, ...]) -> tuple[tuple[int, str], ...]:

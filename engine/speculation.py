@@ -56,6 +56,9 @@ class StepSpeculation(Protocol):
     ) -> list[DraftedRow]:
         """The rows with the drafts that pay; ``known`` has every row's sequence by its id."""
 
+    def takes_prompt(self) -> bool:
+        """Whether another sequence's prompt is to be taken in as it is computed."""
+
     def verified(self, sequence_id: int, drafted: int, kept: int) -> None:
         """Of the sequence's drafted tokens in the step that has ended the first were right."""
 
@@ -146,6 +149,10 @@ class Speculation:
         """Drop a sequence's state."""
         self._drafter.forget(sequence_id)
         self._length.forget(sequence_id)
+
+    def takes_prompt(self) -> bool:
+        """There is nothing to take in."""
+        return False
 
     def computed(self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None) -> None:
         """It is not called: there is nothing to watch."""

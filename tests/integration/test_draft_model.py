@@ -99,6 +99,21 @@ async def test_it_has_seen_the_prompt(
         await cluster.until_idle()
 
 
+async def test_a_decode_worker_that_does_not_want_it_does_not_get_it(
+    tiny: Path, redis_url: str
+) -> None:
+    """Drafts do not pay there: a prefill worker spares itself the smaller model."""
+    changes: dict[str, Any] = {"drafter": "draft", "draft_model": str(tiny), "kv_pool_mib": 8}
+    async with mini_cluster(tiny, redis_url, **changes, **FLAGS) as cluster:
+        length = draft_always(cluster)
+        length.prompts = False
+        assert await answers(cluster) == expected_of(tiny)
+        assert max(length.backlogs) >= len(PROMPTS[3])
+        drafted, accepted = spoken(cluster)
+        assert drafted == accepted > 0
+        await cluster.until_idle()
+
+
 @pytest.mark.parametrize("decode_pool", [{"block_size": 32}, {"kv_dtype": "int8"}], ids=str)
 async def test_its_part_of_the_blocks_is_converted(
     tiny: Path, redis_url: str, decode_pool: dict[str, Any]

@@ -28,8 +28,7 @@ class FixedLength(ModelDraftLength):
         self.prompts = prompts
         self.backlogs: list[int] = []
 
-    @property
-    def pays(self) -> bool:
+    def takes_prompt(self) -> bool:
         return self.prompts
 
     def wanted(self, batch: int, candidates: Sequence[Candidate]) -> list[int]:
