@@ -44,6 +44,11 @@ class _Waiting:
     def end(self) -> int:
         return self.start + sum(len(states) for states in self.states)
 
+    def between(self, first: int, end: int) -> torch.Tensor:
+        """Those of tokens ``first`` … ``end - 1``."""
+        states = self.states[0] if len(self.states) == 1 else torch.cat(self.states)
+        return states[first - self.start : end - self.start]
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -71,6 +76,7 @@ class EagleDrafter:
         self._steps = steps
         self._filled = filled
         self._draws = DraftDraws(model.token_ids, model.config.vocab_size, sampler)
+        self._shape = (len(model.feature_layers), model.target_hidden_size)
         self._waiting: dict[int, _Waiting] = {}
         self._done: dict[int, int] = {}
         """Of each sequence: so many of its tokens' rows are known to be filled."""
@@ -101,7 +107,8 @@ class EagleDrafter:
         for query in queries:
             row, tokens = query.row, query.known.token_ids
             parts.append(_part(row, tokens, self._filled_of(row, row.start), row.start + 1))
-        features = self._features(parts)
+        states: torch.Tensor | None = self._states(parts)
+        features: torch.Tensor | None = None
         drafts: list[list[int]] = [[] for _ in queries]
         going = list(range(len(queries)))
         for length in range(1, max(query.most for query in queries) + 1):
@@ -109,7 +116,10 @@ class EagleDrafter:
             draws = [
                 draw_of(queries[n].known, [*queries[n].known.token_ids, *drafts[n]]) for n in going
             ]
-            tokens, features = self._drawn(parts, outputs, features, draws)
+            greedy = self._draws.are_greedy(draws)
+            step = _step(parts, outputs, greedy=greedy, states=states, features=features)
+            tokens, features = self._drawn(step, draws)
+            states = None
             for n, token in zip(going, tokens, strict=True):
                 drafts[n].append(token)
             if length == 1:
@@ -118,25 +128,21 @@ class EagleDrafter:
                     self._fill(part.row, part.row.start, part.row.start + part.row.count - 1)
             on = [place for place, n in enumerate(going) if queries[n].most > length]
             going = [going[place] for place in on]
-            features = features[on]
+            if len(on) < len(features):
+                features = features[on]
             parts = [
                 _Part(_rows(queries[n].row, queries[n].row.start + length, 1), drafts[n][-1:])
                 for n in going
             ]
         return drafts
 
-    def _drawn(
-        self,
-        parts: Sequence[_Part],
-        outputs: list[int],
-        features: torch.Tensor,
-        draws: list[SampleRow],
-    ) -> tuple[list[int], torch.Tensor]:
+    def _drawn(self, step: StepInput, draws: list[SampleRow]) -> tuple[list[int], torch.Tensor]:
         """The token behind each part, and the feature that stands for the part's last token."""
-        plain = self._draws.are_greedy(draws)
-        found = self._steps.run(_step(parts, outputs, features, greedy=plain, hidden=_OUTPUT))
+        found = self._steps.run(step)
         assert found.hidden is not None
-        behind = found.hidden[outputs, 0]
+        behind = found.hidden[:, 0]
+        if len(step.outputs) < len(behind):
+            behind = behind[step.outputs]
         if found.best is not None:
             return self._draws.named(found.best), behind
         assert found.logits is not None, "a step gives the one or the other"
@@ -183,32 +189,35 @@ class EagleDrafter:
 
     def _take_in(self, parts: Sequence[_Part]) -> None:
         """Compute rows for their keys and values alone."""
-        self._steps.run(_step(parts, [], self._features(parts), greedy=True))
+        self._steps.run(_step(parts, [], greedy=True, states=self._states(parts)))
         for part in parts:
             end = part.row.start + part.row.count
             self._fill(part.row, part.row.start, end)
             self._forget_before(part.row.sequence_id, end - 1)
 
-    def _features(self, parts: Iterable[_Part]) -> torch.Tensor:
-        """fp32 [tokens, hidden_size] of all parts' rows: of the token before each."""
+    def _states(self, parts: Iterable[_Part]) -> torch.Tensor:
+        """fp32 [tokens, feature_layers, hidden_size] of all parts' rows: of the token before each.
+
+        The head's C++ makes features of them: torch's threads would wait busily behind that, on the
+        cores that the model needs next.
+        """
         found = []
         for part in parts:
             start, end = part.row.start - 1, part.row.start + part.row.count - 1
             waiting = self._waiting.get(part.row.sequence_id)
             first = end if waiting is None else min(end, max(start, waiting.start))
             if first > start:
-                found.append(torch.zeros(first - start, self._model.config.hidden_size))
+                found.append(torch.zeros(first - start, *self._shape))
             if waiting is not None and first < end:
-                states = torch.cat(waiting.states)[first - waiting.start : end - waiting.start]
-                found.append(self._model.features(states))
-        return torch.cat(found)
+                found.append(waiting.between(first, end))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _forget_before(self, sequence_id: int, position: int) -> None:
         """Of the tokens before ``position`` the rows behind them are filled."""
         waiting = self._waiting.get(sequence_id)
         if waiting is not None and waiting.start < position:
-            kept = torch.cat(waiting.states)[position - waiting.start :]
-            self._waiting[sequence_id] = _Waiting(position, [kept.clone()])
+            kept = waiting.between(position, waiting.end).clone()
+            self._waiting[sequence_id] = _Waiting(position, [kept])
 
     def _fill(self, row: PlanRow, start: int, end: int) -> None:
         self._filled.fill(row.block_table, start, end)
@@ -240,14 +249,17 @@ class EagleDrafter:
 def _step(
     parts: Sequence[_Part],
     outputs: list[int],
-    features: torch.Tensor,
     *,
     greedy: bool,
-    hidden: tuple[int, ...] = (),
+    states: torch.Tensor | None,
+    features: torch.Tensor | None = None,
 ) -> StepInput:
     token_ids = [token for part in parts for token in part.token_ids]
     rows = tuple(part.row for part in parts)
-    return StepInput(rows, token_ids, outputs, greedy, hidden, features.contiguous())
+    states = None if states is None else states.contiguous()
+    features = None if features is None else features.contiguous()
+    hidden = _OUTPUT if outputs else ()
+    return StepInput(rows, token_ids, outputs, greedy, hidden, features, states)
 
 
 def _part(row: PlanRow, tokens: Sequence[int], start: int, end: int) -> _Part:

@@ -45,8 +45,9 @@ class EagleModel(DecoderModel):
         hidden = model.hidden_size
         self.config = model
         self.feature_layers = config.feature_layers
+        self.target_hidden_size = config.target_hidden_size
         self.dtype = target.dtype
-        self.fc = tensors.linear("fc", hidden, FEATURE_LAYERS * config.target_hidden_size)
+        self.combine = tensors.linear("fc", hidden, FEATURE_LAYERS * config.target_hidden_size)
         self.layers = [_layer(config, tensors)]
         self.norm = tensors.take("norm.weight", hidden).float()
         self.head = tensors.linear("lm_head", config.draft_vocab_size, hidden)
@@ -60,7 +61,8 @@ class EagleModel(DecoderModel):
 
         [tokens, feature_layers, target_hidden_size].
         """
-        return self.fc.to_float(hidden.flatten(1).to(self.dtype))
+        assert self.combine is not None
+        return self.combine.to_float(hidden.flatten(1).to(self.dtype))
 
     def outputs(
         self,

@@ -13,7 +13,7 @@ from engine.torch_step import TorchStepModel
 class EagleTorchStep(TorchStepModel):
     """The reference implementation of ``engine.step.StepModel`` for a head.
 
-    It takes ``StepInput.features``, and as ``hidden`` it gives what its one layer puts out.
+    It takes ``StepInput.features`` or ``states``; its ``hidden`` is what its one layer puts out.
     """
 
     def __init__(self, model: EagleModel, cache: KvGroup, device: torch.device) -> None:
@@ -22,9 +22,12 @@ class EagleTorchStep(TorchStepModel):
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> StepOutput:
-        assert step.features is not None
         assert step.hidden_layers in ((), (1,))
-        found = self._eagle.outputs(self._batch(step), step.features, self._cache, self._layer_done)
+        features = step.features
+        if features is None:
+            assert step.states is not None
+            features = self._eagle.features(step.states)
+        found = self._eagle.outputs(self._batch(step), features, self._cache, self._layer_done)
         hidden = found[:, None] if step.hidden_layers else None
         logits = self._eagle.logits(found[step.outputs])
         if step.greedy:

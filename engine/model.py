@@ -70,6 +70,9 @@ class Batch:
 class DecoderModel:
     """Computes hidden states and logits; holds no state but its weights."""
 
+    combine: Linear | None = None
+    """Of an EAGLE head (engine/eagle_model.py): makes a feature of what went into some layers."""
+
     def __init__(
         self, config: ModelConfig, weights: Mapping[str, Matrix], device: torch.device
     ) -> None:

@@ -27,6 +27,9 @@ class StepInput:
     last one, before the last norm."""
     features: torch.Tensor | None = None
     """fp32 [tokens, hidden_size]: what an EAGLE head takes beside the tokens."""
+    states: torch.Tensor | None = None
+    """fp32 [tokens, layers, hidden_size], in place of ``features``: what went into the target's
+    layers, which the head makes them of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ struct Model {
   const bf16* embedding;  // [vocab, hidden]
   const float* norm;
   Matrix head;
+  Matrix combine;  // of an EAGLE head: makes a feature of what went into several layers
   const Layer* layer;
 };
 
@@ -56,6 +57,7 @@ struct Step {
   int64_t* best;          // [outputs]: the likeliest token, the lowest of equals; or null
   int64_t* layers_done;   // set as layers store the keys and values of all tokens
   const float* features;  // [tokens, hidden] for an EAGLE layer, or null
+  const float* combined;  // [tokens, combine.inputs] in place of features, or null
   float* hidden;          // [tokens, hidden_layers, hidden]: what goes into these layers, or null
   const int64_t* hidden_layer;  // [hidden_layers]; the number of layers: what the last one puts out
   int64_t hidden_layers;
@@ -114,7 +116,7 @@ class Decoder {
     const Model& m = model_;
     const size_t wide = m.heads * m.dim, narrow = m.kv_heads * m.dim, n = tokens();
     residual_.resize(n * m.hidden);
-    normed_.resize(n * m.hidden * (step_->features ? 2 : 1));
+    normed_.resize(n * m.hidden * (step_->features || step_->combined ? 2 : 1));
     projected_.resize(n * std::max<size_t>(wide + 2 * narrow, m.hidden));
     queries_.resize(n * wide);
     attended_.resize(n * wide);
@@ -123,10 +125,11 @@ class Decoder {
   void embed() {
     const long hidden = model_.hidden;
     float* rows = residual_.data();
-    if (step_->features) {
+    if (step_->features || step_->combined) {
       embedded_.resize(tokens() * hidden);
       rows = embedded_.data();
-      memcpy(residual_.data(), step_->features, tokens() * hidden * sizeof(float));
+      if (step_->combined) combine();
+      else memcpy(residual_.data(), step_->features, tokens() * hidden * sizeof(float));
     }
     over_rows(tokens(), [&](long t) {
       float* to = rows + t * hidden;
@@ -139,6 +142,20 @@ class Decoder {
       if (model_.embedding_scale != 1.0f)
         for (long i = 0; i < hidden; i++) to[i] *= model_.embedding_scale;
     });
+  }
+
+  // The features of an EAGLE layer, which its residual stream begins with.
+  void combine() {
+    const long hidden = model_.hidden, wide = model_.combine.inputs;
+    gathered_.resize(tokens() * wide);
+    over_rows(tokens(), [&](long t) {
+      const float* from = step_->combined + t * wide;
+      for (long i = 0; i < wide; i++) gathered_[t * wide + i] = half_of(from[i]);
+    });
+    multiply(&model_.combine, 1, gathered_.data(), wide, tokens(),
+             [&](int, long t, long n, long width, const float* values) {
+               memcpy(residual_.data() + t * hidden + n, values, width * sizeof(float));
+             });
   }
 
   // Root mean square (Zhang & Sennrich, 2019): the factor for a row.

@@ -158,6 +158,7 @@ class CpuDecoder:
                 address(best),
                 address(self._layers_done),
                 address(step.features),
+                address(step.states),
                 address(hidden),
                 address(layers),
                 len(layers),
@@ -234,6 +235,9 @@ class CpuDecoder:
             else address(model.embedding),
             norm=self._keep(model.norm),
             head=self._matrix("head", model.head),
+            combine=structs.Matrix()
+            if model.combine is None
+            else self._matrix("combine", model.combine),
             layer=layers,
         )
 
@@ -303,6 +307,8 @@ def _linears(model: DecoderModel) -> Iterator[tuple[str, Linear]]:
             for part in ("gate", "up", "down"):
                 yield f"{number}.{n}.{part}", getattr(mlp, part)
     yield "head", model.head
+    if model.combine is not None:
+        yield "combine", model.combine
 
 
 def _before(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

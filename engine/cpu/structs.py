@@ -82,6 +82,7 @@ class Model(ctypes.Structure):
         ("embedding", _POINTER),
         ("norm", _POINTER),
         ("head", Matrix),
+        ("combine", Matrix),
         ("layer", ctypes.POINTER(Layer)),
     ]
 
@@ -128,6 +129,7 @@ class Step(ctypes.Structure):
                 "best",
                 "layers_done",
                 "features",
+                "combined",
                 "hidden",
                 "hidden_layer",
             )

@@ -82,14 +82,14 @@ def chain(
 ) -> list[torch.Tensor]:
     """Logits behind a prefix that comes in pieces, and behind some tokens drafted from there."""
     tokens, hidden = inputs(model)
-    features = model.features(hidden)
     start = 0
     for count in pieces[:-1]:
         row = PlanRow(0, start, count, TABLE, True)
-        part = features[start : start + count]
-        steps.run(StepInput((row,), tokens[start : start + count], [], True, features=part))
+        part = hidden[start : start + count]
+        steps.run(StepInput((row,), tokens[start : start + count], [], True, states=part))
         start += count
     found = []
+    features = None
     for length in range(drafted + 1):
         count = pieces[-1] if not length else 1
         step = StepInput(
@@ -98,7 +98,8 @@ def chain(
             [count - 1],
             False,
             (1,),
-            features[start : start + count] if not length else features,
+            features,
+            hidden[start : start + count] if not length else None,
         )
         output = steps.run(step)
         assert output.logits is not None
