@@ -51,7 +51,7 @@ class EagleHead:
         """Over the cache's group ``drafter``, with the CPU's own decoder where that will do."""
         group = cache.drafter
         assert group is not None, "an EAGLE-3 head has a group of the cache"
-        key = f"{self.name}-{written_at(self.folder)}-{_quantization(target)}"
+        key = f"{self.name}-{written_at(self.folder)}-eagle-{_quantization(target)}"
         steps = cpu_decoder(self.model, group, PackedCache(cache_dir()), key)
         return EagleDrafter(
             self.model,
