@@ -51,7 +51,9 @@ def play(world: World, batch: int, steps: int, length: ModelDraftLength | None =
     base = 1.0 + world.row * (batch - 1)
     for _ in range(steps):
         candidates = [Candidate(n, MOST, backlogs[n]) for n in range(batch)]
-        lengths = length.wanted(batch, candidates)
+        lengths = [0] * batch
+        if length.looks(batch):
+            lengths = length.wanted(batch, candidates)
         seconds, ready = 0.0, {}
         room = PIECE
         for number, count in enumerate(lengths):
