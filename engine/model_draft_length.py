@@ -33,8 +33,10 @@ drafter has missed meanwhile."""
 _IDLE_STEPS, _LOOK_EVERY = 32, 8
 """After so many steps in which nothing was drafted, only one of so many is looked at: to look takes
 time as well."""
-_PROMPT_EVERY = 16
-"""Of so many prompts one is taken in where drafts do not pay, to see whether they would."""
+_PROMPT_EVERY = 15
+"""Of so many prompts one is taken in where drafts do not pay, to see whether they would. An odd
+number: for a prompt that is computed elsewhere it is asked twice, when blocks are promised, and
+when they have come."""
 
 
 @dataclass(frozen=True, slots=True)
