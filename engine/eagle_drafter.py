@@ -27,6 +27,8 @@ from engine.step import CoreShare, StepInput, StepModel
 
 _MOST_WAITING = 16
 """Tokens of a sequence whose rows may wait until it drafts: so many cost little more than one."""
+_MOST_MISSING = 16
+"""Rows of so many tokens may have zeros for their features: with more a head knows too little."""
 _OUTPUT = (1,)
 """What the head's one layer puts out, as ``StepInput.hidden_layers`` has it."""
 
@@ -92,7 +94,8 @@ class EagleDrafter:
         waiting = self._waiting.get(query.row.sequence_id)
         if waiting is None or waiting.end != last:
             return None
-        return last - self._filled_of(query.row, last)
+        filled = self._filled_of(query.row, last)
+        return None if self._missing(query.row, filled) > _MOST_MISSING else last - filled
 
     def catch_up(self, query: DraftQuery, most: int) -> None:
         """See ``ModelDrafter``."""
@@ -154,10 +157,10 @@ class EagleDrafter:
 
     def computed(
         self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
-    ) -> None:
-        """See ``ModelDrafter``. What was computed of prompts is taken in at once, always: the
+    ) -> int:
+        """See ``ModelDrafter``. Tokens that are taken in neither at once nor soon are never: their
 
-        features are too large to be kept. Of other tokens it is when a block of them is full, since
+        features are too large to be kept. Those of answers are when a block of them is full, since
         then it may be sent, or when many wait.
         """
         assert hidden is not None, "the model was asked for them"
@@ -170,15 +173,24 @@ class EagleDrafter:
             end = row.start + found.right
             self._keep(row, hidden[found.first : found.first + found.right])
             start = self._filled_of(row, end)
-            # Behind a gap the rows would be computed of keys that are not there.
-            size = self._filled.block_size
-            full = end // size > row.start // size
-            if start < end and (
-                row.count > 1 + found.drafted or full or end - start > _MOST_WAITING
-            ):
+            if (_is_chunk(found) and not prompts) or self._missing(row, start) > _MOST_MISSING:
+                # The last one is what a row behind it needs.
+                self._forget_before(row.sequence_id, end - 1)
+            elif start < end and self._is_due(found, end - start):
                 parts.append(_part(row, found.known.token_ids, start, end))
         if parts:
             self._take_in(parts)
+        return sum(part.row.count for part in parts if part.row.count > _MOST_WAITING)
+
+    def _is_due(self, found: ComputedRow, waiting: int) -> bool:
+        """Whether so many rows that wait are to be computed behind this step."""
+        start, size = found.row.start, self._filled.block_size
+        full = (start + found.right) // size > start // size
+        return _is_chunk(found) or full or waiting > _MOST_WAITING
+
+    def _missing(self, row: PlanRow, filled: int) -> int:
+        """Of so many tokens behind those that are filled there is no feature for their rows."""
+        return self._waiting[row.sequence_id].start - filled
 
     def _keep(self, row: PlanRow, states: torch.Tensor) -> None:
         waiting = self._waiting.get(row.sequence_id)
@@ -244,6 +256,11 @@ class EagleDrafter:
         """See ``ModelDrafter``."""
         if isinstance(self._steps, CpuDecoder):
             self._steps.share_cores(share)
+
+
+def _is_chunk(found: ComputedRow) -> bool:
+    """Of a prompt."""
+    return found.row.count > 1 and not found.drafted
 
 
 def _step(

@@ -17,7 +17,8 @@ class FilledSlots:
     """Of a cache on the CPU."""
 
     def __init__(self, group: DrafterGroup) -> None:
-        self._filled = group.filled.numpy()
+        # Numbers of its own, which numpy would make into arrays' at each look.
+        self._filled = group.filled.numpy().data
         self.block_size = self._size = group.block_size
 
     def spoil(self, rows: Iterable[PlanRow]) -> None:
@@ -27,8 +28,9 @@ class FilledSlots:
             first, slot = divmod(row.start, size)
             block = row.block_table[first]
             filled[block] = min(filled[block], slot)
-            for block in row.block_table[first + 1 : -(-(row.start + row.count) // size)]:
-                filled[block] = 0
+            if slot + row.count > size:
+                for block in row.block_table[first + 1 : -(-(row.start + row.count) // size)]:
+                    filled[block] = 0
 
     def count(self, table: Sequence[int], tokens: int, known: int = 0) -> int:
         """How many of the first ``tokens`` tokens are filled without a gap.
@@ -38,7 +40,7 @@ class FilledSlots:
         size = self._size
         place = known // size
         for block in table[place : -(-tokens // size)]:
-            found = int(self._filled[block])
+            found = self._filled[block]
             if found < size:
                 return min(tokens, place * size + found)
             place += 1

@@ -92,8 +92,8 @@ class MedusaDrafter:
 
     def computed(
         self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
-    ) -> None:
-        """See ``ModelDrafter``."""
+    ) -> int:
+        """See ``ModelDrafter``: nothing is taken in."""
         for found in rows:
             row = found.row
             if hidden is None or not row.sample:
@@ -102,6 +102,7 @@ class MedusaDrafter:
             last = found.right - 1
             state = hidden[found.first + last, 0].clone()
             self._seen[row.sequence_id] = _Seen(row.start + last, state)
+        return 0
 
     def forget(self, sequence_id: int) -> None:
         """See ``ModelDrafter``."""

@@ -30,8 +30,13 @@ _LONGEST_TRIAL_STEPS = 20.0
 _PROBE_SHARE = 0.02
 """Of the time, for drafts that do not pay as far as is known: a part of it goes into what the
 drafter has missed meanwhile."""
-_PROMPT_EVERY = 16
-"""Of so many prompts one is taken in where drafts do not pay, to see whether they would."""
+_IDLE_STEPS, _LOOK_EVERY = 32, 8
+"""After so many steps in which nothing was drafted, only one of so many is looked at: to look takes
+time as well."""
+_PROMPT_EVERY = 15
+"""Of so many prompts one is taken in where drafts do not pay, to see whether they would. An odd
+number: for a prompt that is computed elsewhere it is asked twice, when blocks are promised, and
+when they have come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,11 @@ class ModelDraftLength(DraftLength):
         self._probing: int | None = None
         """The sequence that is tried, from the purse, until it has drafted."""
         self._prompts = 0
+        self._rows = 0
+        self._idle = 0
+        """Steps of so many rows in a row in which nothing was drafted."""
+        self._unpaid = 0
+        """Steps of which the purse has not got its share."""
 
     @property
     def pays(self) -> bool:
@@ -65,8 +75,22 @@ class ModelDraftLength(DraftLength):
         self._prompts += 1
         return self.pays or self._prompts % _PROMPT_EVERY == 0
 
+    def looks(self, rows: int) -> bool:
+        """Whether to ask ``wanted`` before a step of so many rows. Called for every step."""
+        if rows != self._rows:
+            self._rows, self._idle = rows, 0
+        self._idle += 1
+        self._unpaid += 1
+        return self._idle < _IDLE_STEPS or self._idle % _LOOK_EVERY == 0
+
     def wanted(self, batch: int, candidates: Sequence[Candidate]) -> list[int]:
         """How many tokens each candidate drafts in a step in which ``batch`` sequences decode."""
+        lengths = self._lengths(batch, candidates)
+        if any(lengths):
+            self._idle = 0
+        return lengths
+
+    def _lengths(self, batch: int, candidates: Sequence[Candidate]) -> list[int]:
         proposals = [Proposal(c.sequence_id, EVIDENCE, c.most) for c in candidates]
         likely = self._likely(proposals)[:MOST_IN_A_STEP]
         lengths = [0] * len(candidates)
@@ -92,6 +116,7 @@ class ModelDraftLength(DraftLength):
         """See ``DraftLength``."""
         super().verified(sequence_id, evidence, drafted, kept)
         self._trials += 1
+        self._idle = 0
         if sequence_id == self._probing:
             self._probing = None
 
@@ -135,7 +160,9 @@ class ModelDraftLength(DraftLength):
         plain = checking[0]
         extra = max(0.0, checking[1] - plain) + self.time.step(1, plain)
         extra += self.time.backlog(candidates[index].backlog, plain)
-        self._purse = min(self._purse + _PROBE_SHARE * plain, max(plain, extra))
+        share = _PROBE_SHARE * plain * self._unpaid
+        self._unpaid = 0
+        self._purse = min(self._purse + share, max(plain, extra))
         if self._purse < extra:
             return None
         self._purse -= extra

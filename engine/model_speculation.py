@@ -45,13 +45,12 @@ class ModelSpeculation:
     ) -> list[DraftedRow]:
         """See ``StepSpeculation``."""
         began = time.perf_counter()
-        drafts = self._drafts([drafted.row for drafted in rows], known)
-        found = [
-            with_draft(drafted.row, draft)
-            if (draft := drafts.get(drafted.row.sequence_id))
-            else drafted
-            for drafted in rows
-        ]
+        found = list(rows)
+        if self.length.looks(len(rows)):
+            drafts = self._drafts([drafted.row for drafted in rows], known)
+            for place, drafted in enumerate(rows):
+                if draft := drafts.get(drafted.row.sequence_id):
+                    found[place] = with_draft(drafted.row, draft)
         self.model.begin([drafted.row for drafted in found])
         self._drafting_s = time.perf_counter() - began
         return found

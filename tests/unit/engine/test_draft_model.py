@@ -7,10 +7,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from baton.grammar import Grammar, GrammarKind
@@ -20,7 +23,7 @@ from engine.block_pool import BlockPool
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from engine.filled_slots import FilledSlots
 from engine.local import make_sequence
-from engine.model_draft_length import ModelDraftLength
+from engine.model_draft_length import Candidate, ModelDraftLength
 from engine.model_speculation import ModelSpeculation
 from engine.plan import StepPlan, StepResult
 from engine.runner import ModelRunner
@@ -182,7 +185,7 @@ def bench(request: pytest.FixtureRequest, benches: dict[str, Bench]) -> Bench:
     return benches[request.param]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def itself(benches: dict[str, Bench]) -> Bench:
     """Where every draft is right."""
     return benches.get("fast-itself") or benches["plain-itself"]
@@ -282,6 +285,22 @@ def test_what_the_prefix_cache_finds_is_filled(itself: Bench) -> None:
     assert max(length.backlogs) <= 2
 
 
+def test_a_conversation_goes_on(itself: Bench) -> None:
+    """The end of an answer that was not taken in is taken in with the next turn."""
+    pool = BlockPool(64)
+    (turn,) = itself.run([some_tokens(60, 3)], [GREEDY], FixedLength(), pool=pool).sequences
+    *_, last = pool.match(turn.full_hashes(16))
+    group = itself.built.cache.drafter
+    assert group is not None
+    group.filled[last] = 13
+    length = FixedLength()
+    prompt = [*turn.token_ids, *some_tokens(70, 4)]
+    found = itself.run([prompt], [GREEDY], length, pool=pool)
+    assert found.plans[0].rows[0].start == 96
+    assert found.accepted == found.drafted > 0
+    assert max(length.backlogs) <= 2
+
+
 def test_blocks_that_others_have_used_are_not_taken_for_filled(itself: Bench) -> None:
     """Rounds of a pool that fill every block, and rounds in which the drafter is behind."""
     pool = BlockPool(14)
@@ -290,6 +309,47 @@ def test_blocks_that_others_have_used_are_not_taken_for_filled(itself: Bench) ->
         prompts = [some_tokens(50 + number, number), some_tokens(9 + 7 * number, 90 + number)]
         found = itself.run(prompts, [GREEDY] * 2, length, pool=pool)
         assert found.accepted == found.drafted > 0
+
+
+class Whims(FixedLength):
+    """Other lengths in every step, and prompts that are taken in or not."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._random = Random(seed)
+
+    def takes_prompt(self) -> bool:
+        return self._random.random() < 0.5
+
+    def wanted(self, batch: int, candidates: Sequence[Candidate]) -> list[int]:
+        if self._random.random() < 0.4:
+            return [0] * len(candidates)
+        return [self._random.randint(0, min(6, candidate.most)) for candidate in candidates]
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 1 << 20),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(2, 30)), min_size=1, max_size=6),
+    st.integers(7, 20),
+    st.integers(5, 40),
+    st.integers(1, 2),
+)
+def test_every_guess_is_right_whatever_happens_to_the_blocks(
+    itself: Bench,
+    seed: int,
+    asked: list[tuple[int, int]],
+    blocks: int,
+    chunk_tokens: int,
+    depth: int,
+) -> None:
+    """A model that guesses itself is wrong only where it has not seen what it should have."""
+    prompts = [some_tokens(60, seed=9)[:count] for count, _ in asked]
+    samplings = [replace(SEEDED, seed=n, max_tokens=most) for n, (_, most) in enumerate(asked)]
+    limits: dict[str, Any] = {"blocks": blocks, "chunk_tokens": chunk_tokens, "depth": depth}
+    found = itself.run(prompts, samplings, Whims(seed), **limits)
+    assert found.tokens == itself.run(prompts, samplings).tokens
+    assert found.accepted == found.drafted
 
 
 def test_it_stops_at_the_end_of_its_own_context(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -51,7 +51,9 @@ def play(world: World, batch: int, steps: int, length: ModelDraftLength | None =
     base = 1.0 + world.row * (batch - 1)
     for _ in range(steps):
         candidates = [Candidate(n, MOST, backlogs[n]) for n in range(batch)]
-        lengths = length.wanted(batch, candidates)
+        lengths = [0] * batch
+        if length.looks(batch):
+            lengths = length.wanted(batch, candidates)
         seconds, ready = 0.0, {}
         room = PIECE
         for number, count in enumerate(lengths):
@@ -151,3 +153,13 @@ def test_the_time_of_drafting_is_learned() -> None:
     assert time.backlog(80, 1.0) == pytest.approx(80 * time.step(1, 1.0) / 8)
     time.observe_tokens(100, 2.0)
     assert time.backlog(50, 1.0) == pytest.approx(1.0)
+
+
+def test_some_prompts_are_taken_in_even_where_drafts_do_not_pay() -> None:
+    """Of those asked for at the promise, too, which come back when they have arrived."""
+    length = ModelDraftLength()
+    assert all(length.takes_prompt() for _ in range(40))
+    play(World(draft_step=2.0, chance=0.5), 1, 200, length)
+    assert not length.pays
+    asked = [(length.takes_prompt(), length.takes_prompt()) for _ in range(300)]
+    assert sum(promised for promised, _ in asked) == sum(come for _, come in asked) == 20
