@@ -23,7 +23,8 @@ from tests.drafter_heads import (
     make_eagle_head,
 )
 from tests.models import EOS, make_tiny_model
-from tests.unit.engine.test_draft_model import SAMPLINGS, Bench, FixedLength, some_tokens
+from tests.unit.engine.drafters import FixedLength
+from tests.unit.engine.test_draft_model import SAMPLINGS, Bench, some_tokens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=40, ignore_eos=True)
@@ -115,16 +116,26 @@ def test_heads_draw_with_the_same_noise_and_parameters(benches: dict[str, Bench]
     assert found.accepted > found.drafted * 0.8
 
 
+@pytest.mark.parametrize("prompts", [True, False])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_in_a_small_pool_with_two_plans_in_flight(bench: Bench, depth: int) -> None:
+def test_in_a_small_pool_with_two_plans_in_flight(bench: Bench, depth: int, prompts: bool) -> None:
     """Chunks, preemptions, prompts that share blocks, and the context's end."""
     asked = [*PROMPTS, PROMPTS[2] + [7, 8], some_tokens(60, 9)]
     samplings = [replace(SEEDED, seed=n, max_tokens=30 + n) for n in range(len(asked))]
     limits = {"blocks": 9, "chunk_tokens": 17, "context_length": 80}
     expected = bench.run(asked, samplings, context_length=80)
-    found = bench.run(asked, samplings, FixedLength(3), depth=depth, **limits)
+    found = bench.run(asked, samplings, FixedLength(3, prompts=prompts), depth=depth, **limits)
     assert found.tokens == expected.tokens
-    assert found.drafted > 0
+
+
+def test_a_prompt_that_is_not_taken_in_is_not_drafted_for(benches: dict[str, Bench]) -> None:
+    """The features of its tokens are gone; a short one counts for nothing."""
+    bench = benches["plain-eagle"]
+    asked = [some_tokens(40, 1), some_tokens(9, 2)]
+    length = FixedLength(3, prompts=False)
+    found = bench.run(asked[:1], [GREEDY], length)
+    assert found.drafted == 0
+    assert bench.run(asked[1:], [GREEDY], length).drafted > 0
 
 
 def test_choices_draft_over_shared_blocks(bench: Bench) -> None:
