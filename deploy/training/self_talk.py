@@ -73,7 +73,7 @@ class SelfTalk:
         self._sample = sample if sampler is None else sampler.sample
         self._layers = tuple(layers)
         self._random = random.Random(seed)  # noqa: S311 - it chooses what is talked about
-        self._encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False))
+        self._tokenizer = tokenizer
         whole = tokenizer.render_chat([{"role": "user", "content": _MARK}], 1 << 20)
         before, _, after = whole.partition(_MARK)
         self._before, self._after = self._encode(before), self._encode(after)
@@ -104,7 +104,7 @@ class SelfTalk:
         assert found.hidden is not None
         draws = [SampleRow(t.sampling, t.token_ids, len(t.token_ids), ()) for t in talks]
         drawn = self._sample(found.logits, draws)
-        hidden = found.hidden.to(torch.bfloat16).split([row.count for row in rows])
+        hidden = torch.split(found.hidden.to(torch.bfloat16), [row.count for row in rows])
         for place, (talk, token, states) in enumerate(zip(talks, drawn, hidden, strict=True)):
             talk.computed = len(talk.token_ids)
             talk.hidden.append(states)
@@ -117,6 +117,9 @@ class SelfTalk:
                     talk.answer,
                 )
             talks[place] = self._begin(talk.blocks)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _begin(self, blocks: tuple[int, ...]) -> _Talk:
         seed = self._random.getrandbits(63)
