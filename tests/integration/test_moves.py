@@ -186,7 +186,7 @@ async def test_without_a_prefill_worker_prompts_go_on_at_a_decode_worker(
         tiny_model, redis_url, kv_pool_mib=8, chunk_tokens=4, max_sequences=4, local_prefill="auto"
     ) as cluster:
         task = asyncio.create_task(asked.run(cluster))
-        await cluster.until(lambda: cluster.dispatcher._attempts.expected_to_speak())
+        await cluster.until(cluster.dispatcher._attempts.expected_to_speak)
         await cluster.workers.pop("prefill-0").stop()
         await task
         await cluster.until_idle()
@@ -213,7 +213,6 @@ async def test_ten_times_more_than_fits(
         assert moved(cluster, "preempted") > 0
         # Nothing was computed beside those that decode.
         assert cluster.value("decode-0", "baton_computed_prompt_tokens_total") == 0
-        print(moved(cluster, "preempted"))
     specs = [
         SequenceSpec("local", 0, "", prompt, len(prompt), sampling) for prompt, sampling in sent
     ]
