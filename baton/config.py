@@ -209,6 +209,9 @@ class Config(BaseSettings):
     """A worker that is silent for this many seconds is gone."""
     request_deadline_s: float = Field(default=300.0, gt=0)
     """A request that has not ended after this many seconds gets an error."""
+    drain_deadline_s: float = Field(default=30.0, ge=0)
+    """A worker or router that is told to leave, by ``baton drain`` or SIGTERM, gives what runs
+    there this many seconds to end or to move; 0 ends it at once."""
     max_waiting_requests: int = Field(default=256, ge=1)
     """Requests that may wait for their turn, in one router process; more are shed with 429."""
     admission_slo_factor: float = Field(default=0.8, ge=0)

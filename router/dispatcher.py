@@ -57,6 +57,7 @@ COLLECT_AFTER_S = 10.0
 are until their next heartbeat. Nothing is routed to a dead one meanwhile."""
 NO_ROOM_RETRY_S = 0.1
 """When a decode worker without room is asked again, if it does not say."""
+IDLE_POLL_S = 0.02
 COMMIT_GRACE_S = 1.0
 """After a prefill worker's death: how long the decode worker has to show that it had committed."""
 
@@ -91,6 +92,8 @@ class ClusterDispatcher:
         self._placed: dict[str, set[RequestLife]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._draining = False
+        self._active = 0
+        """Requests under way, those in line included."""
         self._poll: asyncio.Task[None] | None = None
 
     # Its own life
@@ -98,6 +101,16 @@ class ClusterDispatcher:
     async def start(self) -> None:
         """Begin to follow the registry."""
         self._poll = asyncio.create_task(self._follow_registry())
+
+    def leave(self) -> None:
+        """Say in /health that no request is to come any more; those that do are served."""
+        self._draining = True
+
+    async def until_idle(self) -> None:
+        """Wait until no request is under way."""
+        # They end in many places, and nobody hurries.
+        while self._active:  # noqa: ASYNC110
+            await asyncio.sleep(IDLE_POLL_S)
 
     async def close(self) -> None:
         """End every request with an error, and every connection."""
@@ -161,6 +174,7 @@ class ClusterDispatcher:
         """See ``router.generation.Dispatcher``."""
         deadline = time.monotonic() + request.deadline_s
         self._metrics.active_requests.inc()
+        self._active += 1
         begun, ended, held_s = False, 0, 0.0
         try:
             await self._waiting_room.turn(request)
@@ -181,6 +195,7 @@ class ClusterDispatcher:
             finished = ended == request.choices
             self._waiting_room.left(request.request_id, finished=finished, held_s=held_s)
             self._metrics.active_requests.dec()
+            self._active -= 1
 
     # Routing
 

@@ -117,6 +117,10 @@ class WorkerLinks:
         """Take over the registry's view."""
         for incarnation, record in records.items():
             link = self._links.get(incarnation)
+            if link is not None and link.record.role != record.role:
+                # The same worker with other services.
+                self._let_go(incarnation)
+                link = None
             if link is None:
                 log.info("worker %s joins at %s", incarnation, record.address)
                 link = self._links[incarnation] = WorkerLink(record)
@@ -133,9 +137,12 @@ class WorkerLinks:
                     link.missing_since = time.monotonic()
                 continue
             log.info("worker %s has left", incarnation)
-            task = asyncio.create_task(self._close(self._links.pop(incarnation)))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._let_go(incarnation)
+
+    def _let_go(self, incarnation: str) -> None:
+        task = asyncio.create_task(self._close(self._links.pop(incarnation)))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
         """Close every link."""
