@@ -220,6 +220,9 @@ class Config(BaseSettings):
     """Most moves that are allowed at once; 0 takes twice the most sequences of a decode worker."""
     poison_quarantine_s: float = Field(default=300.0, ge=0)
     """A prompt under which two workers have died is refused for this many seconds."""
+    drain_deadline_s: float = Field(default=30.0, ge=0)
+    """A worker or router that is told to leave, by ``baton drain`` or SIGTERM, gives what runs
+    there this many seconds to end or to move; 0 ends it at once."""
     max_waiting_requests: int = Field(default=256, ge=1)
     """Requests that may wait for their turn, in one router process; more are shed with 429."""
     admission_slo_factor: float = Field(default=0.8, ge=0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 from baton import convert
 from baton.errors import BatonError, DeadlineExceeded, HandoffError, NoRoom, TicketEnded
@@ -61,6 +62,15 @@ class LocalPrefill:
         Raises BatonError, NoRoom where there is none for the prompt. Closing the iterator before
         the first token ends the sequence; after that it runs on, until it is aborted.
         """
+        with self._context.intake.admitted():
+            responses = self._run(request)
+            async with aclosing(responses):
+                async for response in responses:
+                    yield response
+
+    async def _run(
+        self, request: prefill_pb2.PrefillRequest
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         arrived = time.monotonic()
         spec = convert.sequence_from_proto(request.sequence)
         deadline = arrived + spec.deadline_s

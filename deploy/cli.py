@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from deploy import worker_commands
+
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
@@ -26,6 +28,8 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+app.command()(worker_commands.drain)
+app.command()(worker_commands.role)
 bench_app = typer.Typer(help="Benchmarks on this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 

@@ -76,6 +76,15 @@ class PrefillRole:
         ``source`` may be asked for blocks of the prompt, so that these are not computed.
         Closing the iterator aborts the request here and at the decode worker.
         """
+        with self.context.intake.admitted():
+            responses = self._prefill(spec, Peer(incarnation, address), source)
+            async with aclosing(responses):
+                async for response in responses:
+                    yield response
+
+    async def _prefill(
+        self, spec: SequenceSpec, peer: Peer, source: PrefixSource | None
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         arrived = time.monotonic()
         deadline = arrived + spec.deadline_s
         self.context.check_prompt(spec)
@@ -89,7 +98,6 @@ class PrefillRole:
         try:
             handoff = None
             if spec.sampling.max_tokens - (len(spec.token_ids) - spec.prompt_length) > 1:
-                peer = Peer(incarnation, address)
                 handoff = Handoff(self.context, spec, peer, self._staging, deadline=deadline)
             sequence = self.context.make_sequence(
                 spec, arrived=arrived, deadline=deadline, prefill_only=True

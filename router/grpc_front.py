@@ -22,7 +22,15 @@ from baton.grpc_errors import grpc_boundary
 from baton.logprobs import TokenLogprobs
 from baton.metrics import RouterMetrics
 from baton.sampling_params import OPTIONAL_FIELDS, SCALAR_FIELDS
-from baton.v1 import cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
+from baton.v1 import (
+    cache_pb2,
+    cache_pb2_grpc,
+    control_pb2,
+    control_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    sampling_pb2,
+)
 from router.access import Access
 from router.answer import Choice, choices_for
 from router.answer_options import MOST_CHOICES
@@ -39,6 +47,7 @@ from router.sampling_input import SamplingInput
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
 from router.tool_calls.tool_output import ToolOutput
+from router.worker_operations import WorkerOperatorServicer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -246,11 +255,12 @@ def add_grpc_front(
     config: Config,
     access: Access | None = None,
     operators: OperatorServicer | None = None,
+    workers: WorkerOperatorServicer | None = None,
 ) -> None:
     """Mount the inference service, health and reflection on a server that is not started yet.
 
-    Without ``access``, keys are those of ``config``, and their limits are not kept. ``operators``:
-    the operators' service, where there is one.
+    Without ``access``, keys are those of ``config``, and their limits are not kept. ``operators``
+    and ``workers``: the operators' services, where there are any.
     """
     access = access or Access(config, metrics)
     inference = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -262,6 +272,9 @@ def add_grpc_front(
     if operators is not None:
         cache_pb2_grpc.add_OperatorServiceServicer_to_server(operators, server)
         more = (cache_pb2.DESCRIPTOR.services_by_name["OperatorService"].full_name,)
+    if workers is not None:
+        control_pb2_grpc.add_WorkerOperatorServiceServicer_to_server(workers, server)
+        more += (control_pb2.DESCRIPTOR.services_by_name["WorkerOperatorService"].full_name,)
     names = (
         inference,
         *more,

@@ -133,7 +133,7 @@ class OperatorServicer(cache_pb2_grpc.OperatorServiceServicer):
         self, request: cache_pb2.GetCacheStatsRequest, context: Context
     ) -> cache_pb2.GetCacheStatsResponse:
         """See cache.proto."""
-        self._operators.check(_metadata(context))
+        self._operators.check(metadata(context))
         return _stats_message(await self._control.stats())
 
     @guarded
@@ -141,11 +141,12 @@ class OperatorServicer(cache_pb2_grpc.OperatorServiceServicer):
         self, request: cache_pb2.DropCachesRequest, context: Context
     ) -> cache_pb2.DropCachesResponse:
         """See cache.proto."""
-        self._operators.check(_metadata(context))
+        self._operators.check(metadata(context))
         return _dropped_message(await self._control.drop())
 
 
-def _metadata(context: Context) -> dict[str, str]:
+def metadata(context: Context) -> dict[str, str]:
+    """Text metadata of a call, by name."""
     pairs = context.invocation_metadata() or ()
     return {name: value for name, value in pairs if isinstance(value, str)}
 

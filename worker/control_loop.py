@@ -110,6 +110,11 @@ class ControlLoop:
         self._listener = listener
         self._thread.start()
 
+    def turn(self, listener: SequenceListener, gauges: WorkerGauges) -> None:
+        """Another role listens from now on; nothing runs."""
+        self._gauges.retire()
+        self._listener, self._gauges = listener, gauges
+
     def stop(self, timeout_s: float) -> None:
         """End the engine thread. Blocks up to ``timeout_s``: call it when nothing else runs."""
         self._thread.stop(timeout_s)
