@@ -118,8 +118,16 @@ async def serve(settings: RouterSettings) -> None:
     )
     shares_port = config.routers > 1
     grpc_server = make_server(shares_port=shares_port)
-    servicer = OperatorServicer(cache, operators)
-    add_grpc_front(grpc_server, dispatcher, tokenizer, model, metrics, config, access, servicer)
+    add_grpc_front(
+        grpc_server,
+        dispatcher,
+        tokenizer,
+        model,
+        metrics,
+        config,
+        access,
+        more=(*batches.services, OperatorServicer(cache, operators)),
+    )
     grpc_server.add_insecure_port(config.grpc)
     await grpc_server.start()
     stop = asyncio.Event()

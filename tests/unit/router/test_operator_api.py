@@ -62,7 +62,7 @@ async def fronts(**config: Any) -> AsyncIterator[Fronts]:
     real = cast(CacheControl, control)
     parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
     server = make_server()
-    add_grpc_front(server, *parts, OperatorServicer(real, operators))
+    add_grpc_front(server, *parts, more=(OperatorServicer(real, operators),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

@@ -26,6 +26,7 @@ from tests.unit.router.front_fakes import MODEL, Front, check_schema, make_front
 
 DEADLINE_S = 30.0
 CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
+EXPIRES = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
 KEYS = (
     KeyConfig(name="ann", sha256=hashlib.sha256(b"ann-key").hexdigest(), tenant="acme", priority=3),
     KeyConfig(name="bob", sha256=hashlib.sha256(b"bob-key").hexdigest()),
@@ -315,6 +316,11 @@ async def test_uploads_are_bounded(tmp_path: Path) -> None:
         ({"purpose": "batch"}, True, {"origin": "https://evil.example"}, 400),
         ({"purpose": "x" * 10_000}, True, {}, 400),
         ({"purpose": "batch"}, True, {}, 200),
+        ({"purpose": "batch", **EXPIRES}, True, {}, 200),
+        ({"purpose": "batch", **EXPIRES, "expires_after[anchor]": "now"}, True, {}, 400),
+        ({"purpose": "batch", **EXPIRES, "expires_after[seconds]": "60"}, True, {}, 400),
+        ({"purpose": "batch", **EXPIRES, "expires_after[seconds]": "-3600"}, True, {}, 400),
+        ({"purpose": "batch", "expires_after[seconds]": "3600"}, True, {}, 400),
     ],
 )
 async def test_forms(
@@ -328,6 +334,10 @@ async def test_forms(
         assert answer.status_code == status, answer.text
         if status != 200:
             check_schema(answer.json(), "ErrorResponse")
+        else:
+            expected = 3600 if "expires_after[seconds]" in fields else None
+            at = answer.json()["expires_at"]
+            assert (at and at - answer.json()["created_at"]) == expected
         for bad in (b"", b"--b\r\nnonsense", b"\x00" * 100):
             kind = {"content-type": "multipart/form-data; boundary=b"}
             answer = await plain.post(f"http://{there.address}/v1/files", content=bad, headers=kind)
@@ -348,6 +358,9 @@ async def test_forms(
         ({"metadata": {str(n): "x" for n in range(17)}}, 400),
         ({"metadata": {"a": "x" * 513}}, 400),
         ({"metadata": {"a": 1}}, 400),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, 400),
+        ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, 400),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, 200),
         ({"completion_window": "90m"}, 200),
         ({"metadata": None}, 200),
     ],
