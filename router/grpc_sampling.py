@@ -21,6 +21,8 @@ def grpc_sampling(message: sampling_pb2.SamplingParameters) -> SamplingInput:
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         logit_bias=dict(message.logit_bias),
+        allowed_token_ids=tuple(message.allowed_token_ids) or None,
+        bad_words=tuple(tuple(run.ids) for run in message.bad_words),
         grammar=_grammar(message.grammar) if message.HasField("grammar") else None,
         **given,
     )

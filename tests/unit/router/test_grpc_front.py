@@ -93,6 +93,17 @@ async def test_messages_and_token_ids() -> None:
     assert second.prompt_ids == (5, 6)
 
 
+async def test_tokens_that_are_allowed_and_runs_that_are_not() -> None:
+    front = make_front()
+    run = sampling_pb2.TokenRun(ids=[5, 6])
+    sampling = Sampling(allowed_token_ids=[9, 5], bad_words=[run])
+    async with serve(front) as channel:
+        await generate(channel, Request(prompt="Hello", sampling=sampling))
+    (asked,) = front.dispatcher.requests
+    assert asked.sampling.allowed_token_ids == (5, 9)
+    assert asked.sampling.bad_words == ((5, 6),)
+
+
 BAD: list[Request] = [
     Request(),
     Request(prompt=""),
@@ -125,6 +136,10 @@ BAD: list[Request] = [
             Sampling(presence_penalty=3),
             Sampling(logit_bias={10**6: 1}),
             Sampling(logit_bias={1: float("nan")}),
+            Sampling(allowed_token_ids=[10**6]),
+            Sampling(bad_words=[sampling_pb2.TokenRun()]),
+            Sampling(bad_words=[sampling_pb2.TokenRun(ids=[1, 10**6])]),
+            Sampling(bad_words=[sampling_pb2.TokenRun(ids=[1])] * 300),
         )
     ),
 ]

@@ -189,10 +189,15 @@ async def test_a_failure_on_the_way() -> None:
         raise errors.WorkerFailed("it died")
 
     async with asking(make_front(breaks), Request(input=[said("a")])) as call:
-        first = await call.read()
-        assert first.HasField("created")
+        events: list[pb.CreateResponseResponse] = []
+
+        async def read() -> None:
+            async for event in call:
+                events.append(event)
+
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            _ = [event async for event in call]
+            await read()
+        assert kinds(events) == ["created", "output_item_added", "output_text_delta"]
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert caught.value.details() == "it died"
 
