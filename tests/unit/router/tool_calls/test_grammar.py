@@ -90,6 +90,19 @@ def test_markers_that_are_tokens() -> None:
     assert not accepts(grammar, text)
 
 
+def test_names_and_arguments_between_markers_that_are_tokens() -> None:
+    backend = tiny_backend()
+    numbers = [backend.token_to_id(text) for text in ("<|im_start|>", EOS)]
+    form = FORMATS["mistral_args"]
+    grammar = calls_grammar(form, USE, dict(zip(("[TOOL_CALLS]", "[ARGS]"), numbers, strict=True)))
+    assert grammar.text.count(f"<[{numbers[1]}]>") == len(TOOLS)
+    text = form.written(CALLS)
+    # The stand-in for the second one ends an answer: the library takes it nowhere else.
+    plain = calls_grammar(form, USE, {"[TOOL_CALLS]": numbers[0]})
+    assert accepts(plain, text.replace("[TOOL_CALLS]", "<|im_start|>"))
+    assert not accepts(plain, text)
+
+
 def test_schemas_beyond_the_library() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "format": "odd"}}}
     loose = ToolUse((Tool("f", None, schema),), frozenset({"f"}), True)
