@@ -83,7 +83,7 @@ async def test_text() -> None:
     created, done = events[0].created, events[-1].done
     assert created.status == pb.RESPONSE_STATUS_IN_PROGRESS
     assert done.status == pb.RESPONSE_STATUS_COMPLETED
-    assert (done.id, done.model, done.metadata) == (created.id, "tiny", {"a": "b"})
+    assert (done.id, done.model, dict(done.metadata)) == (created.id, "tiny", {"a": "b"})
     (item,) = done.output
     assert {delta.item_id for delta in deltas} == {item.id}
     assert item.message.text == "Grüße 😀"

@@ -337,12 +337,13 @@ async def test_some_tokens_alone_can_be_allowed(path: str, body: dict[str, Any])
     front = front_with()
     await answer(front, path, allowed_token_ids=[7, 5, 7])
     assert front.dispatcher.requests[-1].sampling.allowed_token_ids == (5, 7)
-    for bad in (
+    bodies: list[dict[str, Any]] = [
         {"allowed_token_ids": []},
         {"allowed_token_ids": [-1]},
         {"allowed_token_ids": [10**6]},
         {"allowed_token_ids": [5], "guided_regex": "a"},
-    ):
+    ]
+    for bad in bodies:
         check_error(await post(front, path, {**body, **bad}), 400, "allowed_token_ids")
 
 

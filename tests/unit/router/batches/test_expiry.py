@@ -91,6 +91,7 @@ async def test_results_expire_as_the_batch_says(tmp_path: Path) -> None:
         made = await process.begin(1, output_expires_s=7200)
         ended = await process.until(made, BatchStatus.COMPLETED)
         assert ended.output_expires_s == 7200
+        assert ended.output_file_id is not None
         output = await process.store.ask(Database.file, ended.output_file_id, TENANT)
         assert output.expires_at == output.created_at + 7200
 
