@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import grpc
 import grpc.aio
+from google.protobuf import json_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
@@ -23,9 +24,10 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.access import Access
 from router.answer import Choice, choices_for
 from router.answer_options import MOST_CHOICES
+from router.chat_options import ChatOptions, checked_variables
 from router.delivery import Delivery
 from router.exchange import Exchange
-from router.generation import Dispatcher, GenerationRequest, OutputDelta
+from router.generation import Dispatcher, GenerationRequest, OutputDelta, ShownText
 from router.grpc_call import Context, Service, arrival_of, check_size, metadata_of
 from router.grpc_health import HealthServicer
 from router.grpc_responses import ResponseServicer
@@ -79,7 +81,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 caller = self._access.caller(metadata)
                 own = f"gen-{secrets.token_hex(16)}"
                 arrival = arrival_of(context, metadata, caller, own, received_at, self._config)
-                built = replace(await self._build(request, arrival), choices=_choices(request))
+                built = replace(
+                    await self._build(request, arrival),
+                    choices=_choices(request),
+                    shown=ShownText(request.include_stop_string, request.show_special_tokens),
+                )
             except BatonError as error:
                 count_refusal(self._metrics, error)
                 raise
@@ -88,7 +94,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
             async def write(_: int, delta: OutputDelta) -> None:
                 choices[delta.choice].add(delta, keep_text=False)
-                response = _response(name or built.request_id, delta, choices)
+                response = _response(name or built.request_id, delta)
+                ended = all(choice.finish_reason is not None for choice in choices)
+                if ended or request.continuous_usage:
+                    response.usage.CopyFrom(_usage(choices))
                 self._add_scores(response, delta, built)
                 if outputs:
                     add_tool_output(response, outputs[delta.choice], delta)
@@ -119,13 +128,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         check_size(request, self._config)
         self._builder.check_model(request.model or self._model.id)
         sampling = grpc_sampling(request.sampling)
+        if request.HasField("truncate_prompt_tokens"):
+            sampling = replace(sampling, truncate=request.truncate_prompt_tokens)
         priority = request.priority if request.HasField("priority") else None
         kind = request.WhichOneof("input")
         if kind == "messages":
             turns, tools = grpc_turns(request.messages.messages), grpc_tool_use(request.tools)
-            return await self._builder.chat(arrival, turns, sampling, priority, tools=tools)
-        if request.HasField("tools"):
-            raise InvalidRequest("tools are for messages alone", param="tools")
+            options = _template_options(request.template_options)
+            return await self._builder.chat(arrival, turns, sampling, priority, tools, options)
+        for name in ("tools", "template_options"):
+            if request.HasField(name):
+                raise InvalidRequest(f"{name} are for messages alone", param=name)
         if kind is None:
             raise InvalidRequest("one of prompt, token_ids and messages is required")
         prompt = request.prompt if kind == "prompt" else tuple(request.token_ids.ids)
@@ -178,23 +191,32 @@ def _choices(request: inference_pb2.GenerateRequest) -> int:
     return request.n or 1
 
 
-def _response(
-    name: str, delta: OutputDelta, choices: Sequence[Choice]
-) -> inference_pb2.GenerateResponse:
-    usage = None
-    if all(choice.finish_reason is not None for choice in choices):
-        usage = inference_pb2.Usage(
-            prompt_tokens=choices[0].prompt_tokens,
-            completion_tokens=sum(choice.completion_tokens for choice in choices),
-            cached_prompt_tokens=sum(choice.cached_tokens for choice in choices),
-        )
+def _template_options(message: inference_pb2.TemplateOptions) -> ChatOptions:
+    variables = json_format.MessageToDict(message.variables)
+    continued = message.continue_final_message
+    return ChatOptions(
+        not (continued or message.no_generation_prompt),
+        continued,
+        checked_variables(variables, "template_options.variables"),
+    )
+
+
+def _usage(choices: Sequence[Choice]) -> inference_pb2.Usage:
+    return inference_pb2.Usage(
+        prompt_tokens=choices[0].prompt_tokens,
+        completion_tokens=sum(choice.completion_tokens for choice in choices),
+        cached_prompt_tokens=sum(choice.cached_tokens for choice in choices),
+    )
+
+
+def _response(name: str, delta: OutputDelta) -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(
         request_id=name,
         text=delta.text,
         token_ids=delta.token_ids,
         finish_reason=finish_to_proto(delta.finish_reason),
-        usage=usage,
         choice=delta.choice,
+        stop_string=delta.stop_string,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf import json_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]
     reflection_pb2,
@@ -104,6 +105,53 @@ async def test_tokens_that_are_allowed_and_runs_that_are_not() -> None:
     assert asked.sampling.bad_words == ((5, 6),)
 
 
+async def test_what_of_the_text_is_shown() -> None:
+    front = make_front()
+    request = Request(
+        prompt="a b c d e f",
+        sampling=Sampling(stop=["from", "Paris"]),
+        include_stop_string=True,
+        show_special_tokens=True,
+        truncate_prompt_tokens=3,
+        continuous_usage=True,
+    )
+    async with serve(front) as channel:
+        responses = await generate(channel, request)
+    assert "".join(response.text for response in responses) == "Grüße 😀 from"
+    assert [r.stop_string for r in responses if r.stop_string] == [responses[-1].stop_string]
+    assert responses[-1].stop_string == "from"
+    (asked,) = front.dispatcher.requests
+    assert asked.shown.special_tokens
+    assert asked.prompt_ids == front.tokenizer.encode("a b c d e f")[-3:]
+    told = [response.usage.completion_tokens for response in responses]
+    assert told == sorted(told)
+    assert all(response.usage.prompt_tokens == 3 for response in responses)
+    assert told[-1] == sum(len(response.token_ids) for response in responses)
+
+
+async def test_how_a_conversation_becomes_a_prompt() -> None:
+    front = make_front(
+        template="{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ tail }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    messages = [inference_pb2.ChatMessage(role="user", content="Hello")]
+    expected = []
+    async with serve(front) as channel:
+        for text, fields in (
+            ("[user]Hello[assistant]", {}),
+            ("[user]Hello", {"no_generation_prompt": True}),
+            ("[user]Hello", {"continue_final_message": True}),
+            ("[user]Hello![assistant]", {"variables": {"tail": "!"}}),
+        ):
+            options = inference_pb2.TemplateOptions()
+            json_format.ParseDict(fields, options)
+            chat = inference_pb2.ChatMessages(messages=messages)
+            await generate(channel, Request(messages=chat, template_options=options))
+            expected.append(text)
+    shown = [front.tokenizer.decode(one.prompt_ids) for one in front.dispatcher.requests]
+    assert shown == expected
+
+
 BAD: list[Request] = [
     Request(),
     Request(prompt=""),
@@ -118,6 +166,16 @@ BAD: list[Request] = [
     ),
     Request(messages=inference_pb2.ChatMessages(messages=[inference_pb2.ChatMessage(content="x")])),
     Request(prompt="a", request_id="x" * 129),
+    Request(prompt="a", truncate_prompt_tokens=0),
+    Request(prompt="a", template_options=inference_pb2.TemplateOptions()),
+    Request(
+        messages=inference_pb2.ChatMessages(
+            messages=[inference_pb2.ChatMessage(role="user", content="x")]
+        ),
+        template_options=json_format.ParseDict(
+            {"variables": {"messages": []}}, inference_pb2.TemplateOptions()
+        ),
+    ),
     Request(prompt="word " * 5000),
     *(
         Request(prompt="a", sampling=sampling)
