@@ -87,24 +87,6 @@ def test_responses_in_a_batch_over_grpc(cluster: UpProcess, tmp_path: Path) -> N
     assert told["usage"]["output_tokens"] == answer.usage.completion_tokens > 0
 
 
-def test_what_may_be_said_is_kept_by_both_workers(cluster: UpProcess) -> None:
-    """The first token is drawn by one of them, the others by the other one."""
-    prompt = "The capital of France is"
-    with HttpClient(cluster.http) as client, Client(cluster.grpc) as grpc:
-        allowed = (260, 270, 284, 340)
-        sampling = Sampling(allowed_token_ids=allowed, max_tokens=12, seed=3)
-        assert grpc.complete(prompt, sampling).text == client.complete(prompt, sampling).text
-        usual = client.complete(prompt, Sampling(max_tokens=12, temperature=0))
-        words = usual.text.split()[:3]
-        other = client.complete(
-            prompt,
-            Sampling(max_tokens=12, temperature=0),
-            options={"bad_words": [" ".join(words)]},
-        )
-        assert " ".join(words) in " ".join(usual.text.split())
-        assert " ".join(words) not in " ".join(other.text.split())
-
-
 def test_the_cache_is_shown_and_dropped(cluster: UpProcess) -> None:
     with HttpClient(cluster.http) as client:
         client.complete("One two three four five six seven eight nine ten. " * 8)
