@@ -53,7 +53,6 @@ class Served:
             api_key=key,
             max_retries=0,
             timeout=DEADLINE_S,
-            http_client=plain_client(),
         )
 
 

@@ -202,7 +202,11 @@ async def test_a_key_sees_its_tenants_alone(tmp_path: Path) -> None:
         )
         assert not listed.files
         upload = there.files.UploadFile(parts(line(), filename="x"), timeout=DEADLINE_S)
-        assert await code_of(upload) is Status.UNAUTHENTICATED
+        assert await code_of(upload) in (Status.UNAUTHENTICATED, Status.CANCELLED)
+        listed = await there.files.ListFiles(
+            files_pb2.ListFilesRequest(), timeout=DEADLINE_S, metadata=of("ann-key")
+        )
+        assert len(listed.files) == 1
 
 
 async def test_lists_have_pages(tmp_path: Path) -> None:
@@ -233,7 +237,8 @@ async def test_uploads_are_checked(tmp_path: Path) -> None:
             (list(parts(line(), expires_after_seconds=60)), Status.INVALID_ARGUMENT),
         ):
             call = there.files.UploadFile(iter(messages), timeout=DEADLINE_S)
-            assert await code_of(call) is code, messages
+            # gRPC itself cancels a call that was refused while it still writes.
+            assert await code_of(call) in (code, Status.CANCELLED), messages
         listed = await there.files.ListFiles(files_pb2.ListFilesRequest(), timeout=DEADLINE_S)
         assert not listed.files
         kept = await there.upload(line(), expires_after_seconds=3600)
