@@ -23,7 +23,7 @@ LocalPrefill = Literal["auto", "never", "always"]
 PolicyName = Literal[
     "predictive", "round_robin", "least_loaded", "prefix", "power_of_two", "session"
 ]
-ToolParserName = Literal["auto", "hermes", "llama3", "smollm", "mistral"]
+ToolParserName = Literal["auto", "hermes", "llama3", "smollm", "mistral", "mistral_args"]
 KvTypeName = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
 MIB = 1 << 20
 DEFAULT_TENANT = "default"
@@ -200,7 +200,8 @@ class Config(BaseSettings):
     """Tokens in a KV block, where a pool has no other size, and in a block of the prefix index."""
     tool_parser: ToolParserName = "auto"
     """How the model writes tool calls: ``hermes`` (also Qwen, SmolLM3), ``llama3``, ``smollm``
-    (SmolLM2), ``mistral``; ``auto`` tells by its chat template."""
+    (SmolLM2), ``mistral``, ``mistral_args`` (Mistral from tokenizer version 11 on); ``auto`` tells
+    by its chat template."""
     lease_s: float = Field(default=3.0, gt=0)
     """A handoff's ticket ends after this many seconds without a heartbeat."""
     heartbeat_s: float = Field(default=1.0, gt=0)

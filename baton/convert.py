@@ -49,6 +49,9 @@ def _write_sampling(message: sampling_pb2.SamplingParameters, params: SamplingPa
     message.stop.extend(params.stop)
     message.stop_token_ids.extend(params.stop_token_ids)
     message.logit_bias.update(params.logit_bias)
+    message.allowed_token_ids.extend(params.allowed_token_ids)
+    for word in params.bad_words:
+        message.bad_words.add(ids=word)
     for name in SCALAR_FIELDS:
         setattr(message, name, getattr(params, name))
     for name in OPTIONAL_FIELDS:
@@ -95,6 +98,8 @@ _OF_MANY: dict[str, Callable[[Any], Any]] = {
     "stop": tuple,
     "stop_token_ids": tuple,
     "logit_bias": lambda biases: tuple(sorted(biases.items())),
+    "allowed_token_ids": tuple,
+    "bad_words": lambda runs: tuple(tuple(run.ids) for run in runs),
 }
 """How the fields that are more than one value are read."""
 

@@ -127,11 +127,20 @@ async def serve(settings: RouterSettings) -> None:
     )
     shares_port = config.routers > 1
     grpc_server = make_server(shares_port=shares_port)
-    servicers = (
-        OperatorServicer(cache, operators),
-        WorkerOperatorServicer(control, operators, config),
+    add_grpc_front(
+        grpc_server,
+        dispatcher,
+        tokenizer,
+        model,
+        metrics,
+        config,
+        access,
+        more=(
+            *batches.services,
+            OperatorServicer(cache, operators),
+            WorkerOperatorServicer(control, operators, config),
+        ),
     )
-    add_grpc_front(grpc_server, dispatcher, tokenizer, model, metrics, config, access, *servicers)
     grpc_server.add_insecure_port(config.grpc)
     await grpc_server.start()
     leaving = Leaving()

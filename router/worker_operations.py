@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from baton.config import Config
 from baton.grpc_errors import guarded
 from baton.v1 import control_pb2, control_pb2_grpc
-from router.operator_api import Operators, metadata
+from router.grpc_call import metadata_of
+from router.operator_api import Operators
 from router.worker_control import WorkerControl
 
 Context = grpc.aio.ServicerContext[object, object]
@@ -88,12 +89,17 @@ class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
         self._operators = operators
         self._deadline_s = config.drain_deadline_s
 
+    def add_to(self, server: grpc.aio.Server) -> str:
+        """See ``router.grpc_call.Service``."""
+        control_pb2_grpc.add_WorkerOperatorServiceServicer_to_server(self, server)
+        return control_pb2.DESCRIPTOR.services_by_name["WorkerOperatorService"].full_name
+
     @guarded
     async def DrainWorker(  # noqa: N802 - gRPC's name
         self, request: control_pb2.DrainWorkerRequest, context: Context
     ) -> control_pb2.DrainWorkerResponse:
         """See control.proto."""
-        self._operators.check(metadata(context))
+        self._operators.check(metadata_of(context))
         empty = await self._control.drain(request.slot, self._deadline(request))
         return control_pb2.DrainWorkerResponse(empty=empty)
 
@@ -102,7 +108,7 @@ class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
         self, request: control_pb2.ChangeWorkerRoleRequest, context: Context
     ) -> control_pb2.ChangeWorkerRoleResponse:
         """See control.proto."""
-        self._operators.check(metadata(context))
+        self._operators.check(metadata_of(context))
         deadline_s = self._deadline(request)
         took_s = await self._control.change_role(request.slot, request.role, deadline_s)
         return control_pb2.ChangeWorkerRoleResponse(took_ms=int(took_s * 1e3))

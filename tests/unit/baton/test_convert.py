@@ -59,6 +59,8 @@ SAMPLING = st.builds(
     frequency_penalty=FLOAT,
     repetition_penalty=FLOAT,
     logit_bias=st.dictionaries(U32, FLOAT, max_size=4).map(lambda d: tuple(sorted(d.items()))),
+    allowed_token_ids=IDS,
+    bad_words=st.lists(IDS, max_size=3).map(tuple),
     grammar=st.none() | GRAMMARS,
     logprobs=st.none() | U32,
     prompt_logprobs=st.none() | U32,

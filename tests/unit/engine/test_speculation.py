@@ -39,6 +39,15 @@ SAMPLINGS = {
     ),
     "penalties, greedy": replace(GREEDY, repetition_penalty=1.2, frequency_penalty=0.5),
     "bias": replace(SEEDED, logit_bias=((5, 4.0), (9, -50.0))),
+    "limited": replace(
+        SEEDED,
+        allowed_token_ids=tuple(range(40, 52)),
+        bad_words=(
+            *((n, n + 1) for n in range(40, 51)),
+            *((n, n, n) for n in range(40, 52)),
+            (45,),
+        ),
+    ),
     "stop ids": replace(SEEDED, stop_token_ids=tuple(range(0, 200, 3)), min_tokens=9),
     "end of sequence": replace(SEEDED, logit_bias=((EOS, 6.0),), ignore_eos=False, min_tokens=4),
     "grammar": replace(

@@ -22,7 +22,7 @@ from router.cache_control import CacheControl, CacheStats, Dropped, WorkerCache
 from router.grpc_front import add_grpc_front
 from router.http_app import create_app
 from router.operator_api import OperatorApi, Operators, OperatorServicer
-from tests.unit.router.front_fakes import MODEL, check_schema, make_front, serve
+from tests.unit.router.front_fakes import MODEL, check_schema, make_front, plain_client, serve
 
 DEADLINE_S = 20.0
 
@@ -62,13 +62,13 @@ async def fronts(**config: Any) -> AsyncIterator[Fronts]:
     real = cast(CacheControl, control)
     parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
     server = make_server()
-    add_grpc_front(server, *parts, OperatorServicer(real, operators))
+    add_grpc_front(server, *parts, more=(OperatorServicer(real, operators),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         async with (
             serve(create_app(*parts, more=(OperatorApi(real, operators),))) as address,
-            httpx.AsyncClient(base_url=f"http://{address}", timeout=DEADLINE_S) as client,
+            plain_client(base_url=f"http://{address}", timeout=DEADLINE_S) as client,
             open_channel(f"127.0.0.1:{port}") as channel,
         ):
             stub: Any = cache_pb2_grpc.OperatorServiceStub(channel)

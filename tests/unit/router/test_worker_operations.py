@@ -57,7 +57,7 @@ async def fronts(**config: Any) -> AsyncIterator[Fronts]:
     parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
     server = make_server()
     servicer = WorkerOperatorServicer(real, operators, front.config)
-    add_grpc_front(server, *parts, workers=servicer)
+    add_grpc_front(server, *parts, more=(servicer,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     api = WorkerOperations(real, operators, front.config)
