@@ -108,8 +108,15 @@ def up(
     drafter: Annotated[
         str | None,
         typer.Option(
-            help="What guesses tokens that a decode step checks: ngram (where text repeats) or"
-            " none. Answers are the same. Default: ngram."
+            help="What guesses tokens that a decode step checks: ngram (where text repeats), draft"
+            " (a smaller model) or none. Answers are the same. Default: ngram."
+        ),
+    ] = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|PATH",
+            help="The smaller model of --drafter draft, which must have the same tokens.",
         ),
     ] = None,
     transport: Annotated[
@@ -161,6 +168,7 @@ def up(
         kv_dtype=kv_dtype,
         deterministic=deterministic,
         drafter=drafter,
+        draft_model=draft_model,
         transport=transport,
         redis_url=redis_url,
         local_prefill=local_prefill,
@@ -648,6 +656,10 @@ def bench_speculation(
         str, typer.Option(help="Weights, as for `baton up`: auto, none, int8, int4 or fp8.")
     ] = "auto",
     drafter: Annotated[str, typer.Option(help="What is compared with none.")] = "ngram",
+    draft_model: Annotated[
+        str,
+        typer.Option(metavar="NAME|PATH", help="As for `baton up`, with --drafter draft."),
+    ] = "",
     categories: Annotated[
         str, typer.Option(help="Out of those of the files, and copy. Default: all.")
     ] = "",
@@ -682,6 +694,7 @@ def bench_speculation(
             threads=threads,
             quantization=quantization,
             drafter=drafter,
+            draft_model=model_store.resolve(draft_model, say, "auto").path if draft_model else None,
         )
         settings = SpeculationSettings(
             engine,

@@ -37,7 +37,7 @@ _GAIN_ALONE, _GAIN = 1.02, 1.1
 several. Of many drafts the best by noisy estimates are taken, which promise more than they keep."""
 _PROBE_SHARE = 0.01
 """Of the time, for drafts that do not pay as far as is known."""
-_MOST_IN_A_STEP = 48
+MOST_IN_A_STEP = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class DraftLength:
         ``batch`` where prompts are computed beside them. Such a step is bound by arithmetic.
         """
         lengths = [0] * len(proposals)
-        likely = self._likely(proposals)[:_MOST_IN_A_STEP]
+        likely = self._likely(proposals)[:MOST_IN_A_STEP]
         if not likely:
             return lengths
         if rows > batch:
@@ -74,7 +74,7 @@ class DraftLength:
             costs = self._costs.seconds(batch, len(likely))
         if costs is None:
             return lengths
-        count = _best_count(batch, [chance for chance, _ in likely[: len(costs) - 1]], costs)
+        count = best_count(batch, [chance for chance, _ in likely[: len(costs) - 1]], costs)
         if not count and rows == batch:
             count = self._probe(costs)
         for _, index in likely[:count]:
@@ -130,7 +130,7 @@ class DraftLength:
         return 1
 
 
-def _best_count(batch: int, chances: Sequence[float], costs: Sequence[float]) -> int:
+def best_count(batch: int, chances: Sequence[float], costs: Sequence[float]) -> int:
     """How many of the likeliest tokens bring the most tokens for the time."""
     gain = _GAIN_ALONE if batch == 1 else _GAIN
     best, most = 0, gain * batch / costs[0]

@@ -24,7 +24,6 @@ from engine.local import make_sequence
 from engine.plan import StepPlan, StepResult
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
-from engine.speculation import make_speculation
 from loadtest.machine import Machine, this_machine
 from loadtest.speculation_prompts import COPY, copying_tasks, read_questions
 from loadtest.transfer_rows import write_json
@@ -143,7 +142,7 @@ class SpeculationBench:
         self._tokenizer = Tokenizer.load(settings.engine.model_path)
         runner = self._engine.runner
         # Kept for all that is measured, as a worker keeps it: what it has learned is a part of it.
-        speculation = make_speculation(settings.engine.drafter)
+        speculation = runner.speculation
         self._runners = {
             True: ModelRunner(runner.model, runner.cache, runner.device, speculation=speculation),
             False: ModelRunner(runner.model, runner.cache, runner.device),
@@ -267,9 +266,11 @@ def draw(rows: Sequence[SpeculationRow], machine: Machine) -> Table:
 
 
 def _json(settings: SpeculationSettings, machine: Machine, rows: Sequence[SpeculationRow]) -> str:
+    draft = settings.engine.draft_model
     found: Mapping[str, object] = {
         "machine": asdict(machine),
         "drafter": settings.engine.drafter,
+        "draft_model": "" if draft is None else draft.name,
         "quantization": settings.engine.quantization,
         "temperature": settings.temperature,
         "answer_tokens": settings.answer_tokens,

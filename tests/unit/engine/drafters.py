@@ -7,6 +7,7 @@ from random import Random
 
 from engine.draft_length import DraftLength, Proposal
 from engine.drafter import Draft
+from engine.model_draft_length import Candidate, ModelDraftLength
 from engine.speculation import MOST_DRAFT_TOKENS
 
 
@@ -15,6 +16,24 @@ class WholeDrafts(DraftLength):
 
     def choose(self, batch: int, rows: int, proposals: Sequence[Proposal]) -> list[int]:
         return [proposal.tokens for proposal in proposals]
+
+
+class FixedLength(ModelDraftLength):
+    """Every sequence drafts so many tokens, whatever that takes."""
+
+    def __init__(self, tokens: int = 5, *, prompts: bool = True) -> None:
+        """``prompts``: whether the drafter takes prompts in at once."""
+        super().__init__()
+        self.tokens = tokens
+        self.prompts = prompts
+        self.backlogs: list[int] = []
+
+    def takes_prompt(self) -> bool:
+        return self.prompts
+
+    def wanted(self, batch: int, candidates: Sequence[Candidate]) -> list[int]:
+        self.backlogs += [candidate.backlog for candidate in candidates]
+        return [min(self.tokens, candidate.most) for candidate in candidates]
 
 
 class Oracle:
