@@ -167,9 +167,10 @@ class Config(BaseSettings):
     """Type of the KV cache: ``dtype`` (``auto``), or 8 bits with a scale per token and head."""
     deterministic: bool = False
     """Same bits whatever else is in the batch; refused where they cannot be promised."""
-    drafter: Literal["none", "ngram"] = "ngram"
+    drafter: Literal["auto", "none", "ngram"] = "auto"
     """What guesses tokens that a decode step then checks, which changes no answer: the prompt and
-    the answer themselves, where they repeat (``ngram``), or nothing. A GPU takes ``none`` yet."""
+    the answer themselves, where they repeat (``ngram``), or nothing (``none``). ``auto``: ``ngram``
+    on CPUs, and ``none`` on GPUs, where it was not measured yet."""
     http: str = "127.0.0.1:8000"
     """host:port of the HTTP front."""
     grpc: str = "127.0.0.1:8001"

@@ -104,8 +104,8 @@ def up(
     drafter: Annotated[
         str | None,
         typer.Option(
-            help="What guesses tokens that a decode step checks: ngram (where text repeats) or"
-            " none. Answers are the same. Default: ngram."
+            help="What guesses tokens that a decode step checks: ngram (where text repeats), none,"
+            " or auto: ngram on CPUs, none on GPUs. Answers are the same. Default: auto."
         ),
     ] = None,
     transport: Annotated[

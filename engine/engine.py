@@ -15,9 +15,11 @@ from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.cpu.decoder import cpu_decoder
 from engine.cpu.library import library_build
+from engine.draft_length import MOST_IN_A_STEP
 from engine.gpu.decoder import gpu_decoder
 from engine.gpu.graphs import GRAPH_BYTES
 from engine.gpu.runner import GpuRunner
+from engine.gpu.speculation import make_overlap_speculation
 from engine.kv_cache import Allocate, KvCache, block_bytes
 from engine.kv_quantization import kv_dtype, kv_dtype_name
 from engine.model import DecoderModel
@@ -67,7 +69,8 @@ class EngineSettings:
     deterministic: bool = False
     """Whether what cannot keep a row's bits the same in every batch is refused."""
     drafter: str = "none"
-    """What guesses tokens, on the CPU: of ``engine.speculation.DRAFTERS``. A GPU takes none yet."""
+    """What guesses tokens: of ``engine.speculation.DRAFTERS``, or ``auto``: ``ngram`` on a CPU, and
+    ``none`` on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ def build_engine(settings: EngineSettings, allocate: Allocate | None = None) -> 
         max_sequences=settings.max_sequences,
         context_length=min(config.context_length, blocks * settings.block_size),
         hash_block_size=settings.hash_block_size,
-        draft_tokens=MOST_DRAFT_TOKENS if _drafts(settings, device) else 0,
+        draft_tokens=MOST_DRAFT_TOKENS if _drafter(settings, device) != "none" else 0,
     )
     name = fingerprint(settings.model_path, settings.dtype, settings.quantization)
     grammars = grammars_of(
@@ -165,26 +168,35 @@ def _runner(
 ) -> ModelRunner:
     """With the fastest step model that there is for the device."""
     device = cache.data.device
-    most = settings.max_sequences
+    drafter = _drafter(settings, device)
+    most = _most_rows(settings, device)
     gpu_model = gpu_decoder(model, cache, most, deterministic=settings.deterministic)
     if gpu_model is not None:
-        return GpuRunner(gpu_model, cache, device, grammars)
+        return GpuRunner(gpu_model, cache, device, grammars, make_overlap_speculation(drafter))
     packed = PackedCache(cache_dir())
     key = f"{name}-{written_at(settings.model_path)}"
     step_model: StepModel | None = cpu_decoder(model, cache, packed, key)
     step_model = step_model or TorchStepModel(model, cache, device)
     if settings.deterministic:
         _check_deterministic(step_model, settings)
-    speculation = make_speculation(settings.drafter) if _drafts(settings, device) else None
-    return ModelRunner(step_model, cache, device, grammars, speculation)
+    return ModelRunner(step_model, cache, device, grammars, make_speculation(drafter))
 
 
-def _drafts(settings: EngineSettings, device: torch.device) -> bool:
-    """Whether the engine drafts. Raises ConfigError for a drafter that there is not."""
+def _drafter(settings: EngineSettings, device: torch.device) -> str:
+    """Of ``DRAFTERS``. Raises ConfigError for one that there is not."""
+    if settings.drafter == "auto":
+        # On a GPU no drafter was measured yet.
+        return "ngram" if device.type == "cpu" else "none"
     if settings.drafter not in DRAFTERS:
-        known = ", ".join(DRAFTERS)
+        known = ", ".join(("auto", *DRAFTERS))
         raise ConfigError(f"drafter {settings.drafter!r} is unknown; known: {known}")
-    return settings.drafter != "none" and device.type == "cpu"
+    return settings.drafter
+
+
+def _most_rows(settings: EngineSettings, device: torch.device) -> int:
+    """Of a step of sequences that decode: a token of a draft is a row of its own."""
+    drafted = MOST_IN_A_STEP if _drafter(settings, device) != "none" else 0
+    return settings.max_sequences + drafted
 
 
 def _check_deterministic(step_model: StepModel, settings: EngineSettings) -> None:
@@ -256,17 +268,17 @@ def _pool_bytes(
     # taken its share yet.
     free, total = torch.cuda.mem_get_info(device)
     taken = torch.cuda.memory_allocated(device) + _activation_bytes(
-        config, _chunk_tokens(settings, device), settings.max_sequences, dtype
+        config, _chunk_tokens(settings, device), _most_rows(settings, device), dtype
     )
     taken += GRAPH_BYTES
     return min(int(total * settings.gpu_memory_fraction) - taken, int(free * 0.95))
 
 
 def _activation_bytes(
-    config: ModelConfig, chunk_tokens: int, max_sequences: int, dtype: torch.dtype
+    config: ModelConfig, chunk_tokens: int, most_rows: int, dtype: torch.dtype
 ) -> int:
     """A bound on a step's intermediate tensors: residual and attention, MLP, logits in fp32."""
     per_token = (8 * config.hidden_size + 4 * config.intermediate_size) * dtype.itemsize
     mask = chunk_tokens * config.context_length
-    rows = max_sequences + SCORED_TOKENS
+    rows = most_rows + SCORED_TOKENS
     return chunk_tokens * per_token + mask + 3 * 4 * rows * config.vocab_size

@@ -78,10 +78,8 @@ class ModelRunner:
         drafted = sum(len(row.draft) for row in rows)
         if self._speculation is not None and plan.decodes_only:
             self._speculation.observe(len(rows), drafted, seconds)
-        kept = zip(rows, found.token_ids, strict=True)
-        accepted = sum(len(tokens) - 1 for row, tokens in kept if row.draft)
         failed = self._failed(plan.rows)
-        return result_of(plan, found, seconds, failed, drafted, accepted)
+        return result_of(plan, found, seconds, failed, drafted, accepted_of(rows, found))
 
     def start(self, plan: StepPlan) -> Ending:
         """Begin a step; what is returned waits for its end, and may be called on another thread."""
@@ -140,10 +138,17 @@ class ModelRunner:
 
     def _drafted(self, rows: Iterable[PlanRow]) -> list[DraftedRow]:
         """The rows as they are computed: where their sequences are by now, and with drafts."""
-        placed = [DraftedRow(self._placed(row), ()) for row in rows]
+        placed = self._undrafted(rows)
         if self._speculation is None:
             return placed
-        return self._speculation.extend(placed, lambda number: self._known[number].token_ids)
+        return self._speculation.extend(placed, self._tokens_of)
+
+    def _undrafted(self, rows: Iterable[PlanRow]) -> list[DraftedRow]:
+        """The rows where their sequences are by now."""
+        return [DraftedRow(self._placed(row), ()) for row in rows]
+
+    def _tokens_of(self, sequence_id: int) -> list[int]:
+        return self._known[sequence_id].token_ids
 
     def _placed(self, row: PlanRow) -> PlanRow:
         """See ``PlanRow``."""
@@ -157,7 +162,7 @@ class ModelRunner:
 
     def _compute(self, rows: Sequence[DraftedRow]) -> StepFound:
         work = self._gather(rows)
-        found = self.model.run(step_of(plan_rows(rows), work))
+        found = self.model.run(step_of(self._step_rows(rows), work))
         if found.best is not None:
             drawn = work.draw_best(found.best)
         else:
@@ -165,6 +170,10 @@ class ModelRunner:
             drawn = self._sample(work.draw_logits(found.logits), self._masked(rows, work.draws))
         tokens = self._kept(rows, drawn)
         return found_of(plan_rows(rows), work, tokens, found.logits, self._scorer)
+
+    def _step_rows(self, rows: Sequence[DraftedRow]) -> tuple[PlanRow, ...]:
+        """The rows as the model is given them: of all together the same tokens in their order."""
+        return plan_rows(rows)
 
     def _masked(self, rows: Sequence[DraftedRow], draws: list[SampleRow]) -> list[SampleRow]:
         """The draws with their grammars' masks: of all choices of a row the same one."""
@@ -224,6 +233,12 @@ class ModelRunner:
 def plan_rows(rows: Sequence[DraftedRow]) -> tuple[PlanRow, ...]:
     """The rows as they are computed."""
     return tuple(drafted.row for drafted in rows)
+
+
+def accepted_of(rows: Sequence[DraftedRow], found: StepFound) -> int:
+    """How many drafted tokens were right, of all rows."""
+    kept = zip(rows, found.token_ids, strict=True)
+    return sum(len(tokens) - 1 for row, tokens in kept if row.draft)
 
 
 def _draws(known: _Known, draft: tuple[int, ...]) -> list[SampleRow]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from engine.draft_length import DraftLength, Proposal
+from engine.draft_length import MOST_IN_A_STEP, DraftLength, Proposal
 from engine.drafter import Draft, Drafter
 from engine.ngram_drafter import NgramDrafter
 from engine.plan import PlanRow
@@ -18,6 +18,10 @@ DRAFTERS = ("none", "ngram")
 """By the names that the configuration takes."""
 MOST_DRAFT_TOKENS = 13
 """Of one sequence in one step: with its own token a pass of linear.h."""
+
+CostsOf = Callable[[int, int, int], list[float] | None]
+"""What steps with 0, 1, … drafted tokens take; see ``DraftLength.choose``. Asked with the sequences
+that decode, the tokens without drafts, and the most drafted tokens. None: none is to be checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +48,15 @@ class Speculation:
         return self._drafter.name
 
     def extend(
-        self, rows: Sequence[DraftedRow], tokens_of: Callable[[int], list[int]]
+        self,
+        rows: Sequence[DraftedRow],
+        tokens_of: Callable[[int], list[int]],
+        costs_of: CostsOf | None = None,
     ) -> list[DraftedRow]:
-        """The rows with the drafts that pay; ``tokens_of`` gives a sequence's tokens by its id."""
+        """The rows with the drafts that pay; ``tokens_of`` gives a sequence's tokens by its id.
+
+        ``costs_of`` stands for what was observed.
+        """
         self._drafts = {}
         for drafted in rows:
             row = drafted.row
@@ -63,7 +73,13 @@ class Speculation:
         ]
         batch = sum(drafted.row.sample for drafted in rows)
         total = sum(drafted.row.count for drafted in rows)
-        lengths = self._length.choose(batch, total, proposals)
+        costs = None
+        if costs_of is not None:
+            most = min(MOST_IN_A_STEP, sum(proposal.tokens for proposal in proposals))
+            costs = costs_of(batch, total, most)
+            if costs is None:
+                return list(rows)
+        lengths = self._length.choose(batch, total, proposals, costs)
         chosen = dict(zip(self._drafts, lengths, strict=True))
         return [self._with_draft(drafted, chosen) for drafted in rows]
 
@@ -98,9 +114,15 @@ class Speculation:
 
 def make_speculation(name: str) -> Speculation | None:
     """By the name of the drafter; None for ``none``. Raises ValueError for another name."""
+    drafter = make_drafter(name)
+    return None if drafter is None else Speculation(drafter)
+
+
+def make_drafter(name: str) -> Drafter | None:
+    """As ``make_speculation``."""
     if name not in DRAFTERS:
         raise ValueError(f"drafter {name!r} is unknown; known: {', '.join(DRAFTERS)}")
-    return None if name == "none" else Speculation(NgramDrafter())
+    return None if name == "none" else NgramDrafter()
 
 
 def with_place(row: PlanRow, start: int, count: int) -> PlanRow:
