@@ -26,6 +26,10 @@ from engine.speculation import (
     with_place,
 )
 
+_ROW_SHARE = 0.002
+"""What a drafted token is taken to cost where nothing is known: this part of a step without. A GPU
+reads the weights for a hundred rows in the time that it takes for one."""
+
 TokensOf = Callable[[int], list[int]]
 """A sequence's tokens by its id; the last one may be a name."""
 
@@ -50,7 +54,7 @@ class OverlapSpeculation(Speculation):
         costs: OverlapCosts | None = None,
     ) -> None:
         """``length`` and ``costs`` are for tests: without them what is measured decides."""
-        waiting = DraftCosts()
+        waiting = DraftCosts(_ROW_SHARE)
         super().__init__(drafter, length or DraftLength(waiting))
         self._costs = costs or OverlapCosts(waiting)
         self._guesses: dict[int, _Guess] = {}

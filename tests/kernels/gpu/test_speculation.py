@@ -18,7 +18,7 @@ import torch
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
-from engine.drafter import Drafter
+from engine.drafter import Draft, Drafter
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.gpu.overlap_costs import OverlapCosts
 from engine.gpu.runner import GpuRunner
@@ -28,7 +28,6 @@ from engine.gpu.speculation import (
     verification_rows,
 )
 from engine.local import make_sequence
-from engine.ngram_drafter import NgramDrafter
 from engine.plan import PlanRow, StepPlan
 from engine.runner import Ending
 from engine.scheduler import Scheduler
@@ -88,7 +87,7 @@ class GpuBench:
         blocks: int = 64,
         **limits: Any,
     ) -> Answer:
-        """All prompts together, up to ``depth`` steps begun before the first is waited for."""
+        """With the drafts that ``drafter`` makes, all of them."""
         built = self.built
         steps = TorchSteps(built.runner.model, 200)
         speculation = OverlapSpeculation(drafter, WholeDrafts(), AnyCosts()) if drafter else None
@@ -100,9 +99,24 @@ class GpuBench:
             speculation,
         )
         draft_tokens = MOST_DRAFT_TOKENS if drafter else 0
-        changed = replace(built.scheduler.limits, draft_tokens=draft_tokens, **limits)
+        return self.run_on(
+            runner, steps, prompts, samplings, depth, blocks, draft_tokens=draft_tokens, **limits
+        )
+
+    def run_on(
+        self,
+        runner: GpuRunner,
+        steps: TorchSteps,
+        prompts: Sequence[list[int]],
+        samplings: Sequence[SamplingParams],
+        depth: int = 2,
+        blocks: int = 64,
+        **limits: Any,
+    ) -> Answer:
+        """All prompts together, up to ``depth`` steps begun before the first is waited for."""
         pool = BlockPool(blocks)
-        engine = replace(built, runner=runner, pool=pool, scheduler=Scheduler(pool, changed))
+        changed = replace(self.built.scheduler.limits, **limits)
+        engine = replace(self.built, runner=runner, pool=pool, scheduler=Scheduler(pool, changed))
         sequences = []
         for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             spec = SequenceSpec(f"{number}", 0, "", tuple(prompt), len(prompt), sampling)
@@ -176,3 +190,161 @@ def test_drafts_change_no_answer(bench: GpuBench, name: str, wrong: float) -> No
         assert found.accepted == 0
     if wrong == 0.0:
         assert len(found.steps.steps) < len(expected.steps.steps)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_beside_prompts_in_a_small_pool(bench: GpuBench, wrong: float, depth: int) -> None:
+    """Chunks, preemptions, prompts that share blocks, the context's end; one draws on the host."""
+    prompts = [*PROMPTS, PROMPTS[2] + [7, 8], some_tokens(60, 9)]
+    samplings = [replace(SEEDED, seed=n, max_tokens=30 + n) for n in range(len(prompts))]
+    samplings[3] = replace(samplings[3], frequency_penalty=0.5)
+    expected = bench.run(prompts, samplings, context_length=80)
+    found = bench.run(
+        prompts,
+        samplings,
+        oracle(expected, wrong),
+        depth=depth,
+        blocks=9,
+        chunk_tokens=17,
+        context_length=80,
+    )
+    assert found.outcome == expected.outcome
+    assert found.drafted > 0
+    assert bool(found.accepted) == (wrong < 1.0)
+    assert any(_has_chunk_and_draft(step.rows) for step in found.steps.steps)
+
+
+def _has_chunk_and_draft(rows: Sequence[PlanRow]) -> bool:
+    ids = [row.sequence_id for row in rows]
+    return any(row.count > 1 for row in rows) and len(set(ids)) < len(ids)
+
+
+class Sometimes(Oracle):
+    """Knows the answers, and says nothing most of the time."""
+
+    def propose(self, sequence_id: int, token_ids: list[int], most: int) -> Draft | None:
+        draft = super().propose(sequence_id, token_ids, most)
+        return draft if len(token_ids) % 11 < 2 else None
+
+
+@pytest.mark.parametrize("name", ["greedy", "seeded", "grammar", "penalties"])
+def test_steps_with_drafts_among_steps_that_overlap(bench: GpuBench, name: str) -> None:
+    samplings = [replace(SAMPLINGS[name], seed=n) for n in range(2)]
+    expected = bench.run(PROMPTS[:2], samplings)
+    answers = {n: sequence.token_ids for n, sequence in enumerate(expected.sequences)}
+    found = bench.run(PROMPTS[:2], samplings, Sometimes(0.2, VOCAB - 1, answers))
+    assert found.outcome == expected.outcome
+    assert found.drafted > 0
+    if name in ("greedy", "seeded"):
+        assert 5 < found.steps.named < len(found.steps.steps) - 2
+
+
+def test_without_drafts_every_step_overlaps(plain: GpuBench) -> None:
+    """One that never proposes costs no wait."""
+    samplings = [GREEDY] * len(PROMPTS)
+    expected = plain.run(PROMPTS, samplings)
+    found = plain.run(PROMPTS, samplings, Said([]))
+    assert found.steps.named == expected.steps.named >= GREEDY.max_tokens - 2
+    assert (found.drafted, found.outcome) == (0, expected.outcome)
+
+
+def test_prompt_lookup_by_measured_costs(plain: GpuBench) -> None:
+    """Nothing is told of costs: the runner measures them. Its answers are the same."""
+    samplings = [replace(GREEDY, max_tokens=60)] * len(PROMPTS)
+    expected = plain.run(PROMPTS, samplings)
+    steps = TorchSteps(plain.built.runner.model, 200)
+    speculation = make_overlap_speculation("ngram")
+    built = plain.built
+    runner = GpuRunner(steps, built.cache, built.runner.device, None, speculation)  # type: ignore[arg-type]
+    assert runner.drafter == "ngram"
+    found = plain.run_on(runner, steps, PROMPTS, samplings, draft_tokens=MOST_DRAFT_TOKENS)
+    assert found.outcome == expected.outcome
+
+
+def test_a_drafted_token_is_a_row_of_its_own() -> None:
+    plain_row = PlanRow(1, 7, 1, (4, 5), True)
+    chunk = PlanRow(2, 0, 9, (6,), False)
+    drafted = DraftedRow(PlanRow(3, 15, 3, (8, 9), True, limit=20), (11, 12))
+    rows = verification_rows([DraftedRow(plain_row, ()), drafted, DraftedRow(chunk, ())])
+    assert rows[0] == plain_row
+    assert [(row.sequence_id, row.start, row.count) for row in rows[1:4]] == [
+        (3, 15, 1),
+        (3, 16, 1),
+        (3, 17, 1),
+    ]
+    assert {row.block_table for row in rows[1:4]} == {(8, 9)}
+    assert rows[4] == chunk
+
+
+def test_drafters_by_name() -> None:
+    assert make_overlap_speculation("none") is None
+    with pytest.raises(ValueError, match="'guess' is unknown"):
+        make_overlap_speculation("guess")
+
+
+class Said:
+    """Proposes what it was told to, whatever the sequence is; notes what it was asked behind."""
+
+    name = "said"
+
+    def __init__(self, draft: list[int]) -> None:
+        self.draft = draft
+        self.asked: list[list[int]] = []
+
+    def propose(self, sequence_id: int, token_ids: list[int], most: int) -> Draft | None:
+        self.asked.append(list(token_ids))
+        return Draft(self.draft[:most], 2) if self.draft else None
+
+    def forget(self, sequence_id: int) -> None:
+        pass
+
+
+class Verified(WholeDrafts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int, int, int]] = []
+
+    def verified(self, sequence_id: int, evidence: int, drafted: int, kept: int) -> None:
+        self.seen.append((sequence_id, evidence, drafted, kept))
+
+
+ROW = [DraftedRow(PlanRow(0, 3, 1, (1,), True, limit=9), ())]
+
+
+def test_what_follows_a_token_that_is_being_drawn_is_guessed() -> None:
+    """The first token of the draft stands for that one: those behind it are what may be gained."""
+    drafter, length = Said([5, 6]), Verified()
+    speculation = OverlapSpeculation(drafter, length, AnyCosts())
+    tokens = [1, 2, 3, -1]
+    assert speculation.promises(ROW, lambda _: tokens)
+    assert tokens == [1, 2, 3, -1]
+    assert drafter.asked == [[1, 2, 3]]
+    drafter.draft = [5]
+    assert not speculation.promises(ROW, lambda _: tokens), "nothing lies behind the guess"
+
+
+@pytest.mark.parametrize(("drawn", "kept"), [(5, 1), (4, 0)])
+def test_a_guess_is_compared_with_what_was_drawn(drawn: int, kept: int) -> None:
+    length = Verified()
+    speculation = OverlapSpeculation(Said([5, 6]), length, AnyCosts())
+    speculation.promises(ROW, lambda _: [1, 2, 3, -1])
+    assert length.seen == []
+    row = [DraftedRow(PlanRow(0, 4, 1, (1,), True, limit=9), ())]
+    speculation.promises(row, lambda _: [1, 2, 3, drawn, -1])
+    assert length.seen == [(0, 2, 1, kept)]
+    speculation.forget(0)
+    speculation.promises(row, lambda _: [1, 2, 3, drawn, 7, -1])
+    assert len(length.seen) == 1, "its guess was forgotten"
+
+
+def test_no_draft_goes_further_than_the_answer() -> None:
+    """Of a limit of six tokens, with the one that is being drawn the fourth."""
+    drafter = Said([5, 6, 7, 8])
+    speculation = OverlapSpeculation(drafter, WholeDrafts(), AnyCosts())
+    row = [DraftedRow(PlanRow(0, 3, 1, (1,), True, limit=6), ())]
+    assert speculation.promises(row, lambda _: [1, 2, 3, -1])
+    (drafted,) = speculation.extend_overlapping(row, lambda _: [1, 2, 3, 9])
+    assert drafted.draft == (5,)
+    row = [DraftedRow(PlanRow(0, 3, 1, (1,), True, limit=5), ())]
+    assert not speculation.promises(row, lambda _: [1, 2, 3, -1])
