@@ -132,7 +132,7 @@ def build_engine(settings: EngineSettings, allocate: Allocate | None = None) -> 
         max_sequences=settings.max_sequences,
         context_length=min(config.context_length, blocks * settings.block_size),
         hash_block_size=settings.hash_block_size,
-        draft_tokens=MOST_DRAFT_TOKENS if _drafter(settings, device) != "none" else 0,
+        draft_tokens=MOST_DRAFT_TOKENS if drafter_of(settings, device) != "none" else 0,
     )
     name = fingerprint(settings.model_path, settings.dtype, settings.quantization)
     grammars = grammars_of(
@@ -168,7 +168,7 @@ def _runner(
 ) -> ModelRunner:
     """With the fastest step model that there is for the device."""
     device = cache.data.device
-    drafter = _drafter(settings, device)
+    drafter = drafter_of(settings, device)
     most = _most_rows(settings, device)
     gpu_model = gpu_decoder(model, cache, most, deterministic=settings.deterministic)
     if gpu_model is not None:
@@ -182,8 +182,8 @@ def _runner(
     return ModelRunner(step_model, cache, device, grammars, make_speculation(drafter))
 
 
-def _drafter(settings: EngineSettings, device: torch.device) -> str:
-    """Of ``DRAFTERS``. Raises ConfigError for one that there is not."""
+def drafter_of(settings: EngineSettings, device: torch.device) -> str:
+    """What guesses tokens: of ``DRAFTERS``. Raises ConfigError for one that there is not."""
     if settings.drafter == "auto":
         # On a GPU no drafter was measured yet.
         return "ngram" if device.type == "cpu" else "none"
@@ -195,7 +195,7 @@ def _drafter(settings: EngineSettings, device: torch.device) -> str:
 
 def _most_rows(settings: EngineSettings, device: torch.device) -> int:
     """Of a step of sequences that decode: a token of a draft is a row of its own."""
-    drafted = MOST_IN_A_STEP if _drafter(settings, device) != "none" else 0
+    drafted = MOST_IN_A_STEP if drafter_of(settings, device) != "none" else 0
     return settings.max_sequences + drafted
 
 

@@ -180,10 +180,10 @@ def oracle(answer: Answer, wrong: float) -> Oracle:
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("wrong", WRONG)
-def test_drafts_change_no_answer(bench: GpuBench, name: str, wrong: float) -> None:
+def test_drafts_change_no_answer(exact: GpuBench, name: str, wrong: float) -> None:
     samplings = [replace(SAMPLINGS[name], seed=n) for n in range(len(PROMPTS))]
-    expected = bench.run(PROMPTS, samplings)
-    found = bench.run(PROMPTS, samplings, oracle(expected, wrong))
+    expected = exact.run(PROMPTS, samplings)
+    found = exact.run(PROMPTS, samplings, oracle(expected, wrong))
     assert found.outcome == expected.outcome
     assert found.drafted > 0
     if wrong == 1.0:
