@@ -58,7 +58,7 @@ class DraftLength:
 
     def __init__(self, costs: DraftCosts | None = None) -> None:
         """``costs``: where they are kept, for one who looks at them too."""
-        self._costs = costs or DraftCosts()
+        self.costs = costs or DraftCosts()
         self._levels = [_Level(_guess(level)) for level in range(_LEVELS)]
         self._records: dict[int, _Record] = {}
         self._purse = 0.0
@@ -95,7 +95,7 @@ class DraftLength:
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
         """A step in which ``batch`` sequences decoded, and nothing else, took so long."""
-        self._costs.observe(batch, drafted, seconds)
+        self.costs.observe(batch, drafted, seconds)
 
     def verified(self, sequence_id: int, evidence: int, drafted: int, kept: int) -> None:
         """Of a draft's tokens the first ``kept`` of ``drafted`` were right."""
@@ -113,7 +113,7 @@ class DraftLength:
         """In seconds, or in tokens where prompts are computed; None where nothing is known."""
         if rows > batch:
             return [float(rows + n) for n in range(most + 1)]
-        return self._costs.seconds(batch, most)
+        return self.costs.seconds(batch, most)
 
     def _likely(self, proposals: Sequence[Proposal]) -> list[tuple[float, int]]:
         """The chance of each token that it is kept, and whose it is; the likeliest first.

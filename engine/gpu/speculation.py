@@ -54,9 +54,9 @@ class OverlapSpeculation(Speculation):
         costs: OverlapCosts | None = None,
     ) -> None:
         """``length`` and ``costs`` are for tests: without them what is measured decides."""
-        waiting = DraftCosts(_ROW_SHARE)
-        super().__init__(drafter, length or DraftLength(waiting))
-        self._costs = costs or OverlapCosts(waiting)
+        length = length or DraftLength(DraftCosts(_ROW_SHARE))
+        super().__init__(drafter, length)
+        self._costs = costs or OverlapCosts(length.costs)
         self._guesses: dict[int, _Guess] = {}
 
     def promises(self, rows: Sequence[DraftedRow], tokens_of: TokensOf) -> bool:
