@@ -5,6 +5,7 @@ The step model is torch here; ``steps/test_drafts.py`` has the kernels.
 
 from __future__ import annotations
 
+import queue
 import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ from engine.gpu.speculation import (
     verification_rows,
 )
 from engine.local import make_sequence
-from engine.plan import PlanRow, StepPlan
+from engine.plan import PlanRow, StepPlan, StepResult
 from engine.runner import Ending
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence as EngineSequence
@@ -37,6 +38,7 @@ from tests.kernels.gpu.torch_steps import TorchSteps
 from tests.models import VOCAB, make_tiny_model
 from tests.unit.engine.drafters import Oracle, WholeDrafts
 from tests.unit.engine.test_speculation import GREEDY, PROMPTS, SAMPLINGS, SEEDED, some_tokens
+from worker.engine_thread import EngineThread
 
 WRONG = (0.0, 1.0, 0.3)
 
@@ -85,11 +87,12 @@ class GpuBench:
         *,
         depth: int = 2,
         blocks: int = 64,
+        slow: bool = True,
         **limits: Any,
     ) -> Answer:
-        """With the drafts that ``drafter`` makes, all of them."""
+        """With the drafts that ``drafter`` makes, all of them; ``slow``: see ``TorchSteps``."""
         built = self.built
-        steps = TorchSteps(built.runner.model, 200)
+        steps = TorchSteps(built.runner.model, 200, slow=slow)
         speculation = OverlapSpeculation(drafter, WholeDrafts(), AnyCosts()) if drafter else None
         runner = GpuRunner(
             steps,  # type: ignore[arg-type]
@@ -117,12 +120,7 @@ class GpuBench:
         pool = BlockPool(blocks)
         changed = replace(self.built.scheduler.limits, **limits)
         engine = replace(self.built, runner=runner, pool=pool, scheduler=Scheduler(pool, changed))
-        sequences = []
-        for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
-            spec = SequenceSpec(f"{number}", 0, "", tuple(prompt), len(prompt), sampling)
-            sequences.append(make_sequence(engine, number, spec))
-            engine.scheduler.add(sequences[-1])
-        answer = Answer(engine, sequences, steps)
+        answer = Answer(engine, _add(engine, prompts, samplings), steps)
         for plan, ending in _in_flight(engine, depth):
             result = ending()
             assert result.seconds >= 0
@@ -132,6 +130,17 @@ class GpuBench:
         assert engine.scheduler.is_idle()
         engine.pool.check()
         return answer
+
+
+def _add(
+    engine: Engine, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]
+) -> list[EngineSequence]:
+    sequences = []
+    for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+        spec = SequenceSpec(f"{number}", 0, "", tuple(prompt), len(prompt), sampling)
+        sequences.append(make_sequence(engine, number, spec))
+        engine.scheduler.add(sequences[-1])
+    return sequences
 
 
 def _in_flight(engine: Engine, depth: int) -> Iterator[tuple[StepPlan, Ending]]:
@@ -249,6 +258,17 @@ def test_without_drafts_every_step_overlaps(plain: GpuBench) -> None:
     assert (found.drafted, found.outcome) == (0, expected.outcome)
 
 
+def test_a_gpu_that_waits_for_the_host_is_looked_for_drafts_seldom(plain: GpuBench) -> None:
+    """Looking takes time then. Whoever drafts goes on with it."""
+    expected = plain.run(PROMPTS[:1], [GREEDY], slow=False)
+    drafter = Said([])
+    assert plain.run(PROMPTS[:1], [GREEDY], drafter, slow=False).outcome == expected.outcome
+    assert 1 <= len(drafter.asked) <= 4
+    knowing = plain.run(PROMPTS[:1], [GREEDY], oracle(expected, 0.3), slow=False)
+    assert knowing.outcome == expected.outcome
+    assert knowing.accepted > 5
+
+
 def test_prompt_lookup_by_measured_costs(plain: GpuBench) -> None:
     """Nothing is told of costs: the runner measures them. Its answers are the same."""
     samplings = [replace(GREEDY, max_tokens=60)] * len(PROMPTS)
@@ -348,3 +368,40 @@ def test_no_draft_goes_further_than_the_answer() -> None:
     assert drafted.draft == (5,)
     row = [DraftedRow(PlanRow(0, 3, 1, (1,), True, limit=5), ())]
     assert not speculation.promises(row, lambda _: [1, 2, 3, -1])
+
+
+@pytest.mark.parametrize("name", ["greedy", "penalties", "grammar"])
+def test_with_an_engine_thread_and_one_that_waits(plain: GpuBench, name: str) -> None:
+    """As a worker has them: who waits for a step's end is not who begins the next."""
+    samplings = [replace(SAMPLINGS[name], seed=n) for n in range(2)]
+    expected = plain.run(PROMPTS[:2], samplings)
+    answers = {n: sequence.token_ids for n, sequence in enumerate(expected.sequences)}
+    built = plain.built
+    speculation = OverlapSpeculation(Sometimes(0.3, VOCAB - 1, answers), WholeDrafts(), AnyCosts())
+    steps = TorchSteps(built.runner.model, 200)
+    runner = GpuRunner(
+        steps,  # type: ignore[arg-type]
+        built.cache,
+        built.runner.device,
+        built.grammars,
+        speculation,
+    )
+    done: queue.SimpleQueue[tuple[StepPlan, StepResult | Exception]] = queue.SimpleQueue()
+    thread = EngineThread(runner, lambda plan, result: done.put((plan, result)))
+    limits = replace(built.scheduler.limits, draft_tokens=MOST_DRAFT_TOKENS)
+    engine = replace(built, runner=runner, scheduler=Scheduler(BlockPool(64), limits))
+    sequences = _add(engine, PROMPTS[:2], samplings)
+    thread.start()
+    try:
+        accepted = 0
+        while not engine.scheduler.is_idle():
+            while engine.scheduler.plans_in_flight < 2 and (plan := engine.scheduler.schedule()):
+                thread.submit(plan)
+            plan, result = done.get(timeout=30)
+            assert isinstance(result, StepResult), result
+            engine.scheduler.complete(plan, result)
+            accepted += result.accepted
+    finally:
+        thread.stop(30)
+    assert [(each.token_ids, each.finish_reason) for each in sequences] == expected.outcome
+    assert accepted > 0

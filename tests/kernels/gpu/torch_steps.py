@@ -13,6 +13,16 @@ from engine.gpu.sample import draw_reference
 from engine.step import StepInput, StepModel, StepOutput
 
 
+class _Running:
+    """A step's end, which has not come before somebody waits for it."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        pass
+
+
 class TorchSteps:
     """As ``engine.gpu.decoder.GpuStepModel`` over another step model. It notes its steps.
 
@@ -22,8 +32,10 @@ class TorchSteps:
 
     layers_done = 0
 
-    def __init__(self, model: StepModel, most_rows: int) -> None:
+    def __init__(self, model: StepModel, most_rows: int, *, slow: bool = True) -> None:
+        """``slow``: whether a step still runs when the next one is begun."""
         self._model = model
+        self._ended = _Running() if slow else None
         self._drawn = torch.zeros(most_rows, dtype=torch.int64)
         self.steps: list[StepInput] = []
         self.named = 0
@@ -60,4 +72,4 @@ class TorchSteps:
             torch.tensor([draw.keys for draw in draws]),
         )
         self._drawn[: len(drawn)] = drawn
-        return StartedStep(drawn.clone(), None)
+        return StartedStep(drawn.clone(), self._ended)  # type: ignore[arg-type]
