@@ -7,6 +7,7 @@ waited for at once, since where the next one begins depends on what it brings.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -32,25 +33,27 @@ _SELDOM = 16
 time, up to 6 µs a sequence (2 cores of an AMD EPYC, 2026-11-20)."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Unsettled:
-    """A step whose tokens the sequences have by name only: each list, and the place in it."""
-
-    step: StartedStep
-    places: tuple[tuple[list[int], int], ...]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Step:
     """A step on its way."""
 
     plan: StepPlan
     began: float
     """``time.perf_counter``."""
-    failed: tuple[tuple[int, str], ...]
     waited: bool
     """Whether it was begun only when the one before it had ended."""
     drafted: int = 0
+    seconds: float | None = None
+    """From the end of the one before, or from its own beginning; None before its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsettled:
+    """A step whose tokens the sequences have by name only: each list, and the place in it."""
+
+    step: _Step
+    started: StartedStep
+    places: tuple[tuple[list[int], int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +84,11 @@ class GpuRunner(ModelRunner):
         self._gpu = model
         self._drafts = speculation
         self._unsettled: list[_Unsettled] = []
+        self._ends = threading.Lock()
+        """Held for moments by whoever has seen a step's end: this thread, or one that waits."""
         self._last_end = 0.0
         self._measured: deque[_Measured] = deque()
-        """Put in by whoever waits for a step's end, taken out by the engine thread."""
+        """Put in with that lock held, taken out by the engine thread."""
         self._late = False
         """Whether the GPU had nothing to do when the last step was begun."""
 
@@ -113,24 +118,23 @@ class GpuRunner(ModelRunner):
         drafted = sum(len(row.draft) for row in extended)
         if drafted:
             rows, work = extended, self._gather(extended)
-        waited = waits or not self._unsettled
+        step = _Step(plan, began, waits or not self._unsettled, drafted)
         if not work.on_device:
             found = self._compute(rows)
             if self.device.type == "cuda":
                 # A result says that the step's KV is there: transfers read it on another stream.
                 torch.cuda.current_stream(self.device).synchronize()
-            step = _Step(plan, began, self._failed(plan.rows), waited, drafted)
-            return self._ended(step, rows, found)
+            return self._waited_for(step, rows, found)
         started = self._started(rows, work, follows)
-        step = _Step(plan, began, self._failed(plan.rows), waited, drafted)
         if drafted:
-            return self._ended(step, rows, StepFound(self._kept(rows, started.token_ids())))
-        self._late = bool(self._unsettled) and self._unsettled[-1].step.has_ended()
-        self._unsettled.append(_Unsettled(started, _named(work.draws)))
+            return self._waited_for(step, rows, StepFound(self._kept(rows, started.token_ids())))
+        self._late = bool(self._unsettled) and self._unsettled[-1].started.has_ended()
+        self._unsettled.append(_Unsettled(step, started, _named(work.draws)))
+        failed = self._failed(plan.rows)
 
         def ending() -> StepResult:
-            tokens = tuple(by_row(plan.rows, started.token_ids()))
-            return self._finished(step, StepFound(tokens))
+            found = StepFound(tuple(by_row(plan.rows, started.token_ids())))
+            return result_of(plan, found, self._ended(step), failed)
 
         return ending
 
@@ -169,22 +173,29 @@ class GpuRunner(ModelRunner):
         """Capture the decode steps of the usual sizes; see ``GpuStepModel.warm_up``."""
         self._gpu.warm_up()
 
-    def _ended(self, step: _Step, rows: Sequence[DraftedRow], found: StepFound) -> Ending:
-        """Of a step that was waited for."""
-        result = self._finished(step, found, accepted_of(rows, found))
+    def _waited_for(self, step: _Step, rows: Sequence[DraftedRow], found: StepFound) -> Ending:
+        """Of a step that has ended."""
+        seconds, failed = self._ended(step), self._failed(step.plan.rows)
+        accepted = accepted_of(rows, found)
+        result = result_of(step.plan, found, seconds, failed, step.drafted, accepted)
         return lambda: result
 
-    def _finished(self, step: _Step, found: StepFound, accepted: int = 0) -> StepResult:
-        """Whoever has waited for the step calls this, at once."""
-        ended = time.perf_counter()
-        # While the step before ran, this one only waited.
-        seconds = ended - max(step.began, self._last_end)
-        overlapped = not step.waited and step.began < self._last_end
-        self._last_end = ended
-        plan = step.plan
-        if self._drafts is not None and plan.decodes_only:
-            self._measured.append(_Measured(len(plan.rows), step.drafted, seconds, overlapped))
-        return result_of(plan, found, seconds, step.failed, step.drafted, accepted)
+    def _ended(self, step: _Step) -> float:
+        """The seconds of a step. Whoever has waited for it calls this at once: the first one counts
+
+        and any thread may be the first.
+        """
+        with self._ends:
+            if step.seconds is None:
+                ended = time.perf_counter()
+                # While the step before ran, this one only waited.
+                step.seconds = ended - max(step.began, self._last_end)
+                overlapped = not step.waited and step.began < self._last_end
+                self._last_end = ended
+                if self._drafts is not None and step.plan.decodes_only:
+                    batch = len(step.plan.rows)
+                    self._measured.append(_Measured(batch, step.drafted, step.seconds, overlapped))
+            return step.seconds
 
     def _learn_costs(self) -> None:
         """Tell the speculation of the steps that have ended."""
@@ -199,7 +210,8 @@ class GpuRunner(ModelRunner):
         """Give tokens their ids, but for those of the last ``running`` steps."""
         while len(self._unsettled) > running:
             unsettled = self._unsettled.pop(0)
-            token_ids = unsettled.step.token_ids()
+            token_ids = unsettled.started.token_ids()
+            self._ended(unsettled.step)
             for (sequence, place), token in zip(unsettled.places, token_ids, strict=True):
                 sequence[place] = token
 

@@ -405,3 +405,47 @@ def test_with_an_engine_thread_and_one_that_waits(plain: GpuBench, name: str) ->
         thread.stop(30)
     assert [(each.token_ids, each.finish_reason) for each in sequences] == expected.outcome
     assert accepted > 0
+
+
+class Told(OverlapSpeculation):
+    """Notes what it is told of steps: how many tokens they drafted, and whether they overlapped."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__(drafter, WholeDrafts(), AnyCosts())
+        self.steps: list[tuple[int, bool]] = []
+
+    def observe(self, batch: int, drafted: int, seconds: float) -> None:
+        assert seconds > 0
+        self.steps.append((drafted, False))
+
+    def observe_overlapping(self, batch: int, seconds: float) -> None:
+        assert seconds > 0
+        self.steps.append((0, True))
+
+
+class Twice(Oracle):
+    """Proposes where two drafts follow one another, and then not for some tokens."""
+
+    def propose(self, sequence_id: int, token_ids: list[int], most: int) -> Draft | None:
+        behind = len(token_ids) - len(PROMPTS[0])
+        # Asked behind the token before the one that is drawn, then with that one known.
+        told = {8: 3, 9: 1, 11: 1}.get(behind, 0)
+        right = self.answers[sequence_id][len(token_ids) : len(token_ids) + told]
+        return Draft(right, 1) if told else None
+
+
+def test_steps_are_told_by_whether_they_overlapped(plain: GpuBench) -> None:
+    """What waits for drafts is never taken for a step as it is without."""
+    expected = plain.run(PROMPTS[:1], [GREEDY])
+    built = plain.built
+    told = Told(Twice(0.0, VOCAB, {0: expected.sequences[0].token_ids}))
+    steps = TorchSteps(built.runner.model, 200)
+    runner = GpuRunner(steps, built.cache, built.runner.device, None, told)  # type: ignore[arg-type]
+    found = plain.run_on(runner, steps, PROMPTS[:1], [GREEDY], draft_tokens=MOST_DRAFT_TOKENS)
+    assert found.outcome == expected.outcome
+    assert (found.drafted, found.accepted) == (2, 2)
+    # Two drafts, and the step behind them, which waits for what they bring.
+    first = told.steps.index((1, False))
+    assert told.steps[first : first + 4] == [(1, False), (1, False), (0, False), (0, True)]
+    others = told.steps[:first] + told.steps[first + 3 :]
+    assert set(others) == {(0, True)}
