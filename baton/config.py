@@ -167,10 +167,14 @@ class Config(BaseSettings):
     """Type of the KV cache: ``dtype`` (``auto``), or 8 bits with a scale per token and head."""
     deterministic: bool = False
     """Same bits whatever else is in the batch; refused where they cannot be promised."""
-    drafter: Literal["auto", "none", "ngram"] = "auto"
+    drafter: Literal["auto", "none", "ngram", "draft"] = "auto"
     """What guesses tokens that a decode step then checks, which changes no answer: the prompt and
-    the answer themselves, where they repeat (``ngram``), or nothing (``none``). ``auto``: ``ngram``
-    on CPUs, and ``none`` on GPUs, where it was not measured yet."""
+    the answer themselves, where they repeat (``ngram``), a smaller model on a CPU (``draft``), or
+    nothing (``none``). ``auto``: ``ngram`` on CPUs, and ``none`` on GPUs, where it was not measured
+    yet."""
+    draft_model: str = ""
+    """The smaller model of the drafter ``draft``, named as ``model`` is: it must have the same
+    tokens. Its weights stay as its files hold them, and its KV takes its share of every block."""
     http: str = "127.0.0.1:8000"
     """host:port of the HTTP front."""
     grpc: str = "127.0.0.1:8001"
@@ -300,6 +304,12 @@ class Config(BaseSettings):
                     raise ValueError(
                         f"classes: {one.name} has no {role} pool: others own all of them"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _drafter_has_its_model(self) -> Config:
+        if self.drafter == "draft" and not self.draft_model:
+            raise ValueError("drafter: draft needs a draft_model")
         return self
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ from baton.request import (
     FinishReason,
     FirstToken,
     Geometry,
+    GroupShape,
     LoadSnapshot,
     Principal,
     SequenceSpec,
@@ -246,7 +247,7 @@ def load_from_proto(message: worker_pb2.LoadSnapshot) -> LoadSnapshot:
 
 
 def geometry_to_proto(geometry: Geometry) -> transfer_pb2.Geometry:
-    return transfer_pb2.Geometry(
+    message = transfer_pb2.Geometry(
         block_size=geometry.block_size,
         layers=geometry.layers,
         kv_heads=geometry.kv_heads,
@@ -254,9 +255,15 @@ def geometry_to_proto(geometry: Geometry) -> transfer_pb2.Geometry:
         kv_dtype=geometry.kv_dtype,
         tensor_parallel=geometry.tensor_parallel,
     )
+    if (drafter := geometry.drafter) is not None:
+        message.drafter.layers = drafter.layers
+        message.drafter.kv_heads = drafter.kv_heads
+        message.drafter.head_dim = drafter.head_dim
+    return message
 
 
 def geometry_from_proto(message: transfer_pb2.Geometry) -> Geometry:
+    group = message.drafter
     return Geometry(
         block_size=message.block_size,
         layers=message.layers,
@@ -264,4 +271,7 @@ def geometry_from_proto(message: transfer_pb2.Geometry) -> Geometry:
         head_dim=message.head_dim,
         kv_dtype=message.kv_dtype,
         tensor_parallel=message.tensor_parallel,
+        drafter=GroupShape(group.layers, group.kv_heads, group.head_dim)
+        if message.HasField("drafter")
+        else None,
     )

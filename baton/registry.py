@@ -15,7 +15,7 @@ from typing import Any, cast
 import redis.asyncio
 
 from baton.registry_scripts import FORGET, PUT, READ, REMOVE
-from baton.request import Geometry, LoadSnapshot
+from baton.request import Geometry, GroupShape, LoadSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -163,12 +163,17 @@ def _changed(
 
 def _parse(record: bytes) -> WorkerRecord:
     fields = json.loads(record)
-    fields["geometry"] = Geometry(**fields["geometry"])
+    fields["geometry"] = _parse_geometry(fields["geometry"])
     for name in ("prefill_cost", "step_cost"):
         # A record of an older worker has none.
         if name in fields:
             fields[name] = tuple(fields[name])
     return WorkerRecord(**fields)
+
+
+def _parse_geometry(fields: dict[str, Any]) -> Geometry:
+    drafter = fields.pop("drafter", None)
+    return Geometry(**fields, drafter=None if drafter is None else GroupShape(**drafter))
 
 
 def _parse_load(load: bytes) -> LoadSnapshot:

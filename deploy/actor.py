@@ -45,6 +45,7 @@ class ActorSettings(BaseModel):
     slot: str
     model_path: str
     model_name: str
+    draft_model_path: str
     redis_url: str
     cluster_id: str
     threads: int
@@ -156,6 +157,7 @@ def _build(settings: ActorSettings) -> WorkerProcess:
         cluster_id=settings.cluster_id,
         threads=settings.threads,
         core_board=settings.core_board,
+        draft_model_path=settings.draft_model_path,
         number=settings.number,
         workers_here=settings.workers_here,
     )

@@ -104,8 +104,16 @@ def up(
     drafter: Annotated[
         str | None,
         typer.Option(
-            help="What guesses tokens that a decode step checks: ngram (where text repeats), none,"
-            " or auto: ngram on CPUs, none on GPUs. Answers are the same. Default: auto."
+            help="What guesses tokens that a decode step checks: ngram (where text repeats), draft"
+            " (a smaller model), none, or auto: ngram on CPUs, none on GPUs. Answers are the same."
+            " Default: auto."
+        ),
+    ] = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|PATH",
+            help="The smaller model of --drafter draft, which must have the same tokens.",
         ),
     ] = None,
     transport: Annotated[
@@ -157,6 +165,7 @@ def up(
         kv_dtype=kv_dtype,
         deterministic=deterministic,
         drafter=drafter,
+        draft_model=draft_model,
         transport=transport,
         redis_url=redis_url,
         local_prefill=local_prefill,
@@ -644,6 +653,10 @@ def bench_speculation(
         str, typer.Option(help="Weights, as for `baton up`: auto, none, int8, int4 or fp8.")
     ] = "auto",
     drafter: Annotated[str, typer.Option(help="What is compared with none.")] = "ngram",
+    draft_model: Annotated[
+        str,
+        typer.Option(metavar="NAME|PATH", help="As for `baton up`, with --drafter draft."),
+    ] = "",
     categories: Annotated[
         str, typer.Option(help="Out of those of the files, and copy. Default: all.")
     ] = "",
@@ -678,6 +691,7 @@ def bench_speculation(
             threads=threads,
             quantization=quantization,
             drafter=drafter,
+            draft_model=model_store.resolve(draft_model, say, "auto").path if draft_model else None,
         )
         settings = SpeculationSettings(
             engine,

@@ -80,6 +80,7 @@ class Launcher:
         self._hurry = asyncio.Event()
         self._pids: dict[str, int] = {}
         self._redis_url = config.redis_url
+        self._draft_model_path = ""
         self._ready = False
         self.hanging = False
         """Whether a thread of this process may never end."""
@@ -190,6 +191,11 @@ class Launcher:
             model = await thread.call(
                 lambda: model_store.resolve(config.model, tell, config.quantization)
             )
+            if config.draft_model:
+                draft = await thread.call(
+                    lambda: model_store.resolve(config.draft_model, tell, "auto")
+                )
+                self._draft_model_path = str(draft.path)
         served = self._config.served_model_name or model.name
         return ResolvedModel(served, model.path)
 
@@ -234,6 +240,7 @@ class Launcher:
             slot=slot,
             model_path=str(self._model.path),
             model_name=self._model.name,
+            draft_model_path=self._draft_model_path,
             redis_url=self._redis_url,
             cluster_id=self._mark.cluster_id,
             threads=pool.threads or _share_of_cores(self._config),

@@ -58,7 +58,7 @@ class DraftLength:
 
     def __init__(self, costs: DraftCosts | None = None) -> None:
         """``costs``: where they are kept, for one who looks at them too."""
-        self.costs = costs or DraftCosts()
+        self._costs = costs or DraftCosts()
         self._levels = [_Level(_guess(level)) for level in range(_LEVELS)]
         self._records: dict[int, _Record] = {}
         self._purse = 0.0
@@ -86,7 +86,7 @@ class DraftLength:
             costs = self._step_costs(batch, rows, len(likely))
         if costs is None:
             return lengths
-        count = _best_count(batch, [chance for chance, _ in likely[: len(costs) - 1]], costs)
+        count = best_count(batch, [chance for chance, _ in likely[: len(costs) - 1]], costs)
         if not count and probes:
             count = self._probe(costs)
         for _, index in likely[:count]:
@@ -95,7 +95,7 @@ class DraftLength:
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
         """A step in which ``batch`` sequences decoded, and nothing else, took so long."""
-        self.costs.observe(batch, drafted, seconds)
+        self._costs.observe(batch, drafted, seconds)
 
     def verified(self, sequence_id: int, evidence: int, drafted: int, kept: int) -> None:
         """Of a draft's tokens the first ``kept`` of ``drafted`` were right."""
@@ -113,7 +113,7 @@ class DraftLength:
         """In seconds, or in tokens where prompts are computed; None where nothing is known."""
         if rows > batch:
             return [float(rows + n) for n in range(most + 1)]
-        return self.costs.seconds(batch, most)
+        return self._costs.seconds(batch, most)
 
     def _likely(self, proposals: Sequence[Proposal]) -> list[tuple[float, int]]:
         """The chance of each token that it is kept, and whose it is; the likeliest first.
@@ -150,7 +150,7 @@ class DraftLength:
         return 1
 
 
-def _best_count(batch: int, chances: Sequence[float], costs: Sequence[float]) -> int:
+def best_count(batch: int, chances: Sequence[float], costs: Sequence[float]) -> int:
     """How many of the likeliest tokens bring the most tokens for the time."""
     gain = _GAIN_ALONE if batch == 1 else _GAIN
     best, most = 0, gain * batch / costs[0]

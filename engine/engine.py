@@ -15,20 +15,32 @@ from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.cpu.decoder import cpu_decoder
 from engine.cpu.library import library_build
+from engine.cpu.sampler import cpu_sampler
 from engine.draft_length import MOST_IN_A_STEP
+from engine.draft_model import DraftModel
+from engine.draft_vocabulary import check_vocabulary
+from engine.filled_slots import FilledSlots
 from engine.gpu.decoder import gpu_decoder
 from engine.gpu.graphs import GRAPH_BYTES
 from engine.gpu.runner import GpuRunner
 from engine.gpu.speculation import make_overlap_speculation
-from engine.kv_cache import Allocate, KvCache, block_bytes
+from engine.kv_cache import Allocate, KvCache, KvGroup, block_bytes
 from engine.kv_quantization import kv_dtype, kv_dtype_name
 from engine.model import DecoderModel
 from engine.model_config import ModelConfig, load_model_config
+from engine.model_speculation import ModelSpeculation
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.quantization.packed_cache import PackedCache
 from engine.runner import ModelRunner
+from engine.sampling import sample
 from engine.scheduler import SCORED_TOKENS, Scheduler, SchedulerLimits
-from engine.speculation import DRAFTERS, MOST_DRAFT_TOKENS, make_speculation
+from engine.speculation import (
+    DRAFTERS,
+    MOST_DRAFT_TOKENS,
+    TOKEN_DRAFTERS,
+    StepSpeculation,
+    make_speculation,
+)
 from engine.step import StepModel
 from engine.torch_step import TorchStepModel
 from engine.weights import fingerprint, load_weights, written_at
@@ -71,6 +83,9 @@ class EngineSettings:
     drafter: str = "none"
     """What guesses tokens: of ``engine.speculation.DRAFTERS``, or ``auto``: ``ngram`` on a CPU, and
     ``none`` on a GPU."""
+    draft_model: Path | None = None
+    """The smaller model's folder, for the drafter ``draft``; its weights stay as the files hold
+    them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +98,8 @@ class Engine:
     scheduler: Scheduler
     fingerprint: str
     """Of what decides the KV: weights, their quantisation, the tokenizer, the lossiest KV type of
-    those that share it, and, where a row's bits are promised, what computes them. Engines with
-    another one share no KV."""
+    those that share it, a drafter's weights if it has KV too, and, where a row's bits are promised,
+    what computes them. Engines with another one share no KV."""
     grammars: CompiledGrammars
     """Those that sequences follow, in the tokens of the model's tokenizer.json."""
 
@@ -111,8 +126,10 @@ def build_engine(settings: EngineSettings, allocate: Allocate | None = None) -> 
     model = DecoderModel(
         config, load_weights(settings.model_path, device, dtype, settings.quantization), device
     )
+    draft = _load_draft(settings, config, device, dtype)
+    draft_config = None if draft is None else draft.config
     kv = kv_dtype(settings.kv_dtype, dtype)
-    size = block_bytes(config, settings.block_size, kv)
+    size = block_bytes(config, settings.block_size, kv, draft_config)
     blocks = _pool_bytes(settings, config, device, dtype) // size
     if blocks < 2:
         advice = (
@@ -123,7 +140,7 @@ def build_engine(settings: EngineSettings, allocate: Allocate | None = None) -> 
         raise ConfigError(
             f"the KV pool holds {max(0, blocks)} blocks of {size} bytes, and needs 2; {advice}"
         )
-    cache = KvCache(config, blocks, settings.block_size, kv, device, allocate)
+    cache = KvCache(config, blocks, settings.block_size, kv, device, allocate, draft_config)
     pool = BlockPool(blocks)
     limits = SchedulerLimits(
         block_size=settings.block_size,
@@ -138,17 +155,21 @@ def build_engine(settings: EngineSettings, allocate: Allocate | None = None) -> 
     grammars = grammars_of(
         (settings.model_path / "tokenizer.json").read_text, config.vocab_size, config.eos_ids
     )
-    runner = _runner(model, cache, settings, name, grammars)
+    speculation = _speculation(settings, cache, draft)
+    runner = _runner(model, cache, settings, name, grammars, speculation)
     scheduler = Scheduler(pool, limits)
     arithmetic = _arithmetic(device) if settings.deterministic else ""
     lossiest = settings.lossiest_kv_dtype or kv_dtype_name(kv)
-    own = _fingerprint(name, lossiest, arithmetic)
+    own = _fingerprint(name, lossiest, arithmetic, "" if draft is None else draft.name)
     return Engine(config, runner, pool, scheduler, own, grammars)
 
 
-def _fingerprint(weights: str, kv: str, arithmetic: str) -> str:
-    """An engine's, of that of its weights and the KV type's name: 32 hex digits."""
-    text = f"{weights}:{kv}:{arithmetic}"
+def _fingerprint(weights: str, kv: str, arithmetic: str, drafter: str) -> str:
+    """An engine's, of those of its weights and the drafter's and the KV type's name: 32 hex digits.
+
+    ``drafter`` is empty where no drafter has KV.
+    """
+    text = f"{weights}:{kv}:{arithmetic}" + (f":{drafter}" if drafter else "")
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -165,21 +186,69 @@ def _runner(
     settings: EngineSettings,
     name: str,
     grammars: CompiledGrammars,
+    speculation: StepSpeculation | None,
 ) -> ModelRunner:
     """With the fastest step model that there is for the device."""
     device = cache.data.device
-    drafter = drafter_of(settings, device)
     most = _most_rows(settings, device)
     gpu_model = gpu_decoder(model, cache, most, deterministic=settings.deterministic)
     if gpu_model is not None:
-        return GpuRunner(gpu_model, cache, device, grammars, make_overlap_speculation(drafter))
-    packed = PackedCache(cache_dir())
-    key = f"{name}-{written_at(settings.model_path)}"
-    step_model: StepModel | None = cpu_decoder(model, cache, packed, key)
-    step_model = step_model or TorchStepModel(model, cache, device)
+        drafts = make_overlap_speculation(drafter_of(settings, device))
+        return GpuRunner(gpu_model, cache, device, grammars, drafts)
+    step_model = _step_model(model, cache, settings.model_path, name)
     if settings.deterministic:
         _check_deterministic(step_model, settings)
-    return ModelRunner(step_model, cache, device, grammars, make_speculation(drafter))
+    return ModelRunner(step_model, cache, device, grammars, speculation)
+
+
+def _step_model(model: DecoderModel, cache: KvGroup, folder: Path, name: str) -> StepModel:
+    """The CPU's own decoder where it has what the model needs; ``name`` is the weights'."""
+    key = f"{name}-{written_at(folder)}"
+    found = cpu_decoder(model, cache, PackedCache(cache_dir()), key)
+    return found or TorchStepModel(model, cache, cache.data.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A smaller model that guesses."""
+
+    config: ModelConfig
+    model: DecoderModel
+    folder: Path
+    name: str
+    """Its weights' fingerprint."""
+
+
+def _load_draft(
+    settings: EngineSettings, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> _Draft | None:
+    """The drafter's model, where there is one. Raises ConfigError where it cannot be served."""
+    if drafter_of(settings, device) != "draft":
+        return None
+    folder = settings.draft_model
+    if folder is None:
+        raise ConfigError("drafter draft needs a draft_model")
+    found = load_model_config(folder)
+    check_vocabulary(settings.model_path, config, folder, found)
+    model = DecoderModel(found, load_weights(folder, device, dtype), device)
+    return _Draft(found, model, folder, fingerprint(folder, settings.dtype))
+
+
+def _speculation(
+    settings: EngineSettings, cache: KvCache, draft: _Draft | None
+) -> StepSpeculation | None:
+    if draft is None:
+        return make_speculation(drafter_of(settings, cache.data.device))
+    assert cache.drafter is not None, "a draft model has a group of the cache"
+    step_model = _step_model(draft.model, cache.drafter, draft.folder, draft.name)
+    sampler = cpu_sampler()
+    drafter = DraftModel(
+        step_model,
+        FilledSlots(cache.drafter),
+        draft.config.context_length,
+        sample if sampler is None else sampler.sample,
+    )
+    return ModelSpeculation(drafter)
 
 
 def drafter_of(settings: EngineSettings, device: torch.device) -> str:
@@ -190,6 +259,11 @@ def drafter_of(settings: EngineSettings, device: torch.device) -> str:
     if settings.drafter not in DRAFTERS:
         known = ", ".join(("auto", *DRAFTERS))
         raise ConfigError(f"drafter {settings.drafter!r} is unknown; known: {known}")
+    if device.type != "cpu" and settings.drafter not in TOKEN_DRAFTERS:
+        raise ConfigError(
+            f"drafter {settings.drafter} runs on CPUs alone; known on a GPU: auto,"
+            f" {', '.join(TOKEN_DRAFTERS)}"
+        )
     return settings.drafter
 
 

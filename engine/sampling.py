@@ -14,6 +14,7 @@ import torch
 
 from baton.sampling_params import SamplingParams
 from engine.grammar_state import Mask, unpack
+from engine.known_sequence import KnownSequence
 from engine.noise import gumbel, noise_keys
 
 
@@ -48,6 +49,12 @@ class SampleRow:
         output = len(self.token_ids) - self.prompt_length
         has_grammar = self.sampling.grammar is not None
         return () if has_grammar or output >= self.sampling.min_tokens else self.stop_ids
+
+
+def draw_of(known: KnownSequence, token_ids: list[int], choice: int | None = None) -> SampleRow:
+    """The draw of the token behind ``token_ids``, of the sequence's own choice or another one."""
+    number = known.choice if choice is None else choice
+    return SampleRow(known.sampling, token_ids, known.prompt_length, known.stop_ids, number)
 
 
 def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:

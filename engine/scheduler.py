@@ -448,6 +448,7 @@ class Scheduler:
                         sequence.spec.sampling,
                         sequence.stop_ids,
                         sequence.choice,
+                        sequence.takes_prompt,
                     )
                 )
             if row.sample:

@@ -16,7 +16,8 @@ class Sequence:
     too. ``pending`` samples are in flight: tokens that exist for the engine and not yet here.
     ``computed_here`` of the tokens that it came with were computed, in ``compute_s`` seconds: of a
     step's time a sequence has the share that it has of its tokens. With plans in flight ``highest``
-    is the most tokens that it may have when they have ended, drafts included.
+    is the most tokens that it may have when they have ended, drafts included. ``takes_prompt``:
+    whether a drafter may take the prompt in as it is computed.
 
     A request's answers share the prompt until the first token of each is drawn, all from the same
     logits: ``siblings`` are those that begin then. A fork writes into a block of its own; if its
@@ -52,6 +53,7 @@ class Sequence:
         "spare",
         "spec",
         "stop_ids",
+        "takes_prompt",
         "token_ids",
     )
 
@@ -100,6 +102,7 @@ class Sequence:
         self.copy_of: int | None = None
         self.spare: list[int] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.takes_prompt = True
 
     @property
     def prompt_length(self) -> int:

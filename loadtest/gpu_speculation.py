@@ -17,6 +17,7 @@ import torch
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
+from engine.draft_costs import DraftCosts
 from engine.draft_length import MOST_IN_A_STEP, DraftLength, Proposal
 from engine.drafter import Draft, Drafter
 from engine.gpu.decoder import GpuStepModel
@@ -96,8 +97,7 @@ class _Always(OverlapCosts):
 
 
 def _all_drafts(drafter: Drafter) -> OverlapSpeculation:
-    length = _Whole()
-    return OverlapSpeculation(drafter, length, _Always(length.costs))
+    return OverlapSpeculation(drafter, _Whole(), _Always(DraftCosts()))
 
 
 class GpuSequences:

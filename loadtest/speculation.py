@@ -269,9 +269,11 @@ def draw(rows: Sequence[SpeculationRow], machine: Machine) -> Table:
 
 
 def _json(settings: SpeculationSettings, machine: Machine, rows: Sequence[SpeculationRow]) -> str:
+    draft = settings.engine.draft_model
     found: Mapping[str, object] = {
         "machine": asdict(machine),
         "drafter": settings.engine.drafter,
+        "draft_model": "" if draft is None else draft.name,
         "quantization": settings.engine.quantization,
         "temperature": settings.temperature,
         "answer_tokens": settings.answer_tokens,

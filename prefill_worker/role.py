@@ -110,6 +110,7 @@ class PrefillRole:
             if handoff is not None:
                 # Never computed without blocks that wait for it.
                 await handoff.reserve()
+                sequence.takes_prompt = not handoff.without_drafter
             blocks: list[int] = []
             # What is scored is computed: a fetched block has no logits.
             if source is not None and not sequence.scores_prompt:

@@ -33,7 +33,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.cpu.decoder import CoreShare
+from engine.step import CoreShare
 
 PAUSE = 1.0
 """Of a decode step's time, for the prefill beside it."""

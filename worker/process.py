@@ -195,6 +195,7 @@ class WorkerProcess:
                 lossiest_kv_dtype=config.lossiest_kv_dtype,
                 deterministic=config.deterministic,
                 drafter=config.drafter,
+                draft_model=Path(draft) if (draft := self.settings.draft_model_path) else None,
             ),
             self._memory.allocate,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +15,13 @@ from engine.cpu.library import cpu_library
 from engine.cpu.packing import LAYOUT_VERSION, packed_parts
 from engine.cpu.structs import address
 from engine.experts import Experts
-from engine.kv_cache import KvCache
+from engine.kv_cache import KvGroup
 from engine.linear import Linear
 from engine.mlp import GatedMlp
 from engine.model import DecoderModel
 from engine.quantization.packed_cache import PackedCache
 from engine.quantization.weight import QuantizedWeight, dequantize
-from engine.step import StepInput, StepOutput
+from engine.step import CoreShare, StepInput, StepOutput
 
 _QK_NORMS = {"none": 0, "head": 1, "full": 2}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
@@ -33,7 +32,7 @@ _LANES = 16
 
 
 def cpu_decoder(
-    model: DecoderModel, cache: KvCache, packed: PackedCache | None = None, key: str = ""
+    model: DecoderModel, cache: KvGroup, packed: PackedCache | None = None, key: str = ""
 ) -> CpuDecoder | None:
     """The C++ decoder for a model and a cache, or None where torch is to compute.
 
@@ -44,7 +43,7 @@ def cpu_decoder(
     return None if library is None else CpuDecoder(library, model, cache, packed, key)
 
 
-def _fits(model: DecoderModel, cache: KvCache) -> bool:
+def _fits(model: DecoderModel, cache: KvGroup) -> bool:
     config, data = model.config, cache.data
     dim, size = config.head_dim, cache.block_size
     return (
@@ -66,19 +65,6 @@ def _multiplies(weight: torch.Tensor | QuantizedWeight) -> bool:
     return even and weight.group % 2 == 0 and not (weight.kind == "fp8" and weight.mins is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class CoreShare:
-    """How an engine shares its host's cores with others: see board.h."""
-
-    lines: int
-    """Address of the board; it stays mapped as long as the decoder runs."""
-    count: int
-    mine: int
-    cores: int
-    yields: bool
-    """Whether this engine's helpers leave when others are more urgent."""
-
-
 class CpuDecoder:
     """Implements ``engine.step.StepModel``. ``threads`` may be changed between steps."""
 
@@ -86,7 +72,7 @@ class CpuDecoder:
         self,
         library: ctypes.CDLL,
         model: DecoderModel,
-        cache: KvCache,
+        cache: KvGroup,
         packed: PackedCache | None,
         key: str,
     ) -> None:
@@ -281,7 +267,7 @@ class CpuDecoder:
         )
 
     @staticmethod
-    def _cache(cache: KvCache) -> structs.Cache:
+    def _cache(cache: KvGroup) -> structs.Cache:
         data, scales = cache.data, cache.scales
         return structs.Cache(
             kind=_KV_KINDS[data.dtype],

@@ -151,14 +151,14 @@ class GpuRunner(ModelRunner):
         if self._drafts is None:
             return rows
         if waits:
-            return self._drafts.extend(rows, self._tokens_of)
+            return self._drafts.extend(rows, self._known)
         if self._unsettled:
             if self._late and plan.step % _SELDOM:
                 return rows
-            if not self._drafts.promises(rows, self._tokens_of):
+            if not self._drafts.promises(rows, self._known):
                 return rows
             self._settle(running=0)
-        return self._drafts.extend_overlapping(rows, self._tokens_of)
+        return self._drafts.extend_overlapping(rows, self._known)
 
     def _step_rows(self, rows: Sequence[DraftedRow]) -> tuple[PlanRow, ...]:
         """A token of a draft is a row of its own."""

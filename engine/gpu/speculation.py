@@ -10,13 +10,14 @@ at no cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.draft_costs import DraftCosts
 from engine.draft_length import MOST_IN_A_STEP, DraftLength, Proposal
 from engine.drafter import Drafter
 from engine.gpu.overlap_costs import OverlapCosts
+from engine.known_sequence import KnownSequence
 from engine.plan import PlanRow
 from engine.speculation import (
     MOST_DRAFT_TOKENS,
@@ -29,9 +30,6 @@ from engine.speculation import (
 _ROW_SHARE = 0.002
 """What a drafted token is taken to cost where nothing is known: this part of a step without. A GPU
 reads the weights for a hundred rows in the time that it takes for one."""
-
-TokensOf = Callable[[int], list[int]]
-"""A sequence's tokens by its id; the last one may be a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +52,21 @@ class OverlapSpeculation(Speculation):
         costs: OverlapCosts | None = None,
     ) -> None:
         """``length`` and ``costs`` are for tests: without them what is measured decides."""
-        length = length or DraftLength(DraftCosts(_ROW_SHARE))
-        super().__init__(drafter, length)
-        self._costs = costs or OverlapCosts(length.costs)
+        waiting = DraftCosts(_ROW_SHARE)
+        super().__init__(drafter, length or DraftLength(waiting))
+        self._costs = costs or OverlapCosts(waiting)
         self._guesses: dict[int, _Guess] = {}
 
-    def promises(self, rows: Sequence[DraftedRow], tokens_of: TokensOf) -> bool:
-        """Whether drafts for these rows may be worth the wait for the step that runs."""
+    def promises(self, rows: Sequence[DraftedRow], known: Mapping[int, KnownSequence]) -> bool:
+        """Whether drafts for these rows may be worth the wait for the step that runs.
+
+        A sequence's last token may be a name.
+        """
         proposals = [
             proposal
             for drafted in rows
             if drafted.row.limit
-            and (proposal := self._guess(drafted.row, tokens_of(drafted.row.sequence_id)))
+            and (proposal := self._guess(drafted.row, known[drafted.row.sequence_id].token_ids))
         ]
         if not proposals:
             return False
@@ -75,10 +76,10 @@ class OverlapSpeculation(Speculation):
         return costs is not None and any(self._length.choose(batch, total, proposals, costs))
 
     def extend_overlapping(
-        self, rows: Sequence[DraftedRow], tokens_of: TokensOf
+        self, rows: Sequence[DraftedRow], known: Mapping[int, KnownSequence]
     ) -> list[DraftedRow]:
         """The rows of a step that would overlap, with the drafts that pay; no token is a name."""
-        return self.extend(rows, tokens_of, self._step_costs)
+        return self.extend(rows, known, self._step_costs)
 
     def observe_overlapping(self, batch: int, seconds: float) -> None:
         """See ``OverlapCosts.observe``."""

@@ -13,6 +13,7 @@ from engine.gpu.overlap_costs import OverlapCosts
 from engine.gpu.speculation import OverlapSpeculation
 from engine.plan import PlanRow
 from engine.speculation import DraftedRow, kept_tokens
+from tests.unit.engine.drafters import known_as
 
 
 def known(overlapping: float, waiting: dict[int, float]) -> OverlapCosts:
@@ -119,6 +120,7 @@ class Service:
         self.batch = batch
         self.speculation = OverlapSpeculation(text)
         self.sequences = [[text.token(n, 0)] for n in range(batch)]
+        self.known = {n: known_as(tokens) for n, tokens in enumerate(self.sequences)}
         self.clear()
         self._named = False
 
@@ -151,7 +153,7 @@ class Service:
                 self.speculation.observe_overlapping(self.batch, seconds)
                 self._say([()] * self.batch)
             else:
-                rows = self.speculation.extend_overlapping(rows, self.sequences.__getitem__)
+                rows = self.speculation.extend_overlapping(rows, self.known)
                 drafted = sum(len(row.draft) for row in rows)
                 seconds = scale * (self.HOST + self.ROUND_TRIP + self.work(self.batch + drafted))
                 self.speculation.observe(self.batch, drafted, seconds)
@@ -166,7 +168,7 @@ class Service:
         drawn = [tokens[-1] for tokens in self.sequences]
         for tokens in self.sequences:
             tokens[-1] = -1
-        found = self.speculation.promises(rows, self.sequences.__getitem__)
+        found = self.speculation.promises(rows, self.known)
         for tokens, token in zip(self.sequences, drawn, strict=True):
             tokens[-1] = token
         return found

@@ -36,7 +36,7 @@ from engine.sequence import Sequence as EngineSequence
 from engine.speculation import MOST_DRAFT_TOKENS, DraftedRow
 from tests.kernels.gpu.torch_steps import TorchSteps
 from tests.models import VOCAB, make_tiny_model
-from tests.unit.engine.drafters import Oracle, WholeDrafts
+from tests.unit.engine.drafters import Oracle, WholeDrafts, known_as
 from tests.unit.engine.test_speculation import GREEDY, PROMPTS, SAMPLINGS, SEEDED, some_tokens
 from worker.engine_thread import EngineThread
 
@@ -299,7 +299,7 @@ def test_a_drafted_token_is_a_row_of_its_own() -> None:
 
 def test_drafters_by_name() -> None:
     assert make_overlap_speculation("none") is None
-    with pytest.raises(ValueError, match="'guess' is unknown"):
+    with pytest.raises(ValueError, match="'guess' is not one"):
         make_overlap_speculation("guess")
 
 
@@ -337,24 +337,24 @@ def test_what_follows_a_token_that_is_being_drawn_is_guessed() -> None:
     drafter, length = Said([5, 6]), Verified()
     speculation = OverlapSpeculation(drafter, length, AnyCosts())
     tokens = [1, 2, 3, -1]
-    assert speculation.promises(ROW, lambda _: tokens)
+    assert speculation.promises(ROW, {0: known_as(tokens)})
     assert tokens == [1, 2, 3, -1]
     assert drafter.asked == [[1, 2, 3]]
     drafter.draft = [5]
-    assert not speculation.promises(ROW, lambda _: tokens), "nothing lies behind the guess"
+    assert not speculation.promises(ROW, {0: known_as(tokens)}), "nothing lies behind the guess"
 
 
 @pytest.mark.parametrize(("drawn", "kept"), [(5, 1), (4, 0)])
 def test_a_guess_is_compared_with_what_was_drawn(drawn: int, kept: int) -> None:
     length = Verified()
     speculation = OverlapSpeculation(Said([5, 6]), length, AnyCosts())
-    speculation.promises(ROW, lambda _: [1, 2, 3, -1])
+    speculation.promises(ROW, {0: known_as([1, 2, 3, -1])})
     assert length.seen == []
     row = [DraftedRow(PlanRow(0, 4, 1, (1,), True, limit=9), ())]
-    speculation.promises(row, lambda _: [1, 2, 3, drawn, -1])
+    speculation.promises(row, {0: known_as([1, 2, 3, drawn, -1])})
     assert length.seen == [(0, 2, 1, kept)]
     speculation.forget(0)
-    speculation.promises(row, lambda _: [1, 2, 3, drawn, 7, -1])
+    speculation.promises(row, {0: known_as([1, 2, 3, drawn, 7, -1])})
     assert len(length.seen) == 1, "its guess was forgotten"
 
 
@@ -363,11 +363,11 @@ def test_no_draft_goes_further_than_the_answer() -> None:
     drafter = Said([5, 6, 7, 8])
     speculation = OverlapSpeculation(drafter, WholeDrafts(), AnyCosts())
     row = [DraftedRow(PlanRow(0, 3, 1, (1,), True, limit=6), ())]
-    assert speculation.promises(row, lambda _: [1, 2, 3, -1])
-    (drafted,) = speculation.extend_overlapping(row, lambda _: [1, 2, 3, 9])
+    assert speculation.promises(row, {0: known_as([1, 2, 3, -1])})
+    (drafted,) = speculation.extend_overlapping(row, {0: known_as([1, 2, 3, 9])})
     assert drafted.draft == (5,)
     row = [DraftedRow(PlanRow(0, 3, 1, (1,), True, limit=5), ())]
-    assert not speculation.promises(row, lambda _: [1, 2, 3, -1])
+    assert not speculation.promises(row, {0: known_as([1, 2, 3, -1])})
 
 
 @pytest.mark.parametrize("name", ["greedy", "penalties", "grammar"])

@@ -16,6 +16,7 @@ from baton.request import (
     FinishReason,
     FirstToken,
     Geometry,
+    GroupShape,
     LoadSnapshot,
     Principal,
     SequenceSpec,
@@ -95,7 +96,8 @@ OUTPUTS = st.builds(
 LOADS = st.builds(
     LoadSnapshot, TEXT, U32, U32, U32, U32, U32, U32, U32, U64, U32, FLOAT, FLOAT, FLOAT
 )
-GEOMETRIES = st.builds(Geometry, U32, U32, U32, U32, TEXT, U32)
+GROUPS = st.none() | st.builds(GroupShape, U32, U32, U32)
+GEOMETRIES = st.builds(Geometry, U32, U32, U32, U32, TEXT, U32, GROUPS)
 
 
 @quick
@@ -160,6 +162,7 @@ def test_no_field_is_forgotten() -> None:
         (TokenOutput, worker_pb2.TokenOutput),
         (LoadSnapshot, worker_pb2.LoadSnapshot),
         (Geometry, transfer_pb2.Geometry),
+        (GroupShape, transfer_pb2.GroupShape),
         (Principal, worker_pb2.Principal),
     ]
     for dataclass, message in twins:

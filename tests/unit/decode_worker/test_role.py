@@ -85,6 +85,7 @@ class World:
                 pool=self.pool,
                 fingerprint="model",
                 cache=SimpleNamespace(geometry=lambda: GEOMETRY, block_size=4),
+                runner=SimpleNamespace(takes_prompt=lambda: False),
             ),
             control=self.control,
             exchange=SimpleNamespace(receiver=self.blocks),

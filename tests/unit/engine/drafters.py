@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+from baton.sampling_params import SamplingParams
 from engine.draft_length import DraftLength, Proposal
 from engine.drafter import Draft
+from engine.known_sequence import KnownSequence
+from engine.model_draft_length import Candidate, ModelDraftLength
 from engine.speculation import MOST_DRAFT_TOKENS
 
 
@@ -21,6 +24,24 @@ class WholeDrafts(DraftLength):
         costs: list[float] | None = None,
     ) -> list[int]:
         return [proposal.tokens - proposal.drawn for proposal in proposals]
+
+
+class FixedLength(ModelDraftLength):
+    """Every sequence drafts so many tokens, whatever that takes."""
+
+    def __init__(self, tokens: int = 5, *, prompts: bool = True) -> None:
+        """``prompts``: whether the drafter takes prompts in at once."""
+        super().__init__()
+        self.tokens = tokens
+        self.prompts = prompts
+        self.backlogs: list[int] = []
+
+    def takes_prompt(self) -> bool:
+        return self.prompts
+
+    def wanted(self, batch: int, candidates: Sequence[Candidate]) -> list[int]:
+        self.backlogs += [candidate.backlog for candidate in candidates]
+        return [min(self.tokens, candidate.most) for candidate in candidates]
 
 
 class Oracle:
@@ -51,3 +72,8 @@ class Oracle:
 
     def forget(self, sequence_id: int) -> None:
         self.forgotten.append(sequence_id)
+
+
+def known_as(token_ids: list[int]) -> KnownSequence:
+    """A sequence that a drafter is asked about, with the tokens alone that it looks at."""
+    return KnownSequence(token_ids, len(token_ids), SamplingParams(), (), 0)

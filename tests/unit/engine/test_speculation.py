@@ -301,3 +301,5 @@ def test_a_gpu_drafts_where_it_is_told_to() -> None:
         for name in ("auto", "none", "ngram")
     }
     assert found == {"auto": "none", "none": "none", "ngram": "ngram"}
+    with pytest.raises(ConfigError, match="draft runs on CPUs alone"):
+        drafter_of(EngineSettings(Path(), drafter="draft"), gpu)
