@@ -16,9 +16,12 @@ from engine.filled_slots import FilledSlots
 from engine.model_drafter import ComputedRow, DraftQuery
 from engine.plan import PlanRow
 from engine.sampling import SampleRow, draw_of
+from engine.speculation import MOST_DRAFT_TOKENS
 from engine.step import CoreShare, StepInput, StepModel
 from engine.step_work import StepWork
 
+_GAP = 2 * MOST_DRAFT_TOKENS
+"""Most tokens before a chunk that are taken in with it."""
 Sampler = Callable[[torch.Tensor, list[SampleRow]], list[int]]
 """As ``engine.sampling.sample``."""
 
@@ -110,16 +113,23 @@ class DraftModel:
             if found.drafted:
                 end = row.start + min(found.right, found.drafted)
                 self._fill(row, row.start, end)
-            elif prompts and row.count > 1 and self._may_take_in(row):
-                chunks.append((row, found.known.token_ids))
+            elif prompts and row.count > 1 and (chunk := self._to_take_in(row)) is not None:
+                chunks.append((chunk, found.known.token_ids))
         if chunks:
             self._take_in(chunks)
         return sum(row.count for row, _ in chunks)
 
-    def _may_take_in(self, row: PlanRow) -> bool:
-        """Whether a chunk can be computed: behind a gap it would be of keys that are not there."""
-        fits = row.start + row.count <= self._context_length
-        return fits and self._filled_of(row, row.start) == row.start
+    def _to_take_in(self, row: PlanRow) -> PlanRow | None:
+        """A chunk with what is missing before it; None where that is too much, or it does not fit.
+
+        Behind a gap it would be computed of keys that are not there. A few tokens are missing where
+        an answer has ended that is a part of this prompt.
+        """
+        end = row.start + row.count
+        start = self._filled_of(row, row.start)
+        if row.start - start > _GAP or end > self._context_length:
+            return None
+        return _part(row, start, end - start)
 
     def _take_in(self, parts: Sequence[tuple[PlanRow, list[int]]]) -> None:
         """Compute rows' tokens; each row's sequence has the tokens beside it."""

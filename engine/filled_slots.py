@@ -18,7 +18,7 @@ class FilledSlots:
 
     def __init__(self, group: DrafterGroup) -> None:
         # Numbers of its own, which numpy would make into arrays' at each look.
-        self._filled = memoryview(group.filled.numpy())
+        self._filled = group.filled.numpy().data
         self._size = group.block_size
 
     def spoil(self, rows: Iterable[PlanRow]) -> None:

@@ -285,6 +285,22 @@ def test_what_the_prefix_cache_finds_is_filled(itself: Bench) -> None:
     assert max(length.backlogs) <= 2
 
 
+def test_a_conversation_goes_on(itself: Bench) -> None:
+    """The end of an answer that was not taken in is taken in with the next turn."""
+    pool = BlockPool(64)
+    (turn,) = itself.run([some_tokens(60, 3)], [GREEDY], FixedLength(), pool=pool).sequences
+    *_, last = pool.match(turn.full_hashes(16))
+    group = itself.built.cache.drafter
+    assert group is not None
+    group.filled[last] = 13
+    length = FixedLength()
+    prompt = [*turn.token_ids, *some_tokens(70, 4)]
+    found = itself.run([prompt], [GREEDY], length, pool=pool)
+    assert found.plans[0].rows[0].start == 96
+    assert found.accepted == found.drafted > 0
+    assert max(length.backlogs) <= 2
+
+
 def test_blocks_that_others_have_used_are_not_taken_for_filled(itself: Bench) -> None:
     """Rounds of a pool that fill every block, and rounds in which the drafter is behind."""
     pool = BlockPool(14)
