@@ -167,10 +167,11 @@ class Config(BaseSettings):
     """Type of the KV cache: ``dtype`` (``auto``), or 8 bits with a scale per token and head."""
     deterministic: bool = False
     """Same bits whatever else is in the batch; refused where they cannot be promised."""
-    drafter: Literal["none", "ngram", "draft"] = "ngram"
+    drafter: Literal["auto", "none", "ngram", "draft"] = "auto"
     """What guesses tokens that a decode step then checks, which changes no answer: the prompt and
-    the answer themselves, where they repeat (``ngram``), a smaller model (``draft``), or nothing. A
-    GPU takes ``none`` yet."""
+    the answer themselves, where they repeat (``ngram``), a smaller model on a CPU (``draft``), or
+    nothing (``none``). ``auto``: ``ngram`` on CPUs, and ``none`` on GPUs, where it was not measured
+    yet."""
     draft_model: str = ""
     """The smaller model of the drafter ``draft``, named as ``model`` is: it must have the same
     tokens. Its weights stay as its files hold them, and its KV takes its share of every block."""

@@ -109,7 +109,8 @@ def up(
         str | None,
         typer.Option(
             help="What guesses tokens that a decode step checks: ngram (where text repeats), draft"
-            " (a smaller model) or none. Answers are the same. Default: ngram."
+            " (a smaller model), none, or auto: ngram on CPUs, none on GPUs. Answers are the same."
+            " Default: auto."
         ),
     ] = None,
     draft_model: Annotated[

@@ -18,7 +18,7 @@ from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.drafter import Drafter
-from engine.engine import Engine, EngineSettings, build_engine
+from engine.engine import Engine, EngineSettings, build_engine, drafter_of
 from engine.local import make_sequence
 from engine.ngram_drafter import NgramDrafter
 from engine.plan import StepPlan, StepResult
@@ -297,6 +297,18 @@ def test_drafters_by_name(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path)
     settings = EngineSettings(folder, dtype="float32", device="cpu", kv_pool_bytes=1 << 20)
     assert build_engine(replace(settings, drafter="ngram")).runner.drafter == "ngram"
+    assert build_engine(replace(settings, drafter="auto")).runner.drafter == "ngram"
     assert build_engine(settings).runner.drafter == "none"
-    with pytest.raises(ConfigError, match="'guess' is unknown; known: none, ngram"):
+    with pytest.raises(ConfigError, match="'guess' is unknown; known: auto, none, ngram"):
         build_engine(replace(settings, drafter="guess"))
+
+
+def test_a_gpu_drafts_where_it_is_told_to() -> None:
+    gpu = torch.device("cuda")
+    found = {
+        name: drafter_of(EngineSettings(Path(), drafter=name), gpu)
+        for name in ("auto", "none", "ngram")
+    }
+    assert found == {"auto": "none", "none": "none", "ngram": "ngram"}
+    with pytest.raises(ConfigError, match="draft runs on CPUs alone"):
+        drafter_of(EngineSettings(Path(), drafter="draft"), gpu)
