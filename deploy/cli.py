@@ -94,6 +94,23 @@ def up(
         str | None,
         typer.Option(help="The KV cache: auto (as --dtype), int8 or fp8. Default: auto."),
     ] = None,
+    kv_host_mib: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Host memory of a worker for KV blocks that a GPU evicts, in MiB. Default: 0.",
+        ),
+    ] = None,
+    kv_disk_mib: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Disk of a worker for KV blocks that memory evicts, in MiB. Default: 0."
+        ),
+    ] = None,
+    kv_disk_path: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Where these lie. Default: kv in Baton's cache."),
+    ] = None,
     deterministic: Annotated[
         bool | None,
         typer.Option(
@@ -155,6 +172,9 @@ def up(
         dtype=dtype,
         quantization=quantization,
         kv_dtype=kv_dtype,
+        kv_host_mib=kv_host_mib,
+        kv_disk_mib=kv_disk_mib,
+        kv_disk_path=kv_disk_path,
         deterministic=deterministic,
         drafter=drafter,
         transport=transport,

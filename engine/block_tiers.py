@@ -1,7 +1,7 @@
-"""The tiers behind a block pool: what is copied ahead of eviction, and what a prompt finds in them.
+"""The tiers behind a block pool: what is copied ahead of eviction, and what a prompt finds there.
 
-Blocks go down one tier at a time, the oldest first: those that the pool would evict next, then those
-for which the first tier would make room next. They are copied *ahead*, so that evicting costs
+Blocks go down one tier at a time, the oldest first: those that the pool would evict next, then
+those for which the first tier would make room next. They are copied *ahead*, so that evicting costs
 nothing: of each level as many blocks as it could soon give away are free, or have a copy below. A
 copy stays where it is when its block comes back.
 
@@ -61,6 +61,8 @@ class BlockTiers:
         """Cached blocks of the pool without a copy in the first tier, the longest idle first."""
         self._bare_copies: list[OrderedDict[bytes, Copy]] = [OrderedDict() for _ in self.tiers]
         """Of each tier the copies that no lower one has, in about the order of their last use."""
+        self._turn = len(self.tiers) - 1
+        """Of the level that was copied from last: 0 is the pool."""
         self._spilling: dict[int, Spill] = {}
         """Blocks of the pool that are being copied."""
         self._leading: Counter[bytes] = Counter()
@@ -110,7 +112,18 @@ class BlockTiers:
         return tier.room + len(tier) - len(bare) < wanted
 
     def next_spill(self) -> Spill | None:
-        """The next copy to make, None where nothing is behind. ``end_spill`` must follow."""
+        """The next copy to make, None where nothing is behind. ``end_spill`` must follow.
+
+        The levels take turns: under pressure the first tier must not lose what the next one lacks.
+        """
+        for _ in self.tiers:
+            self._turn = (self._turn + 1) % len(self.tiers)
+            spill = self._from_pool() if self._turn == 0 else self._from_tier(self._turn - 1)
+            if spill is not None:
+                return spill
+        return None
+
+    def _from_pool(self) -> Spill | None:
         while self._pool_is_behind():
             block, _ = self._bare.popitem(last=False)
             digest, leading = self.pool.contents(block)
@@ -119,14 +132,16 @@ class BlockTiers:
                 spill = Spill(None, block, self.tiers[0], copy, None)
                 self._spilling[block] = spill
                 return spill
-        for level in range(len(self.tiers) - 1):
-            while self._is_behind(level):
-                _, origin = self._bare_copies[level].popitem(last=False)
-                copy = self._begin_write(level + 1, origin.digest, origin.leading)
-                if copy is not None:
-                    self.tiers[level].begin_read(origin)
-                    source, target = self.tiers[level], self.tiers[level + 1]
-                    return Spill(source, origin.slot, target, copy, origin)
+        return None
+
+    def _from_tier(self, level: int) -> Spill | None:
+        source, target = self.tiers[level], self.tiers[level + 1]
+        while self._is_behind(level):
+            _, origin = self._bare_copies[level].popitem(last=False)
+            copy = self._begin_write(level + 1, origin.digest, origin.leading)
+            if copy is not None:
+                source.begin_read(origin)
+                return Spill(source, origin.slot, target, copy, origin)
         return None
 
     def _begin_write(self, level: int, digest: bytes, leading: tuple[bytes, ...]) -> Copy | None:
@@ -138,8 +153,11 @@ class BlockTiers:
             self._forget(level, victim)
         return copy
 
-    def end_spill(self, spill: Spill, *, failed: bool = False) -> bool:
-        """A copy has been made, or could not be. Returns whether it can be found now."""
+    def end_spill(self, spill: Spill, *, failed: bool = False, damaged: bool = False) -> bool:
+        """A copy has been made. Returns whether it can be found now.
+
+        ``failed``: its slot could not be written; ``damaged``: it is not what it should be.
+        """
         if spill.source is None:
             is_whole = self._spilling.pop(spill.place, None) is spill
         else:
@@ -149,7 +167,7 @@ class BlockTiers:
         if failed:
             spill.target.retire(spill.copy)
             return False
-        if not is_whole:
+        if not is_whole or damaged:
             spill.target.abandon(spill.copy)
             return False
         if not spill.target.end_write(spill.copy):
@@ -250,14 +268,14 @@ class BlockTiers:
 
     def drop_cache(self) -> int:
         """Forget every block that nobody uses, in the pool and in all tiers; returns how many."""
-        before = self.pool.counts().cached + sum(
-            1 for tier in self.tiers for copy in tier if self.pool.holder(copy.digest) is None
-        )
+        copied = {copy.digest for tier in self.tiers for copy in tier}
+        alone = sum(1 for digest in copied if self.pool.holder(digest) is None)
+        dropped = self.pool.counts().cached + alone
         self.pool.drop_cache()
         for level, tier in enumerate(self.tiers):
             for copy in tier.drop_all():
                 self._forget(level, copy)
-        return before
+        return dropped
 
     @property
     def is_idle(self) -> bool:

@@ -47,6 +47,7 @@ from worker.engine_thread import run_sharing
 from worker.exchange import Exchange
 from worker.gauges import WorkerGauges
 from worker.index_publisher import IndexPublisher
+from worker.kv_tiers import KvTiers, make_storages
 from worker.placement import place
 from worker.pool_memory import PoolMemory
 from worker.role import RoleFactory, WorkerContext
@@ -101,6 +102,7 @@ class WorkerProcess:
         control = ControlLoop(engine, gauges, incarnation, board, slack)
         memory = self._memory.of(engine.cache)
         exchange = self._make_exchange(engine, memory, metrics, incarnation)
+        tiers = await self._make_tiers(control, costs, metrics)
         self.context = WorkerContext(
             settings=self.settings,
             engine=engine,
@@ -109,13 +111,17 @@ class WorkerProcess:
             exchange=exchange,
             metrics=metrics,
             incarnation=incarnation,
+            tiers=tiers,
         )
         role = self._make_role(self.context)
         role.mount(self._server)
         transfer_pb2_grpc.add_TransferServiceServicer_to_server(
             TransferServicer(exchange), self._server
         )
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(engine.pool), self._server)
+        books = None if tiers is None else tiers.tiers
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(
+            CacheServicer(engine.pool, books), self._server
+        )
         port = self._server.add_insecure_port(f"{self.settings.host}:0")
         exchange.address = f"{self.settings.host}:{port}"
         await self._server.start()
@@ -124,6 +130,8 @@ class WorkerProcess:
             0, self.settings.host, registry=metrics.registry
         )
         control.start(role)
+        if tiers is not None:
+            tiers.start()
         self._role, self._gauges = role, gauges
         self.record = self._make_record(engine, costs, incarnation, port)
         index = PrefixIndex(
@@ -131,16 +139,41 @@ class WorkerProcess:
             self.settings.cluster_id,
             memory_bytes=self.settings.config.index_mib * MIB,
         )
-        publisher = IndexPublisher(index, engine.pool, incarnation)
+        publisher = IndexPublisher(index, books or engine.pool, incarnation)
         await self._registry.put(self.record, self.settings.config.registry_ttl_s)
         self._tasks = [
             asyncio.create_task(self._heartbeat(), name="heartbeat"),
             asyncio.create_task(self._publish(publisher), name="publish"),
         ]
+        if tiers is not None:
+            self._tasks.append(asyncio.create_task(tiers.run(), name="tier-spill"))
         spare_the_interpreter()
         keep_buffers()
         log.info("%s serves on %s", incarnation, self.record.address)
         return self.record
+
+    async def _make_tiers(
+        self, control: ControlLoop, costs: StepCosts, metrics: WorkerMetrics
+    ) -> KvTiers | None:
+        """Behind the pool, where the configuration has any. Raises ConfigError."""
+        engine = control.engine
+        storages = await asyncio.to_thread(
+            make_storages, self.settings.config, engine.cache.block_bytes
+        )
+        if not storages:
+            return None
+        tiers = KvTiers(
+            engine,
+            storages,
+            lambda: self._memory.of(engine.cache),
+            costs,
+            metrics,
+            worker=self.settings.slot,
+            role=self.settings.pool.role,
+            pump=control.pump,
+        )
+        control.tiers = tiers
+        return tiers
 
     def _make_exchange(
         self, engine: Engine, memory: BlockMemory, metrics: WorkerMetrics, incarnation: str
@@ -256,6 +289,8 @@ class WorkerProcess:
                 await self._registry.remove(self.record.incarnation)
             assert self.context is not None, "there is a record, so there is a context"
             await self._role.close()
+            if self.context.tiers is not None:
+                await self.context.tiers.stop(STOP_DEADLINE_S)
             await self.context.exchange.close()
             await self._server.stop(grace=1.0)
             await asyncio.to_thread(self.context.control.stop, STOP_DEADLINE_S)
@@ -289,7 +324,8 @@ class WorkerProcess:
 
     def _check_integrity(self, context: WorkerContext) -> None:
         """When nothing runs, nothing is used."""
-        if context.control.scheduler.is_idle() and context.exchange.is_idle():
+        is_idle = context.control.scheduler.is_idle() and context.exchange.is_idle()
+        if is_idle and (context.tiers is None or context.tiers.is_idle):
             pool = context.engine.pool
             pool.check()
             counts = pool.counts()

@@ -19,6 +19,7 @@ from engine.sequence import Sequence
 from kvtransfer.memory import BlockMemory
 from worker.control_loop import ControlLoop, SequenceListener
 from worker.exchange import Exchange
+from worker.kv_tiers import KvTiers
 from worker.settings import WorkerSettings
 
 
@@ -33,6 +34,8 @@ class WorkerContext:
     exchange: Exchange
     metrics: WorkerMetrics
     incarnation: str
+    tiers: KvTiers | None = None
+    """Behind the block pool, where there are any."""
 
     def make_sequence(
         self, spec: SequenceSpec, *, arrived: float, deadline: float, prefill_only: bool = False
