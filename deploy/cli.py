@@ -866,6 +866,41 @@ def bench_grammar(
         raise typer.Exit(130) from None
 
 
+@bench_app.command("tiers")
+def bench_tiers(
+    model: Annotated[
+        str,
+        typer.Option(help="As for `baton up`. Default: smollm2-135m-instruct.", show_default=False),
+    ] = "smollm2-135m-instruct",
+    prompt_tokens: Annotated[int, typer.Option(min=64, help="Length of a prompt.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, help="Prompts that come back, of each kind.")] = 5,
+    folder: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="On the disk to measure. Default: a temporary one."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+    ] = None,
+) -> None:
+    """How soon a prompt begins whose KV is computed, in the pool, in host memory, or on disk."""
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy import model_store  # noqa: PLC0415
+    from loadtest.tier_bench import TierBenchSettings  # noqa: PLC0415
+    from loadtest.tier_bench import bench_tiers as run_bench  # noqa: PLC0415
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    try:
+        path = model_store.resolve(model, say, "auto").path
+        settings = TierBenchSettings(path, prompt_tokens, rounds, folder, output)
+        run_bench(settings, say, Console())
+    except BatonError as error:
+        _fail(error.message)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
 @bench_app.command("router")
 def bench_router(
     model: Annotated[
