@@ -1,7 +1,7 @@
 """`baton bench tiers`: how soon a prompt begins whose KV is computed, in the pool, or in a tier.
 
 One engine without a cluster, its pool too small for three prompts: each is computed, asked for
-again, driven out by two others, and asked for once more. The others are computed while evicted
+again, driven out by three others, and asked for once more. The others are computed while evicted
 blocks are copied out, which shows what copying costs them.
 """
 
@@ -43,8 +43,12 @@ Say = Callable[[str], None]
 _LOWEST_ID = 100
 """Plain tokens: control tokens come first in a vocabulary."""
 _DEADLINE_S = 60.0
-_PROMPTS_IN_POOL = 1.5
-_PROMPTS_IN_TIER = 8
+_PROMPTS_IN_POOL = 2.5
+"""More than two, because half of the pool is copied ahead: one prompt takes no more than that."""
+_OTHERS = 3
+"""So many drive a prompt out."""
+_POOLS_IN_TIER = 4
+"""The size of a tier."""
 KINDS = ("none", "host", "disk")
 
 
@@ -91,7 +95,7 @@ class _Bench:
         if storage is not None:
             self.tiers = KvTiers(
                 engine,
-                {kind: (_PROMPTS_IN_TIER * engine.pool.total, storage)},
+                {kind: (_POOLS_IN_TIER * engine.pool.total, storage)},
                 lambda: self._memory.of(engine.cache),
                 costs,
                 WorkerMetrics(CollectorRegistry()),
@@ -186,7 +190,7 @@ def _build(settings: TierBenchSettings) -> Engine:
 
 
 def _storage(kind: str, engine: Engine, folder: Path) -> TierStorage | None:
-    slots, size = _PROMPTS_IN_TIER * engine.pool.total, engine.cache.block_bytes
+    slots, size = _POOLS_IN_TIER * engine.pool.total, engine.cache.block_bytes
     if kind == "host":
         return HostStorage(slots, size)
     return _Disk(folder, slots, size) if kind == "disk" else None
@@ -203,13 +207,13 @@ async def _rounds(
         return tuple(chance.randrange(_LOWEST_ID, vocab) for _ in range(settings.prompt_tokens))
 
     async def others() -> None:
-        for _ in range(2):
+        for _ in range(_OTHERS):
             # What is older is copied out meanwhile.
             times.seconds["computed"].append(await bench.first_token_s(prompt(), 0))
             await bench.settled()
 
     # The pool is full from the beginning.
-    for _ in range(2):
+    for _ in range(_OTHERS):
         await bench.first_token_s(prompt(), 0)
     for _ in range(settings.rounds):
         own = prompt()

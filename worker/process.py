@@ -103,6 +103,8 @@ class WorkerProcess:
         memory = self._memory.of(engine.cache)
         exchange = self._make_exchange(engine, memory, metrics, incarnation)
         tiers = await self._make_tiers(control, costs, metrics)
+        if tiers is not None:
+            exchange.behind = tiers.loader
         self.context = WorkerContext(
             settings=self.settings,
             engine=engine,

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 _SHARE_OF_DEADLINE = 0.5
 """A load may take no more than this of the time that the request has left."""
+_RECALL_S = 10.0
+"""What another worker may wait for blocks of a tier; it gives up by itself, too."""
 _TURNS = 4
 """So many loads of others are waited for that bring blocks of the same prompt."""
 
@@ -122,8 +124,7 @@ class TierLoader:
         load = self._choose(hashes, deadline)
         if load is None:
             return []
-        line = self._scheduler.wanted_blocks + len(self._scheduler.running)
-        if not self._has_room(sequence, load, line):
+        if not self._has_room(load, self._blocks_of(sequence) + self._line):
             self._count(load.sizes, "no_room")
             return []
         if not await self._run(load):
@@ -131,6 +132,22 @@ class TierLoader:
         blocks = self._pool.match(hashes)
         self._pool.pin(blocks)
         return blocks
+
+    async def recall(self, hashes: Sequence[bytes]) -> None:
+        """Have the leading blocks of these hashes cached, where that pays: another worker asks."""
+        deadline = time.monotonic() + _RECALL_S
+        await self._wait_for_others(hashes, deadline)
+        load = self._choose(hashes, deadline)
+        if load is not None and self._has_room(load, len(load.run) + self._line):
+            await self._run(load)
+
+    @property
+    def _line(self) -> int:
+        """Blocks that are for others: those in line, and the running ones' next."""
+        return self._scheduler.wanted_blocks + len(self._scheduler.running)
+
+    def _blocks_of(self, sequence: engine_sequence.Sequence) -> int:
+        return -(-sequence.target // self._scheduler.limits.block_size)
 
     def may_return(self, sequence: engine_sequence.Sequence) -> bool:
         """Whether ``bring_back`` would load something for one that lost its blocks."""
@@ -145,8 +162,8 @@ class TierLoader:
     def _returning(self, sequence: engine_sequence.Sequence) -> _Load | None:
         load = self._choose(self._hashes(sequence), sequence.deadline)
         # It is the first in line: nobody comes before it but those that run.
-        line = len(self._scheduler.running)
-        return load if load is not None and self._has_room(sequence, load, line) else None
+        needed = self._blocks_of(sequence) + len(self._scheduler.running)
+        return load if load is not None and self._has_room(load, needed) else None
 
     def _hashes(self, sequence: engine_sequence.Sequence) -> list[bytes]:
         """Those of the blocks before the last token, whose logits are needed in any case.
@@ -188,11 +205,10 @@ class TierLoader:
             return None
         return _Load(run, sizes, limit_s)
 
-    def _has_room(self, sequence: engine_sequence.Sequence, load: _Load, line: int) -> bool:
-        """For all that a sequence needs, where ``line`` blocks are for others."""
+    def _has_room(self, load: _Load, needed: int) -> bool:
+        """For ``needed`` blocks, those of the load that the pool holds among them."""
         held = [found.block for found in load.run if found.block is not None]
-        needed = -(-sequence.target // self._scheduler.limits.block_size) - len(held) + line
-        return needed <= self._pool.available - self._pool.evictable(held)
+        return needed - len(held) <= self._pool.available - self._pool.evictable(held)
 
     async def _run(self, load: _Load) -> bool:
         """Returns whether all or some of it has come in time."""

@@ -13,7 +13,9 @@ from baton.hashing import block_hashes, hash_key
 from baton.sampling_params import SamplingParams
 from router.cache_control import CacheControl
 from tests.integration.test_handoff import BLOCK, local_answer, prompt_of
+from tests.integration.test_pull import first_token, source_at
 from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from worker.fetch_estimates import FetchEstimates
 from worker.kv_tiers import KvTiers
 from worker.tier_estimates import TierEstimates
 
@@ -84,6 +86,29 @@ async def test_prompts_that_the_pool_evicted_come_back_from_disk(
         assert fresh.token_ids == expected
         await cluster.until_idle()
     assert os.listdir(tmp_path) == []
+
+
+async def test_another_worker_is_given_what_lies_on_disk(
+    tiny_model: Path, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FetchEstimates, "pays", lambda *_: True)
+    more: dict[str, Any] = {"kv_disk_mib": 8, "kv_disk_path": str(tmp_path)}
+    async with mini_cluster(tiny_model, redis_url, prefill=2, kv_pool_mib=1, **more) as cluster:
+        prompt = prompt_of(LENGTH)
+        first = await first_token(cluster, "prefill-0", prompt)
+        for salt in range(1, 13):
+            await first_token(cluster, "prefill-0", prompt_of(LENGTH, salt))
+            await settled(cluster)
+        context = cluster.workers["prefill-0"].context
+        assert context is not None
+        hashes = block_hashes(prompt, BLOCK, hash_key(context.engine.fingerprint))
+        assert len(context.engine.pool.match(hashes)) < 25, "the pool holds all of it"
+        source = source_at(cluster, "prefill-0", 25)
+        again = await first_token(cluster, "prefill-1", prompt, source)
+        assert (again.token, again.cached) == (first.token, 25 * BLOCK)
+        labels = {"transport": "shm"}
+        assert cluster.value("prefill-1", "baton_pulled_blocks_total", **labels) == 25
+        await cluster.until_idle()
 
 
 async def until_stats(cluster: MiniCluster, *, in_tiers: bool) -> None:

@@ -25,9 +25,9 @@ async def test_every_way_is_measured(
     assert (
         counts
         == {
-            "none": {"computed": 6, "pool": 2},
-            "host": {"computed": 6, "pool": 2, "tier": 2},
-            "disk": {"computed": 10, "pool": 2, "tier": 2, "cold": 2},
+            "none": {"computed": 8, "pool": 2},
+            "host": {"computed": 8, "pool": 2, "tier": 2},
+            "disk": {"computed": 14, "pool": 2, "tier": 2, "cold": 2},
         }[kind]
     )
     assert min(min(seconds) for seconds in times.seconds.values()) > 0
