@@ -14,7 +14,6 @@ import random
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -71,8 +70,12 @@ class TierTimes:
 
     tier: str
     block_bytes: int
-    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    seconds: dict[str, list[float]] = field(default_factory=dict)
     """By where the prompt's KV was: ``computed``, ``pool``, ``tier``, ``cold`` (on disk alone)."""
+
+    def add(self, where: str, seconds: float) -> None:
+        """One more."""
+        self.seconds.setdefault(where, []).append(seconds)
 
 
 class _Disk(DiskStorage):
@@ -209,7 +212,7 @@ async def _rounds(
     async def others() -> None:
         for _ in range(_OTHERS):
             # What is older is copied out meanwhile.
-            times.seconds["computed"].append(await bench.first_token_s(prompt(), 0))
+            times.add("computed", await bench.first_token_s(prompt(), 0))
             await bench.settled()
 
     # The pool is full from the beginning.
@@ -217,17 +220,17 @@ async def _rounds(
         await bench.first_token_s(prompt(), 0)
     for _ in range(settings.rounds):
         own = prompt()
-        times.seconds["computed"].append(await bench.first_token_s(own, 0))
-        times.seconds["pool"].append(await bench.first_token_s(own, cached))
+        times.add("computed", await bench.first_token_s(own, 0))
+        times.add("pool", await bench.first_token_s(own, cached))
         await bench.settled()
         await others()
         if bench.tiers is None:
             continue
-        times.seconds["tier"].append(await bench.first_token_s(own, cached))
+        times.add("tier", await bench.first_token_s(own, cached))
         if isinstance(bench.storage, _Disk):
             await others()
             bench.storage.forget_pages()
-            times.seconds["cold"].append(await bench.first_token_s(own, cached))
+            times.add("cold", await bench.first_token_s(own, cached))
 
 
 def _table(found: list[TierTimes]) -> Table:
