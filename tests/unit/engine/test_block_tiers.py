@@ -24,7 +24,7 @@ from engine.block_tier import BlockTier
 from engine.block_tiers import BlockTiers, Found, Spill
 
 TORN = b"torn"
-NAMES = ("a", "b", "c")
+NAMES = "abcdef"
 
 
 def chain(name: str, length: int) -> list[bytes]:
@@ -74,6 +74,15 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), length=st.integers(1, 6))
     def run_sequence(self, name: str, length: int) -> None:
+        self._run(name, length)
+
+    @rule(name=st.sampled_from(NAMES), length=st.integers(2, 9))
+    def come_and_go(self, name: str, length: int) -> None:
+        """What makes the pool forget others."""
+        if self._run(name, length):
+            self.pool.release(self.running.pop())
+
+    def _run(self, name: str, length: int) -> bool:
         """As the scheduler does it: cached blocks, new ones for the rest, all of them findable."""
         hashes = chain(name, length)
         hits = self.pool.match(hashes)
@@ -81,13 +90,14 @@ class TiersMachine(RuleBasedStateMachine):
             assert self.memory[block] == digest, "the pool found another block"
         missing = hashes[len(hits) :]
         if len(missing) > self.pool.available - self.pool.evictable(hits):
-            return
+            return False
         self.pool.pin(hits)
         blocks = self.pool.allocate(len(missing))
         for block, digest in zip(blocks, missing, strict=True):
             self.memory[block] = digest
             self.pool.register(block, digest, leading(digest))
         self.running.append(hits + blocks)
+        return True
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -98,8 +108,19 @@ class TiersMachine(RuleBasedStateMachine):
 
     # Copies
 
+    @rule(count=st.integers(1, 6))
+    def begin_spills(self, count: int) -> None:
+        for _ in range(count):
+            self._begin_spill()
+
     @rule()
-    def begin_spill(self) -> None:
+    def spill_all(self) -> None:
+        for _ in range(2 * self.pool.total):
+            self._begin_spill()
+            while self.copying:
+                self._end_spill(self.copying.pop())
+
+    def _begin_spill(self) -> None:
         wanted = self.tiers.wants_spill
         spill = self.tiers.next_spill()
         assert wanted or spill is None
@@ -118,6 +139,9 @@ class TiersMachine(RuleBasedStateMachine):
     def end_spill(self, data: st.DataObject) -> None:
         copying = data.draw(st.sampled_from(self.copying))
         self.copying.remove(copying)
+        self._end_spill(copying)
+
+    def _end_spill(self, copying: Copying) -> None:
         spill = copying.spill
         # What is read last: an evicted block has other contents by now.
         now = copying.bytes if spill.source else self.memory[spill.place]
@@ -209,7 +233,9 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 TestTiers = TiersMachine.TestCase
-TestTiers.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTiers.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True
+)
 
 
 def run(pool: BlockPool, hashes: list[bytes]) -> None:
