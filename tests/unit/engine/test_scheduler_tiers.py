@@ -6,25 +6,22 @@ The engine checks what each step reads, so that a torn, stale or mixed copy is f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule
+import pytest
 
-from baton.request import SequenceSpec
-from baton.sampling_params import SamplingParams
+from baton.hashing import last_hashes
 from engine.block_tier import BlockTier
 from engine.block_tiers import BlockTiers, Found, Spill
-from engine.scheduler import SchedulerLimits
+from engine.plan import StepPlan
 from engine.sequence import Sequence
 from tests.unit.engine.test_scheduler import (
-    PROMPTS,
-    SAMPLINGS,
-    STOP_IDS,
-    SchedulerMachine,
     World,
     make_spec,
     make_world,
+    random_jobs,
+    random_limits,
+    run_crowd,
 )
 
 
@@ -69,9 +66,9 @@ class TieredWorld(World):
             self.end_spill()
 
     def find(self, sequence: Sequence) -> list[Found]:
-        size = self.limits.block_size
-        hashes = sequence.full_hashes(size)[: (len(sequence.token_ids) - 1) // size]
-        return self.tiers.find(hashes)
+        limits = self.limits
+        hashes = last_hashes(sequence.full_hashes(limits.hash_block), limits.hashes_per_block)
+        return self.tiers.find(hashes[: (len(sequence.token_ids) - 1) // limits.block_size])
 
     def begin_load(self, run: list[Found], sequence: Sequence | None = None) -> bool:
         """Take blocks for what the tiers have of a run; not where there is no room."""
@@ -107,70 +104,43 @@ class TieredWorld(World):
         return True
 
 
-class TieredMachine(SchedulerMachine):
-    """Whatever arrives and leaves, blocks go down and come up."""
+class RestlessWorld(TieredWorld):
+    """Before each step some blocks go down and some come up."""
 
-    world: TieredWorld
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.chance = Random(0)
+        self.returned = 0
 
-    @initialize(
-        block_size=st.integers(1, 4),
-        spare=st.integers(0, 3),
-        chunk_tokens=st.integers(1, 12),
-        max_sequences=st.integers(1, 5),
-        depth=st.integers(1, 2),
-    )
-    def start(
-        self, block_size: int, spare: int, chunk_tokens: int, max_sequences: int, depth: int
-    ) -> None:
-        limits = SchedulerLimits(block_size, chunk_tokens, max_sequences, context_length=20)
-        self.world = TieredWorld(-(-20 // block_size) + spare, limits, depth)
-        self.outside: list[list[int]] = []
-
-    @rule(count=st.integers(1, 4))
-    def begin_spills(self, count: int) -> None:
-        for _ in range(count):
-            self.world.begin_spill()
-
-    @precondition(lambda self: self.world.spills)
-    @rule(count=st.integers(1, 4))
-    def end_spills(self, count: int) -> None:
-        for _ in range(min(count, len(self.world.spills))):
-            self.world.end_spill()
-
-    @rule(prompt=PROMPTS, sampling=SAMPLINGS, stop_ids=STOP_IDS)
-    def load(self, prompt: list[int], sampling: SamplingParams, stop_ids: tuple[int, ...]) -> None:
-        """A prompt is about to come."""
-        spec = SequenceSpec("r", 0, "router", tuple(prompt), len(prompt), sampling)
-        probe = self.world.sequence(spec, stop_ids)
-        self.world.ended[probe] = None
-        self.world.begin_load(self.world.find(probe))
-
-    @rule()
-    def bring_back(self) -> None:
-        self.world.bring_back()
-
-    @precondition(lambda self: self.world.loads)
-    @rule()
-    def end_load(self) -> None:
-        self.world.end_load()
-
-    @invariant()
-    def tiers_agree(self) -> None:
-        self.world.tiers.check()
-
-    def teardown(self) -> None:
-        if hasattr(self, "world"):
-            while self.world.spills:
-                self.world.end_spill()
-            while self.world.loads:
-                self.world.end_load()
-        super().teardown()
+    def schedule(self) -> StepPlan | None:
+        for _ in range(self.chance.randrange(6)):
+            self.begin_spill()
+        for _ in range(self.chance.randrange(6)):
+            if self.spills:
+                self.end_spill()
+        if self.chance.random() < 0.5:
+            self.returned += self.bring_back()
+        if self.loads and self.chance.random() < 0.5:
+            self.end_load()
+        self.tiers.check()
+        return super().schedule()
 
 
-TestTiered = TieredMachine.TestCase
-TestTiered.settings = settings(
-    max_examples=50, stateful_step_count=50, deadline=None, derandomize=True
-)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_crowd_whose_blocks_come_and_go(depth: int) -> None:
+    """Fixed seeds: many sequences are preempted, and many of them come back."""
+    returned = preemptions = 0
+    for seed in range(150):
+        random = Random(seed)
+        limits = random_limits(random)
+        blocks = -(-limits.context_length // limits.block_size)
+        world = RestlessWorld(blocks + random.randrange(3), limits, depth)
+        world.chance = random
+        run_crowd(world, random_jobs(random))
+        returned += world.returned
+        preemptions += world.scheduler.preemptions
+    assert preemptions > 50, "the pools are too large to test anything"
+    assert returned > 20, "nothing comes back"
 
 
 def tiered_world(blocks: int, size: int, **changes: int) -> TieredWorld:
