@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tests.unit.worker.tier_worker import (
     tokens_of,
     undisturbed,
 )
+from worker import tier_spiller
 from worker.step_costs import StepCosts
 from worker.tier_estimates import TierEstimates
 from worker.tier_storage import DiskStorage, Fill, Take
@@ -88,6 +90,28 @@ async def test_nothing_is_written_while_the_pool_has_room(model: Path, tmp_path:
         await worker.answer(prompt_of(LENGTH))
         await worker.settled()
         assert worker.value("stored_bytes_total") == 0
+
+
+async def test_copies_keep_to_their_pace(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        rests.append(seconds)
+        await asyncio.sleep(0)
+
+    clock = SimpleNamespace(Event=asyncio.Event, sleep=sleep)
+    monkeypatch.setattr(tier_spiller, "asyncio", clock)
+    # A hundred seconds for each block.
+    monkeypatch.setitem(tier_spiller.BYTES_PER_S, "disk", 40.96)
+    monkeypatch.setattr(tier_spiller, "_BATCH_BYTES", 2 * 4096)
+    async with tier_worker(model, tmp_path, disk=32) as worker:
+        await overflow(worker)
+        copied = worker.value("stored_bytes_total") / 4096
+        assert copied > 4
+        assert max(rests) <= 200, "no more than a batch at a time"
+        assert 100 * copied - DEADLINE_S < sum(rests) <= 100 * copied
 
 
 async def test_two_that_come_at_once_load_once(model: Path, tmp_path: Path) -> None:
