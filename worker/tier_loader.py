@@ -51,6 +51,8 @@ class _Job:
     missing: list[Found]
     targets: list[int]
     """A block of the pool for each."""
+    settled: asyncio.Future[None]
+    """It has ended, or was given up."""
     loaded: int = 0
     bad: Found | None = None
     """The copy at which it ended, and why."""
@@ -98,15 +100,19 @@ class TierLoader:
         self._compute_s = compute_s
         self.estimates = estimates
         self._series = series
-        self._under_way: dict[bytes, asyncio.Task[None]] = {}
-        """By the hash of each block that is being loaded."""
+        self._under_way: dict[bytes, asyncio.Future[None]] = {}
+        """By the hash of each block that is waited for: when its load is settled."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Loads that have not ended, those that were given up among them."""
+        self._stuck = 0
+        """How many were given up, and have not ended."""
         self._ahead: Counter[str] = Counter()
         """Bytes of these loads, by tier."""
 
     @property
     def is_idle(self) -> bool:
         """Whether no block of the pool is being filled."""
-        return not self._under_way
+        return not self._tasks
 
     def return_s(self, tokens: int) -> float:
         """How long bringing back so many tokens would take from the tier that takes longest."""
@@ -179,14 +185,17 @@ class TierLoader:
 
     async def _wait_for_others(self, hashes: Sequence[bytes], deadline: float) -> None:
         for _ in range(_TURNS):
-            task = next((self._under_way[d] for d in hashes if d in self._under_way), None)
+            other = next((self._under_way[d] for d in hashes if d in self._under_way), None)
             left = _SHARE_OF_DEADLINE * (deadline - time.monotonic())
-            if task is None or left <= 0:
+            if other is None or left <= 0:
                 return
-            await asyncio.wait([task], timeout=left)
+            await asyncio.wait([other], timeout=left)
 
     def _choose(self, hashes: Sequence[bytes], deadline: float) -> _Load | None:
         """What to load, None where nothing can be or where computing is faster."""
+        if self._stuck:
+            # One more would only take blocks, and wait behind it.
+            return None
         run = self._tiers.find(hashes)
         blocks = Counter(found.tier.name for found in run if found.tier is not None)
         if not blocks or any(found.digest in self._under_way for found in run):
@@ -215,34 +224,51 @@ class TierLoader:
         missing = [found for found in load.run if found.tier is not None]
         held = [found.block for found in load.run if found.block is not None]
         self._pool.pin(held)
-        job = _Job(missing, self._pool.allocate(len(missing)))
+        loop = asyncio.get_running_loop()
+        job = _Job(missing, self._pool.allocate(len(missing)), loop.create_future())
         self._tiers.begin_load(missing)
         self._ahead.update(load.sizes)
+        self._under_way.update(dict.fromkeys((found.digest for found in missing), job.settled))
+        timer = loop.call_later(load.limit_s, self._give_up, load, job)
         # It ends by itself, whatever becomes of those who wait for it.
-        task = asyncio.create_task(self._copy(load, job, held), name="tier-load")
-        self._under_way.update(dict.fromkeys((found.digest for found in missing), task))
-        await asyncio.wait([task], timeout=load.limit_s)
-        if not task.done():
-            job.given_up = True
-            self.estimates.failed(load.sizes, time.monotonic())
-            self._count(load.sizes, "late")
-            log.warning("KV blocks were not read within %.1f s: computing", load.limit_s)
-            return False
-        return job.loaded > 0
+        task = asyncio.create_task(self._copy(load, job, held, timer), name="tier-load")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.wait([job.settled])
+        return job.loaded > 0 and not job.given_up
 
-    async def _copy(self, load: _Load, job: _Job, held: list[int]) -> None:
+    def _settle(self, job: _Job) -> None:
+        """Let those go on who wait for a load; idempotent."""
+        if job.settled.done():
+            return
+        job.settled.set_result(None)
+        for found in job.missing:
+            del self._under_way[found.digest]
+
+    def _give_up(self, load: _Load, job: _Job) -> None:
+        job.given_up = True
+        self._stuck += 1
+        self.estimates.failed(load.sizes, time.monotonic())
+        self._count(load.sizes, "late")
+        log.warning("KV blocks were not read within %.1f s: computing", load.limit_s)
+        self._settle(job)
+
+    async def _copy(
+        self, load: _Load, job: _Job, held: list[int], timer: asyncio.TimerHandle
+    ) -> None:
         try:
             await self._thread.submit(partial(self._copy_all, job))
             self._register(job)
         finally:
+            timer.cancel()
+            self._stuck -= job.given_up
             bad = [] if job.bad is None else [job.bad.digest]
             self._tiers.end_load(job.missing, bad)
             self._ahead.subtract(load.sizes)
-            for found in job.missing:
-                self._under_way.pop(found.digest, None)
             # The last of the run is evicted first.
             self._pool.release([*held, *job.targets])
             self._learn(load, job)
+            self._settle(job)
 
     def _copy_all(self, job: _Job) -> None:
         """On the thread: one block after another, up to the first that is damaged."""

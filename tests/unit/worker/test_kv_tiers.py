@@ -238,6 +238,9 @@ class Hasty(TierEstimates):
     def deadline_s(self, sizes: object, compute_s: float) -> float:
         return 0.05
 
+    def failed(self, names: object, now: float) -> None:
+        """It would try again at once."""
+
 
 async def test_a_disk_that_does_not_answer_is_not_waited_for(model: Path, tmp_path: Path) -> None:
     storage = StuckDisk(tmp_path, 32, 4096)
@@ -254,9 +257,12 @@ async def test_a_disk_that_does_not_answer_is_not_waited_for(model: Path, tmp_pa
         assert worker.value("loads_total", outcome="late") == 1
         assert not worker.tiers.is_idle, "its blocks are not free while they may be written"
         assert worker.engine.pool.counts().used > 0
-        # The next one does not try.
-        await worker.answer(prompt_of(LENGTH, 1))
+        # Neither the next one nor the same one tries, or waits.
+        used = worker.engine.pool.counts().used
+        for salt in (1, 0):
+            await worker.answer(prompt_of(LENGTH, salt))
         assert worker.value("loads_total", outcome="late") == 1
+        assert worker.engine.pool.counts().used == used
         storage.answers.set()
         await worker.settled()
         worker.check_nothing_is_held()
