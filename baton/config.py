@@ -203,6 +203,15 @@ class Config(BaseSettings):
     """The context-length classes, in rising order."""
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens in a KV block, where a pool has no other size, and in a block of the prefix index."""
+    kv_host_mib: int = Field(default=0, ge=0)
+    """Memory of the host for a worker's KV blocks that its pool evicts, in MiB; they come back when
+    they are asked for. 0 keeps none. For GPUs: on a CPU a larger ``kv_pool_mib`` does more."""
+    kv_disk_mib: int = Field(default=0, ge=0)
+    """Room on disk for a worker's KV blocks that memory evicts, in MiB; they come back when they
+    are asked for. 0 keeps none."""
+    kv_disk_path: str = ""
+    """Folder of the file for them, which has no name and ends with its worker; empty takes ``kv``
+    in ``$BATON_CACHE_DIR``, or in ``~/.cache/baton``."""
     tool_parser: ToolParserName = "auto"
     """How the model writes tool calls: ``hermes`` (also Qwen, SmolLM3), ``llama3``, ``smollm``
     (SmolLM2), ``mistral``, ``mistral_args`` (Mistral from tokenizer version 11 on); ``auto`` tells

@@ -114,6 +114,10 @@ class LoadSnapshot:
     """Sequences in these steps, on average."""
     step_context_tokens: float = 0.0
     """Tokens that the sequences of such a step attended to in all, on average."""
+    host_blocks: int = 0
+    """Cached blocks in the host's memory behind the pool."""
+    disk_blocks: int = 0
+    """Cached blocks on disk."""
 
 
 @dataclass(frozen=True, slots=True)

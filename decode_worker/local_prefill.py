@@ -122,7 +122,26 @@ class LocalPrefill:
         source: PrefixSource | None,
         first: asyncio.Future[FirstToken | BatonError],
     ) -> None:
-        """Take the prompt's blocks, fetched ones where that pays, and queue it."""
+        """Take the prompt's blocks, with those that pay to bring, and queue it."""
+        tiers = self._context.tiers
+        if tiers is None:
+            await self._place_behind(sequence, source, first)
+            return
+        # Nothing is brought for a prompt that is refused.
+        self._check_room(sequence, self._held(sequence))
+        own = await tiers.loader.load(sequence, sequence.deadline)
+        try:
+            await self._place_behind(sequence, source, first)
+        finally:
+            self._context.engine.pool.release(own)
+
+    async def _place_behind(
+        self,
+        sequence: Sequence,
+        source: PrefixSource | None,
+        first: asyncio.Future[FirstToken | BatonError],
+    ) -> None:
+        """Behind the blocks that are held here, or that ``source`` has."""
         if source is not None and not sequence.scores_prompt:
             # Nothing is fetched for a prompt that is refused.
             self._check_room(sequence, self._held(sequence))

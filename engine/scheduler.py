@@ -365,6 +365,8 @@ class Scheduler:
 
     def _strip_last_in_line(self) -> bool:
         """Take the blocks of one that waits, for the one that is first: else both wait for ever."""
+        if self.waiting and self.waiting[0].returning:
+            return False
         for sequence in reversed(self.waiting):
             if sequence is not self.waiting[0] and sequence.block_table:
                 self._preempt(sequence)
@@ -397,6 +399,8 @@ class Scheduler:
             ):
                 continue
             may_go = sequence is self.waiting[0] or sequence.block_table
+            if sequence.returning:
+                continue
             if may_go and not sequence.in_flight and self._take_blocks(sequence):
                 return sequence
         return None

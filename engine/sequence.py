@@ -17,7 +17,8 @@ class Sequence:
     ``computed_here`` of the tokens that it came with were computed, in ``compute_s`` seconds: of a
     step's time a sequence has the share that it has of its tokens. With plans in flight ``highest``
     is the most tokens that it may have when they have ended, drafts included. ``takes_prompt``:
-    whether a drafter may take the prompt in as it is computed.
+    whether a drafter may take the prompt in as it is computed. While it is ``returning``, blocks
+    that it lost are on their way back: it keeps its place in line.
 
     A request's answers share the prompt until the first token of each is drawn, all from the same
     logits: ``siblings`` are those that begin then. A fork writes into a block of its own; if its
@@ -48,6 +49,7 @@ class Sequence:
         "queued_at",
         "registered",
         "release_wanted",
+        "returning",
         "scheduled",
         "sequence_id",
         "siblings",
@@ -98,6 +100,7 @@ class Sequence:
         self.preempted = False
         self.preemptions = spec.preemptions
         self.release_wanted = False
+        self.returning = False
         self.finish_reason: FinishReason | None = None
         self.choice = choice
         self.siblings: tuple[Sequence, ...] = ()

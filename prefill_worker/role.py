@@ -120,10 +120,7 @@ class PrefillRole:
                 # Never computed without blocks that wait for it.
                 await handoff.reserve()
                 sequence.takes_prompt = not handoff.without_drafter
-            blocks: list[int] = []
-            # What is scored is computed: a fetched block has no logits.
-            if source is not None and not sequence.scores_prompt:
-                blocks = await self._fetcher.fetch(sequence, source, deadline)
+            blocks = await self._held_elsewhere(sequence, source, deadline)
             firsts = await self._compute(sequence, blocks, handoff, deadline)
             computed_at = time.monotonic()
             if handoff is None:
@@ -150,6 +147,27 @@ class PrefillRole:
             for choice in choices:
                 self._listeners.pop(choice.sequence_id, None)
             await asyncio.shield(self._end(sequence, handoff))
+
+    async def _held_elsewhere(
+        self, sequence: Sequence, source: PrefixSource | None, deadline: float
+    ) -> list[int]:
+        """Leading blocks that came from a tier of this worker, or from another worker."""
+        own: list[int] = []
+        # What is scored is computed: such a block has no logits.
+        if self.context.tiers is not None:
+            own = await self.context.tiers.loader.load(sequence, deadline)
+        if source is None or sequence.scores_prompt:
+            return own
+        try:
+            fetched = await self._fetcher.fetch(sequence, source, deadline)
+        except BaseException:
+            self.context.engine.pool.release(own)
+            raise
+        if not fetched:
+            return own
+        # They begin with what is held here.
+        self.context.engine.pool.release(own)
+        return fetched
 
     async def _end(self, sequence: Sequence, handoff: Handoff | None) -> None:
         """Its blocks are given back once nobody reads them here."""

@@ -27,6 +27,8 @@ class WorkerCacheObject(BaseModel):
     cached_blocks: int
     used_blocks: int
     quarantined_blocks: int
+    host_blocks: int
+    disk_blocks: int
 
 
 class IndexObject(BaseModel):
@@ -162,6 +164,8 @@ def _stats_message(stats: CacheStats) -> cache_pb2.GetCacheStatsResponse:
                 cached_blocks=one.cached_blocks,
                 used_blocks=one.used_blocks,
                 quarantined_blocks=one.quarantined_blocks,
+                host_blocks=one.host_blocks,
+                disk_blocks=one.disk_blocks,
             )
             for one in stats.workers
         ],

@@ -52,6 +52,7 @@ from worker.exchange import Exchange
 from worker.gauges import WorkerGauges
 from worker.index_publisher import IndexPublisher
 from worker.intake import Intake
+from worker.kv_tiers import KvTiers, make_storages
 from worker.mounting import Mounting
 from worker.placement import place
 from worker.pool_memory import PoolMemory
@@ -113,6 +114,9 @@ class WorkerProcess:
         control = ControlLoop(engine, gauges, incarnation, board, slack)
         memory = self._memory.of(engine.cache)
         exchange = self._make_exchange(engine, memory, metrics, incarnation)
+        tiers = await self._make_tiers(control, costs, metrics)
+        if tiers is not None:
+            exchange.behind = tiers.loader
         self.context = WorkerContext(
             settings=self.settings,
             engine=engine,
@@ -121,6 +125,7 @@ class WorkerProcess:
             exchange=exchange,
             metrics=metrics,
             incarnation=incarnation,
+            tiers=tiers,
         )
         # The role adds its own, and takes them along when it goes.
         self._own_listeners = len(exchange.receiver.listeners)
@@ -131,7 +136,10 @@ class WorkerProcess:
         transfer_pb2_grpc.add_TransferServiceServicer_to_server(
             TransferServicer(exchange), self._server
         )
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(engine.pool), self._server)
+        books = None if tiers is None else tiers.tiers
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(
+            CacheServicer(engine.pool, books), self._server
+        )
         port = self._server.add_insecure_port(f"{self.settings.host}:0")
         exchange.address = f"{self.settings.host}:{port}"
         await self._server.start()
@@ -140,6 +148,8 @@ class WorkerProcess:
             0, self.settings.host, registry=metrics.registry
         )
         control.start(role)
+        if tiers is not None:
+            tiers.start()
         self._role, self._gauges = role, gauges
         self.record = self._make_record(engine, costs, incarnation, port)
         index = PrefixIndex(
@@ -147,16 +157,41 @@ class WorkerProcess:
             self.settings.cluster_id,
             memory_bytes=self.settings.config.index_mib * MIB,
         )
-        publisher = IndexPublisher(index, engine.pool, incarnation)
+        publisher = IndexPublisher(index, books or engine.pool, incarnation)
         await self._registry.put(self.record, self.settings.config.registry_ttl_s)
         self._tasks = [
             asyncio.create_task(self._heartbeat(), name="heartbeat"),
             asyncio.create_task(self._publish(publisher), name="publish"),
         ]
+        if tiers is not None:
+            self._tasks.append(asyncio.create_task(tiers.run(), name="tier-spill"))
         spare_the_interpreter()
         keep_buffers()
         log.info("%s serves on %s", incarnation, self.record.address)
         return self.record
+
+    async def _make_tiers(
+        self, control: ControlLoop, costs: StepCosts, metrics: WorkerMetrics
+    ) -> KvTiers | None:
+        """Behind the pool, where the configuration has any. Raises ConfigError."""
+        engine = control.engine
+        storages = await asyncio.to_thread(
+            make_storages, self.settings.config, engine.cache.block_bytes
+        )
+        if not storages:
+            return None
+        tiers = KvTiers(
+            engine,
+            storages,
+            lambda: self._memory.of(engine.cache),
+            costs,
+            metrics,
+            worker=self.settings.slot,
+            role=self.settings.pool.role,
+            pump=control.pump,
+        )
+        control.tiers = tiers
+        return tiers
 
     def _make_exchange(
         self, engine: Engine, memory: BlockMemory, metrics: WorkerMetrics, incarnation: str
@@ -277,6 +312,8 @@ class WorkerProcess:
                 await self._registry.remove(self.record.incarnation)
             assert self.context is not None, "there is a record, so there is a context"
             await self._role.close()
+            if self.context.tiers is not None:
+                await self.context.tiers.stop(STOP_DEADLINE_S)
             await self.context.exchange.close()
             await self._server.stop(grace=1.0)
             await asyncio.to_thread(self.context.control.stop, STOP_DEADLINE_S)
@@ -390,7 +427,8 @@ class WorkerProcess:
 
     def _check_integrity(self, context: WorkerContext) -> None:
         """When nothing runs, nothing is used."""
-        if context.control.scheduler.is_idle() and context.exchange.is_idle():
+        is_idle = context.control.scheduler.is_idle() and context.exchange.is_idle()
+        if is_idle and (context.tiers is None or context.tiers.is_idle):
             pool = context.engine.pool
             pool.check()
             counts = pool.counts()

@@ -20,6 +20,7 @@ from kvtransfer.memory import BlockMemory
 from worker.control_loop import ControlLoop, SequenceListener
 from worker.exchange import Exchange
 from worker.intake import Intake
+from worker.kv_tiers import KvTiers
 from worker.settings import WorkerSettings
 
 
@@ -35,6 +36,8 @@ class WorkerContext:
     metrics: WorkerMetrics
     incarnation: str
     intake: Intake = field(default_factory=Intake)
+    tiers: KvTiers | None = None
+    """Behind the block pool, where there are any."""
 
     def make_sequence(
         self, spec: SequenceSpec, *, arrived: float, deadline: float, prefill_only: bool = False

@@ -39,7 +39,7 @@ class FakeControl:
         self.dropped = 0
 
     async def stats(self) -> CacheStats:
-        workers = (WorkerCache("decode-0", "decode", 16, 100, 60, 30, 10, 0),)
+        workers = (WorkerCache("decode-0", "decode", 16, 100, 60, 30, 10, 0, 5, 7),)
         return CacheStats(workers, self.index, 1000, 250)
 
     async def drop(self) -> list[Dropped]:
@@ -88,7 +88,9 @@ async def test_stats() -> None:
             100,
             30,
         )
+        assert (worker["host_blocks"], worker["disk_blocks"]) == (5, 7)
         told = await there.grpc.GetCacheStats(cache_pb2.GetCacheStatsRequest(), timeout=DEADLINE_S)
+        assert (told.workers[0].host_blocks, told.workers[0].disk_blocks) == (5, 7)
         assert (told.index_blocks, told.index_bytes, told.prompt_tokens) == (7, 400, 1000)
         assert told.workers[0].cached_blocks == 30
         there.control.index = None
