@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest
@@ -106,6 +106,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.held: set[Sequence] = set()
         self.preemptions = 0
+        self.stays: Callable[[Sequence], bool] = _goes
+        """Whether a sequence that loses its blocks has them back here sooner than elsewhere."""
         self._leaving: set[Sequence] = set()
         self._handed_back: list[Sequence] = []
         self._dropped: list[int] = []
@@ -343,7 +345,7 @@ class Scheduler:
         self.preemptions += 1
         sequence.preemptions += 1
         sequence.preempted = True
-        if sequence.may_be_handed_back:
+        if sequence.may_be_handed_back and not self.stays(sequence):
             self._hand_back(sequence)
             return
         if sequence not in self.waiting:
@@ -660,6 +662,11 @@ class Scheduler:
         count = self.limits.hashes_per_block
         *leading, last = sequence.hashes[index * count : (index + 1) * count]
         return self.pool.register(sequence.block_table[index], last, leading)
+
+
+def _goes(sequence: Sequence) -> bool:
+    """Without tiers behind the pool its blocks are computed again: elsewhere."""
+    return False
 
 
 def _all_ended(sequences: Iterable[Sequence]) -> bool:

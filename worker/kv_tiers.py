@@ -101,6 +101,7 @@ class KvTiers:
             estimates=estimates or TierEstimates(storages),
             series=series,
         )
+        engine.scheduler.stays = self.loader.returns_sooner
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:

@@ -119,6 +119,18 @@ class TierLoader:
         size = -(-tokens // self._scheduler.limits.block_size) * self._memory.block_bytes
         return max(self.estimates.load_s({tier.name: size}) for tier in self._tiers.tiers)
 
+    def returns_sooner(self, sequence: engine_sequence.Sequence) -> bool:
+        """Whether the blocks of one that is about to lose them come back from the tiers sooner than
+
+        another worker, as fast as this one, would compute them.
+        """
+        full = sequence.registered * self._scheduler.limits.block_size
+        if not full:
+            return False
+        rest = max(1, sequence.computed - full)
+        here_s = self.return_s(full) + self._compute_s(rest, full)
+        return here_s < self._compute_s(sequence.computed, 0)
+
     async def load(self, sequence: engine_sequence.Sequence, deadline: float) -> list[int]:
         """The leading blocks of a sequence that is not queued yet, if any of them came back.
 

@@ -10,6 +10,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from tests.models import make_tiny_model
 from tests.unit.worker.tier_worker import (
     BLOCK,
     DEADLINE_S,
+    SLOW,
     TierWorker,
     prompt_of,
     spec_of,
@@ -303,3 +305,28 @@ async def test_the_predicted_cost_of_coming_back_grows_with_the_tokens(
     async with tier_worker(model, tmp_path, host=4, disk=32) as worker:
         one, many = worker.tiers.loader.return_s(1), worker.tiers.loader.return_s(4096)
         assert 0 < one < many
+
+
+@pytest.mark.parametrize("computing_is_slow", [True, False])
+async def test_who_loses_its_blocks_stays_where_they_come_back_sooner(
+    model: Path, tmp_path: Path, computing_is_slow: bool
+) -> None:
+    """Else its router is told, and it is computed elsewhere."""
+    costs = SLOW if computing_is_slow else StepCosts(prefill=(0.0, 1e-6, 0.0))
+    async with tier_worker(model, tmp_path, blocks=18, host=64, costs=costs) as worker:
+        specs = [
+            replace(spec_of(prompt_of(n, 7), 5 * BLOCK), hand_back=True)
+            for n in (LENGTH, LENGTH + 1)
+        ]
+        sequences = [worker.make(spec) for spec in specs]
+        for sequence in sequences:
+            worker.control.add(sequence)
+        scheduler = worker.engine.scheduler
+        async with asyncio.timeout(30):
+            while not scheduler.preemptions:
+                await asyncio.sleep(0.001)
+        handed_back = scheduler.take_handed_back()
+        assert len(handed_back) == (0 if computing_is_slow else 1)
+        assert all(one not in scheduler.waiting for one in handed_back)
+        await worker.settled()
+        worker.check_nothing_is_held()
