@@ -167,14 +167,15 @@ class Config(BaseSettings):
     """Type of the KV cache: ``dtype`` (``auto``), or 8 bits with a scale per token and head."""
     deterministic: bool = False
     """Same bits whatever else is in the batch; refused where they cannot be promised."""
-    drafter: Literal["auto", "none", "ngram", "draft"] = "auto"
+    drafter: Literal["auto", "none", "ngram", "draft", "eagle", "medusa"] = "auto"
     """What guesses tokens that a decode step then checks, which changes no answer: the prompt and
-    the answer themselves, where they repeat (``ngram``), a smaller model on a CPU (``draft``), or
-    nothing (``none``). ``auto``: ``ngram`` on CPUs, and ``none`` on GPUs, where it was not measured
-    yet."""
+    the answer themselves, where they repeat (``ngram``), on CPUs a smaller model (``draft``), an
+    EAGLE-3 head or Medusa heads trained for the model (``eagle``, ``medusa``), or nothing
+    (``none``). ``auto``: ``ngram`` on CPUs, and ``none`` on GPUs, where it was not measured yet."""
     draft_model: str = ""
     """The smaller model of the drafter ``draft``, named as ``model`` is: it must have the same
-    tokens. Its weights stay as its files hold them, and its KV takes its share of every block."""
+    tokens. Its weights stay as its files hold them, and its KV takes its share of every block. Of
+    ``eagle`` and ``medusa`` the heads' folder."""
     http: str = "127.0.0.1:8000"
     """host:port of the HTTP front."""
     grpc: str = "127.0.0.1:8001"
@@ -332,8 +333,8 @@ class Config(BaseSettings):
 
     @model_validator(mode="after")
     def _drafter_has_its_model(self) -> Config:
-        if self.drafter == "draft" and not self.draft_model:
-            raise ValueError("drafter: draft needs a draft_model")
+        if self.drafter not in ("none", "ngram") and not self.draft_model:
+            raise ValueError(f"drafter: {self.drafter} needs a draft_model")
         return self
 
     @model_validator(mode="after")

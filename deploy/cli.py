@@ -126,15 +126,16 @@ def up(
         str | None,
         typer.Option(
             help="What guesses tokens that a decode step checks: ngram (where text repeats), draft"
-            " (a smaller model), none, or auto: ngram on CPUs, none on GPUs. Answers are the same."
-            " Default: auto."
+            " (a smaller model), eagle, medusa (heads trained for the model), none, or auto: ngram"
+            " on CPUs, none on GPUs. Answers are the same. Default: auto."
         ),
     ] = None,
     draft_model: Annotated[
         str | None,
         typer.Option(
             metavar="NAME|PATH",
-            help="The smaller model of --drafter draft, which must have the same tokens.",
+            help="The smaller model of --drafter draft, which must have the same tokens, or the"
+            " folder of the heads of --drafter eagle or medusa.",
         ),
     ] = None,
     transport: Annotated[
@@ -679,7 +680,7 @@ def bench_speculation(
     drafter: Annotated[str, typer.Option(help="What is compared with none.")] = "ngram",
     draft_model: Annotated[
         str,
-        typer.Option(metavar="NAME|PATH", help="As for `baton up`, with --drafter draft."),
+        typer.Option(metavar="NAME|PATH", help="As for `baton up`."),
     ] = "",
     categories: Annotated[
         str, typer.Option(help="Out of those of the files, and copy. Default: all.")
@@ -701,6 +702,7 @@ def bench_speculation(
     """Tokens a second with and without drafts, of one engine on the CPU, without a cluster."""
     from baton.errors import BatonError  # noqa: PLC0415
     from deploy import model_store  # noqa: PLC0415
+    from deploy.drafter_folder import drafter_folder  # noqa: PLC0415
     from engine.engine import EngineSettings  # noqa: PLC0415
     from loadtest.speculation import SpeculationSettings  # noqa: PLC0415
     from loadtest.speculation import bench_speculation as run_bench  # noqa: PLC0415
@@ -715,7 +717,7 @@ def bench_speculation(
             threads=threads,
             quantization=quantization,
             drafter=drafter,
-            draft_model=model_store.resolve(draft_model, say, "auto").path if draft_model else None,
+            draft_model=drafter_folder(drafter, draft_model, say) if draft_model else None,
         )
         settings = SpeculationSettings(
             engine,

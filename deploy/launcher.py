@@ -29,6 +29,7 @@ from deploy.cluster_keys import forget_cluster
 from deploy.cluster_mark import ClusterMark
 from deploy.cluster_state import ClusterState
 from deploy.daemon_thread import DaemonThread
+from deploy.drafter_folder import drafter_folder
 from deploy.guardian import Guardian
 from deploy.model_store import ResolvedModel
 from deploy.ports import choose_ports, reachable
@@ -197,9 +198,9 @@ class Launcher:
             )
             if config.draft_model:
                 draft = await thread.call(
-                    lambda: model_store.resolve(config.draft_model, tell, "auto")
+                    lambda: drafter_folder(config.drafter, config.draft_model, tell)
                 )
-                self._draft_model_path = str(draft.path)
+                self._draft_model_path = str(draft)
         served = self._config.served_model_name or model.name
         return ResolvedModel(served, model.path)
 

@@ -35,6 +35,7 @@ class DraftModel:
 
     name = "draft"
     hidden_layers: tuple[int, ...] = ()
+    most_tokens = MOST_DRAFT_TOKENS
 
     def __init__(
         self, model: StepModel, filled: FilledSlots, context_length: int, sampler: Sampler

@@ -19,6 +19,7 @@ from engine.cpu.sampler import cpu_sampler
 from engine.draft_length import MOST_IN_A_STEP
 from engine.draft_model import DraftModel
 from engine.draft_vocabulary import check_vocabulary
+from engine.drafter_heads import HEADS, EagleHead, MedusaHeads, Sampler, load_heads
 from engine.filled_slots import FilledSlots
 from engine.gpu.decoder import gpu_decoder
 from engine.gpu.graphs import GRAPH_BYTES
@@ -28,6 +29,7 @@ from engine.kv_cache import Allocate, KvCache, KvGroup, block_bytes
 from engine.kv_quantization import kv_dtype, kv_dtype_name
 from engine.model import DecoderModel
 from engine.model_config import ModelConfig, load_model_config
+from engine.model_drafter import ModelDrafter
 from engine.model_speculation import ModelSpeculation
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.quantization.packed_cache import PackedCache
@@ -85,7 +87,7 @@ class EngineSettings:
     ``none`` on a GPU."""
     draft_model: Path | None = None
     """The smaller model's folder, for the drafter ``draft``; its weights stay as the files hold
-    them."""
+    them. Of ``eagle`` and ``medusa`` the heads' folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ def build_engine(settings: EngineSettings, allocate: Allocate | None = None) -> 
     model = DecoderModel(
         config, load_weights(settings.model_path, device, dtype, settings.quantization), device
     )
-    draft = _load_draft(settings, config, device, dtype)
+    draft = _load_draft(settings, model, device, dtype)
     draft_config = None if draft is None else draft.config
     kv = kv_dtype(settings.kv_dtype, dtype)
     size = block_bytes(config, settings.block_size, kv, draft_config)
@@ -155,7 +157,7 @@ def build_engine(settings: EngineSettings, allocate: Allocate | None = None) -> 
     grammars = grammars_of(
         (settings.model_path / "tokenizer.json").read_text, config.vocab_size, config.eos_ids
     )
-    speculation = _speculation(settings, cache, draft)
+    speculation = _speculation(settings, model, cache, draft)
     runner = _runner(model, cache, settings, name, grammars, speculation)
     scheduler = Scheduler(pool, limits)
     arithmetic = _arithmetic(device) if settings.deterministic else ""
@@ -218,36 +220,41 @@ class _Draft:
     name: str
     """Its weights' fingerprint."""
 
+    def drafter(self, target: DecoderModel, cache: KvCache, sampler: Sampler) -> ModelDrafter:
+        """Over the cache's group ``drafter``."""
+        assert cache.drafter is not None, "a draft model has a group of the cache"
+        step_model = _step_model(self.model, cache.drafter, self.folder, self.name)
+        filled = FilledSlots(cache.drafter)
+        return DraftModel(step_model, filled, self.config.context_length, sampler)
+
 
 def _load_draft(
-    settings: EngineSettings, config: ModelConfig, device: torch.device, dtype: torch.dtype
-) -> _Draft | None:
+    settings: EngineSettings, target: DecoderModel, device: torch.device, dtype: torch.dtype
+) -> _Draft | EagleHead | MedusaHeads | None:
     """The drafter's model, where there is one. Raises ConfigError where it cannot be served."""
-    if drafter_of(settings, device) != "draft":
+    if drafter_of(settings, device) not in ("draft", *HEADS):
         return None
     folder = settings.draft_model
     if folder is None:
-        raise ConfigError("drafter draft needs a draft_model")
+        raise ConfigError(f"drafter {settings.drafter} needs a draft_model")
+    if settings.drafter in HEADS:
+        return load_heads(settings.drafter, folder, target, device, settings.dtype)
     found = load_model_config(folder)
-    check_vocabulary(settings.model_path, config, folder, found)
+    check_vocabulary(settings.model_path, target.config, folder, found)
     model = DecoderModel(found, load_weights(folder, device, dtype), device)
     return _Draft(found, model, folder, fingerprint(folder, settings.dtype))
 
 
 def _speculation(
-    settings: EngineSettings, cache: KvCache, draft: _Draft | None
+    settings: EngineSettings,
+    target: DecoderModel,
+    cache: KvCache,
+    draft: _Draft | EagleHead | MedusaHeads | None,
 ) -> StepSpeculation | None:
     if draft is None:
         return make_speculation(drafter_of(settings, cache.data.device))
-    assert cache.drafter is not None, "a draft model has a group of the cache"
-    step_model = _step_model(draft.model, cache.drafter, draft.folder, draft.name)
     sampler = cpu_sampler()
-    drafter = DraftModel(
-        step_model,
-        FilledSlots(cache.drafter),
-        draft.config.context_length,
-        sample if sampler is None else sampler.sample,
-    )
+    drafter = draft.drafter(target, cache, sample if sampler is None else sampler.sample)
     return ModelSpeculation(drafter)
 
 

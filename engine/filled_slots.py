@@ -19,7 +19,7 @@ class FilledSlots:
     def __init__(self, group: DrafterGroup) -> None:
         # Numbers of its own, which numpy would make into arrays' at each look.
         self._filled = group.filled.numpy().data
-        self._size = group.block_size
+        self.block_size = self._size = group.block_size
 
     def spoil(self, rows: Iterable[PlanRow]) -> None:
         """The model computes these rows: what the drafter has in their slots is of other tokens."""

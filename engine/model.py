@@ -50,6 +50,10 @@ class Layer:
     mlp_norm: torch.Tensor | None
     mlp_post_norm: torch.Tensor | None
     mlp: GatedMlp | Experts
+    feature_norm: torch.Tensor | None = None
+    """Of an EAGLE layer (engine/eagle_model.py): the norm of the features beside the embeddings."""
+    residual_normed: bool = False
+    """Whether the residual stream of such a layer begins with the normed features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,9 @@ class Batch:
 
 class DecoderModel:
     """Computes hidden states and logits; holds no state but its weights."""
+
+    combine: Linear | None = None
+    """Of an EAGLE head (engine/eagle_model.py): makes a feature of what went into some layers."""
 
     def __init__(
         self, config: ModelConfig, weights: Mapping[str, Matrix], device: torch.device

@@ -60,6 +60,10 @@ class ModelDrafter(Protocol):
     def hidden_layers(self) -> tuple[int, ...]:
         """What ``computed`` wants of the model; see ``StepInput.hidden_layers``."""
 
+    @property
+    def most_tokens(self) -> int:
+        """The longest draft that it makes."""
+
     def backlog(self, query: DraftQuery) -> int | None:
         """How many tokens it must take in before it can draft for a sequence, the last one aside.
 

@@ -16,7 +16,7 @@ from engine.known_sequence import KnownSequence
 from engine.model_draft_length import EVIDENCE, PIECE, Candidate, ModelDraftLength
 from engine.model_drafter import ComputedRow, DraftQuery, ModelDrafter
 from engine.plan import PlanRow
-from engine.speculation import MOST_DRAFT_TOKENS, DraftedRow, with_draft
+from engine.speculation import DraftedRow, with_draft
 from engine.step import CoreShare
 
 
@@ -64,7 +64,7 @@ class ModelSpeculation:
         queries, candidates = [], []
         for row in rows:
             found = known[row.sequence_id]
-            most = min(MOST_DRAFT_TOKENS, row.limit - len(found.token_ids) - 1)
+            most = min(self.model.most_tokens, row.limit - len(found.token_ids) - 1)
             if not row.limit or most < 1:
                 continue
             query = DraftQuery(row, found, most)

@@ -21,7 +21,7 @@ from engine.ngram_drafter import NgramDrafter
 from engine.plan import PlanRow
 from engine.step import CoreShare
 
-DRAFTERS = ("none", "ngram", "draft")
+DRAFTERS = ("none", "ngram", "draft", "eagle", "medusa")
 """By the names that the configuration takes."""
 TOKEN_DRAFTERS = ("none", "ngram")
 """Those of them that look at tokens alone."""

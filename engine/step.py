@@ -25,6 +25,11 @@ class StepInput:
     """Of which layers what goes into them is wanted, of every token, for a drafter: 0 is the first
     layer, whose input are the embeddings; the number of layers stands for what comes out of the
     last one, before the last norm."""
+    features: torch.Tensor | None = None
+    """fp32 [tokens, hidden_size]: what an EAGLE head takes beside the tokens."""
+    states: torch.Tensor | None = None
+    """fp32 [tokens, layers, hidden_size], in place of ``features``: what went into the target's
+    layers, which the head makes them of."""
 
 
 @dataclass(frozen=True, slots=True)

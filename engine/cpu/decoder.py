@@ -78,7 +78,9 @@ class CpuDecoder:
     ) -> None:
         self.threads = torch.get_num_threads()
         self._layers_done = np.zeros(1, dtype=np.int64)
-        self._vocab = model.config.vocab_size
+        self._vocab = model.embedding.shape[0]
+        self._outputs = model.head.weight.shape[0]
+        self._hidden = model.config.hidden_size
         self._block_size = cache.block_size
         embedding = model.embedding
         self._quantized_embedding = embedding if isinstance(embedding, QuantizedWeight) else None
@@ -132,11 +134,13 @@ class CpuDecoder:
         slots = (positions % size).astype(np.int32)
         token_ids = np.array(step.token_ids, dtype=np.int64)
         output = np.array(step.outputs, dtype=np.int64)
+        layers = np.array(step.hidden_layers, dtype=np.int64)
+        hidden = torch.empty(tokens, len(layers), self._hidden) if len(layers) else None
         # The C++ trusts what it is given; torch would raise for a row that is not there.
         if tokens != int(count.sum()) or not 0 <= token_ids.min() <= token_ids.max() < self._vocab:
             raise ValueError(f"{tokens} token ids for {int(count.sum())} places, or one unknown")
         best = np.empty(outputs, dtype=np.int64) if step.greedy else None
-        logits = None if step.greedy else torch.empty(outputs, self._vocab)
+        logits = None if step.greedy else torch.empty(outputs, self._outputs)
         embedded = None
         if self._quantized_embedding is not None:
             embedded = dequantize(self._quantized_embedding.rows(torch.from_numpy(token_ids)))
@@ -153,9 +157,14 @@ class CpuDecoder:
                 address(logits),
                 address(best),
                 address(self._layers_done),
+                address(step.features),
+                address(step.states),
+                address(hidden),
+                address(layers),
+                len(layers),
             ),
         )
-        return StepOutput(None if best is None else best.tolist(), logits)
+        return StepOutput(None if best is None else best.tolist(), logits, hidden)
 
     @staticmethod
     def _pack(model: DecoderModel, packed: PackedCache | None, key: str) -> dict[str, torch.Tensor]:
@@ -211,7 +220,7 @@ class CpuDecoder:
             heads=config.heads,
             kv_heads=config.kv_heads,
             dim=config.head_dim,
-            vocab=config.vocab_size,
+            vocab=model.head.weight.shape[0],
             qk_norm=_QK_NORMS[config.qk_norm],
             activation=_ACTIVATIONS[config.activation],
             experts_per_token=experts.per_token if experts else 0,
@@ -226,6 +235,9 @@ class CpuDecoder:
             else address(model.embedding),
             norm=self._keep(model.norm),
             head=self._matrix("head", model.head),
+            combine=structs.Matrix()
+            if model.combine is None
+            else self._matrix("combine", model.combine),
             layer=layers,
         )
 
@@ -242,6 +254,7 @@ class CpuDecoder:
                 "attention_post_norm",
                 "mlp_norm",
                 "mlp_post_norm",
+                "feature_norm",
             )
         }
         fields |= {
@@ -260,6 +273,7 @@ class CpuDecoder:
                 (f"{number}.{n}.{part}", getattr(mlp, part)) for n, mlp in enumerate(mlps)
             )
         return structs.Layer(
+            residual_normed=layer.residual_normed,
             rope=self._keep(table),
             rotary=0 if table is None else 2 * table.shape[-1],
             window=config.windows[number],
@@ -293,6 +307,8 @@ def _linears(model: DecoderModel) -> Iterator[tuple[str, Linear]]:
             for part in ("gate", "up", "down"):
                 yield f"{number}.{n}.{part}", getattr(mlp, part)
     yield "head", model.head
+    if model.combine is not None:
+        yield "combine", model.combine
 
 
 def _before(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

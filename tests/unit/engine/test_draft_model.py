@@ -69,7 +69,7 @@ class Answer:
 class Bench:
     """A model and its drafter; each run has a scheduler and a pool of its own."""
 
-    def __init__(self, folder: Path, draft: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, draft: Path, drafter: str = "draft", **settings: Any) -> None:
         torch.set_num_threads(1)
         self.draft_is_itself = folder == draft
         self.built = build_engine(
@@ -78,7 +78,7 @@ class Bench:
                 device="cpu",
                 threads=1,
                 kv_pool_bytes=4 << 20,
-                drafter="draft",
+                drafter=drafter,
                 draft_model=draft,
                 **settings,
             )
