@@ -50,6 +50,9 @@ def _write_sampling(message: sampling_pb2.SamplingParameters, params: SamplingPa
     message.stop.extend(params.stop)
     message.stop_token_ids.extend(params.stop_token_ids)
     message.logit_bias.update(params.logit_bias)
+    message.allowed_token_ids.extend(params.allowed_token_ids)
+    for word in params.bad_words:
+        message.bad_words.add(ids=word)
     for name in SCALAR_FIELDS:
         setattr(message, name, getattr(params, name))
     for name in OPTIONAL_FIELDS:
@@ -96,6 +99,8 @@ _OF_MANY: dict[str, Callable[[Any], Any]] = {
     "stop": tuple,
     "stop_token_ids": tuple,
     "logit_bias": lambda biases: tuple(sorted(biases.items())),
+    "allowed_token_ids": tuple,
+    "bad_words": lambda runs: tuple(tuple(run.ids) for run in runs),
 }
 """How the fields that are more than one value are read."""
 
@@ -130,6 +135,9 @@ def write_sequence(message: worker_pb2.SequenceSpec, spec: SequenceSpec) -> None
     message.deadline_ms = int(min(max(0.0, spec.deadline_s * 1000), _LONGEST_MS))
     message.choices = spec.choices
     message.choice = spec.choice
+    message.priority = spec.priority
+    message.preemptions = spec.preemptions
+    message.hand_back = spec.hand_back
 
 
 def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
@@ -146,6 +154,9 @@ def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         deadline_s=message.deadline_ms / 1000,
         choices=message.choices or 1,
         choice=message.choice,
+        priority=message.priority,
+        preemptions=message.preemptions,
+        hand_back=message.hand_back,
     )
 
 
@@ -216,6 +227,8 @@ def output_to_proto(output: TokenOutput) -> worker_pb2.TokenOutput:
         message.logprobs.extend(map(logprobs_to_proto, output.logprobs))
     if output.prompt_logprobs:
         message.prompt_logprobs.extend(map(logprobs_to_proto, output.prompt_logprobs))
+    if output.handed_back:
+        message.handed_back = True
     return message
 
 
@@ -232,6 +245,7 @@ def output_from_proto(message: worker_pb2.TokenOutput) -> TokenOutput:
         choice=message.choice,
         logprobs=tuple(map(logprobs_from_proto, scores)) if scores else (),
         prompt_logprobs=tuple(map(logprobs_from_proto, prompt)) if prompt else (),
+        handed_back=message.handed_back,
     )
 
 

@@ -19,6 +19,8 @@ from baton.request import Geometry, GroupShape, LoadSnapshot
 
 log = logging.getLogger(__name__)
 
+DRAINING = "draining"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
@@ -49,6 +51,7 @@ class WorkerRecord:
     """a, b, c of the milliseconds a + b*batch + c*context_tokens of a step in which ``batch``
     sequences decode, that attend to ``context_tokens`` in all. As ``prefill_cost``."""
     state: str = "ready"
+    """Or ``DRAINING``: it takes nothing more, and what runs there is to go elsewhere."""
     load: LoadSnapshot = field(default_factory=LoadSnapshot)
 
 

@@ -77,6 +77,8 @@ class Launcher:
         self._config = config
         self._progress = progress
         self._signals = 0
+        self._drains = False
+        """Whether requests may end first."""
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._pids: dict[str, int] = {}
@@ -100,10 +102,12 @@ class Launcher:
 
     def _take_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         self._signals += 1
+        # Whoever sits before the terminal does not want to wait; whoever stops a service does.
+        self._drains = self._drains or number == signal.SIGTERM
         (self._stop if self._signals == 1 else self._hurry).set()
 
     async def _run_in(self, run: RunDirectory) -> int:
@@ -327,7 +331,9 @@ class Launcher:
 
     async def _end_in_order(self) -> None:
         parts = self._parts
-        await asyncio.gather(*(router.stop() for router in parts.routers), return_exceptions=True)
+        drain_s = self._config.drain_deadline_s if self._drains and self._ready else None
+        stops = (router.stop(drain_s) for router in parts.routers)
+        await asyncio.gather(*stops, return_exceptions=True)
         await asyncio.gather(
             *(worker.stop(_WORKER_STOP_S) for worker in parts.workers), return_exceptions=True
         )

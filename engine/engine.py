@@ -16,6 +16,7 @@ from engine.block_pool import BlockPool
 from engine.cpu.decoder import cpu_decoder
 from engine.cpu.library import library_build
 from engine.cpu.sampler import cpu_sampler
+from engine.draft_length import MOST_IN_A_STEP
 from engine.draft_model import DraftModel
 from engine.draft_vocabulary import check_vocabulary
 from engine.drafter_heads import HEADS, EagleHead, MedusaHeads, Sampler, load_heads
@@ -23,6 +24,7 @@ from engine.filled_slots import FilledSlots
 from engine.gpu.decoder import gpu_decoder
 from engine.gpu.graphs import GRAPH_BYTES
 from engine.gpu.runner import GpuRunner
+from engine.gpu.speculation import make_overlap_speculation
 from engine.kv_cache import Allocate, KvCache, KvGroup, block_bytes
 from engine.kv_quantization import kv_dtype, kv_dtype_name
 from engine.model import DecoderModel
@@ -37,6 +39,7 @@ from engine.scheduler import SCORED_TOKENS, Scheduler, SchedulerLimits
 from engine.speculation import (
     DRAFTERS,
     MOST_DRAFT_TOKENS,
+    TOKEN_DRAFTERS,
     StepSpeculation,
     make_speculation,
 )
@@ -80,7 +83,8 @@ class EngineSettings:
     deterministic: bool = False
     """Whether what cannot keep a row's bits the same in every batch is refused."""
     drafter: str = "none"
-    """What guesses tokens, on the CPU: of ``engine.speculation.DRAFTERS``. A GPU takes none yet."""
+    """What guesses tokens: of ``engine.speculation.DRAFTERS``, or ``auto``: ``ngram`` on a CPU, and
+    ``none`` on a GPU."""
     draft_model: Path | None = None
     """The smaller model's folder, for the drafter ``draft``; its weights stay as the files hold
     them. Of ``eagle`` and ``medusa`` the heads' folder."""
@@ -147,7 +151,7 @@ def build_engine(settings: EngineSettings, allocate: Allocate | None = None) -> 
         max_sequences=settings.max_sequences,
         context_length=min(config.context_length, blocks * settings.block_size),
         hash_block_size=settings.hash_block_size,
-        draft_tokens=MOST_DRAFT_TOKENS if _drafts(settings, device) else 0,
+        draft_tokens=MOST_DRAFT_TOKENS if drafter_of(settings, device) != "none" else 0,
     )
     name = fingerprint(settings.model_path, settings.dtype, settings.quantization)
     grammars = grammars_of(
@@ -188,10 +192,11 @@ def _runner(
 ) -> ModelRunner:
     """With the fastest step model that there is for the device."""
     device = cache.data.device
-    most = settings.max_sequences
+    most = _most_rows(settings, device)
     gpu_model = gpu_decoder(model, cache, most, deterministic=settings.deterministic)
     if gpu_model is not None:
-        return GpuRunner(gpu_model, cache, device, grammars)
+        drafts = make_overlap_speculation(drafter_of(settings, device))
+        return GpuRunner(gpu_model, cache, device, grammars, drafts)
     step_model = _step_model(model, cache, settings.model_path, name)
     if settings.deterministic:
         _check_deterministic(step_model, settings)
@@ -227,7 +232,7 @@ def _load_draft(
     settings: EngineSettings, target: DecoderModel, device: torch.device, dtype: torch.dtype
 ) -> _Draft | EagleHead | MedusaHeads | None:
     """The drafter's model, where there is one. Raises ConfigError where it cannot be served."""
-    if not _drafts(settings, device) or settings.drafter not in ("draft", *HEADS):
+    if drafter_of(settings, device) not in ("draft", *HEADS):
         return None
     folder = settings.draft_model
     if folder is None:
@@ -247,19 +252,32 @@ def _speculation(
     draft: _Draft | EagleHead | MedusaHeads | None,
 ) -> StepSpeculation | None:
     if draft is None:
-        drafts = _drafts(settings, cache.data.device)
-        return make_speculation(settings.drafter) if drafts else None
+        return make_speculation(drafter_of(settings, cache.data.device))
     sampler = cpu_sampler()
     drafter = draft.drafter(target, cache, sample if sampler is None else sampler.sample)
     return ModelSpeculation(drafter)
 
 
-def _drafts(settings: EngineSettings, device: torch.device) -> bool:
-    """Whether the engine drafts. Raises ConfigError for a drafter that there is not."""
+def drafter_of(settings: EngineSettings, device: torch.device) -> str:
+    """What guesses tokens: of ``DRAFTERS``. Raises ConfigError for one that there is not."""
+    if settings.drafter == "auto":
+        # On a GPU no drafter was measured yet.
+        return "ngram" if device.type == "cpu" else "none"
     if settings.drafter not in DRAFTERS:
-        known = ", ".join(DRAFTERS)
+        known = ", ".join(("auto", *DRAFTERS))
         raise ConfigError(f"drafter {settings.drafter!r} is unknown; known: {known}")
-    return settings.drafter != "none" and device.type == "cpu"
+    if device.type != "cpu" and settings.drafter not in TOKEN_DRAFTERS:
+        raise ConfigError(
+            f"drafter {settings.drafter} runs on CPUs alone; known on a GPU: auto,"
+            f" {', '.join(TOKEN_DRAFTERS)}"
+        )
+    return settings.drafter
+
+
+def _most_rows(settings: EngineSettings, device: torch.device) -> int:
+    """Of a step of sequences that decode: a token of a draft is a row of its own."""
+    drafted = MOST_IN_A_STEP if drafter_of(settings, device) != "none" else 0
+    return settings.max_sequences + drafted
 
 
 def _check_deterministic(step_model: StepModel, settings: EngineSettings) -> None:
@@ -331,17 +349,17 @@ def _pool_bytes(
     # taken its share yet.
     free, total = torch.cuda.mem_get_info(device)
     taken = torch.cuda.memory_allocated(device) + _activation_bytes(
-        config, _chunk_tokens(settings, device), settings.max_sequences, dtype
+        config, _chunk_tokens(settings, device), _most_rows(settings, device), dtype
     )
     taken += GRAPH_BYTES
     return min(int(total * settings.gpu_memory_fraction) - taken, int(free * 0.95))
 
 
 def _activation_bytes(
-    config: ModelConfig, chunk_tokens: int, max_sequences: int, dtype: torch.dtype
+    config: ModelConfig, chunk_tokens: int, most_rows: int, dtype: torch.dtype
 ) -> int:
     """A bound on a step's intermediate tensors: residual and attention, MLP, logits in fp32."""
     per_token = (8 * config.hidden_size + 4 * config.intermediate_size) * dtype.itemsize
     mask = chunk_tokens * config.context_length
-    rows = max_sequences + SCORED_TOKENS
+    rows = most_rows + SCORED_TOKENS
     return chunk_tokens * per_token + mask + 3 * 4 * rows * config.vocab_size

@@ -67,10 +67,8 @@ class ModelRunner:
         drafted = sum(len(row.draft) for row in rows)
         if self._speculation is not None and plan.decodes_only:
             self._speculation.observe(len(rows), drafted, seconds)
-        kept = zip(rows, found.token_ids, strict=True)
-        accepted = sum(len(tokens) - 1 for row, tokens in kept if row.draft)
         failed = self._failed(plan.rows)
-        return result_of(plan, found, seconds, failed, drafted, accepted)
+        return result_of(plan, found, seconds, failed, drafted, accepted_of(rows, found))
 
     def start(self, plan: StepPlan) -> Ending:
         """Begin a step; what is returned waits for its end, and may be called on another thread."""
@@ -145,10 +143,14 @@ class ModelRunner:
 
     def _drafted(self, rows: Iterable[PlanRow]) -> list[DraftedRow]:
         """The rows as they are computed: where their sequences are by now, and with drafts."""
-        placed = [DraftedRow(self._placed(row), ()) for row in rows]
+        placed = self._undrafted(rows)
         if self._speculation is None:
             return placed
         return self._speculation.extend(placed, self._known)
+
+    def _undrafted(self, rows: Iterable[PlanRow]) -> list[DraftedRow]:
+        """The rows where their sequences are by now."""
+        return [DraftedRow(self._placed(row), ()) for row in rows]
 
     def _placed(self, row: PlanRow) -> PlanRow:
         """See ``PlanRow``."""
@@ -164,7 +166,7 @@ class ModelRunner:
         work = self._gather(rows)
         speculation = self._speculation
         hidden_layers = () if speculation is None else speculation.hidden_layers
-        found = self.model.run(step_of(plan_rows(rows), work, hidden_layers))
+        found = self.model.run(step_of(self._step_rows(rows), work, hidden_layers))
         if found.best is not None:
             drawn = work.draw_best(found.best)
         else:
@@ -174,6 +176,10 @@ class ModelRunner:
         if speculation is not None and speculation.watches:
             speculation.computed(self._computed(rows, tokens), found.hidden)
         return found_of(plan_rows(rows), work, tokens, found.logits, self._scorer)
+
+    def _step_rows(self, rows: Sequence[DraftedRow]) -> tuple[PlanRow, ...]:
+        """The rows as the model is given them: of all together the same tokens in their order."""
+        return plan_rows(rows)
 
     def _masked(self, rows: Sequence[DraftedRow], draws: list[SampleRow]) -> list[SampleRow]:
         """The draws with their grammars' masks: of all choices of a row the same one."""
@@ -247,6 +253,12 @@ class ModelRunner:
 def plan_rows(rows: Sequence[DraftedRow]) -> tuple[PlanRow, ...]:
     """The rows as they are computed."""
     return tuple(drafted.row for drafted in rows)
+
+
+def accepted_of(rows: Sequence[DraftedRow], found: StepFound) -> int:
+    """How many drafted tokens were right, of all rows."""
+    kept = zip(rows, found.token_ids, strict=True)
+    return sum(len(tokens) - 1 for row, tokens in kept if row.draft)
 
 
 def _draws(known: KnownSequence, draft: tuple[int, ...]) -> list[SampleRow]:

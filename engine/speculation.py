@@ -7,13 +7,13 @@ A plan says how far a sequence may go; see ``PlanRow.limit``. Owned by the engin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from engine.draft_length import DraftLength, Proposal
+from engine.draft_length import MOST_IN_A_STEP, DraftLength, Proposal
 from engine.drafter import Draft, Drafter
 from engine.known_sequence import KnownSequence
 from engine.model_drafter import ComputedRow
@@ -23,8 +23,14 @@ from engine.step import CoreShare
 
 DRAFTERS = ("none", "ngram", "draft", "eagle", "medusa")
 """By the names that the configuration takes."""
+TOKEN_DRAFTERS = ("none", "ngram")
+"""Those of them that look at tokens alone."""
 MOST_DRAFT_TOKENS = 13
 """Of one sequence in one step: with its own token a pass of linear.h."""
+
+CostsOf = Callable[[int, int, int], list[float] | None]
+"""What steps with 0, 1, … drafted tokens take; see ``DraftLength.choose``. Asked with the sequences
+that decode, the tokens without drafts, and the most drafted tokens. None: none is to be checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +106,12 @@ class Speculation:
         return self._drafter.name
 
     def extend(
-        self, rows: Sequence[DraftedRow], known: Mapping[int, KnownSequence]
+        self,
+        rows: Sequence[DraftedRow],
+        known: Mapping[int, KnownSequence],
+        costs_of: CostsOf | None = None,
     ) -> list[DraftedRow]:
-        """See ``StepSpeculation``."""
+        """See ``StepSpeculation``. ``costs_of`` stands for what was observed."""
         self._drafts = {}
         for drafted in rows:
             row = drafted.row
@@ -119,7 +128,13 @@ class Speculation:
         ]
         batch = sum(drafted.row.sample for drafted in rows)
         total = sum(drafted.row.count for drafted in rows)
-        lengths = self._length.choose(batch, total, proposals)
+        costs = None
+        if costs_of is not None:
+            most = min(MOST_IN_A_STEP, sum(proposal.tokens for proposal in proposals))
+            costs = costs_of(batch, total, most)
+            if costs is None:
+                return list(rows)
+        lengths = self._length.choose(batch, total, proposals, costs)
         chosen = dict(zip(self._drafts, lengths, strict=True))
         return [self._with_draft(drafted, chosen) for drafted in rows]
 
@@ -169,9 +184,15 @@ def make_speculation(name: str) -> Speculation | None:
 
     Raises ValueError for another name.
     """
-    if name not in ("none", "ngram"):
+    drafter = make_drafter(name)
+    return None if drafter is None else Speculation(drafter)
+
+
+def make_drafter(name: str) -> Drafter | None:
+    """As ``make_speculation``."""
+    if name not in TOKEN_DRAFTERS:
         raise ValueError(f"drafter {name!r} is not one that looks at tokens alone")
-    return None if name == "none" else Speculation(NgramDrafter())
+    return None if name == "none" else NgramDrafter()
 
 
 def with_draft(row: PlanRow, draft: Sequence[int]) -> DraftedRow:

@@ -60,6 +60,8 @@ SAMPLING = st.builds(
     frequency_penalty=FLOAT,
     repetition_penalty=FLOAT,
     logit_bias=st.dictionaries(U32, FLOAT, max_size=4).map(lambda d: tuple(sorted(d.items()))),
+    allowed_token_ids=IDS,
+    bad_words=st.lists(IDS, max_size=3).map(tuple),
     grammar=st.none() | GRAMMARS,
     logprobs=st.none() | U32,
     prompt_logprobs=st.none() | U32,
@@ -78,6 +80,9 @@ SPECS = st.builds(
     deadline_s=st.integers(0, 2**32 - 1).map(lambda ms: ms / 1000),
     choices=st.integers(1, 2**32 - 1),
     choice=U32,
+    priority=st.integers(-(2**31), 2**31 - 1),
+    preemptions=U32,
+    hand_back=st.booleans(),
 )
 LOGPROBS = st.builds(TokenLogprobs, FLOAT, st.lists(st.tuples(U32, FLOAT), max_size=3).map(tuple))
 OUTPUTS = st.builds(
@@ -92,6 +97,7 @@ OUTPUTS = st.builds(
     U32,
     st.lists(LOGPROBS, max_size=3).map(tuple),
     st.lists(LOGPROBS, max_size=3).map(tuple),
+    st.booleans(),
 )
 LOADS = st.builds(
     LoadSnapshot, TEXT, U32, U32, U32, U32, U32, U32, U32, U64, U32, FLOAT, FLOAT, FLOAT
