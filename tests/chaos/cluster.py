@@ -1,0 +1,196 @@
+"""The cluster under test: two workers of each role, two routers, and a store behind a proxy.
+
+Owned by one event loop; `baton up` is a child of this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.config import Role
+from baton.registry import Registry, WorkerRecord
+from tests.chaos.call import Fronts
+from tests.chaos.proxy import Proxy
+from tests.chaos.store import Store
+from tests.e2e.cluster import UpProcess, processes_of
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+COUNT = 2
+"""Of workers of each role, and of routers: one, and a spare."""
+_PAGE_S = 2.0
+_POOL_MIB = 96
+"""So few blocks that they are used again and again."""
+_CONFIGURATION = f"""
+# How busy the machine is must not decide which requests get in.
+admission_slo_factor = 0.0
+# Every request is handed off.
+local_prefill = "never"
+deterministic = true
+routers = {COUNT}
+""" + "".join(
+    f"""
+[[pools]]
+name = "{role}"
+role = "{role}"
+count = {COUNT}
+kv_pool_mib = {_POOL_MIB}
+"""
+    for role in ROLES
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker as the registry and the launcher know it now."""
+
+    slot: str
+    role: str
+    pid: int
+    record: WorkerRecord
+
+    @property
+    def port(self) -> int:
+        """Of its gRPC server."""
+        return int(self.record.address.rpartition(":")[2])
+
+
+class Cluster:
+    """Use it as a context."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        """``environment`` is added to that of every process."""
+        self._environment = dict(environment or {})
+        self.store = Store(os.environ | self._environment)
+        self.wire = Proxy(self.store.port)
+        """Between the processes and the store."""
+        self._folder = tempfile.TemporaryDirectory(prefix="chaos-")
+        self._pages = httpx.AsyncClient(trust_env=False, timeout=_PAGE_S)
+        self._up: UpProcess | None = None
+        self._cluster_id = ""
+        self.fronts = Fronts("", "", "")
+
+    @property
+    def up(self) -> UpProcess:
+        """The launcher."""
+        assert self._up is not None, "not started"
+        return self._up
+
+    async def __aenter__(self) -> Self:
+        await self.store.start()
+        await self.wire.start()
+        file = Path(self._folder.name) / "baton.toml"
+        file.write_text(_CONFIGURATION)
+        variables = {
+            "BATON_REDIS_URL": self.store.url(self.wire.port),
+            "BATON_DATA_DIR": str(Path(self._folder.name) / "data"),
+        }
+        self._up = UpProcess("--config", str(file), env=variables | self._environment)
+        try:
+            await asyncio.to_thread(self._up.wait_ready)
+            state = self._up.state
+        except BaseException as error:
+            await self.__aexit__(type(error), error, None)
+            raise
+        self._cluster_id = state.cluster_id
+        self.registry = Registry(self.store.client, state.cluster_id)
+        self.fronts = Fronts(state.http, state.grpc, state.model)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._up is not None:
+            await asyncio.to_thread(self._up.__exit__, kind, error, trace)
+        await self._pages.aclose()
+        await self.wire.stop()
+        await self.store.stop()
+        self._folder.cleanup()
+
+    @property
+    def key_prefix(self) -> str:
+        """Of the cluster's keys in the store."""
+        return f"baton:{{{self._cluster_id}}}:"
+
+    @property
+    def logs(self) -> Path:
+        """The folder of the processes' logs."""
+        return self.up.logs
+
+    def pids(self) -> dict[str, int]:
+        """Of routers and workers, by name."""
+        return {
+            name: pid
+            for name, pid in self.up.state.processes.items()
+            if name.startswith(("router", *ROLES))
+        }
+
+    def processes(self) -> list[psutil.Process]:
+        """All that belong to the cluster."""
+        return processes_of(self._cluster_id)
+
+    async def workers(self) -> list[Worker]:
+        """Those that are registered and whose process runs. Raises ``redis.RedisError``."""
+        pids = self.pids()
+        records = await Registry(self.store.client, self._cluster_id).all()
+        return sorted(
+            (
+                Worker(record.slot, record.role, pids[record.slot], record)
+                for record in records.values()
+                if record.slot in pids and psutil.pid_exists(pids[record.slot])
+            ),
+            key=lambda worker: worker.slot,
+        )
+
+    async def is_healthy(self) -> bool:
+        """Whether every worker can be used, by every router."""
+        try:
+            page = await self.page(self.fronts.http)
+            health = await self._pages.get(f"http://{self.fronts.http}/health")
+        except httpx.HTTPError:
+            return False
+        routable = [series(page, "baton_routable_workers", role=role) for role in ROLES]
+        return health.json().get("status") == "ok" and routable == [COUNT] * len(ROLES)
+
+    async def page(self, address: str) -> str:
+        """The /metrics page at an address. Raises ``httpx.HTTPError``."""
+        return (await self._pages.get(f"http://{address}/metrics")).text
+
+    def signal(self, pid: int, number: signal.Signals) -> None:
+        """Send a signal to a process of the cluster's, if it is still there."""
+        if any(process.pid == pid for process in self.processes()):
+            os.kill(pid, number)
+
+
+def series(page: str, name: str, **labels: str) -> float:
+    """The sum of a page's samples of that name that have these labels."""
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+def listening_ports(pids: Iterable[int]) -> dict[int, int]:
+    """The process ids by the TCP ports on which they listen."""
+    return {
+        connection.laddr.port: pid
+        for pid in pids
+        for connection in psutil.Process(pid).net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
