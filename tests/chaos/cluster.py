@@ -6,10 +6,10 @@ Owned by one event loop; `baton up` is a child of this process.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import tempfile
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.config import Role
 from baton.registry import Registry, WorkerRecord
 from tests.chaos.call import Fronts
+from tests.chaos.clock import Clock, NoClock
 from tests.chaos.proxy import Proxy
 from tests.chaos.store import Store
 from tests.e2e.cluster import UpProcess, processes_of
@@ -29,6 +30,8 @@ from tests.e2e.cluster import UpProcess, processes_of
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 COUNT = 2
 """Of workers of each role, and of routers: one, and a spare."""
+log = logging.getLogger(__name__)
+
 _PAGE_S = 2.0
 _POOL_MIB = 96
 """So few blocks that they are used again and again."""
@@ -69,13 +72,14 @@ class Worker:
 class Cluster:
     """Use it as a context."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        """``environment`` is added to that of every process."""
-        self._environment = dict(environment or {})
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="chaos-")
+        self.clock = _clock(Path(self._folder.name))
+        """That of all processes; None where it cannot be made to jump."""
+        self._environment = {} if self.clock is None else self.clock.environment
         self.store = Store(os.environ | self._environment)
         self.wire = Proxy(self.store.port)
         """Between the processes and the store."""
-        self._folder = tempfile.TemporaryDirectory(prefix="chaos-")
         self._pages = httpx.AsyncClient(trust_env=False, timeout=_PAGE_S)
         self._up: UpProcess | None = None
         self._cluster_id = ""
@@ -151,7 +155,7 @@ class Cluster:
             (
                 Worker(record.slot, record.role, pids[record.slot], record)
                 for record in records.values()
-                if record.slot in pids and psutil.pid_exists(pids[record.slot])
+                if record.slot in pids and is_alive(pids[record.slot])
             ),
             key=lambda worker: worker.slot,
         )
@@ -176,6 +180,22 @@ class Cluster:
             os.kill(pid, number)
 
 
+def _clock(folder: Path) -> Clock | None:
+    try:
+        return Clock(folder)
+    except NoClock as error:
+        log.warning("the clock will not jump: %s", error)
+        return None
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs, or could if it were not stopped."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
 def series(page: str, name: str, **labels: str) -> float:
     """The sum of a page's samples of that name that have these labels."""
     return sum(
@@ -184,13 +204,3 @@ def series(page: str, name: str, **labels: str) -> float:
         for sample in family.samples
         if sample.name == name and labels.items() <= sample.labels.items()
     )
-
-
-def listening_ports(pids: Iterable[int]) -> dict[int, int]:
-    """The process ids by the TCP ports on which they listen."""
-    return {
-        connection.laddr.port: pid
-        for pid in pids
-        for connection in psutil.Process(pid).net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }

@@ -41,6 +41,8 @@ class Load:
         self._tasks: list[asyncio.Task[None]] = []
         self.calls: set[Call] = set()
         """Under way."""
+        self.newest_answered = 0.0
+        """When the newest request began that was answered, in seconds of the monotonic clock."""
 
     def start(self) -> None:
         """Let the clients begin."""
@@ -82,6 +84,8 @@ class Load:
             if not first.answer.is_beginning_of(expected):
                 last = first
         lost = last.error in NOT_CLEAR
+        if not last.error:
+            self.newest_answered = max(self.newest_answered, first.began)
         self._ledger.endings.append(
             Ending(
                 question=question.name,

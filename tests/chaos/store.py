@@ -49,6 +49,12 @@ class Store:
 
     async def start(self) -> None:
         """Begin a life, with nothing in it; returns once it answers. Raises TimeoutError."""
+        self._spawn()
+        async with asyncio.timeout(_START_S):
+            while not await self._answers():
+                await asyncio.sleep(0.05)
+
+    def _spawn(self) -> None:
         arguments = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
         arguments += ["--appendonly", "no", "--requirepass", self._password]
         self._process = subprocess.Popen(
@@ -57,9 +63,6 @@ class Store:
             stderr=subprocess.DEVNULL,
             env=self._environment,
         )
-        async with asyncio.timeout(_START_S):
-            while not await self._answers():
-                await asyncio.sleep(0.05)
 
     async def _answers(self) -> bool:
         with contextlib.suppress(redis.RedisError, OSError):
@@ -101,7 +104,7 @@ class Store:
     async def change_password(self) -> None:
         """From now on nobody gets in who knows the cluster's; connections are cut."""
         await self.client.config_set("requirepass", secrets.token_urlsafe(12))
-        await self.client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        await self.client.client_kill_filter(_type="normal", skipme=True)
 
     async def restore_password(self) -> None:
         """Take the cluster's password again. Over the one connection that was let in before."""

@@ -1,0 +1,27 @@
+"""What every fault is: it strikes, lasts, and is healed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from tests.chaos.cluster import Cluster
+from tests.chaos.victim import Victim
+
+
+class CannotStrike(Exception):
+    """This machine does not let it; the message says why."""
+
+
+class Fault(ABC):
+    """One fault of one victim. ``strike`` and ``heal`` return at once, as far as they can."""
+
+    def __init__(self, cluster: Cluster, victim: Victim) -> None:
+        self.cluster = cluster
+        self.victim = victim
+
+    @abstractmethod
+    async def strike(self) -> None:
+        """Begin. Raises CannotStrike."""
+
+    async def heal(self) -> None:  # noqa: B027 - what happens at once needs no healing
+        """End it; what the cluster makes good itself is left to it."""

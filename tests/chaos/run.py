@@ -1,0 +1,174 @@
+"""One run: a cluster, a load, and one round of faults after the other.
+
+A round: wait for streams on those who are to be struck; strike; heal when the time has come; wait
+until the cluster is whole; let the load pause, and look for what has leaked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tests.chaos.cluster import Cluster
+from tests.chaos.fault import CannotStrike, Fault
+from tests.chaos.faults import FAULTS
+from tests.chaos.footprint import Footprint, footprint, leaks
+from tests.chaos.kinds import Kind
+from tests.chaos.ledger import Ending, Ledger, Phase
+from tests.chaos.load import Load
+from tests.chaos.questions import questions
+from tests.chaos.recovery import until_streams_run, until_whole
+from tests.chaos.reference import take_reference
+from tests.chaos.report import Report, RoundReport
+from tests.chaos.schedule import Round, Strike, rounds
+from tests.chaos.victim import Victim, find_victim
+
+_CLIENTS = 3
+_SETTLE_S = 3.0
+"""Of load before the first look at what the cluster holds: caches and connections are made."""
+_BETWEEN_S = 1.0
+"""Of load before the next fault."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Struck:
+    """A fault that has begun."""
+
+    strike: Strike
+    victim: Victim
+    fault: Fault
+
+
+@dataclass(slots=True)
+class Run:
+    """``kinds``: the faults that may come."""
+
+    cluster: Cluster
+    seed: int
+    kinds: Sequence[Kind]
+    ledger: Ledger = field(default_factory=Ledger)
+    reports: list[RoundReport] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    _known: set[str] = field(default_factory=set)
+    """Leaks that were told of."""
+    _told: int = 0
+    """Requests in trouble that were told of."""
+
+    async def go(self, minutes: float, most_rounds: int | None = None) -> Report:
+        """Until the time is over, or so many rounds. Raises ``Unsteady`` or ``NobodyToStrike``."""
+        asked = questions(self.seed)
+        reference = await take_reference(self.cluster.fronts, asked)
+        load = Load(
+            self.cluster.fronts, asked, reference, self.ledger, seed=self.seed, clients=_CLIENTS
+        )
+        load.start()
+        try:
+            await asyncio.sleep(_SETTLE_S)
+            await load.pause()
+            first = await footprint(self.cluster)
+            load.resume()
+            await self._rounds(load, first, minutes, most_rounds)
+            await load.pause()
+        finally:
+            await load.stop()
+        return self._report(minutes)
+
+    async def _rounds(
+        self, load: Load, first: Footprint, minutes: float, most_rounds: int | None
+    ) -> None:
+        until = time.monotonic() + 60 * minutes
+        planned: Iterator[Round] = rounds(self.seed, self.kinds)
+        while time.monotonic() < until and len(self.reports) != most_rounds:
+            await asyncio.sleep(_BETWEEN_S)
+            load.check()
+            await self._round(next(planned), load, first)
+
+    async def _round(self, planned: Round, load: Load, first: Footprint) -> None:
+        pids = self.cluster.pids()
+        struck: list[_Struck] = []
+        for strike in planned.strikes:
+            victim = await find_victim(self.cluster, load, strike.kind.target, strike.pick)
+            fault = FAULTS[strike.kind.name](self.cluster, victim)
+            struck.append(_Struck(strike, victim, fault))
+        began = time.monotonic()
+        running = asyncio.create_task(until_streams_run(load, began))
+        struck = [one for one in struck if await self._strike(one)]
+        if not struck:
+            running.cancel()
+            return
+        await asyncio.gather(*(self._heal(one, began) for one in struck))
+        whole_s = await until_whole(self.cluster, began)
+        recovery_s = await running
+        kinds = tuple(one.strike.kind.name for one in struck)
+        self.ledger.phases.append(Phase(kinds, began, time.monotonic()))
+        await load.pause()
+        found = [line for line in await leaks(self.cluster, first) if line not in self._known]
+        found += self._restarted(pids, struck)
+        self._known.update(found)
+        load.resume()
+        self._note(struck, recovery_s, whole_s, found)
+
+    async def _strike(self, one: _Struck) -> bool:
+        try:
+            await one.fault.strike()
+        except CannotStrike as error:
+            self.skipped[one.strike.kind.name] = str(error)
+            return False
+        return True
+
+    async def _heal(self, one: _Struck, began: float) -> None:
+        await asyncio.sleep(max(0.0, began + one.strike.seconds - time.monotonic()))
+        await one.fault.heal()
+
+    def _restarted(self, before: dict[str, int], struck: Sequence[_Struck]) -> list[str]:
+        """Who has ended though no fault should have ended him."""
+        allowed = {one.victim.name for one in struck if one.strike.kind.may_restart}
+        now = self.cluster.pids()
+        return [
+            f"{name}: process {pid} has ended unasked"
+            for name, pid in before.items()
+            if now.get(name) != pid and name not in allowed
+        ]
+
+    def _note(
+        self, struck: Sequence[_Struck], recovery_s: float, whole_s: float, found: Sequence[str]
+    ) -> None:
+        report = RoundReport(
+            kinds=tuple(one.strike.kind.name for one in struck),
+            victims=tuple(one.victim.name for one in struck),
+            streams=sum(one.victim.streams for one in struck),
+            seconds=max(one.strike.seconds for one in struck),
+            recovery_s=round(recovery_s, 3),
+            whole_s=round(whole_s, 3),
+            leaks=tuple(found),
+        )
+        self.reports.append(report)
+        log.info("%s", report)
+        for trouble in self.ledger.troubles()[self._told :]:
+            log.info("%s", _line(trouble))
+        self._told = len(self.ledger.troubles())
+
+    def _report(self, minutes: float) -> Report:
+        return Report(
+            seed=self.seed,
+            minutes=minutes,
+            counts=self.ledger.counts(),
+            rounds=tuple(self.reports),
+            skipped=self.skipped,
+            notes=tuple(map(_line, self.ledger.troubles())),
+        )
+
+
+def _line(ending: Ending) -> str:
+    what = "wrong tokens" if ending.is_wrong else "lost" if ending.lost else "error"
+    why = ending.lost or ending.error or "ended well"
+    took = ending.ended - ending.began
+    return (
+        f"{what}: {ending.question!r} over {ending.way}: {why}: {ending.text[:200]}"
+        f" after {took:.1f} s and {ending.answer.token_count} tokens"
+    )
