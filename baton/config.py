@@ -209,6 +209,17 @@ class Config(BaseSettings):
     """A worker that is silent for this many seconds is gone."""
     request_deadline_s: float = Field(default=300.0, gt=0)
     """A request that has not ended after this many seconds gets an error."""
+    hang_s: float = Field(default=1.0, ge=0.1)
+    """A worker that runs requests of a router and says nothing to it for this many seconds is taken
+    to hang: its requests move to others, if there are any."""
+    move_budget_ratio: float = Field(default=0.2, ge=0)
+    """Moves because of failures that each request allows a router process, as a fraction."""
+    move_budget_per_s: float = Field(default=4.0, ge=0)
+    """The same of each second."""
+    move_budget_burst: int = Field(default=0, ge=0)
+    """Most moves that are allowed at once; 0 takes twice the most sequences of a decode worker."""
+    poison_quarantine_s: float = Field(default=300.0, ge=0)
+    """A prompt under which two workers have died is refused for this many seconds."""
     max_waiting_requests: int = Field(default=256, ge=1)
     """Requests that may wait for their turn, in one router process; more are shed with 429."""
     admission_slo_factor: float = Field(default=0.8, ge=0)
@@ -324,6 +335,12 @@ class Config(BaseSettings):
     def kv_dtype_of(self, pool: PoolConfig) -> KvTypeName:
         """The type of the KV cache of a pool's workers."""
         return pool.kv_dtype or (self.dtype if self.kv_dtype == "auto" else self.kv_dtype)
+
+    @property
+    def most_moves(self) -> int:
+        """``move_budget_burst``, or what stands for 0."""
+        most = max(pool.max_sequences for pool in self.pools if pool.role == "decode")
+        return self.move_budget_burst or 2 * most
 
     @property
     def lossiest_kv_dtype(self) -> KvTypeName:

@@ -129,6 +129,9 @@ def write_sequence(message: worker_pb2.SequenceSpec, spec: SequenceSpec) -> None
     message.deadline_ms = int(min(max(0.0, spec.deadline_s * 1000), _LONGEST_MS))
     message.choices = spec.choices
     message.choice = spec.choice
+    message.priority = spec.priority
+    message.preemptions = spec.preemptions
+    message.hand_back = spec.hand_back
 
 
 def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
@@ -145,6 +148,9 @@ def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         deadline_s=message.deadline_ms / 1000,
         choices=message.choices or 1,
         choice=message.choice,
+        priority=message.priority,
+        preemptions=message.preemptions,
+        hand_back=message.hand_back,
     )
 
 
@@ -215,6 +221,8 @@ def output_to_proto(output: TokenOutput) -> worker_pb2.TokenOutput:
         message.logprobs.extend(map(logprobs_to_proto, output.logprobs))
     if output.prompt_logprobs:
         message.prompt_logprobs.extend(map(logprobs_to_proto, output.prompt_logprobs))
+    if output.handed_back:
+        message.handed_back = True
     return message
 
 
@@ -231,6 +239,7 @@ def output_from_proto(message: worker_pb2.TokenOutput) -> TokenOutput:
         choice=message.choice,
         logprobs=tuple(map(logprobs_from_proto, scores)) if scores else (),
         prompt_logprobs=tuple(map(logprobs_from_proto, prompt)) if prompt else (),
+        handed_back=message.handed_back,
     )
 
 

@@ -100,6 +100,9 @@ class RouterMetrics:
         self.route_decisions = counter(
             "route_decisions", "Where prompts were computed, and why.", ["decision", "reason"]
         )
+        self.moved_requests = counter(
+            "moved_requests", "Requests, or choices of them, that went on elsewhere.", ["reason"]
+        )
         self.active_requests = Gauge(
             "baton_active_requests",
             "Requests that have not ended.",

@@ -16,6 +16,10 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
 
 
+LOWEST_PRIORITY = (1 << 31) - 1
+"""That of work in the background: it loses its blocks before anybody else."""
+
+
 @dataclass(frozen=True, slots=True)
 class Principal:
     """On whose behalf a request runs. ``key_id`` is a public name of the API key, never the key."""
@@ -44,6 +48,13 @@ class SequenceSpec:
     """How many answers are drawn, side by side, from one prompt."""
     choice: int = 0
     """The number of the first of them: it enters the noise."""
+    priority: int = 0
+    """Where blocks run out, sequences with higher numbers lose theirs first."""
+    preemptions: int = 0
+    """How often the sequence has lost its blocks, at whatever worker."""
+    hand_back: bool = False
+    """Its router places it again if a decode worker that runs out of blocks hands it back; else
+    that worker computes it again itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,9 @@ class TokenOutput:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each token of the prompt but the first; with the first token of an answer whose
     request wants them."""
+    handed_back: bool = False
+    """The sequence has lost its blocks at its worker, which knows nothing of it any more: it is to
+    be placed again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from decode_worker.service import DecodeServicer
 from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
 from kvtransfer.ticket import Attempt, Ticket
+from worker.beats import Beats
 from worker.fetch import Fetcher
 from worker.fetch_estimates import FetchEstimates
 from worker.prefill_service import PrefillServicer
@@ -71,7 +72,8 @@ class DecodeRole:
         """Of each request its choices, by number, those that have not begun yet included."""
         self._deadlines: dict[Attempt, float] = {}
         """Of requests that have tickets. A sequence has its own, which the control loop keeps."""
-        self._prefills = PrefillServicer(self.local.run)
+        self.beats = Beats.of(context.settings.config)
+        self._prefills = PrefillServicer(self.local.run, self.beats)
         self._streams: set[HandoffStream] = set()
         self._commits: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
 
@@ -85,6 +87,11 @@ class DecodeRole:
         if router_id not in self._outboxes:
             self._outboxes[router_id] = Outbox(time.monotonic())
         return self._outboxes[router_id]
+
+    def has_work_of(self, router_id: str) -> bool:
+        """Whether a sequence of this router runs here, or waits."""
+        every = (choice for choices in self._sequences.values() for choice in choices.values())
+        return any(sequence.spec.router_id == router_id for sequence in every)
 
     async def answer_handoffs(
         self, requests: AsyncIterator[decode_pb2.HandoffsRequest], context: HandoffsContext

@@ -21,6 +21,7 @@ from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
 from kvtransfer.transport import Peer
 from prefill_worker.handoff import Handoff
+from worker.beats import Beats
 from worker.converted_blocks import Staging
 from worker.fetch import Fetcher, PrefixSource, source_of
 from worker.fetch_estimates import FetchEstimates
@@ -45,7 +46,7 @@ class PrefillRole:
         self._fetcher = Fetcher(context, estimates or FetchEstimates())
         self._listeners: dict[int, asyncio.Queue[Event]] = {}
         self._staging = Staging(context.settings.config.transfer_window_mib * MIB)
-        self._service = PrefillServicer(self.run)
+        self._service = PrefillServicer(self.run, Beats.of(context.settings.config))
         self._places = asyncio.Semaphore(context.settings.pool.max_sequences)
 
     def mount(self, server: grpc.aio.Server) -> None:

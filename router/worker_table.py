@@ -41,6 +41,8 @@ class PoolFilter:
     """These alone; None: every pool but ``never``."""
     never: frozenset[str] = frozenset()
     """Pools that other classes own."""
+    without: frozenset[str] = frozenset()
+    """Incarnations that may not serve, whatever their pool."""
 
     def allows(self, pool: str) -> bool:
         """Whether a pool's workers may."""
@@ -237,6 +239,7 @@ class WorkerTable:
                 row
                 for row, worker in self._workers.items()
                 if worker.role == role and self.up[row] and pools.allows(worker.pool)
+                if self.names[row] not in pools.without
             ]
             members = np.array(sorted(rows), dtype=np.intp)
             closed, share = np.full(self._capacity, np.inf), np.zeros(self._capacity)

@@ -77,6 +77,9 @@ SPECS = st.builds(
     deadline_s=st.integers(0, 2**32 - 1).map(lambda ms: ms / 1000),
     choices=st.integers(1, 2**32 - 1),
     choice=U32,
+    priority=st.integers(-(2**31), 2**31 - 1),
+    preemptions=U32,
+    hand_back=st.booleans(),
 )
 LOGPROBS = st.builds(TokenLogprobs, FLOAT, st.lists(st.tuples(U32, FLOAT), max_size=3).map(tuple))
 OUTPUTS = st.builds(
@@ -91,6 +94,7 @@ OUTPUTS = st.builds(
     U32,
     st.lists(LOGPROBS, max_size=3).map(tuple),
     st.lists(LOGPROBS, max_size=3).map(tuple),
+    st.booleans(),
 )
 LOADS = st.builds(
     LoadSnapshot, TEXT, U32, U32, U32, U32, U32, U32, U32, U64, U32, FLOAT, FLOAT, FLOAT

@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 from prometheus_client import CollectorRegistry
 
+from baton.config import Config
 from baton.errors import ChecksumMismatch, HandoffError, TicketEnded
 from baton.hashing import hash_key
 from baton.metrics import WorkerMetrics
@@ -80,6 +81,7 @@ class World:
         self.metrics = WorkerMetrics(CollectorRegistry())
         self.blocks = BlockReceiver(self.pool, self.metrics, block_bytes=BLOCK_BYTES, lease_s=3.0)
         context = SimpleNamespace(
+            settings=SimpleNamespace(config=Config()),
             engine=SimpleNamespace(
                 scheduler=scheduler,
                 pool=self.pool,

@@ -191,7 +191,9 @@ class Worker(Process):
         self.receiver.worker = self
         self.exchange = self._make_exchange(transports)
         settings = SimpleNamespace(
-            config=SimpleNamespace(heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S, transfer_window_mib=1),
+            config=SimpleNamespace(
+                heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S, hang_s=LEASE_S, transfer_window_mib=1
+            ),
             pool=SimpleNamespace(max_sequences=MAX_SEQUENCES),
         )
         self.context = WorkerContext(

@@ -47,7 +47,7 @@ def test_classes_own_pools_and_say_where_prompts_are_computed() -> None:
         slo_tpot_s=0.05,
     )
     routes = route_settings(config)
-    short, long = routes.of("short"), routes.of("long")
+    short, long = (routes.of(RouteRequest(8, name)) for name in ("short", "long"))
     assert (short.local_prefill, long.local_prefill) == ("always", "never")
     assert short.prefill == PoolFilter(None, frozenset({"big"}))
     assert long.prefill == PoolFilter(frozenset({"big"}))

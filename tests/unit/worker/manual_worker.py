@@ -103,7 +103,7 @@ class ManualWorker:
         self.control = ControlLoop(engine, gauges, INCARNATION, None, slack)
         self.thread: ManualThread = runner.thread
         settings: Any = SimpleNamespace(
-            config=SimpleNamespace(transfer_window_mib=1, heartbeat_s=1.0),
+            config=SimpleNamespace(transfer_window_mib=1, heartbeat_s=1.0, hang_s=1.0),
             pool=SimpleNamespace(max_sequences=max_sequences),
         )
         exchange: Any = SimpleNamespace(
