@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.config import Role
 from baton.registry import Registry, WorkerRecord
+from router.process_number import ROUTER_HEADER
 from tests.chaos.call import Fronts
 from tests.chaos.clock import Clock, NoClock
 from tests.chaos.proxy import Proxy
@@ -33,6 +34,8 @@ COUNT = 2
 log = logging.getLogger(__name__)
 
 _PAGE_S = 2.0
+_TRIES = 8
+"""Of a front for each router, until all have been met by chance."""
 _POOL_MIB = 96
 """So few blocks that they are used again and again."""
 _CONFIGURATION = f"""
@@ -80,7 +83,12 @@ class Cluster:
         self.store = Store(os.environ | self._environment)
         self.wire = Proxy(self.store.port)
         """Between the processes and the store."""
-        self._pages = httpx.AsyncClient(trust_env=False, timeout=_PAGE_S)
+        self._pages = httpx.AsyncClient(
+            trust_env=False,
+            timeout=_PAGE_S,
+            # The kernel picks a router for each connection.
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
         self._up: UpProcess | None = None
         self._cluster_id = ""
         self.fronts = Fronts("", "", "")
@@ -161,14 +169,23 @@ class Cluster:
         )
 
     async def is_healthy(self) -> bool:
-        """Whether every worker can be used, by every router."""
+        """Whether every router can use every worker, by their own words."""
         try:
             page = await self.page(self.fronts.http)
-            health = await self._pages.get(f"http://{self.fronts.http}/health")
+            return _all_routable(page) and await self._all_routers_ok()
         except httpx.HTTPError:
             return False
-        routable = [series(page, "baton_routable_workers", role=role) for role in ROLES]
-        return health.json().get("status") == "ok" and routable == [COUNT] * len(ROLES)
+
+    async def _all_routers_ok(self) -> bool:
+        answered: set[str] = set()
+        for _ in range(_TRIES * COUNT):
+            health = await self._pages.get(f"http://{self.fronts.http}/health")
+            if health.json().get("status") != "ok":
+                return False
+            answered.add(health.headers[ROUTER_HEADER])
+            if len(answered) == COUNT:
+                return True
+        return False
 
     async def page(self, address: str) -> str:
         """The /metrics page at an address. Raises ``httpx.HTTPError``."""
@@ -178,6 +195,10 @@ class Cluster:
         """Send a signal to a process of the cluster's, if it is still there."""
         if any(process.pid == pid for process in self.processes()):
             os.kill(pid, number)
+
+
+def _all_routable(page: str) -> bool:
+    return all(series(page, "baton_routable_workers", role=role) == COUNT for role in ROLES)
 
 
 def _clock(folder: Path) -> Clock | None:

@@ -16,6 +16,7 @@ from tests.chaos.questions import WAYS, Question, Way
 from tests.chaos.reference import Reference
 
 _DRAINED_S = 90.0
+_RETRY_S = 0.25
 
 
 class Load:
@@ -79,7 +80,9 @@ class Load:
         expected = self._reference[question.name, way]
         first = last = await self._call(question, way)
         if first.error == RESET:
-            # What a client does whose router has gone: it connects again, once.
+            # What a client does whose router has gone: it connects again, once. Not at once: the
+            # kernel takes a while to close all sockets of a process that was killed.
+            await asyncio.sleep(_RETRY_S)
             last = await self._call(question, way)
             if not first.answer.is_beginning_of(expected):
                 last = first

@@ -46,6 +46,11 @@ class Proxy:
         assert self._server is not None, "not started"
         return int(self._server.sockets[0].getsockname()[1])
 
+    @property
+    def carries(self) -> int:
+        """How many connections are open."""
+        return len(self._open)
+
     async def start(self) -> None:
         """Listen."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)

@@ -19,15 +19,26 @@ MOST_S = 120.0
 
 
 async def until_streams_run(load: Load, struck_at: float) -> float:
-    """Until every stream that ran at ``struck_at`` has gone on or ended, and a request that came
+    """Until every stream that ran at ``struck_at`` has gone on or ended, in seconds from then;
 
-    later was answered. Seconds from ``struck_at``; ``MOST_S`` where that does not happen.
+    ``MOST_S`` where one does not.
     """
     met = [call for call in load.calls if call.runs]
     later = struck_at + _FELT_S
     while time.monotonic() < struck_at + MOST_S:
-        go_on = all(call.ended or call.heard > later for call in met)
-        if go_on and load.newest_answered > struck_at:
+        if all(call.ended or call.heard > later for call in met):
+            return time.monotonic() - struck_at
+        await asyncio.sleep(_LOOK_S)
+    return MOST_S
+
+
+async def until_answered(load: Load, struck_at: float) -> float:
+    """Until a request that came after ``struck_at`` was answered, in seconds from then;
+
+    ``MOST_S`` where none is.
+    """
+    while time.monotonic() < struck_at + MOST_S:
+        if load.newest_answered > struck_at:
             return time.monotonic() - struck_at
         await asyncio.sleep(_LOOK_S)
     return MOST_S

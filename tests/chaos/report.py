@@ -20,9 +20,18 @@ class RoundReport:
     """That ran on the victims when they were struck."""
     seconds: float
     """How long the fault lasted."""
-    recovery_s: float
+    streams_s: float
+    """From the strike until every stream that ran then had gone on or ended."""
+    answered_s: float
+    """From the strike until a request that came later was answered."""
     whole_s: float
+    """From the strike until every worker and router was there; the fault's own time included."""
     leaks: tuple[str, ...]
+
+    @property
+    def recovery_s(self) -> float:
+        """From the strike until clients feel nothing any more."""
+        return max(self.streams_s, self.answered_s)
 
 
 @dataclass(frozen=True, slots=True)

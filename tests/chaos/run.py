@@ -20,7 +20,7 @@ from tests.chaos.kinds import Kind
 from tests.chaos.ledger import Ending, Ledger, Phase
 from tests.chaos.load import Load
 from tests.chaos.questions import questions
-from tests.chaos.recovery import until_streams_run, until_whole
+from tests.chaos.recovery import until_answered, until_streams_run, until_whole
 from tests.chaos.reference import take_reference
 from tests.chaos.report import Report, RoundReport
 from tests.chaos.schedule import Round, Strike, rounds
@@ -42,6 +42,15 @@ class _Struck:
     strike: Strike
     victim: Victim
     fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class _Recovery:
+    """Seconds from the strike; see ``RoundReport``."""
+
+    streams_s: float
+    answered_s: float
+    whole_s: float
 
 
 @dataclass(slots=True)
@@ -96,14 +105,14 @@ class Run:
             fault = FAULTS[strike.kind.name](self.cluster, victim)
             struck.append(_Struck(strike, victim, fault))
         began = time.monotonic()
-        running = asyncio.create_task(until_streams_run(load, began))
+        feeling = asyncio.gather(until_streams_run(load, began), until_answered(load, began))
         struck = [one for one in struck if await self._strike(one)]
         if not struck:
-            running.cancel()
+            feeling.cancel()
             return
         await asyncio.gather(*(self._heal(one, began) for one in struck))
         whole_s = await until_whole(self.cluster, began)
-        recovery_s = await running
+        streams_s, answered_s = await feeling
         kinds = tuple(one.strike.kind.name for one in struck)
         self.ledger.phases.append(Phase(kinds, began, time.monotonic()))
         await load.pause()
@@ -111,7 +120,7 @@ class Run:
         found += self._restarted(pids, struck)
         self._known.update(found)
         load.resume()
-        self._note(struck, recovery_s, whole_s, found)
+        self._note(struck, _Recovery(streams_s, answered_s, whole_s), found)
 
     async def _strike(self, one: _Struck) -> bool:
         try:
@@ -135,16 +144,15 @@ class Run:
             if now.get(name) != pid and name not in allowed
         ]
 
-    def _note(
-        self, struck: Sequence[_Struck], recovery_s: float, whole_s: float, found: Sequence[str]
-    ) -> None:
+    def _note(self, struck: Sequence[_Struck], recovery: _Recovery, found: Sequence[str]) -> None:
         report = RoundReport(
             kinds=tuple(one.strike.kind.name for one in struck),
             victims=tuple(one.victim.name for one in struck),
             streams=sum(one.victim.streams for one in struck),
             seconds=max(one.strike.seconds for one in struck),
-            recovery_s=round(recovery_s, 3),
-            whole_s=round(whole_s, 3),
+            streams_s=round(recovery.streams_s, 3),
+            answered_s=round(recovery.answered_s, 3),
+            whole_s=round(recovery.whole_s, 3),
             leaks=tuple(found),
         )
         self.reports.append(report)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from signal import SIGCONT, SIGKILL, SIGSTOP
 
+from tests.chaos.cluster import is_alive
 from tests.chaos.fault import Fault
+
+_DEAD_S = 10.0
+_LOOK_S = 0.01
 
 
 class Killed(Fault):
@@ -12,6 +17,10 @@ class Killed(Fault):
 
     async def strike(self) -> None:
         self.cluster.signal(self.victim.pid, SIGKILL)
+        # A process of many pages takes a while to die, and looks alive till then.
+        async with asyncio.timeout(_DEAD_S):
+            while is_alive(self.victim.pid):
+                await asyncio.sleep(_LOOK_S)
 
 
 class Stopped(Fault):
