@@ -24,4 +24,4 @@ class Fault(ABC):
         """Begin. Raises CannotStrike."""
 
     async def heal(self) -> None:  # noqa: B027 - what happens at once needs no healing
-        """End it; what the cluster makes good itself is left to it."""
+        """End it. What the cluster makes good by itself is left to it."""

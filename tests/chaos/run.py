@@ -104,17 +104,18 @@ class Run:
             victim = await find_victim(self.cluster, load, strike.kind.target, strike.pick)
             fault = FAULTS[strike.kind.name](self.cluster, victim)
             struck.append(_Struck(strike, victim, fault))
-        began = time.monotonic()
-        feeling = asyncio.gather(until_streams_run(load, began), until_answered(load, began))
+        before = time.monotonic()
         struck = [one for one in struck if await self._strike(one)]
         if not struck:
-            feeling.cancel()
             return
+        # To strike may take a while: what came meanwhile came before.
+        began = time.monotonic()
+        feeling = asyncio.gather(until_streams_run(load, began), until_answered(load, began))
         await asyncio.gather(*(self._heal(one, began) for one in struck))
         whole_s = await until_whole(self.cluster, began)
         streams_s, answered_s = await feeling
         kinds = tuple(one.strike.kind.name for one in struck)
-        self.ledger.phases.append(Phase(kinds, began, time.monotonic()))
+        self.ledger.phases.append(Phase(kinds, before, time.monotonic()))
         await load.pause()
         found = [line for line in await leaks(self.cluster, first) if line not in self._known]
         found += self._restarted(pids, struck)

@@ -17,6 +17,9 @@ class Killed(Fault):
 
     async def strike(self) -> None:
         self.cluster.signal(self.victim.pid, SIGKILL)
+
+    async def heal(self) -> None:
+        """Wait until it is gone; it is started again by others."""
         # A process of many pages takes a while to die, and looks alive till then.
         async with asyncio.timeout(_DEAD_S):
             while is_alive(self.victim.pid):
