@@ -23,5 +23,9 @@ class Fault(ABC):
     async def strike(self) -> None:
         """Begin. Raises CannotStrike."""
 
+    async def has_hit(self) -> bool:
+        """Whether a stream ran on the victim still when the fault was complete."""
+        return True
+
     async def heal(self) -> None:  # noqa: B027 - what happens at once needs no healing
         """End it. What the cluster makes good by itself is left to it."""

@@ -16,7 +16,7 @@ from baton.background import end_tasks
 from tests.chaos.cluster import Cluster
 from tests.chaos.fault import CannotStrike, Fault
 from tests.chaos.packet_filter import Program, attach, detach, losing, take_socket
-from tests.chaos.victim import Victim
+from tests.chaos.victim import Victim, sequences
 
 _AGAIN_S = 0.05
 """So often is looked for sockets that are new."""
@@ -59,12 +59,18 @@ class _Partition(Fault):
             raise CannotStrike("no socket of the victim could be reached")
         self._again = asyncio.create_task(self._cut_again())
 
+    async def has_hit(self) -> bool:
+        # To find all sockets takes a while; the page of metrics is not cut off.
+        assert self.victim.worker is not None, "a worker is cut off"
+        return await sequences(self.cluster, self.victim.worker) > 0
+
     async def heal(self) -> None:
         if self._again is not None:
             await end_tasks([self._again])
         for taken in self._taken.values():
             with taken, contextlib.suppress(OSError):
                 detach(taken)
+        self._taken.clear()
 
     async def _ports_of_others(self) -> frozenset[int]:
         """The ports that the victim may connect to."""

@@ -16,7 +16,6 @@ from tests.chaos.fault import CannotStrike, Fault
 from tests.chaos.victim import Victim
 
 _SPARE_DESCRIPTORS = 1
-_SPARE_MEMORY_BYTES = 4 << 20
 _SLOW_CLIENTS = 4
 _SLOW_TOKENS = 400
 _RECEIVE_BUFFER_BYTES = 2048
@@ -70,7 +69,8 @@ class NoMemory(_Limited):
     what = resource.RLIMIT_AS
 
     def _limit(self, pid: int) -> int:
-        return int(psutil.Process(pid).memory_info().vms) + _SPARE_MEMORY_BYTES
+        # Less than it has: what it has stays, and no more is given.
+        return int(psutil.Process(pid).memory_info().vms) // 2
 
 
 class DiskFull(_Limited):

@@ -24,13 +24,15 @@ from tests.chaos.recovery import until_answered, until_streams_run, until_whole
 from tests.chaos.reference import take_reference
 from tests.chaos.report import Report, RoundReport
 from tests.chaos.schedule import Round, Strike, rounds
-from tests.chaos.victim import Victim, find_victim
+from tests.chaos.victim import NobodyToStrike, Victim, find_victim
 
 _CLIENTS = 3
 _SETTLE_S = 3.0
 """Of load before the first look at what the cluster holds: caches and connections are made."""
 _BETWEEN_S = 1.0
 """Of load before the next fault."""
+
+_TRIES = 10
 
 log = logging.getLogger(__name__)
 
@@ -99,13 +101,8 @@ class Run:
 
     async def _round(self, planned: Round, load: Load, first: Footprint) -> None:
         pids = self.cluster.pids()
-        struck: list[_Struck] = []
-        for strike in planned.strikes:
-            victim = await find_victim(self.cluster, load, strike.kind.target, strike.pick)
-            fault = FAULTS[strike.kind.name](self.cluster, victim)
-            struck.append(_Struck(strike, victim, fault))
         before = time.monotonic()
-        struck = [one for one in struck if await self._strike(one)]
+        struck = [one for strike in planned.strikes if (one := await self._strike(strike, load))]
         if not struck:
             return
         # To strike may take a while: what came meanwhile came before.
@@ -123,13 +120,20 @@ class Run:
         load.resume()
         self._note(struck, _Recovery(streams_s, answered_s, whole_s), found)
 
-    async def _strike(self, one: _Struck) -> bool:
-        try:
-            await one.fault.strike()
-        except CannotStrike as error:
-            self.skipped[one.strike.kind.name] = str(error)
-            return False
-        return True
+    async def _strike(self, strike: Strike, load: Load) -> _Struck | None:
+        """Strike until somebody is hit; None where this machine does not let it."""
+        for _ in range(_TRIES):
+            victim = await find_victim(self.cluster, load, strike.kind.target, strike.pick)
+            fault = FAULTS[strike.kind.name](self.cluster, victim)
+            try:
+                await fault.strike()
+            except CannotStrike as error:
+                self.skipped[strike.kind.name] = str(error)
+                return None
+            if await fault.has_hit():
+                return _Struck(strike, victim, fault)
+            await fault.heal()
+        raise NobodyToStrike(f"{strike.kind.name}: whoever was struck had nothing to do by then")
 
     async def _heal(self, one: _Struck, began: float) -> None:
         await asyncio.sleep(max(0.0, began + one.strike.seconds - time.monotonic()))

@@ -51,7 +51,7 @@ async def _candidates(cluster: Cluster, load: Load, target: Target) -> list[Vict
     if target in ("store", "cluster"):
         return [Victim(target, len(running))] if running else []
     workers = [one for one in await cluster.workers() if one.role == target]
-    counts = [await _sequences(cluster, worker) for worker in workers]
+    counts = [await sequences(cluster, worker) for worker in workers]
     return [
         Victim(worker.slot, count, worker.pid, worker)
         for worker, count in zip(workers, counts, strict=True)
@@ -59,7 +59,8 @@ async def _candidates(cluster: Cluster, load: Load, target: Target) -> list[Vict
     ]
 
 
-async def _sequences(cluster: Cluster, worker: Worker) -> int:
+async def sequences(cluster: Cluster, worker: Worker) -> int:
+    """How many run on a worker; 0 where it does not say."""
     try:
         page = await cluster.page(worker.record.metrics_address)
     except httpx.HTTPError:
