@@ -19,13 +19,12 @@ class Fault(ABC):
         self.cluster = cluster
         self.victim = victim
 
+    async def prepare(self) -> None:  # noqa: B027 - few faults need it
+        """What takes time, before the victim is struck. Raises CannotStrike."""
+
     @abstractmethod
     async def strike(self) -> None:
         """Begin. Raises CannotStrike."""
-
-    async def has_hit(self) -> bool:
-        """Whether a stream ran on the victim still when the fault was complete."""
-        return True
 
     async def heal(self) -> None:  # noqa: B027 - what happens at once needs no healing
         """End it. What the cluster makes good by itself is left to it."""

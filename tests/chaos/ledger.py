@@ -38,11 +38,13 @@ class Ending:
     lost: str = ""
     """Why neither an answer nor an error came; empty where one did."""
     retried: bool = False
+    hung_up: bool = False
+    """Whether the client had enough before the answer had ended."""
 
     @property
     def is_wrong(self) -> bool:
         """Whether the client got tokens that the undisturbed cluster would not have sent."""
-        if self.error or self.lost:
+        if self.error or self.lost or self.hung_up:
             return not self.answer.is_beginning_of(self.expected)
         return self.answer != self.expected
 
@@ -52,6 +54,7 @@ class Counts:
     """The sums of a run."""
 
     requests: int = 0
+    """That wanted their whole answer."""
     finished: int = 0
     errors: int = 0
     errors_single_fault: int = 0
@@ -60,6 +63,8 @@ class Counts:
     wrong_tokens: int = 0
     retried: int = 0
     """Whose router went, and who were answered by another one."""
+    hung_up: int = 0
+    """Requests beside these, whose clients hung up in the middle."""
     errors_by_fault: dict[str, int] = field(default_factory=dict)
     """``none`` stands for requests that met no fault."""
 
@@ -73,17 +78,19 @@ class Ledger:
 
     def counts(self) -> Counts:
         """The sums so far. Call it when every phase has ended."""
-        failed = [ending for ending in self.endings if ending.error]
+        waited = [ending for ending in self.endings if not ending.hung_up]
+        failed = [ending for ending in waited if ending.error]
         phases = [self._phases_of(ending) for ending in failed]
-        lost = sum(bool(ending.lost) for ending in self.endings)
+        lost = sum(bool(ending.lost) for ending in waited)
         return Counts(
-            requests=len(self.endings),
-            finished=len(self.endings) - len(failed) - lost,
+            requests=len(waited),
+            finished=len(waited) - len(failed) - lost,
             errors=len(failed),
             errors_single_fault=sum(not _simultaneous(of_one) for of_one in phases),
             lost=lost,
             wrong_tokens=sum(ending.is_wrong for ending in self.endings),
-            retried=sum(ending.retried for ending in self.endings),
+            retried=sum(ending.retried for ending in waited),
+            hung_up=len(self.endings) - len(waited),
             errors_by_fault=dict(sorted(Counter(map(_name, phases)).items())),
         )
 

@@ -17,6 +17,8 @@ from tests.chaos.reference import Reference
 
 _DRAINED_S = 90.0
 _RETRY_S = 0.25
+_HANG_UP_SHARE = 0.08
+_LOOK_S = 0.02
 
 
 class Load:
@@ -74,7 +76,25 @@ class Load:
     async def _ask_on(self, source: random.Random) -> None:
         while True:
             await self._open.wait()
-            await self._ask(source.choice(self._questions), source.choice(WAYS))
+            question, way = source.choice(self._questions), source.choice(WAYS)
+            if source.random() < _HANG_UP_SHARE:
+                await self._hang_up(question, way, source.randrange(1, question.most_tokens))
+            else:
+                await self._ask(question, way)
+
+    async def _hang_up(self, question: Question, way: Way, enough: int) -> None:
+        """Ask, and leave when ``enough`` tokens have come, if the answer has not ended by then."""
+        call = Call.of(question, way)
+        self.calls.add(call)
+        task = asyncio.create_task(call.run(self._fronts))
+        while not task.done() and call.answer.token_count < enough:
+            await asyncio.sleep(_LOOK_S)
+        self.calls.discard(call)
+        await end_tasks([task])
+        expected = self._reference[question.name, way]
+        self._ledger.endings.append(
+            Ending(question.name, way, call.began, call.ended, call.answer, expected, hung_up=True)
+        )
 
     async def _ask(self, question: Question, way: Way) -> None:
         expected = self._reference[question.name, way]

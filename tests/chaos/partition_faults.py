@@ -16,7 +16,7 @@ from baton.background import end_tasks
 from tests.chaos.cluster import Cluster
 from tests.chaos.fault import CannotStrike, Fault
 from tests.chaos.packet_filter import Program, attach, detach, losing, take_socket
-from tests.chaos.victim import Victim, sequences
+from tests.chaos.victim import Victim
 
 _AGAIN_S = 0.05
 """So often is looked for sockets that are new."""
@@ -52,17 +52,16 @@ class _Partition(Fault):
         self._ports: frozenset[int] = frozenset()
         self._again: asyncio.Task[None] | None = None
 
-    async def strike(self) -> None:
+    async def prepare(self) -> None:
         self._ports = await self._ports_of_others()
-        self._cut()
+        self._take()
         if not self._taken:
             raise CannotStrike("no socket of the victim could be reached")
-        self._again = asyncio.create_task(self._cut_again())
 
-    async def has_hit(self) -> bool:
-        # To find all sockets takes a while; the page of metrics is not cut off.
-        assert self.victim.worker is not None, "a worker is cut off"
-        return await sequences(self.cluster, self.victim.worker) > 0
+    async def strike(self) -> None:
+        for taken in self._taken.values():
+            attach(taken, self._program)
+        self._again = asyncio.create_task(self._cut_again())
 
     async def heal(self) -> None:
         if self._again is not None:
@@ -70,7 +69,6 @@ class _Partition(Fault):
         for taken in self._taken.values():
             with taken, contextlib.suppress(OSError):
                 detach(taken)
-        self._taken.clear()
 
     async def _ports_of_others(self) -> frozenset[int]:
         """The ports that the victim may connect to."""
@@ -83,10 +81,13 @@ class _Partition(Fault):
 
     async def _cut_again(self) -> None:
         while True:
+            for taken in self._take():
+                attach(taken, self._program)
             await asyncio.sleep(_AGAIN_S)
-            self._cut()
 
-    def _cut(self) -> None:
+    def _take(self) -> list[socket.socket]:
+        """Get hold of the sockets that are new, and return them."""
+        fresh = []
         for end in self._ends():
             if end not in self._taken:
                 try:
@@ -97,7 +98,8 @@ class _Partition(Fault):
                     # Closed since it was seen, or its process has ended.
                     continue
                 self._taken[end] = taken
-                attach(taken, self._program)
+                fresh.append(taken)
+        return fresh
 
     def _ends(self) -> list[_End]:
         mine = [end for end in _tcp_ends(self.victim.pid) if self._is_meant(end)]

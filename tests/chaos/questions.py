@@ -56,6 +56,8 @@ class Question:
     tool: Mapping[str, Any] | None = None
     """The arguments' schema of a function that must be called."""
     ignore_eos: bool = True
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer."""
 
     @property
     def path(self) -> str:
@@ -72,6 +74,7 @@ class Question:
             "n": self.choices,
             "temperature": 0.0 if self.seed is None else 1.0,
             "ignore_eos": self.ignore_eos,
+            "stop": list(self.stop),
         }
         if self.seed is not None:
             body["seed"] = self.seed
@@ -92,6 +95,7 @@ class Question:
             temperature=0.0 if self.seed is None else 1.0,
             max_tokens=self.most_tokens,
             ignore_eos=self.ignore_eos,
+            stop=self.stop,
         )
         if self.seed is not None:
             sampling.seed = self.seed
@@ -123,6 +127,7 @@ def questions(seed: int) -> tuple[Question, ...]:
         Question("seeded", words(40), 60, seed=11),
         Question("seeded long prompt", words(350), 50, seed=12),
         Question("seeded, may end", words(16), 60, seed=13, ignore_eos=False),
+        Question("seeded, may stop", words(20), 60, seed=19, stop=(".", " and the", " of a")),
         Question("chat", f"Tell a story of {words(6)}.", 60, is_chat=True),
         Question("chat, seeded", f"Write about {words(60)}.", 50, is_chat=True, seed=14),
         Question("two choices", words(30), 40, seed=15, choices=2),

@@ -19,11 +19,11 @@ MOST_S = 120.0
 
 
 async def until_streams_run(load: Load, struck_at: float) -> float:
-    """Until every stream that ran at ``struck_at`` has gone on or ended, in seconds from then;
+    """Until every request of ``struck_at`` has got its next piece or ended, in seconds from then;
 
     ``MOST_S`` where one does not.
     """
-    met = [call for call in load.calls if call.runs]
+    met = list(load.calls)
     later = struck_at + _FELT_S
     while time.monotonic() < struck_at + MOST_S:
         if all(call.ended or call.heard > later for call in met):

@@ -21,7 +21,7 @@ class RoundReport:
     seconds: float
     """How long the fault lasted."""
     streams_s: float
-    """From the strike until every stream that ran then had gone on or ended."""
+    """From the strike until every request of that moment had got its next piece or ended."""
     answered_s: float
     """From the strike until a request that came later was answered."""
     whole_s: float

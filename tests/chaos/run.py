@@ -24,7 +24,7 @@ from tests.chaos.recovery import until_answered, until_streams_run, until_whole
 from tests.chaos.reference import take_reference
 from tests.chaos.report import Report, RoundReport
 from tests.chaos.schedule import Round, Strike, rounds
-from tests.chaos.victim import NobodyToStrike, Victim, find_victim
+from tests.chaos.victim import NobodyToStrike, Victim, find_victim, is_busy
 
 _CLIENTS = 3
 _SETTLE_S = 3.0
@@ -121,19 +121,21 @@ class Run:
         self._note(struck, _Recovery(streams_s, answered_s, whole_s), found)
 
     async def _strike(self, strike: Strike, load: Load) -> _Struck | None:
-        """Strike until somebody is hit; None where this machine does not let it."""
-        for _ in range(_TRIES):
-            victim = await find_victim(self.cluster, load, strike.kind.target, strike.pick)
-            fault = FAULTS[strike.kind.name](self.cluster, victim)
-            try:
-                await fault.strike()
-            except CannotStrike as error:
-                self.skipped[strike.kind.name] = str(error)
-                return None
-            if await fault.has_hit():
-                return _Struck(strike, victim, fault)
-            await fault.heal()
-        raise NobodyToStrike(f"{strike.kind.name}: whoever was struck had nothing to do by then")
+        """Strike somebody on whom a stream runs; None where this machine does not let it."""
+        target = strike.kind.target
+        try:
+            for _ in range(_TRIES):
+                victim = await find_victim(self.cluster, load, target, strike.pick)
+                fault = FAULTS[strike.kind.name](self.cluster, victim)
+                await fault.prepare()
+                if await is_busy(self.cluster, load, target, victim):
+                    await fault.strike()
+                    return _Struck(strike, victim, fault)
+                await fault.heal()
+        except CannotStrike as error:
+            self.skipped[strike.kind.name] = str(error)
+            return None
+        raise NobodyToStrike(f"{strike.kind.name}: whoever was chosen had nothing to do by then")
 
     async def _heal(self, one: _Struck, began: float) -> None:
         await asyncio.sleep(max(0.0, began + one.strike.seconds - time.monotonic()))

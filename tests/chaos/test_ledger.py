@@ -54,6 +54,12 @@ def test_of_an_answer_that_broke_off_the_beginning_must_be_right(ending: Ending)
         assert replace(ending, answer=got).is_wrong
 
 
+def test_who_hangs_up_is_counted_apart() -> None:
+    left = replace(FINISHED, answer=answer(1, 2, ended=False), hung_up=True)
+    assert counts_of(FINISHED, left, replace(left, error="worker_failed")) == (1, 0, 0, 0)
+    assert counts_of(replace(left, answer=answer(2, ended=False))) == (0, 0, 0, 1)
+
+
 def test_errors_of_several_faults_at_once_are_counted_apart() -> None:
     single = Phase(("decode killed",), 11.0, 15.0)
     double = Phase(("store full", "decode killed"), 11.5, 15.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from tests.chaos.load import Load
 
 _LOOK_S = 0.01
 _PATIENCE_S = 30.0
+_BUSY_S = 3.0
 
 
 class NobodyToStrike(Exception):
@@ -44,6 +46,16 @@ async def find_victim(cluster: Cluster, load: Load, target: Target, pick: int) -
     return found[pick % len(found)]
 
 
+async def is_busy(cluster: Cluster, load: Load, target: Target, victim: Victim) -> bool:
+    """Whether a stream runs on the victim, now or within a few seconds."""
+    until = time.monotonic() + _BUSY_S
+    while time.monotonic() < until:
+        if victim.name in {one.name for one in await _candidates(cluster, load, target)}:
+            return True
+        await asyncio.sleep(_LOOK_S)
+    return False
+
+
 async def _candidates(cluster: Cluster, load: Load, target: Target) -> list[Victim]:
     running = [call for call in load.calls if call.runs]
     if target == "router":
@@ -51,7 +63,7 @@ async def _candidates(cluster: Cluster, load: Load, target: Target) -> list[Vict
     if target in ("store", "cluster"):
         return [Victim(target, len(running))] if running else []
     workers = [one for one in await cluster.workers() if one.role == target]
-    counts = [await sequences(cluster, worker) for worker in workers]
+    counts = [await _sequences(cluster, worker) for worker in workers]
     return [
         Victim(worker.slot, count, worker.pid, worker)
         for worker, count in zip(workers, counts, strict=True)
@@ -59,8 +71,7 @@ async def _candidates(cluster: Cluster, load: Load, target: Target) -> list[Vict
     ]
 
 
-async def sequences(cluster: Cluster, worker: Worker) -> int:
-    """How many run on a worker; 0 where it does not say."""
+async def _sequences(cluster: Cluster, worker: Worker) -> int:
     try:
         page = await cluster.page(worker.record.metrics_address)
     except httpx.HTTPError:
