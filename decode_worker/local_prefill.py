@@ -145,7 +145,7 @@ class LocalPrefill:
 
     def _check_room(self, sequence: Sequence, held: list[int]) -> None:
         missing = self._missing(sequence, held)
-        self._receiver.check_room(missing, held, sequence.spec.choices)
+        self._receiver.check_room(missing, held, sequence.spec, time.monotonic())
 
     def _queue(
         self,
@@ -161,7 +161,7 @@ class LocalPrefill:
             return
         missing = self._missing(sequence, leading)
         try:
-            self._receiver.check_room(missing, [], sequence.spec.choices)
+            self._receiver.check_room(missing, [], sequence.spec, time.monotonic())
         except NoRoom:
             pool.release(leading)
             raise

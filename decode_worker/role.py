@@ -276,7 +276,26 @@ class DecodeRole:
                 self.local.sampled(_attempt(sequence), update)
                 if sequence.finish_reason:
                     self._forget(_attempt(sequence), sequence.choice)
+        self._hand_back()
         self._flush()
+
+    def _hand_back(self) -> None:
+        """Tell of the sequences that have lost their blocks: behind all their tokens."""
+        for sequence in self.context.engine.scheduler.take_handed_back():
+            kept = self._sequences.get(_attempt(sequence), {})
+            if sequence not in kept.values():
+                continue
+            self._forget(_attempt(sequence), sequence.choice)
+            spec = sequence.spec
+            output = TokenOutput(
+                spec.request_id,
+                spec.attempt,
+                sequence.output_length,
+                (),
+                choice=sequence.choice,
+                handed_back=True,
+            )
+            self.outbox(spec.router_id).put(output)
 
     def on_lost(self, sequences: list[Sequence], error: Exception) -> None:
         """The engine failed: these sequences end with an error."""
@@ -339,6 +358,7 @@ class DecodeRole:
             if deadline <= now:
                 self.abort(attempt)
         self._drop_lost_routers(now)
+        self._hand_back()
         self._flush()
         self.context.control.pump()
 

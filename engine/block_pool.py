@@ -78,6 +78,10 @@ class BlockPool:
         """How many of ``blocks`` count as available now and will not once they are pinned."""
         return sum(1 for block in blocks if self._references[block] == 0)
 
+    def is_shared(self, block: int) -> bool:
+        """Whether it has several users."""
+        return self._references[block] > 1
+
     def pin(self, blocks: Iterable[int]) -> None:
         """One more user of each block, which must be used or cached."""
         for block in blocks:

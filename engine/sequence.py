@@ -40,6 +40,7 @@ class Sequence:
         "known_to_engine",
         "pending",
         "preempted",
+        "preemptions",
         "prefill_only",
         "prompt_logprobs",
         "queue_s",
@@ -93,6 +94,7 @@ class Sequence:
         self.compute_s = 0.0
         self.known_to_engine = False
         self.preempted = False
+        self.preemptions = spec.preemptions
         self.release_wanted = False
         self.finish_reason: FinishReason | None = None
         self.choice = choice
@@ -116,6 +118,16 @@ class Sequence:
         return len(self.token_ids) + self.pending
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has a token that it did not come with."""
+        return len(self.token_ids) > len(self.spec.token_ids)
+
+    @property
+    def may_be_handed_back(self) -> bool:
+        """Whether its router places it again. One without a token yet is awaited where it is."""
+        return self.spec.hand_back and self.has_begun and not self.prefill_only
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether log probabilities of the prompt's tokens are wanted that are not there yet.
 
@@ -123,8 +135,7 @@ class Sequence:
         """
         if self.spec.sampling.prompt_logprobs is None or self.choice != self.spec.choice:
             return False
-        begun = len(self.token_ids) > len(self.spec.token_ids)
-        return not begun and len(self.prompt_logprobs) < self.prompt_length - 1
+        return not self.has_begun and len(self.prompt_logprobs) < self.prompt_length - 1
 
     def full_hashes(self, hash_block: int) -> list[bytes]:
         """The hashes of all full hash blocks, of that many tokens, of the known tokens."""

@@ -49,7 +49,7 @@ class Answer:
 
 
 class Company:
-    """The processes are reused from test to test; those that were killed are restarted."""
+    """The processes are reused from test to test; killed ones are restarted when needed."""
 
     def __init__(self, model: Path, redis_url: str, folder: Path, kv_pool_mib: int = 4) -> None:
         """Start all. ``folder`` is for their logs."""
@@ -89,6 +89,8 @@ class Company:
     @asynccontextmanager
     async def dispatcher(self, **changes: object) -> AsyncIterator[Client]:
         """A dispatcher that knows all four; ``changes`` go to its config."""
+        for slot in [slot for slot, worker in self.workers.items() if worker.has_ended]:
+            await self.restart(slot)
         for worker in self.workers.values():
             await worker.ready()
         pools = tuple(PoolConfig(name=r, role=r, count=2) for r in ("prefill", "decode"))
