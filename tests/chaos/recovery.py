@@ -14,7 +14,7 @@ _LOOK_S = 0.02
 _LOOK_AT_ALL_S = 0.25
 _FELT_S = 0.2
 """What comes so soon after a strike was under way before it."""
-MOST_S = 120.0
+MOST_S = 60.0
 """What is not there again by then never will be."""
 
 

@@ -11,8 +11,9 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from signal import SIGABRT
 
-from tests.chaos.cluster import Cluster
+from tests.chaos.cluster import ROLES, Cluster, is_alive
 from tests.chaos.fault import CannotStrike, Fault
 from tests.chaos.faults import FAULTS
 from tests.chaos.footprint import Footprint, footprint, leaks
@@ -20,7 +21,7 @@ from tests.chaos.kinds import Kind
 from tests.chaos.ledger import Ending, Ledger, Phase
 from tests.chaos.load import Load
 from tests.chaos.questions import questions
-from tests.chaos.recovery import until_answered, until_streams_run, until_whole
+from tests.chaos.recovery import MOST_S, until_answered, until_streams_run, until_whole
 from tests.chaos.reference import take_reference
 from tests.chaos.report import Report, RoundReport
 from tests.chaos.schedule import Round, Strike, rounds
@@ -113,9 +114,13 @@ class Run:
         streams_s, answered_s = await feeling
         kinds = tuple(one.strike.kind.name for one in struck)
         self.ledger.phases.append(Phase(kinds, before, time.monotonic()))
+        stuck = await self._end_what_hangs() if whole_s >= MOST_S else []
         await load.pause()
-        found = [line for line in await leaks(self.cluster, first) if line not in self._known]
-        found += self._restarted(pids, struck)
+        found = stuck + [
+            line for line in await leaks(self.cluster, first) if line not in self._known
+        ]
+        if not stuck:
+            found += self._restarted(pids, struck)
         self._known.update(found)
         load.resume()
         self._note(struck, _Recovery(streams_s, answered_s, whole_s), found)
@@ -140,6 +145,20 @@ class Run:
     async def _heal(self, one: _Struck, began: float) -> None:
         await asyncio.sleep(max(0.0, began + one.strike.seconds - time.monotonic()))
         await one.fault.heal()
+
+    async def _end_what_hangs(self) -> list[str]:
+        """Workers that live and are not back: they write down what they do, and end (SIGABRT).
+
+        The run goes on with the cluster that comes of it.
+        """
+        serving = {worker.slot for worker in await self.cluster.workers()}
+        found = [f"cluster: not whole after {MOST_S:.0f} s"]
+        for name, pid in self.cluster.pids().items():
+            if name.startswith(ROLES) and name not in serving and is_alive(pid):
+                found.append(f"{name}: process {pid} lives, and is not back")
+                self.cluster.signal(pid, SIGABRT)
+        await until_whole(self.cluster, time.monotonic())
+        return found
 
     def _restarted(self, before: dict[str, int], struck: Sequence[_Struck]) -> list[str]:
         """Who has ended though no fault should have ended him."""
