@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from engine.engine import Engine
 from engine.local import generate
 from tests.chaos.company import Answer, Client, Company
 from tests.chaos.stage import until_whole
+
+log = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0
 pytestmark = pytest.mark.timeout(300)
@@ -109,6 +112,8 @@ async def check_all(
     for answer, each in zip(await asyncio.gather(*tasks), asked, strict=True):
         assert dict(answer.token_ids) == each.answers(reference)
         assert len(answer.finish) == each.choices
+    gaps = [answer.longest_gap_s for answer in tasks.values()]
+    log.info("the longest gaps of the answers, in seconds: %s", [round(gap, 3) for gap in gaps])
 
 
 async def check_whole(client: Client, slot: str) -> None:

@@ -154,3 +154,20 @@ def test_every_policy_decides_for_a_worker_of_the_role(
         own = min(held.get(decision.prefill, 0), (tokens - 1) // 16)
         assert held[decision.holder] >= decision.holder_blocks > own
         assert decision.holder_blocks <= (tokens - 1) // 16
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nobody_goes_where_it_may_not(name: PolicyName) -> None:
+    """A worker under which the request has failed, however good it looks."""
+    table = table_of("p-0", "p-1", "d-0", "d-1")
+    for excluded, expected in (
+        ({"p-0", "d-1"}, ("p-1", "d-0")),
+        ({"p-1", "d-0"}, ("p-0", "d-1")),
+    ):
+        request = RouteRequest(100, excluded=frozenset(excluded))
+        found = decide(name, table, request, {next(iter(excluded)): 6})
+        assert (found.prefill, found.decode) == expected
+    with pytest.raises(Unavailable):
+        decide(name, table, RouteRequest(100, excluded=frozenset({"d-0", "d-1"})))
+    again = decide(name, table, RouteRequest(100))
+    assert again.prefill in ("p-0", "p-1"), "others may go there"
