@@ -20,7 +20,7 @@ from tests.chaos.footprint import Footprint, footprint, leaks
 from tests.chaos.kinds import Kind
 from tests.chaos.ledger import Ending, Ledger, Phase
 from tests.chaos.load import Load
-from tests.chaos.questions import questions
+from tests.chaos.questions import Question
 from tests.chaos.recovery import MOST_S, until_answered, until_streams_run, until_whole
 from tests.chaos.reference import take_reference
 from tests.chaos.report import Report, RoundReport
@@ -58,11 +58,12 @@ class _Recovery:
 
 @dataclass(slots=True)
 class Run:
-    """``kinds``: the faults that may come."""
+    """``kinds``: the faults that may come. ``asked``: what the clients ask."""
 
     cluster: Cluster
     seed: int
     kinds: Sequence[Kind]
+    asked: Sequence[Question]
     ledger: Ledger = field(default_factory=Ledger)
     reports: list[RoundReport] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -73,11 +74,9 @@ class Run:
 
     async def go(self, minutes: float, most_rounds: int | None = None) -> Report:
         """Until the time is over, or so many rounds. Raises ``Unsteady`` or ``NobodyToStrike``."""
-        asked = questions(self.seed)
-        reference = await take_reference(self.cluster.fronts, asked)
-        load = Load(
-            self.cluster.fronts, asked, reference, self.ledger, seed=self.seed, clients=_CLIENTS
-        )
+        fronts, asked = self.cluster.fronts, self.asked
+        reference = await take_reference(fronts, asked)
+        load = Load(fronts, asked, reference, self.ledger, seed=self.seed, clients=_CLIENTS)
         load.start()
         try:
             await asyncio.sleep(_SETTLE_S)

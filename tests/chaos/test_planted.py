@@ -1,4 +1,4 @@
-"""The bugs that are planted by hand still fit the code: docs/reliability.md says how to try them."""
+"""The bugs that are planted by hand still fit the code: see docs/reliability.md."""
 
 from __future__ import annotations
 
