@@ -10,6 +10,10 @@ HOUR_S = 3600.0
 class _Jump(Fault):
     by_s: float
 
+    async def prepare(self) -> None:
+        if self.cluster.clock is None:
+            raise CannotStrike("the clock cannot be made to jump here")
+
     async def strike(self) -> None:
         self._set(self.by_s)
 
@@ -17,8 +21,7 @@ class _Jump(Fault):
         self._set(0.0)
 
     def _set(self, seconds: float) -> None:
-        if self.cluster.clock is None:
-            raise CannotStrike("the clock cannot be made to jump here")
+        assert self.cluster.clock is not None, "not prepared"
         self.cluster.clock.jump(seconds)
 
 

@@ -13,7 +13,7 @@ class CannotStrike(Exception):
 
 
 class Fault(ABC):
-    """One fault of one victim. ``strike`` and ``heal`` return at once, as far as they can."""
+    """One fault of one victim: prepared, then dropped, or struck and healed."""
 
     def __init__(self, cluster: Cluster, victim: Victim) -> None:
         self.cluster = cluster
@@ -22,9 +22,12 @@ class Fault(ABC):
     async def prepare(self) -> None:  # noqa: B027 - few faults need it
         """What takes time, before the victim is struck. Raises CannotStrike."""
 
+    async def drop(self) -> None:  # noqa: B027 - as above
+        """It will not strike."""
+
     @abstractmethod
     async def strike(self) -> None:
-        """Begin. Raises CannotStrike."""
+        """Begin."""
 
     async def heal(self) -> None:  # noqa: B027 - what happens at once needs no healing
         """End it. What the cluster makes good by itself is left to it."""

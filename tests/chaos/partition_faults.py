@@ -63,6 +63,10 @@ class _Partition(Fault):
             attach(taken, self._program)
         self._again = asyncio.create_task(self._cut_again())
 
+    async def drop(self) -> None:
+        for taken in self._taken.values():
+            taken.close()
+
     async def heal(self) -> None:
         if self._again is not None:
             await end_tasks([self._again])

@@ -37,16 +37,19 @@ class _Limited(Fault):
     def _limit(self, pid: int) -> int:
         raise NotImplementedError
 
-    async def strike(self) -> None:
+    async def prepare(self) -> None:
         for pid in self._pids():
-            try:
-                before = resource.prlimit(pid, self.what)
-                resource.prlimit(pid, self.what, (self._limit(pid), before[1]))
-            except PermissionError as error:
-                raise CannotStrike(f"limits of processes cannot be set: {error}") from error
-            except (ProcessLookupError, psutil.NoSuchProcess):
-                continue
-            self._before[pid] = before
+            with contextlib.suppress(ProcessLookupError):
+                try:
+                    self._before[pid] = resource.prlimit(pid, self.what)
+                    resource.prlimit(pid, self.what, self._before[pid])
+                except PermissionError as error:
+                    raise CannotStrike(f"limits of processes cannot be set: {error}") from error
+
+    async def strike(self) -> None:
+        for pid, (_, hard) in self._before.items():
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                resource.prlimit(pid, self.what, (self._limit(pid), hard))
 
     async def heal(self) -> None:
         for pid, before in self._before.items():

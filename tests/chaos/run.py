@@ -17,7 +17,7 @@ from tests.chaos.cluster import ROLES, Cluster, is_alive
 from tests.chaos.fault import CannotStrike, Fault
 from tests.chaos.faults import FAULTS
 from tests.chaos.footprint import Footprint, footprint, leaks
-from tests.chaos.kinds import Kind
+from tests.chaos.kinds import Kind, Target
 from tests.chaos.ledger import Ending, Ledger, Phase
 from tests.chaos.load import Load
 from tests.chaos.questions import Question
@@ -40,11 +40,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Struck:
-    """A fault that has begun."""
+    """A fault that is ready, or has begun."""
 
     strike: Strike
     victim: Victim
     fault: Fault
+
+    @property
+    def target(self) -> Target:
+        """Whom it may meet."""
+        return self.strike.kind.target
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +107,11 @@ class Run:
     async def _round(self, planned: Round, load: Load, first: Footprint) -> None:
         pids = self.cluster.pids()
         before = time.monotonic()
-        struck = [one for strike in planned.strikes if (one := await self._strike(strike, load))]
+        struck = await self._choose(planned, load)
         if not struck:
             return
+        for one in struck:
+            await one.fault.strike()
         # To strike may take a while: what came meanwhile came before.
         began = time.monotonic()
         feeling = asyncio.gather(until_streams_run(load, began), until_answered(load, began))
@@ -124,22 +131,28 @@ class Run:
         load.resume()
         self._note(struck, _Recovery(streams_s, answered_s, whole_s), found)
 
-    async def _strike(self, strike: Strike, load: Load) -> _Struck | None:
-        """Strike somebody on whom a stream runs; None where this machine does not let it."""
-        target = strike.kind.target
+    async def _choose(self, planned: Round, load: Load) -> list[_Struck]:
+        """Faults that are ready, of victims on whom streams run. Raises NobodyToStrike."""
+        for _ in range(_TRIES):
+            chosen = [
+                one for strike in planned.strikes if (one := await self._prepare(strike, load))
+            ]
+            if all([await is_busy(self.cluster, load, one.target, one.victim) for one in chosen]):
+                return chosen
+            for one in chosen:
+                await one.fault.drop()
+        raise NobodyToStrike(f"{planned}: whoever was chosen had nothing to do by then")
+
+    async def _prepare(self, strike: Strike, load: Load) -> _Struck | None:
+        """None where this machine does not let it."""
+        victim = await find_victim(self.cluster, load, strike.kind.target, strike.pick)
+        fault = FAULTS[strike.kind.name](self.cluster, victim)
         try:
-            for _ in range(_TRIES):
-                victim = await find_victim(self.cluster, load, target, strike.pick)
-                fault = FAULTS[strike.kind.name](self.cluster, victim)
-                await fault.prepare()
-                if await is_busy(self.cluster, load, target, victim):
-                    await fault.strike()
-                    return _Struck(strike, victim, fault)
-                await fault.heal()
+            await fault.prepare()
         except CannotStrike as error:
             self.skipped[strike.kind.name] = str(error)
             return None
-        raise NobodyToStrike(f"{strike.kind.name}: whoever was chosen had nothing to do by then")
+        return _Struck(strike, victim, fault)
 
     async def _heal(self, one: _Struck, began: float) -> None:
         await asyncio.sleep(max(0.0, began + one.strike.seconds - time.monotonic()))
