@@ -18,6 +18,7 @@ from typing import Any
 
 from baton import convert
 from baton.errors import BatonError, NoRoom
+from baton.grpc_errors import as_baton_error
 from baton.request import SequenceSpec, TokenOutput
 from baton.v1 import prefill_pb2
 from router.planner import Planner
@@ -150,7 +151,8 @@ class Attempts:
         breaks = stream.breaks
         try:
             await self._follow(message, attempt)
-        except BatonError as failure:
+        except Exception as error:
+            failure = as_baton_error(error)
             await self._on_prefill_failed(attempt, failure, stream.breaks != breaks)
 
     async def _follow(self, message: prefill_pb2.PrefillRequest, attempt: Attempt) -> None:

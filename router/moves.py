@@ -170,7 +170,9 @@ class Moves:
         owner, left = attempt.owner, attempt.unfinished
         self._attempts.end(attempt)
         if not left:
-            owner.life.fail(loss.failure)
+            # All is there, but for what was to be found of the prompt.
+            if owner.life.awaits_prompt:
+                owner.life.fail(_with_retry(loss.failure))
         elif self._is_poison(owner, loss, deadly=deadly):
             owner.life.fail(poison_error())
         elif owner.failures > MOST_FAILURES or not self.budget.take(time.monotonic()):

@@ -396,6 +396,22 @@ async def test_what_is_handed_back_goes_on_without_any_budget() -> None:
     world.close(running)
 
 
+async def test_a_worker_that_has_done_all_may_go() -> None:
+    """While another choice is on its way elsewhere."""
+    world = World()
+    running = await world.run(choices=2)
+    world.tell(running, 2, choice=0, ends=True)
+    world.tell(running, 1, choice=1)
+    (attempt,) = running.attempts
+    world.moves.handed_back(attempt, 1)
+    world.moves.worker_broken("d0", GONE)
+    await world.settle()
+    assert [a.spec.choice for a in running.attempts] == [1]
+    delta = await running.life.next_delta()
+    assert (delta.choice, delta.token_ids) == (0, (65, 65))
+    world.close(running)
+
+
 async def test_a_silent_worker_keeps_what_nobody_else_can_take() -> None:
     world = World()
     world.links["d1"].is_up = False
