@@ -123,8 +123,8 @@ def _sizes(cluster: Cluster) -> dict[str, Size]:
 
 def _grown(now: Mapping[str, Size], first: Mapping[str, Size]) -> list[str]:
     found = []
-    for name, size in now.items():
-        at_first = first[name]
+    for name, at_first in first.items():
+        size = now.get(name, at_first)
         if size.descriptors > at_first.descriptors + _MORE_DESCRIPTORS:
             found.append(f"{name}: {size.descriptors} descriptors, at first {at_first.descriptors}")
         if size.resident_bytes > at_first.resident_bytes + _MORE_BYTES[name.partition("-")[0]]:

@@ -15,6 +15,7 @@ class RoundReport:
     """What one round did."""
 
     kinds: tuple[str, ...]
+    """None where something was found before the first fault."""
     victims: tuple[str, ...]
     streams: int
     """That ran on the victims when they were struck."""
@@ -55,8 +56,9 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The fields of ``Counts``, and those of the faults."""
-        recovery = [one.recovery_s for one in self.rounds]
-        whole = [one.whole_s for one in self.rounds]
+        struck = [one for one in self.rounds if one.kinds]
+        recovery = [one.recovery_s for one in struck]
+        whole = [one.whole_s for one in struck]
         return asdict(self.counts) | {
             "leaks": sum(len(one.leaks) for one in self.rounds),
             "faults": dict(sorted(Counter(k for one in self.rounds for k in one.kinds).items())),

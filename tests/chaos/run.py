@@ -29,7 +29,7 @@ from tests.chaos.victim import NobodyToStrike, Victim, find_victim, is_busy
 
 _CLIENTS = 3
 _SETTLE_S = 3.0
-"""Of load before the first look at what the cluster holds: caches and connections are made."""
+"""Of load before the first fault."""
 _BETWEEN_S = 1.0
 """Of load before the next fault."""
 
@@ -74,6 +74,8 @@ class Run:
     skipped: dict[str, str] = field(default_factory=dict)
     _known: set[str] = field(default_factory=set)
     """Leaks that were told of."""
+    _pids: dict[str, int] = field(default_factory=dict)
+    """Of workers and routers by name, when the last round ended."""
     _told: int = 0
     """Requests in trouble that were told of."""
 
@@ -82,17 +84,27 @@ class Run:
         fronts, asked = self.cluster.fronts, self.asked
         reference = await take_reference(fronts, asked)
         load = Load(fronts, asked, reference, self.ledger, seed=self.seed, clients=_CLIENTS)
+        first = await footprint(self.cluster)
+        self._pids = self.cluster.pids()
         load.start()
         try:
-            await asyncio.sleep(_SETTLE_S)
-            await load.pause()
-            first = await footprint(self.cluster)
-            load.resume()
+            await self._without_faults(load, first)
             await self._rounds(load, first, minutes, most_rounds)
             await load.pause()
         finally:
             await load.stop()
         return self._report(minutes)
+
+    async def _without_faults(self, load: Load, first: Footprint) -> None:
+        """A while of load alone; it is a round only if something is found after it."""
+        await asyncio.sleep(_SETTLE_S)
+        load.check()
+        await load.pause()
+        whole_s = await until_whole(self.cluster, time.monotonic())
+        found = await self._found(first, ())
+        load.resume()
+        if found:
+            self._note((), _Recovery(0.0, 0.0, whole_s), found)
 
     async def _rounds(
         self, load: Load, first: Footprint, minutes: float, most_rounds: int | None
@@ -105,7 +117,6 @@ class Run:
             await self._round(next(planned), load, first)
 
     async def _round(self, planned: Round, load: Load, first: Footprint) -> None:
-        pids = self.cluster.pids()
         before = time.monotonic()
         struck = await self._choose(planned, load)
         if not struck:
@@ -122,12 +133,7 @@ class Run:
         self.ledger.phases.append(Phase(kinds, before, time.monotonic()))
         stuck = await self._end_what_hangs() if whole_s >= MOST_S else []
         await load.pause()
-        found = stuck + [
-            line for line in await leaks(self.cluster, first) if line not in self._known
-        ]
-        if not stuck:
-            found += self._restarted(pids, struck)
-        self._known.update(found)
+        found = stuck + await self._found(first, struck)
         load.resume()
         self._note(struck, _Recovery(streams_s, answered_s, whole_s), found)
 
@@ -170,16 +176,23 @@ class Run:
                 found.append(f"{name}: process {pid} lives, and is not back")
                 self.cluster.signal(pid, SIGABRT)
         await until_whole(self.cluster, time.monotonic())
+        self._pids = self.cluster.pids()
         return found
 
-    def _restarted(self, before: dict[str, int], struck: Sequence[_Struck]) -> list[str]:
-        """Who has ended though no fault should have ended him."""
+    async def _found(self, first: Footprint, struck: Sequence[_Struck]) -> list[str]:
+        """What the cluster holds that it should not, and has not been told of; who has ended."""
+        found = [line for line in await leaks(self.cluster, first) if line not in self._known]
+        self._known.update(found)
+        return found + self._restarted(struck)
+
+    def _restarted(self, struck: Sequence[_Struck]) -> list[str]:
+        """Who has ended since this was last asked, though no fault should have ended him."""
         allowed = {one.victim.name for one in struck if one.strike.kind.may_restart}
-        now = self.cluster.pids()
+        before, self._pids = self._pids, self.cluster.pids()
         return [
             f"{name}: process {pid} has ended unasked"
             for name, pid in before.items()
-            if now.get(name) != pid and name not in allowed
+            if self._pids.get(name) != pid and name not in allowed
         ]
 
     def _note(self, struck: Sequence[_Struck], recovery: _Recovery, found: Sequence[str]) -> None:
@@ -187,7 +200,7 @@ class Run:
             kinds=tuple(one.strike.kind.name for one in struck),
             victims=tuple(one.victim.name for one in struck),
             streams=sum(one.victim.streams for one in struck),
-            seconds=max(one.strike.seconds for one in struck),
+            seconds=max((one.strike.seconds for one in struck), default=0.0),
             streams_s=round(recovery.streams_s, 3),
             answered_s=round(recovery.answered_s, 3),
             whole_s=round(recovery.whole_s, 3),
