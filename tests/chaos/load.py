@@ -17,6 +17,7 @@ from tests.chaos.reference import Reference
 
 _DRAINED_S = 90.0
 _RETRY_S = 0.25
+_AFTER_ERROR_S = 0.5
 _HANG_UP_SHARE = 0.08
 _LOOK_S = 0.02
 
@@ -42,6 +43,8 @@ class Load:
         self._clients = [random.Random(f"{seed} {number}") for number in range(clients)]
         self._open = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._busy = 0
+        """Clients that wait for an answer, or are about to ask again."""
         self.calls: set[Call] = set()
         """Under way."""
         self.newest_answered = 0.0
@@ -56,7 +59,7 @@ class Load:
         """Let no request begin, and wait for those under way. Raises TimeoutError."""
         self._open.clear()
         async with asyncio.timeout(_DRAINED_S):
-            while self.calls:
+            while self._busy:
                 await asyncio.sleep(0.02)
 
     def resume(self) -> None:
@@ -77,10 +80,18 @@ class Load:
         while True:
             await self._open.wait()
             question, way = source.choice(self._questions), source.choice(WAYS)
-            if source.random() < _HANG_UP_SHARE:
-                await self._hang_up(question, way, source.randrange(1, question.most_tokens))
-            else:
-                await self._ask(question, way)
+            is_answered = True
+            self._busy += 1
+            try:
+                if source.random() < _HANG_UP_SHARE:
+                    await self._hang_up(question, way, source.randrange(1, question.most_tokens))
+                else:
+                    is_answered = await self._ask(question, way)
+            finally:
+                self._busy -= 1
+            if not is_answered:
+                # Who fails at once would else ask all the time.
+                await asyncio.sleep(_AFTER_ERROR_S)
 
     async def _hang_up(self, question: Question, way: Way, enough: int) -> None:
         """Ask, and leave when ``enough`` tokens have come, if the answer has not ended by then."""
@@ -96,7 +107,8 @@ class Load:
             Ending(question.name, way, call.began, call.ended, call.answer, expected, hung_up=True)
         )
 
-    async def _ask(self, question: Question, way: Way) -> None:
+    async def _ask(self, question: Question, way: Way) -> bool:
+        """Whether it was answered."""
         expected = self._reference[question.name, way]
         first = last = await self._call(question, way)
         if first.error == RESET:
@@ -123,6 +135,7 @@ class Load:
                 retried=first.error == RESET,
             )
         )
+        return not last.error
 
     async def _call(self, question: Question, way: Way) -> Call:
         call = Call.of(question, way)
