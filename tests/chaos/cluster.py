@@ -69,7 +69,7 @@ class Worker:
     @property
     def port(self) -> int:
         """Of its gRPC server."""
-        return int(self.record.address.rpartition(":")[2])
+        return port_of(self.record.address)
 
 
 class Cluster:
@@ -91,6 +91,10 @@ class Cluster:
         )
         self._up: UpProcess | None = None
         self._cluster_id = ""
+        self._known: dict[str, int] = {}
+        """Process ids by incarnation."""
+        self._workers: dict[str, int] = {}
+        """Process ids by slot, of each worker's present or last life."""
         self.fronts = Fronts("", "", "")
 
     @property
@@ -116,8 +120,8 @@ class Cluster:
             await self.__aexit__(type(error), error, None)
             raise
         self._cluster_id = state.cluster_id
-        self.registry = Registry(self.store.client, state.cluster_id)
         self.fronts = Fronts(state.http, state.grpc, state.model)
+        await self.workers()
         return self
 
     async def __aexit__(
@@ -144,12 +148,11 @@ class Cluster:
         return self.up.logs
 
     def pids(self) -> dict[str, int]:
-        """Of routers and workers, by name."""
-        return {
-            name: pid
-            for name, pid in self.up.state.processes.items()
-            if name.startswith(("router", *ROLES))
+        """Of routers and workers, by name; of workers those that were there when last looked."""
+        routers = {
+            name: pid for name, pid in self.up.state.processes.items() if name.startswith("router")
         }
+        return routers | self._workers
 
     def processes(self) -> list[psutil.Process]:
         """All that belong to the cluster."""
@@ -157,16 +160,23 @@ class Cluster:
 
     async def workers(self) -> list[Worker]:
         """Those that are registered and whose process runs. Raises ``redis.RedisError``."""
-        pids = self.pids()
         records = await Registry(self.store.client, self._cluster_id).all()
-        return sorted(
-            (
-                Worker(record.slot, record.role, pids[record.slot], record)
-                for record in records.values()
-                if record.slot in pids and is_alive(pids[record.slot])
-            ),
-            key=lambda worker: worker.slot,
-        )
+        found = []
+        for record in sorted(records.values(), key=lambda record: record.slot):
+            pid = self._pid_of(record)
+            if pid is not None and is_alive(pid):
+                self._workers[record.slot] = pid
+                found.append(Worker(record.slot, record.role, pid, record))
+        return found
+
+    def _pid_of(self, record: WorkerRecord) -> int | None:
+        """Who listens at the worker's address: the launcher may not know of a new life yet."""
+        if record.incarnation not in self._known:
+            port = port_of(record.address)
+            for process in self.processes():
+                if port in _listening(process):
+                    self._known[record.incarnation] = process.pid
+        return self._known.get(record.incarnation)
 
     async def is_healthy(self) -> bool:
         """Whether every router can use every worker, by their own words."""
@@ -207,6 +217,19 @@ def _clock(folder: Path) -> Clock | None:
     except NoClock as error:
         log.warning("the clock will not jump: %s", error)
         return None
+
+
+def port_of(address: str) -> int:
+    """Of host:port."""
+    return int(address.rpartition(":")[2])
+
+
+def _listening(process: psutil.Process) -> set[int]:
+    try:
+        connections = process.net_connections("tcp")
+    except psutil.Error:
+        return set()
+    return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
 
 
 def is_alive(pid: int) -> bool:

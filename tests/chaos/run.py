@@ -170,7 +170,7 @@ class Run:
         The run goes on with the cluster that comes of it.
         """
         serving = {worker.slot for worker in await self.cluster.workers()}
-        found = [f"cluster: not whole after {MOST_S:.0f} s"]
+        found = [f"cluster: not whole after {MOST_S:.0f} s; there are {', '.join(sorted(serving))}"]
         for name, pid in self.cluster.pids().items():
             if name.startswith(ROLES) and name not in serving and is_alive(pid):
                 found.append(f"{name}: process {pid} lives, and is not back")
