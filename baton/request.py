@@ -114,11 +114,24 @@ class LoadSnapshot:
     """Sequences in these steps, on average."""
     step_context_tokens: float = 0.0
     """Tokens that the sequences of such a step attended to in all, on average."""
+    host_blocks: int = 0
+    """Cached blocks in the host's memory behind the pool."""
+    disk_blocks: int = 0
+    """Cached blocks on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """The shape of a drafter's part of every KV block; block size and KV type are the target's."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The shape of a worker's KV cache."""
+    """The shape of a worker's KV cache: of the target's part of every block, and what follows."""
 
     block_size: int
     layers: int
@@ -126,3 +139,5 @@ class Geometry:
     head_dim: int
     kv_dtype: str
     tensor_parallel: int = 1
+    drafter: GroupShape | None = None
+    """The drafter's part, which lies behind the target's; None: there is none."""

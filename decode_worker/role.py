@@ -107,7 +107,11 @@ class DecodeRole:
             self._streams.discard(stream)
 
     def reserve(self, offer: Offer) -> Ticket:
-        """See ``HandoffReceiver.reserve``. Its grammar is compiled while its blocks arrive."""
+        """See ``HandoffReceiver.reserve``. Its grammar is compiled while its blocks arrive.
+
+        Raises Unavailable where the worker takes nothing more.
+        """
+        self.context.intake.check()
         if offer.spec.sampling.grammar is not None:
             self.context.grammars.begin(offer.spec.sampling.grammar)
         ticket = self.receiver.reserve(offer, time.monotonic())

@@ -1,6 +1,7 @@
 """The one Ray actor class: it houses a worker process, whichever role that plays.
 
-States: starting → serving → (stopping → gone | failed → gone, and Ray starts the next life).
+States: starting → serving → (stopping → gone | drained, failed → gone, and Ray starts the next
+life).
 A first life that fails to start stays, so that ``ready`` can say why.
 
 Ray places it and heals it, and carries neither a token nor a tensor. What needs torch is imported
@@ -45,6 +46,7 @@ class ActorSettings(BaseModel):
     slot: str
     model_path: str
     model_name: str
+    draft_model_path: str
     redis_url: str
     cluster_id: str
     threads: int
@@ -111,9 +113,13 @@ class WorkerActor:
                 if self._first_life:
                     return
             _end_process()
-        if not self._stopping:
-            log.error("worker %s ended unasked", self._settings.slot)
-            _end_process()
+        if self._stopping:
+            return
+        if self._process is not None and self._process.drained:
+            log.info("worker %s was drained", self._settings.slot)
+            _end_process(0)
+        log.error("worker %s ended unasked", self._settings.slot)
+        _end_process()
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -124,6 +130,7 @@ class WorkerActor:
             watch = group.create_task(self._watch_launcher())
             await self._process.run()
             watch.cancel()
+        await self._process.ended()
         if self._stopping:
             # The loop must not end under it; stop() itself holds the deadline.
             await self._left.wait()
@@ -156,6 +163,7 @@ def _build(settings: ActorSettings) -> WorkerProcess:
         cluster_id=settings.cluster_id,
         threads=settings.threads,
         core_board=settings.core_board,
+        draft_model_path=settings.draft_model_path,
         number=settings.number,
         workers_here=settings.workers_here,
     )
@@ -191,7 +199,7 @@ def _is_alive(pid: int, started: float) -> bool:
         return False
 
 
-def _end_process() -> None:
+def _end_process(code: int = 1) -> None:
     # Not sys.exit: Ray would catch it, and threads inside torch would keep the process.
     logging.shutdown()
-    os._exit(1)
+    os._exit(code)

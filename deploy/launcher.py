@@ -29,6 +29,7 @@ from deploy.cluster_keys import forget_cluster
 from deploy.cluster_mark import ClusterMark
 from deploy.cluster_state import ClusterState
 from deploy.daemon_thread import DaemonThread
+from deploy.drafter_folder import drafter_folder
 from deploy.guardian import Guardian
 from deploy.model_store import ResolvedModel
 from deploy.ports import choose_ports, reachable
@@ -76,10 +77,13 @@ class Launcher:
         self._config = config
         self._progress = progress
         self._signals = 0
+        self._drains = False
+        """Whether requests may end first."""
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._pids: dict[str, int] = {}
         self._redis_url = config.redis_url
+        self._draft_model_path = ""
         self._ready = False
         self.hanging = False
         """Whether a thread of this process may never end."""
@@ -98,10 +102,12 @@ class Launcher:
 
     def _take_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         self._signals += 1
+        # Whoever sits before the terminal does not want to wait; whoever stops a service does.
+        self._drains = self._drains or number == signal.SIGTERM
         (self._stop if self._signals == 1 else self._hurry).set()
 
     async def _run_in(self, run: RunDirectory) -> int:
@@ -190,6 +196,11 @@ class Launcher:
             model = await thread.call(
                 lambda: model_store.resolve(config.model, tell, config.quantization)
             )
+            if config.draft_model:
+                draft = await thread.call(
+                    lambda: drafter_folder(config.drafter, config.draft_model, tell)
+                )
+                self._draft_model_path = str(draft)
         served = self._config.served_model_name or model.name
         return ResolvedModel(served, model.path)
 
@@ -234,6 +245,7 @@ class Launcher:
             slot=slot,
             model_path=str(self._model.path),
             model_name=self._model.name,
+            draft_model_path=self._draft_model_path,
             redis_url=self._redis_url,
             cluster_id=self._mark.cluster_id,
             threads=pool.threads or _share_of_cores(self._config),
@@ -319,7 +331,9 @@ class Launcher:
 
     async def _end_in_order(self) -> None:
         parts = self._parts
-        await asyncio.gather(*(router.stop() for router in parts.routers), return_exceptions=True)
+        drain_s = self._config.drain_deadline_s if self._drains and self._ready else None
+        stops = (router.stop(drain_s) for router in parts.routers)
+        await asyncio.gather(*stops, return_exceptions=True)
         await asyncio.gather(
             *(worker.stop(_WORKER_STOP_S) for worker in parts.workers), return_exceptions=True
         )

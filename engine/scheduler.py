@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest
@@ -106,6 +106,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.held: set[Sequence] = set()
         self.preemptions = 0
+        self.stays: Callable[[Sequence], bool] = _goes
+        """Whether a sequence that loses its blocks has them back here sooner than elsewhere."""
         self._leaving: set[Sequence] = set()
         self._handed_back: list[Sequence] = []
         self._dropped: list[int] = []
@@ -343,7 +345,7 @@ class Scheduler:
         self.preemptions += 1
         sequence.preemptions += 1
         sequence.preempted = True
-        if sequence.may_be_handed_back:
+        if sequence.may_be_handed_back and not self.stays(sequence):
             self._hand_back(sequence)
             return
         if sequence not in self.waiting:
@@ -365,6 +367,8 @@ class Scheduler:
 
     def _strip_last_in_line(self) -> bool:
         """Take the blocks of one that waits, for the one that is first: else both wait for ever."""
+        if self.waiting and self.waiting[0].returning:
+            return False
         for sequence in reversed(self.waiting):
             if sequence is not self.waiting[0] and sequence.block_table:
                 self._preempt(sequence)
@@ -397,6 +401,8 @@ class Scheduler:
             ):
                 continue
             may_go = sequence is self.waiting[0] or sequence.block_table
+            if sequence.returning:
+                continue
             if may_go and not sequence.in_flight and self._take_blocks(sequence):
                 return sequence
         return None
@@ -466,6 +472,7 @@ class Scheduler:
                         sequence.spec.sampling,
                         sequence.stop_ids,
                         sequence.choice,
+                        sequence.takes_prompt,
                     )
                 )
             if row.sample:
@@ -655,6 +662,11 @@ class Scheduler:
         count = self.limits.hashes_per_block
         *leading, last = sequence.hashes[index * count : (index + 1) * count]
         return self.pool.register(sequence.block_table[index], last, leading)
+
+
+def _goes(sequence: Sequence) -> bool:
+    """Without tiers behind the pool its blocks are computed again: elsewhere."""
+    return False
 
 
 def _all_ended(sequences: Iterable[Sequence]) -> bool:

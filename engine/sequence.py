@@ -16,7 +16,9 @@ class Sequence:
     too. ``pending`` samples are in flight: tokens that exist for the engine and not yet here.
     ``computed_here`` of the tokens that it came with were computed, in ``compute_s`` seconds: of a
     step's time a sequence has the share that it has of its tokens. With plans in flight ``highest``
-    is the most tokens that it may have when they have ended, drafts included.
+    is the most tokens that it may have when they have ended, drafts included. ``takes_prompt``:
+    whether a drafter may take the prompt in as it is computed. While it is ``returning``, blocks
+    that it lost are on their way back: it keeps its place in line.
 
     A request's answers share the prompt until the first token of each is drawn, all from the same
     logits: ``siblings`` are those that begin then. A fork writes into a block of its own; if its
@@ -47,12 +49,14 @@ class Sequence:
         "queued_at",
         "registered",
         "release_wanted",
+        "returning",
         "scheduled",
         "sequence_id",
         "siblings",
         "spare",
         "spec",
         "stop_ids",
+        "takes_prompt",
         "token_ids",
     )
 
@@ -96,12 +100,14 @@ class Sequence:
         self.preempted = False
         self.preemptions = spec.preemptions
         self.release_wanted = False
+        self.returning = False
         self.finish_reason: FinishReason | None = None
         self.choice = choice
         self.siblings: tuple[Sequence, ...] = ()
         self.copy_of: int | None = None
         self.spare: list[int] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.takes_prompt = True
 
     @property
     def prompt_length(self) -> int:

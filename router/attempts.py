@@ -137,7 +137,7 @@ class Attempts:
     def _prefix_source(self, decision: Decision) -> prefill_pb2.PrefixSource | None:
         """From whom the prefill worker may pull blocks."""
         holder = self._links.get(decision.holder)
-        if holder is None or not self._links.is_up(holder):
+        if holder is None or not holder.lends(time.monotonic()):
             return None
         return prefill_pb2.PrefixSource(
             address=holder.record.address,

@@ -50,6 +50,7 @@ WATCH_S = 0.1
 """How often it is looked whether workers that should speak have spoken."""
 CLOSE_S = 2.0
 """How long a router that stops waits for workers to hear of it."""
+IDLE_POLL_S = 0.02
 
 
 class ClusterDispatcher:
@@ -89,6 +90,8 @@ class ClusterDispatcher:
             self._links.is_up,
         )
         self._draining = False
+        self._active = 0
+        """Requests under way, those in line included."""
         self._tasks: list[asyncio.Task[None]] = []
 
     # Its own life
@@ -99,6 +102,16 @@ class ClusterDispatcher:
             asyncio.create_task(self._follow_registry(), name="registry"),
             asyncio.create_task(self._watch(), name="silence"),
         ]
+
+    def leave(self) -> None:
+        """Say in /health that no request is to come any more; those that do are served."""
+        self._draining = True
+
+    async def until_idle(self) -> None:
+        """Wait until no request is under way."""
+        # They end in many places, and nobody hurries.
+        while self._active:  # noqa: ASYNC110
+            await asyncio.sleep(IDLE_POLL_S)
 
     async def close(self) -> None:
         """End every request with an error, and every connection."""
@@ -117,6 +130,9 @@ class ClusterDispatcher:
             try:
                 records, dead = await self._registry.read()
                 self._links.update(records)
+                for link in self._links.all():
+                    if link.is_draining:
+                        self._moves.worker_drains(link)
                 now = time.monotonic()
                 dead_since = {name: dead_since.get(name, now) for name in dead}
                 for incarnation, since in dead_since.items():
@@ -161,6 +177,7 @@ class ClusterDispatcher:
         deadline = time.monotonic() + request.deadline_s
         self._check_quarantine(request)
         self._metrics.active_requests.inc()
+        self._active += 1
         begun, ended, held_s = False, 0, 0.0
         try:
             await self._waiting_room.turn(request)
@@ -181,6 +198,7 @@ class ClusterDispatcher:
             finished = ended == request.choices
             self._waiting_room.left(request.request_id, finished=finished, held_s=held_s)
             self._metrics.active_requests.dec()
+            self._active -= 1
 
     def _check_quarantine(self, request: GenerationRequest) -> None:
         """Raises PoisonRequest."""

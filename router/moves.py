@@ -5,6 +5,7 @@
     placed ─worker silent→ placed ─another is found→ moved, as above
                                   ─nobody, or it speaks again→ placed, where it is
     placed ─handed back→ (its attempt ends) → placed, as the next attempt
+    placed ─worker drained→ placed ─another is found→ moved, by way of its blocks
 
 What was accepted of an answer is input to the next attempt, never drawn again. Admission is not
 asked again, and the deadline is that of the beginning. Owned by the router's event loop.
@@ -39,6 +40,7 @@ PREFILL_FAILED = "prefill_failed"
 PREFILL_SILENT = "prefill_silent"
 HANDOFF_FAILED = "handoff_failed"
 PREEMPTED = "preempted"
+DRAINED = "drained"
 """The reasons, as the metric calls them."""
 COMMIT_GRACE_S = 0.25
 """After a failed prefill: how long the decode worker has to show that it had committed."""
@@ -114,6 +116,15 @@ class Moves:
                 if reason == DECODE_SILENT or attempt.source is not attempt.target:
                     loss = _Loss(reason, failure, (frozenset({name}),), name)
                     self._in_background(attempt.owner, self._leave(attempt, link, loss))
+
+    def worker_drains(self, link: WorkerLink) -> None:
+        """What decodes at a worker goes elsewhere, if there is anybody; else it ends there.
+
+        To be called again: what is still on its way there is moved once it has come.
+        """
+        for attempt in self._attempts.at(link.record.incarnation):
+            if attempt.decode_began.is_set() and not attempt.owner.moves:
+                self._in_background(attempt.owner, self._hand_over(attempt, link))
 
     async def prefill_failed(self, attempt: Attempt, failure: BatonError, broke: bool) -> None:
         """A prefill has ended without a handoff. ``broke``: the stream to its worker did."""
@@ -227,18 +238,8 @@ class Moves:
     async def _leave(self, attempt: Attempt, link: WorkerLink, loss: _Loss) -> None:
         """Move from a silent worker, unless nobody else is there or it speaks meanwhile."""
         owner = attempt.owner
-        groups = owner.groups(attempt.unfinished)
-        scored = owner.life.awaits_prompt
-        try:
-            found = []
-            for place, group in enumerate(groups):
-                stage = owner.stage(group, time.monotonic(), scored=scored and place == 0)
-                avoided = _avoided(owner, loss.tries)
-                found.append((group, await self._routes.find(stage, *avoided)))
-        except Unavailable:
-            return
-        is_silent = link.is_suspected(time.monotonic()) and attempt in owner.attempts
-        if not is_silent or groups != owner.groups(attempt.unfinished):
+        found = await self._elsewhere(attempt, tuple(_avoided(owner, loss.tries)))
+        if not found or not link.is_suspected(time.monotonic()):
             return
         if not self.budget.take(time.monotonic()):
             return
@@ -247,9 +248,43 @@ class Moves:
         if self._is_poison(owner, loss, deadly=deadly):
             owner.life.fail(poison_error())
             return
+        self._switch(owner, found, loss.reason)
+
+    async def _hand_over(self, attempt: Attempt, link: WorkerLink) -> None:
+        """Move from a worker that is drained, by way of the blocks that it holds."""
+        found = await self._elsewhere(attempt, (frozenset(),), link.record.incarnation)
+        if found:
+            self._attempts.end(attempt)
+            self._switch(attempt.owner, found, DRAINED)
+
+    async def _elsewhere(
+        self, attempt: Attempt, avoided: tuple[Names, ...], holder: str = ""
+    ) -> list[tuple[tuple[int, ...], Route]]:
+        """Where what runs of an attempt could go; nothing where it cannot, or has gone meanwhile.
+
+        ``holder`` has all of its blocks, whatever the index knows.
+        """
+        owner = attempt.owner
+        groups = owner.groups(attempt.unfinished)
+        scored = owner.life.awaits_prompt
+        found = []
+        try:
+            for place, group in enumerate(groups):
+                now = time.monotonic()
+                stage = owner.stage(group, now, scored=scored and place == 0, holder=holder)
+                found.append((group, await self._routes.find(stage, *avoided)))
+        except Unavailable:
+            return []
+        has_gone = attempt not in owner.attempts or groups != owner.groups(attempt.unfinished)
+        return [] if has_gone else found
+
+    def _switch(
+        self, owner: RunningRequest, found: list[tuple[tuple[int, ...], Route]], reason: str
+    ) -> None:
+        scored = owner.life.awaits_prompt
         for place, (group, route) in enumerate(found):
             self._begin(owner, group, route, scored=scored and place == 0)
-            self._moved.labels(reason=loss.reason).inc()
+            self._moved.labels(reason=reason).inc()
 
     def _in_background(self, owner: RunningRequest, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(self._guarded(owner, work), name="move")

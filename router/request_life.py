@@ -206,4 +206,5 @@ def _joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:
         second.finish_reason,
         first.cached_prompt_tokens + second.cached_prompt_tokens,
         scored=first.scored + second.scored,
+        stop_string=second.stop_string,
     )

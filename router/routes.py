@@ -43,6 +43,8 @@ class Stage:
     """Whether the prompt's log probabilities are still wanted: no cached block has them."""
     is_moved: bool = False
     """It was admitted: it is not refused because it will be late."""
+    holder: str = ""
+    """A worker that has all of its full blocks: the index may not know of the last ones yet."""
 
 
 class Routes:
@@ -76,6 +78,8 @@ class Routes:
         held: dict[str, int] = {}
         if hashes and not stage.is_scored:
             held = await self._prefixes.ask(hashes)
+            if stage.holder:
+                held = {**held, stage.holder: len(hashes)}
         now = time.monotonic()
         left_ms = (stage.left_s - (now - asked_at)) * 1e3
         asked = [self._asked(stage, left_ms, names) for names in (excluded or (frozenset[str](),))]

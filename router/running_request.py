@@ -52,10 +52,10 @@ class RunningRequest:
             return [tuple(numbers)]
         return [(number,) for number in numbers]
 
-    def stage(self, group: tuple[int, ...], now: float, *, scored: bool) -> Stage:
+    def stage(self, group: tuple[int, ...], now: float, *, scored: bool, holder: str = "") -> Stage:
         """What of a group is to be placed. ``scored``: it finds the prompt's log probabilities.
 
-        Raises DeadlineExceeded.
+        ``holder`` has all of its blocks. Raises DeadlineExceeded.
         """
         return Stage(
             self.request,
@@ -64,6 +64,7 @@ class RunningRequest:
             self._left_s(now),
             scored,
             is_moved=self.next_attempt > 0,
+            holder=holder,
         )
 
     def spec(

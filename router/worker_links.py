@@ -28,7 +28,7 @@ from baton.background import end_tasks
 from baton.errors import BatonError, WorkerFailed
 from baton.grpc_channel import open_channel
 from baton.grpc_errors import error_from_rpc
-from baton.registry import WorkerRecord
+from baton.registry import DRAINING, WorkerRecord
 from baton.request import LoadSnapshot, TokenOutput
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from router.prefill_stream import PrefillStream
@@ -110,6 +110,16 @@ class WorkerLink:
         ready = self.record.state == "ready" and self.connected and not self.is_suspected(now)
         return ready and now - self._failed_at > _COOL_DOWN_S
 
+    def lends(self, now: float) -> bool:
+        """Whether its cached blocks may be fetched: also while it is drained."""
+        known = self.record.state in ("ready", DRAINING)
+        return known and self.connected and not self.is_suspected(now)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether what runs there is to go elsewhere."""
+        return self.record.state == DRAINING and self.connected
+
     def failed(self, now: float) -> None:
         """A call could not be made: leave the worker alone for a moment."""
         self._failed_at = now
@@ -156,6 +166,10 @@ class WorkerLinks:
         """Take over the registry's view."""
         for incarnation, record in records.items():
             link = self._links.get(incarnation)
+            if link is not None and link.record.role != record.role:
+                # The same worker with other services.
+                self._let_go(incarnation)
+                link = None
             if link is None:
                 log.info("worker %s joins at %s", incarnation, record.address)
                 link = self._links[incarnation] = WorkerLink(record)
@@ -172,9 +186,12 @@ class WorkerLinks:
                     link.missing_since = time.monotonic()
                 continue
             log.info("worker %s has left", incarnation)
-            task = asyncio.create_task(self._close(self._links.pop(incarnation)))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._let_go(incarnation)
+
+    def _let_go(self, incarnation: str) -> None:
+        task = asyncio.create_task(self._close(self._links.pop(incarnation)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
         """Close every link."""

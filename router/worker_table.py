@@ -133,6 +133,7 @@ class WorkerTable:
         self.per_block = column("per_block", 1.0)
         self.shape = column("shape", -1.0)
         self.up = column("up")
+        self.lends = column("lends")
         hashes = np.zeros(capacity, dtype=np.uint64)
         if old:
             hashes[: old - 1] = self.slot_hash[: old - 1]
@@ -220,14 +221,21 @@ class WorkerTable:
             self.told_blocks,
             self.promised_blocks,
             self.up,
+            self.lends,
         ):
             column[row] = 0.0
         self._groups.clear()
 
-    def set_up(self, name: str, up: bool) -> None:
-        """Whether new requests may go there."""
+    def set_up(self, name: str, up: bool, *, lends: bool | None = None) -> None:
+        """Whether new requests may go there. ``lends``: whether others may fetch what it holds, as
+
+        they may from one that is drained; None: if it is up.
+        """
         row = self._rows.get(name)
-        if row is not None and bool(self.up[row]) != up:
+        if row is None:
+            return
+        self.lends[row] = float(up if lends is None else lends)
+        if bool(self.up[row]) != up:
             self.up[row] = float(up)
             self._groups.clear()
 

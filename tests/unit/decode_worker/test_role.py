@@ -24,6 +24,7 @@ from engine.plan import StepPlan, StepResult
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.sequence import Sequence
 from worker.block_receiver import BlockReceiver
+from worker.intake import Intake
 from worker.role import WorkerContext
 
 GEOMETRY = Geometry(4, 1, 1, 8, "float32")
@@ -87,9 +88,11 @@ class World:
                 pool=self.pool,
                 fingerprint="model",
                 cache=SimpleNamespace(geometry=lambda: GEOMETRY, block_size=4),
+                runner=SimpleNamespace(takes_prompt=lambda: False),
             ),
             control=self.control,
             exchange=SimpleNamespace(receiver=self.blocks),
+            intake=Intake(),
             incarnation="decode-0:1",
             make_sequence=self.make_sequence,
         )

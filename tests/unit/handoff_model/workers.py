@@ -182,7 +182,9 @@ class Worker(Process):
             context_length=CONTEXT,
             config=SimpleNamespace(eos_ids=()),
             cache=SimpleNamespace(block_size=BLOCK_SIZE, geometry=lambda: GEOMETRY),
-            runner=SimpleNamespace(worker=self, device=SimpleNamespace(type="cpu")),
+            runner=SimpleNamespace(
+                worker=self, device=SimpleNamespace(type="cpu"), takes_prompt=lambda: False
+            ),
         )
         control = ControlLoop(engine, WorkerGauges(metrics, self.name, role), self.name)
         self.receiver = WatchedReceiver(

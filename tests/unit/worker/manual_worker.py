@@ -89,7 +89,9 @@ class ManualWorker:
         self.model = FakeEngine(blocks, SIZE)
         self.metrics = WorkerMetrics(CollectorRegistry())
         self.receiver = BlockReceiver(self.pool, self.metrics, block_bytes=BLOCK_BYTES, lease_s=3.0)
-        runner: Any = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+        runner: Any = SimpleNamespace(
+            device=SimpleNamespace(type="cpu"), takes_prompt=lambda: False
+        )
         engine: Any = SimpleNamespace(
             scheduler=self.scheduler,
             pool=self.pool,
