@@ -21,6 +21,7 @@ import psutil
 
 from baton.config import Config, PoolConfig
 from baton.errors import BatonError
+from baton.redis_client import redis_client
 from deploy import model_store
 from deploy.actor import ActorSettings
 from deploy.announcement import announcement
@@ -31,13 +32,16 @@ from deploy.cluster_state import ClusterState
 from deploy.daemon_thread import DaemonThread
 from deploy.guardian import Guardian
 from deploy.model_store import ResolvedModel
+from deploy.part_watch import SUPERVISOR, PartWatch
 from deploy.ports import choose_ports, reachable
 from deploy.progress import Progress
-from deploy.ray_cluster import RayCluster, RayWorker
+from deploy.ray_cluster import RayCluster
+from deploy.ray_worker import RayWorker, place
 from deploy.reaper import GRACE_S, sweep
 from deploy.router_process import RouterProcess
 from deploy.run_directory import RunDirectory
-from deploy.supervisor import Supervisor
+from deploy.slot_board import SlotBoard
+from deploy.supervisor_actor import RaySupervisor, SupervisorSettings
 from deploy.valkey import EmbeddedValkey, check_redis
 
 _WORKER_STOP_S = 5.0
@@ -67,6 +71,7 @@ class _Parts:
     valkey: EmbeddedValkey | None = None
     routers: tuple[RouterProcess, ...] = ()
     workers: tuple[RayWorker, ...] = ()
+    supervisor: RaySupervisor | None = None
 
 
 class Launcher:
@@ -79,6 +84,8 @@ class Launcher:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._pids: dict[str, int] = {}
+        self._calls = DaemonThread("ray calls")
+        """Makes those that block while Ray's control store is away."""
         self._redis_url = config.redis_url
         self._ready = False
         self.hanging = False
@@ -138,7 +145,7 @@ class Launcher:
         return None
 
     async def _serve(self) -> None:
-        watch = Supervisor(self._report, self._note_pid)
+        watch = PartWatch(self._report, self._note_pid)
         await self._parts.guardian.start()
         async with asyncio.TaskGroup() as group:
             group.create_task(watch.keep("guardian", self._parts.guardian))
@@ -158,7 +165,7 @@ class Launcher:
             alive = [group.create_task(router.fail_on_death()) for router in routers]
             await ray
             with self._progress.step("loading the model into the workers"):
-                self._parts.workers = self._place_workers()
+                self._parts.workers = await self._place_workers()
                 for record in await _together(worker.ready() for worker in self._parts.workers):
                     self._pids[record["slot"]] = record["pid"]
             with self._progress.step("waiting for the router"):
@@ -217,11 +224,16 @@ class Launcher:
             self._pids[router.name] = router.pid
         return routers
 
-    def _place_workers(self) -> tuple[RayWorker, ...]:
+    async def _place_workers(self) -> tuple[RayWorker, ...]:
+        """The first lives. Of later ones the supervisor takes care, once all of them serve."""
+        self._slots = self._all_settings()
+        return await self._calls.call(lambda: tuple(place(settings) for settings in self._slots))
+
+    def _all_settings(self) -> tuple[ActorSettings, ...]:
         pools = self._config.pools
         slots = [(pool, f"{pool.name}-{n}") for pool in pools for n in range(pool.count)]
         return tuple(
-            self._parts.ray.place(pool, self._settings(pool, slot, number, len(slots)))
+            self._settings(pool, slot, number, len(slots))
             for number, (pool, slot) in enumerate(slots)
         )
 
@@ -245,15 +257,35 @@ class Launcher:
             launcher_started=psutil.Process().create_time(),
         )
 
-    def _watch(self, group: asyncio.TaskGroup, watch: Supervisor) -> None:
+    def _watch(self, group: asyncio.TaskGroup, watch: PartWatch) -> None:
         parts = self._parts
         group.create_task(watch.ray(parts.ray))
         for router in parts.routers:
             group.create_task(watch.keep(router.name, router))
         if parts.valkey is not None:
             group.create_task(watch.keep("valkey", parts.valkey))
-        for worker in parts.workers:
-            group.create_task(watch.worker(worker, self._pids[worker.slot]))
+        group.create_task(self._supervise(watch))
+
+    async def _supervise(self, watch: PartWatch) -> None:
+        """Place the supervisor, and pass on what it says.
+
+        Nobody waits for it: the cluster is ready, and serves without it.
+        """
+        settings = SupervisorSettings(
+            workers=self._slots,
+            redis_url=self._redis_url,
+            cluster_id=self._mark.cluster_id,
+            log_file=str(self._run.log(SUPERVISOR)),
+            log_level=self._config.log_level,
+            launcher=os.getpid(),
+            launcher_started=psutil.Process().create_time(),
+        )
+        supervisor = await self._calls.call(lambda: RaySupervisor.place(settings))
+        self._parts.supervisor = supervisor
+        self._note_pid(SUPERVISOR, await supervisor.ready())
+        async with redis_client(self._redis_url) as client:
+            board = SlotBoard(client, self._mark.cluster_id)
+            await watch.supervision(board, dict(self._pids))
 
     def _report(self, text: str) -> None:
         log.warning("%s", text)
@@ -296,7 +328,7 @@ class Launcher:
         self._progress.line(f"error: {message}", "red")
         log.error("the cluster ends", exc_info=failure)
         for worker in self._parts.workers:
-            if tail := last_lines(worker.log, 3):
+            if tail := last_lines(self._run.log(worker.slot), 3):
                 log.error("last lines of %s:\n%s", worker.slot, tail)
 
     async def _end(self) -> None:
@@ -319,7 +351,11 @@ class Launcher:
 
     async def _end_in_order(self) -> None:
         parts = self._parts
-        await asyncio.gather(*(router.stop() for router in parts.routers), return_exceptions=True)
+        stops = [router.stop() for router in parts.routers]
+        if parts.supervisor is not None:
+            # Before the workers leave: it would start others.
+            stops.append(parts.supervisor.stop(_WORKER_STOP_S))
+        await asyncio.gather(*stops, return_exceptions=True)
         await asyncio.gather(
             *(worker.stop(_WORKER_STOP_S) for worker in parts.workers), return_exceptions=True
         )

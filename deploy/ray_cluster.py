@@ -1,4 +1,4 @@
-"""The local Ray of one cluster: its daemons on the loopback interface, and the workers' actors.
+"""The local Ray of one cluster: its daemons, on the loopback interface.
 
 States: new → running → (lost: a daemon died, and the cluster with it) → stopped.
 """
@@ -10,27 +10,22 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any, cast
 
 import psutil
 
-from baton.config import Config, PoolConfig
-from baton.errors import BatonError, WorkerFailed
-from deploy.actor import ActorSettings, WorkerActor
+from baton.config import Config
+from baton.errors import BatonError
 from deploy.cluster_mark import ClusterMark
 from deploy.daemon_thread import DaemonThread
+from deploy.ray_worker import NAMESPACE, WORKER_RESOURCE
 from deploy.run_directory import RunDirectory
 
-WORKER_RESOURCE = "baton_worker"
 _OBJECT_STORE_BYTES = 80 << 20  # Ray's least, about: nothing of ours goes through it
 _DAEMONS = ("gcs_server", "raylet")
 _POLL_S = 0.5
 _START_S = 60.0
 _SHUTDOWN_S = 10.0
-# ready, ping and stop must not wait for one another.
-_CONCURRENT_CALLS = 4
 
 
 def ray_environment(token_file: Path) -> dict[str, str]:
@@ -46,35 +41,6 @@ def ray_environment(token_file: Path) -> dict[str, str]:
         # Workers that ask for no GPU of Ray still see the machine's.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
-
-
-class RayWorker:
-    """One actor, wherever Ray has put it and whichever life it is in."""
-
-    def __init__(self, slot: str, role: str, log: Path, handle: Any) -> None:
-        self.slot = slot
-        self.role = role
-        self.log = log
-        self._handle = handle
-
-    async def ready(self) -> dict[str, Any]:
-        """Wait until it serves: its registry record and ``pid``.
-
-        Raises WorkerFailed with the reason; Ray may be starting the next life then.
-        """
-        try:
-            return cast(dict[str, Any], await _result(self._handle.ready.remote()))
-        except Exception as error:
-            raise WorkerFailed(f"worker {self.slot}: {_reason(error)}") from error
-
-    async def ping(self) -> str:
-        """The slot's name, by way of Ray. Raises what Ray raises when it cannot reach it."""
-        return cast(str, await _result(self._handle.ping.remote()))
-
-    async def stop(self, deadline_s: float) -> None:
-        """Ask it to leave in order. Raises TimeoutError, or what Ray raises when it is gone."""
-        async with asyncio.timeout(deadline_s):
-            await _result(self._handle.stop.remote())
 
 
 class RayCluster:
@@ -100,22 +66,6 @@ class RayCluster:
         except (RuntimeError, ValueError, ConnectionError, OSError) as error:
             raise BatonError(f"Ray did not start: {error}") from error
         self._daemons = [child for child in psutil.Process().children() if _name(child) in _DAEMONS]
-
-    def place(self, pool: PoolConfig, settings: ActorSettings) -> RayWorker:
-        """Let Ray start a worker, and start it again whenever it dies."""
-        import ray  # noqa: PLC0415
-
-        asked = dict(pool.resources)
-        actor = ray.remote(WorkerActor).options(
-            name=settings.slot,
-            num_cpus=asked.pop("CPU", 0),
-            num_gpus=asked.pop("GPU", 0),
-            resources={WORKER_RESOURCE: 1, **asked},
-            max_restarts=-1,
-            max_concurrency=_CONCURRENT_CALLS,
-        )
-        handle = actor.remote(settings.model_dump_json())
-        return RayWorker(settings.slot, pool.role, Path(settings.log_file), handle)
 
     async def lost(self) -> str:
         """Wait for the death of a daemon, and name it: no Ray survives that."""
@@ -152,7 +102,7 @@ class RayCluster:
             resources=dict[str, float](totals),
             object_store_memory=_OBJECT_STORE_BYTES,
             include_dashboard=False,
-            namespace="baton",
+            namespace=NAMESPACE,
             configure_logging=False,
             logging_level=logging.ERROR,
             log_to_driver=False,
@@ -182,18 +132,6 @@ def _shutdown() -> None:
     import ray  # noqa: PLC0415
 
     ray.shutdown()
-
-
-def _result(reference: Any) -> Awaitable[Any]:
-    return asyncio.wrap_future(reference.future())
-
-
-def _reason(error: Exception) -> str:
-    """What went wrong in the worker, without Ray's wrapping and tracebacks."""
-    cause = getattr(error, "cause", None) or error
-    if isinstance(cause, BatonError):
-        return cause.message
-    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[-1] if str(cause) else ''}"
 
 
 def _name(process: psutil.Process) -> str:
