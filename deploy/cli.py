@@ -284,7 +284,7 @@ def status(
 ) -> None:
     """Show the router's health and what each worker does; exit code 1 when it is not healthy."""
     from baton.errors import BatonError  # noqa: PLC0415
-    from deploy.status import pairs_table, read_status, table  # noqa: PLC0415
+    from deploy.status import pairs_table, read_status, slots_table, table  # noqa: PLC0415
 
     cluster = _local_cluster(http)
     address = http or (cluster.http if cluster is not None else _DEFAULT_HTTP)
@@ -294,7 +294,12 @@ def status(
         _fail(error.message)
     console = Console()
     console.print(f"router {found.http}: {found.health}", markup=False, highlight=False)
+    if found.supervisor:
+        console.print(f"supervisor: {found.supervisor}", markup=False, highlight=False)
     console.print(table(found))
+    if found.slots:
+        console.print()
+        console.print(slots_table(found))
     if found.pairs:
         console.print()
         console.print(pairs_table(found))
