@@ -90,7 +90,8 @@ def read_status(http: str, cluster: ClusterState | None) -> Status:
         ) from None
     rows = rows_from_metrics(page)
     known = None if cluster is None else _known(cluster)
-    supervisor, slots = "", ()
+    supervisor: str = ""
+    slots: tuple[SlotRow, ...] = ()
     if known is not None:
         records, supervision = known
         rows = rows_from_registry(records) or rows

@@ -110,6 +110,12 @@ class ControlLoop:
         self._listener = listener
         self._thread.start()
 
+    def begin_life(self, incarnation: str, listener: SequenceListener) -> None:
+        """Go on under another name, for another listener. No sequence may be there."""
+        assert self.scheduler.is_idle(), "sequences of an earlier life are there"
+        self.incarnation = incarnation
+        self._listener = listener
+
     def stop(self, timeout_s: float) -> None:
         """End the engine thread. Blocks up to ``timeout_s``: call it when nothing else runs."""
         self._thread.stop(timeout_s)

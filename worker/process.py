@@ -2,6 +2,13 @@
 
     starting ─start()→ ready ─stop()→ stopping → gone
     ready ─a background task breaks→ failed (run() raises)
+    ready ─its lease lapsed while it stood still→ ready, in another life
+    ready ─its lease lapsed while it could not renew it→ leaving
+    leaving ─nothing runs any more, or LEAVE_S are over→ ready, in another life
+
+A life is what has an incarnation: a server on a port of its own, a role, pairs with others and
+tickets, and an entry in the registry and in the index. What has an engine outlives it: weights,
+cached blocks, metrics.
 
 Everything but the engine's steps and the copying of blocks runs on one event loop.
 """
@@ -47,6 +54,7 @@ from worker.engine_thread import run_sharing
 from worker.exchange import Exchange
 from worker.gauges import WorkerGauges
 from worker.index_publisher import IndexPublisher
+from worker.own_lease import OwnLease
 from worker.placement import place
 from worker.pool_memory import PoolMemory
 from worker.role import RoleFactory, WorkerContext
@@ -63,8 +71,12 @@ _PUBLISH_REST = 10
 """Between two calls it rests this many times as long as the last one took, up to a heartbeat."""
 STOP_DEADLINE_S = 10.0
 """The longest that stopping waits for anything."""
+LEAVE_S = 30.0
+"""How long sequences may run on in a life that Redis has given up, before they end with it."""
 _TRANSFER_THREADS = 2
-
+_BEATS = 4
+"""So many times in a heartbeat the event loop looks whether it stood still."""
+_LOOK_S = 0.01
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SWITCH_INTERVAL_S = 0.0005
@@ -83,7 +95,11 @@ class WorkerProcess:
         self._make_role = roles[settings.pool.role]
         self._redis = redis_client(settings.redis_url)
         self._registry = Registry(self._redis, settings.cluster_id)
-        self._server = make_server()
+        self._lease = OwnLease(settings.config.registry_ttl_s, settings.config.heartbeat_s)
+        self._leave_by: float | None = None
+        """Until when this life may go on that has lost its entry; monotonic, in seconds."""
+        self._awake = asyncio.Event()
+        """Set when the process has stood still for too long."""
         self._memory = PoolMemory(shared=settings.config.transport in ("auto", "shm"))
         self._tasks: list[asyncio.Task[None]] = []
         self._stopped = asyncio.Event()
@@ -94,12 +110,34 @@ class WorkerProcess:
         board = self._board()
         engine = await asyncio.to_thread(self._build)
         costs = await asyncio.to_thread(self._calibrate, engine, board)
-        incarnation = f"{self.settings.slot}:{secrets.token_hex(6)}"
         metrics = WorkerMetrics(CollectorRegistry())
         gauges = WorkerGauges(metrics, self.settings.slot, self.settings.pool.role)
         slack = ChunkSlack(costs, self.settings.config.slo_tpot_s)
-        control = ControlLoop(engine, gauges, incarnation, board, slack)
-        memory = self._memory.of(engine.cache)
+        control = ControlLoop(engine, gauges, "", board, slack)
+        # serves /metrics from a thread of its own; ended in stop()
+        self._metrics_server, self._metrics_thread = start_http_server(
+            0, self.settings.host, registry=metrics.registry
+        )
+        self._gauges, self._costs = gauges, costs
+        record = await self._begin_life(control, self._memory.of(engine.cache), metrics)
+        control.start(self._role)
+        await self._registry.put(record, self.settings.config.registry_ttl_s)
+        self._lease.renewed(time.monotonic())
+        self._tasks = [
+            asyncio.create_task(self._heartbeat(), name="heartbeat"),
+            asyncio.create_task(self._publish(), name="publish"),
+            asyncio.create_task(self._watch_itself(), name="own-lease"),
+        ]
+        spare_the_interpreter()
+        keep_buffers()
+        return record
+
+    async def _begin_life(
+        self, control: ControlLoop, memory: BlockMemory, metrics: WorkerMetrics
+    ) -> WorkerRecord:
+        """Serve under a new incarnation, which is not registered yet."""
+        incarnation = f"{self.settings.slot}:{secrets.token_hex(6)}"
+        engine, server = control.engine, make_server()
         exchange = self._make_exchange(engine, memory, metrics, incarnation)
         self.context = WorkerContext(
             settings=self.settings,
@@ -111,36 +149,46 @@ class WorkerProcess:
             incarnation=incarnation,
         )
         role = self._make_role(self.context)
-        role.mount(self._server)
-        transfer_pb2_grpc.add_TransferServiceServicer_to_server(
-            TransferServicer(exchange), self._server
-        )
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(engine.pool), self._server)
-        port = self._server.add_insecure_port(f"{self.settings.host}:0")
+        role.mount(server)
+        transfer_pb2_grpc.add_TransferServiceServicer_to_server(TransferServicer(exchange), server)
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(engine.pool), server)
+        port = server.add_insecure_port(f"{self.settings.host}:0")
         exchange.address = f"{self.settings.host}:{port}"
-        await self._server.start()
-        # serves /metrics from a thread of its own; ended in stop()
-        self._metrics_server, self._metrics_thread = start_http_server(
-            0, self.settings.host, registry=metrics.registry
-        )
-        control.start(role)
-        self._role, self._gauges = role, gauges
-        self.record = self._make_record(engine, costs, incarnation, port)
+        control.begin_life(incarnation, role)
+        await server.start()
+        self._server, self._role = server, role
+        self.record = self._make_record(engine, self._costs, incarnation, port)
         index = PrefixIndex(
             self._redis,
             self.settings.cluster_id,
             memory_bytes=self.settings.config.index_mib * MIB,
         )
-        publisher = IndexPublisher(index, engine.pool, incarnation)
-        await self._registry.put(self.record, self.settings.config.registry_ttl_s)
-        self._tasks = [
-            asyncio.create_task(self._heartbeat(), name="heartbeat"),
-            asyncio.create_task(self._publish(publisher), name="publish"),
-        ]
-        spare_the_interpreter()
-        keep_buffers()
+        self._publisher = IndexPublisher(index, engine.pool, incarnation)
+        self._lease.begin()
+        self._leave_by = None
         log.info("%s serves on %s", incarnation, self.record.address)
         return self.record
+
+    async def _end_life(self) -> None:
+        """Leave the registry; whatever runs ends with an error, or has ended."""
+        assert self.context is not None, "not started"
+        with contextlib.suppress(redis.RedisError):
+            await self._registry.remove(self.context.incarnation)
+        await self._role.close()
+        await self.context.exchange.close()
+        await self._server.stop(grace=1.0)
+
+    async def _take_new_life(self, reason: str) -> None:
+        """Begin anew with the same engine. Raises TimeoutError where it cannot be freed."""
+        assert self.context is not None, "not started"
+        context = self.context
+        log.warning("%s ends: %s", context.incarnation, reason)
+        await self._end_life()
+        async with asyncio.timeout(STOP_DEADLINE_S):
+            # Steps and copies that are under way tell the loop when they have ended.
+            while not _is_free(context):  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_S)
+        await self._begin_life(context.control, context.memory, context.metrics)
 
     def _make_exchange(
         self, engine: Engine, memory: BlockMemory, metrics: WorkerMetrics, incarnation: str
@@ -252,12 +300,8 @@ class WorkerProcess:
         self._stopped.set()
         await end_tasks(self._tasks)
         if self.record is not None:
-            with contextlib.suppress(redis.RedisError):
-                await self._registry.remove(self.record.incarnation)
             assert self.context is not None, "there is a record, so there is a context"
-            await self._role.close()
-            await self.context.exchange.close()
-            await self._server.stop(grace=1.0)
+            await self._end_life()
             await asyncio.to_thread(self.context.control.stop, STOP_DEADLINE_S)
             await asyncio.to_thread(self._metrics_server.shutdown)
             self._metrics_server.server_close()
@@ -267,11 +311,11 @@ class WorkerProcess:
         self._transfers.shutdown(wait=True, cancel_futures=True)
 
     async def _heartbeat(self) -> None:
-        assert self.record is not None, "not started"
-        assert self.context is not None, "not started"
         config = self.settings.config
         while True:
             began = time.monotonic()
+            await self._live_on(began)
+            assert self.context is not None, "not started"
             exchange = self.context.exchange
             exchange.heartbeat()
             await self._role.heartbeat()
@@ -279,13 +323,50 @@ class WorkerProcess:
             # Blocks are given back without a step, too.
             self._gauges.refresh(control.scheduler, control.pool)
             self._gauges.transfers(exchange.pairs(), exchange.in_flight_bytes, exchange.staging())
-            record = replace(self.record, load=control.load())
-            try:
-                await self._registry.put(record, config.registry_ttl_s)
-            except redis.RedisError as error:
-                log.warning("the registry cannot be reached: %s", error)
+            await self._renew(began)
             self._check_integrity(self.context)
-            await asyncio.sleep(max(0.0, began + config.heartbeat_s - time.monotonic()))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, began + config.heartbeat_s - time.monotonic())):
+                    await self._awake.wait()
+
+    async def _renew(self, now: float) -> None:
+        """Renew the registry's entry."""
+        assert self.record is not None, "not started"
+        assert self.context is not None, "not started"
+        leaving = self._leave_by is not None
+        state = "draining" if leaving else "ready"
+        record = replace(self.record, state=state, load=self.context.control.load())
+        renew = self._lease.registered and not leaving
+        try:
+            is_there = await self._registry.put(
+                record, self.settings.config.registry_ttl_s, renew=renew
+            )
+        except redis.RedisError as error:
+            log.warning("the registry cannot be reached: %s", error)
+            return
+        if is_there:
+            self._lease.renewed(now)
+        else:
+            log.warning("%s is dead to the registry: it takes nothing new", record.incarnation)
+            self._leave_by = now + LEAVE_S
+
+    async def _live_on(self, now: float) -> None:
+        """In another life, where this one's lease has lapsed."""
+        assert self.context is not None, "not started"
+        if self._lease.lapsed:
+            self._awake.clear()
+            await self._take_new_life("it stood still, and its lease lapsed")
+        elif self._leave_by is not None:
+            control, exchange = self.context.control, self.context.exchange
+            if now >= self._leave_by or (control.scheduler.is_idle() and exchange.is_idle()):
+                await self._take_new_life("its lease lapsed while Redis was away for it alone")
+
+    async def _watch_itself(self) -> None:
+        """Notice that the process stood still, as soon as it goes on."""
+        while True:
+            await asyncio.sleep(self.settings.config.heartbeat_s / _BEATS)
+            if self._lease.beat(time.monotonic()):
+                self._awake.set()
 
     def _check_integrity(self, context: WorkerContext) -> None:
         """When nothing runs, nothing is used."""
@@ -295,7 +376,7 @@ class WorkerProcess:
             counts = pool.counts()
             assert counts.used == counts.quarantined == 0, f"blocks leaked: {counts}"
 
-    async def _publish(self, publisher: IndexPublisher) -> None:
+    async def _publish(self) -> None:
         verify_every = max(1, int(self.settings.config.heartbeat_s / PUBLISH_EVERY_S))
         count = 0
         while True:
@@ -303,7 +384,7 @@ class WorkerProcess:
             took = 0.0
             try:
                 began = time.monotonic()
-                await publisher.publish(verify=count % verify_every == 0)
+                await self._publisher.publish(verify=count % verify_every == 0)
                 took = time.monotonic() - began
             except redis.RedisError as error:
                 log.warning("the prefix index cannot be reached: %s", error)
@@ -311,6 +392,12 @@ class WorkerProcess:
             # Where many workers keep the server busy, each asks for less of it.
             rest = min(_PUBLISH_REST * took, self.settings.config.heartbeat_s)
             await asyncio.sleep(max(PUBLISH_EVERY_S, rest))
+
+
+def _is_free(context: WorkerContext) -> bool:
+    """Whether nothing of a life that has ended is under way."""
+    counts = context.engine.pool.counts()
+    return context.control.scheduler.is_idle() and counts.used == counts.quarantined == 0
 
 
 def keep_buffers() -> None:

@@ -30,6 +30,7 @@ from deploy.slot_board import SlotBoard, SlotNews, Supervision
 from deploy.supervisor_actor import RaySupervisor, SupervisorActor, SupervisorSettings
 
 DEADLINE_S = 100.0
+NODE_SCRIPT = str(Path(__file__).with_name("node_script.py"))
 
 
 class LightWorker:
@@ -141,7 +142,8 @@ async def lives_and_deaths(stage: Stage, cluster: RayCluster) -> None:
         place(settings, LightWorker)
     supervisor = stage.supervise()
     pid = await supervisor.ready()
-    stage.seen["imports_torch"] = "torch" in Path(f"/proc/{pid}/maps").read_text()
+    maps = [entry.path for entry in psutil.Process(pid).memory_maps()]
+    stage.seen["imports_torch"] = any("torch" in path for path in maps)
     stage.seen["rss_mib"] = psutil.Process(pid).memory_info().rss >> 20
     first = [await stage.until_running(settings.slot) for settings in stage.settings]
     stage.seen["deaths_at_first"] = [news.state.deaths for news in first]
@@ -173,33 +175,30 @@ async def lost_node(stage: Stage, cluster: RayCluster) -> None:
     near = await stage.until_running("near-0")
     waiting = await stage.until(lambda told: "far-0" in told.slots)
     stage.seen["waits"] = waiting.slots["far-0"].state.phase.value
-    node = await second_node(stage)
+    raylet = await second_node(stage)
     first = await stage.until_running("far-0")
-    (raylet,) = (c for c in psutil.Process(node.pid).children() if c.name() == "raylet")
     raylet.kill()
-    await node.wait()
     while psutil.pid_exists(first.pid):
         await asyncio.sleep(0.05)
-    other = await second_node(stage)
+    await second_node(stage)
     second = await stage.until_running("far-0", first.pid)
     stage.seen["replaced"] = second.pid != first.pid
     stage.seen["error"] = second.state.last_error
     stage.seen["near"] = (await stage.until_running("near-0")).pid == near.pid
-    other.terminate()
-    await other.wait()
 
 
-async def second_node(stage: Stage) -> asyncio.subprocess.Process:
-    """Another raylet on this machine, as if it were another one."""
+async def second_node(stage: Stage) -> psutil.Process:
+    """The raylet of another node on this machine."""
     import ray  # noqa: PLC0415
 
-    arguments = ["start", f"--address={ray.get_runtime_context().gcs_address}", "--block"]
-    arguments += ["--num-cpus=0", '--resources={"far": 1, "baton_worker": 1}']
-    arguments += ["--object-store-memory=80000000", "--node-ip-address=127.0.0.1"]
-    with stage.run.log("node").open("ab") as output:
-        return await asyncio.create_subprocess_exec(
-            str(Path(sys.executable).with_name("ray")), *arguments, stdout=output, stderr=output
+    address = ray.get_runtime_context().gcs_address
+    command = [NODE_SCRIPT, address, '{"far": 1, "baton_worker": 1}']
+    with stage.run.log("node").open("ab") as log:
+        node = await asyncio.create_subprocess_exec(
+            sys.executable, *command, stdout=asyncio.subprocess.PIPE, stderr=log
         )
+    assert node.stdout is not None
+    return psutil.Process(int(await node.stdout.readline()))
 
 
 PLAYS: dict[str, Callable[[Stage, RayCluster], Awaitable[None]]] = {
@@ -218,7 +217,7 @@ async def main() -> None:
             await PLAYS[sys.argv[1]](stage, cluster)
         finally:
             await cluster.stop()
-    sys.stdout.write(json.dumps(stage.seen))
+    sys.stdout.write(f"\n{json.dumps(stage.seen)}\n")
 
 
 if __name__ == "__main__":

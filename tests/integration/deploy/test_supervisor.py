@@ -26,7 +26,7 @@ def play(name: str, mark: ClusterMark, run: RunDirectory, redis_url: str) -> dic
     log = run.log("supervisor")
     told = log.read_text() if log.exists() else ""
     assert done.returncode == 0, f"{done.stderr}\n{told}"
-    seen: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
+    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return seen
 
 
