@@ -122,6 +122,14 @@ def up(
             help="A Redis or Valkey server, redis://HOST:PORT/DB. Default: an embedded Valkey.",
         ),
     ] = None,
+    gcs_store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where Ray's control store keeps what it knows, so that its death costs nothing:"
+            " embedded (a Valkey of its own) or redis://HOST:PORT. Default: nowhere.",
+        ),
+    ] = None,
     local_prefill: Annotated[
         str | None,
         typer.Option(
@@ -159,6 +167,7 @@ def up(
         drafter=drafter,
         transport=transport,
         redis_url=redis_url,
+        gcs_store=gcs_store,
         local_prefill=local_prefill,
         policy=policy,
     )

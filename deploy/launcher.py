@@ -30,9 +30,10 @@ from deploy.cluster_keys import forget_cluster
 from deploy.cluster_mark import ClusterMark
 from deploy.cluster_state import ClusterState
 from deploy.daemon_thread import DaemonThread
+from deploy.gcs_store import EMBEDDED, GcsStore, check_gcs_store
 from deploy.guardian import Guardian
 from deploy.model_store import ResolvedModel
-from deploy.part_watch import SUPERVISOR, PartWatch
+from deploy.part_watch import GCS, SUPERVISOR, PartWatch
 from deploy.ports import choose_ports, reachable
 from deploy.progress import Progress
 from deploy.ray_cluster import RayCluster
@@ -69,6 +70,7 @@ class _Parts:
     guardian: Guardian
     ray: RayCluster
     valkey: EmbeddedValkey | None = None
+    gcs_valkey: EmbeddedValkey | None = None
     routers: tuple[RouterProcess, ...] = ()
     workers: tuple[RayWorker, ...] = ()
     supervisor: RaySupervisor | None = None
@@ -88,6 +90,7 @@ class Launcher:
         """Makes those that block while Ray's control store is away."""
         self._redis_url = config.redis_url
         self._ready = False
+        self._gcs_store: GcsStore | None = None
         self.hanging = False
         """Whether a thread of this process may never end."""
 
@@ -98,6 +101,9 @@ class Launcher:
             self._config = choose_ports(self._config)
             if self._config.redis_url:
                 await check_redis(self._config.redis_url)
+            check_gcs_store(self._config.gcs_store, self._config.redis_url)
+            if self._config.gcs_store not in ("", EMBEDDED):
+                await check_redis(self._config.gcs_store, "--gcs-store")
         except BatonError as error:
             self._progress.line(f"error: {error.message}", "red")
             return 1
@@ -202,9 +208,20 @@ class Launcher:
 
     async def _start_ray(self) -> None:
         with self._progress.step("starting Ray"):
-            await self._parts.ray.start()
+            self._gcs_store = await self._start_gcs_store()
+            await self._parts.ray.start(self._gcs_store)
         # Ray has put a handler in front of ours, which prints a stack trace on SIGTERM.
         self._take_signals()
+
+    async def _start_gcs_store(self) -> GcsStore | None:
+        url = self._config.gcs_store
+        if url == EMBEDDED:
+            valkey = EmbeddedValkey(self._mark, self._run, name="gcs-store", keeps=True)
+            self._parts.gcs_valkey = valkey
+            await valkey.start()
+            self._pids[valkey.name] = valkey.pid
+            url = valkey.url
+        return GcsStore(url, self._mark.cluster_id) if url else None
 
     async def _start_routers(self) -> tuple[RouterProcess, ...]:
         routers = self._parts.routers = tuple(
@@ -262,8 +279,12 @@ class Launcher:
         group.create_task(watch.ray(parts.ray))
         for router in parts.routers:
             group.create_task(watch.keep(router.name, router))
-        if parts.valkey is not None:
-            group.create_task(watch.keep("valkey", parts.valkey))
+        for valkey in (parts.valkey, parts.gcs_valkey):
+            if valkey is not None:
+                group.create_task(watch.keep(valkey.name, valkey))
+        if parts.ray.gcs is not None:
+            self._pids[GCS] = parts.ray.gcs.pid
+            group.create_task(watch.keep_at_it(GCS, parts.ray.gcs))
         group.create_task(self._supervise(watch))
 
     async def _supervise(self, watch: PartWatch) -> None:
@@ -363,8 +384,11 @@ class Launcher:
             await forget_cluster(self._config.redis_url, self._mark.cluster_id)
         if not await parts.ray.stop():
             self.hanging = True
-        if parts.valkey is not None:
-            await parts.valkey.stop()
+        if self._config.gcs_store not in ("", EMBEDDED) and self._gcs_store is not None:
+            await self._gcs_store.forget()
+        for valkey in (parts.valkey, parts.gcs_valkey):
+            if valkey is not None:
+                await valkey.stop()
 
 
 async def _together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:

@@ -14,13 +14,16 @@ from typing import NoReturn, Protocol
 import redis
 
 from baton.errors import BatonError
-from deploy.pool_keeper import Phase
+from deploy.pool_keeper import HEALTHY_S, Phase, pause_after
 from deploy.ray_cluster import RayCluster
 from deploy.restarts import Restarts
 from deploy.slot_board import SlotBoard, SlotNews, Supervision
 
 SUPERVISOR = "supervisor"
+GCS = "gcs"
+"""What they are called where process ids are listed; the second is Ray's control store."""
 _POLL_S = 0.5
+_LONGEST_PAUSE_S = 4.0
 
 
 class Part(Protocol):
@@ -60,8 +63,28 @@ class PartWatch:
                 self._note_pid(name, part.pid)
                 how = await part.wait()
 
+    async def keep_at_it(self, name: str, part: Part) -> NoReturn:
+        """As ``keep``, and never give up: it may be what it needs that is away."""
+        deaths, began = 0, time.monotonic()
+        how = await part.wait()
+        while True:
+            if time.monotonic() - began > HEALTHY_S:
+                deaths = 0
+            deaths += 1
+            if deaths == 1:
+                self._report(f"{name} ended ({how}); it is started again, until it stays")
+            await asyncio.sleep(min(_LONGEST_PAUSE_S, pause_after(deaths)))
+            began = time.monotonic()
+            try:
+                await part.start()
+            except (BatonError, OSError) as error:
+                how = str(error)
+            else:
+                self._note_pid(name, part.pid)
+                how = await part.wait()
+
     async def ray(self, cluster: RayCluster) -> NoReturn:
-        """Raises BatonError when one of Ray's daemons dies."""
+        """Raises BatonError when one of Ray's daemons dies that cannot be started again."""
         raise BatonError(f"{await cluster.lost()} has died: the cluster cannot go on")
 
     async def supervision(self, board: SlotBoard, pids: Mapping[str, int]) -> NoReturn:

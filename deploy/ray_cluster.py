@@ -18,6 +18,8 @@ from baton.config import Config
 from baton.errors import BatonError
 from deploy.cluster_mark import ClusterMark
 from deploy.daemon_thread import DaemonThread
+from deploy.gcs_process import GcsProcess, runs
+from deploy.gcs_store import PROGRAM, GcsStore
 from deploy.ray_worker import NAMESPACE, WORKER_RESOURCE
 from deploy.run_directory import RunDirectory
 
@@ -54,24 +56,42 @@ class RayCluster:
         self._thread = DaemonThread("ray")
         self._daemons: list[psutil.Process] = []
         self._started = False
+        self.gcs: GcsProcess | None = None
+        """Ray's control store, where it may be started again; there once Ray has started."""
 
-    async def start(self) -> None:
-        """Start the daemons and connect to them. Raises BatonError."""
+    async def start(self, gcs_store: GcsStore | None = None) -> None:
+        """Start the daemons and connect to them. Raises BatonError.
+
+        With a store the death of Ray's control store (GCS) is not that of the cluster.
+        """
         self._started = True
         try:
             async with asyncio.timeout(_START_S):
-                await self._thread.call(self._init)
+                address = await self._thread.call(lambda: self._init(gcs_store))
         except TimeoutError:
             raise BatonError(f"Ray did not start within {_START_S:.0f} s") from None
         except (RuntimeError, ValueError, ConnectionError, OSError) as error:
             raise BatonError(f"Ray did not start: {error}") from error
         self._daemons = [child for child in psutil.Process().children() if _name(child) in _DAEMONS]
+        if gcs_store is not None:
+            self.gcs = self._gcs(gcs_store, address)
+
+    def _gcs(self, store: GcsStore, address: str) -> GcsProcess:
+        """The control store, and how the next one is started at its address."""
+        first = next(daemon for daemon in self._daemons if _name(daemon) == "gcs_server")
+        self._daemons.remove(first)
+        # Behind the program that Ray was given, and what that adds.
+        given = first.cmdline()[1 + len(store.flags()) :]
+        port = f"--gcs_server_port={address.rpartition(':')[2]}"
+        arguments = [port if flag.startswith("--gcs_server_port=") else flag for flag in given]
+        program = str(self._run.path / PROGRAM)
+        return GcsProcess(first, [program, *arguments], self._mark, self._run)
 
     async def lost(self) -> str:
-        """Wait for the death of a daemon, and name it: no Ray survives that."""
+        """Wait for the death of a daemon that cannot be started again, and name it."""
         while True:
             for daemon in self._daemons:
-                if not _runs(daemon):
+                if not runs(daemon):
                     return _DAEMON_NAMES[_name(daemon) or _DAEMONS[0]]
             await asyncio.sleep(_POLL_S)
 
@@ -84,13 +104,24 @@ class RayCluster:
                 await self._thread.call(_shutdown)
         except TimeoutError:
             return False
+        finally:
+            if self.gcs is not None:
+                await self.gcs.stop()
         return True
 
-    def _init(self) -> None:
+    def _init(self, gcs_store: GcsStore | None) -> str:
+        """Returns the address of the control store."""
         token = self._run.write_secret("ray-token", secrets.token_hex(32))
         os.environ.update(ray_environment(token) | self._mark.variables)
+        if gcs_store is not None:
+            os.environ.update(gcs_store.environment())
         import ray  # noqa: PLC0415
+        from ray._private import services  # noqa: PLC0415
 
+        if gcs_store is not None:
+            # There is no other way to start it without the password on command lines.
+            program = gcs_store.write_program(services.GCS_SERVER_EXECUTABLE, self._run)
+            services.GCS_SERVER_EXECUTABLE = str(program)
         # Ray would complain that it may not handle signals, which are the launcher's.
         logging.getLogger("ray").setLevel(logging.ERROR)
         totals = _totals(self._config)
@@ -108,6 +139,7 @@ class RayCluster:
             log_to_driver=False,
             _temp_dir=str(self._run.ray),
         )
+        return str(ray.get_runtime_context().gcs_address)
 
 
 _DAEMON_NAMES = {"gcs_server": "Ray's control store", "raylet": "Ray's node manager"}
@@ -139,10 +171,3 @@ def _name(process: psutil.Process) -> str:
         return process.name()
     except psutil.Error:
         return ""
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False

@@ -21,7 +21,6 @@ def main() -> None:
         num_cpus=0,
         resources=json.loads(sys.argv[2]),
         object_store_memory=80 << 20,
-        include_log_monitor=False,
     )
     Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=False)
     (raylet,) = (child for child in psutil.Process().children() if child.name() == "raylet")
