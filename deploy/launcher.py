@@ -37,7 +37,7 @@ from deploy.part_watch import GCS, SUPERVISOR, PartWatch
 from deploy.ports import choose_ports, reachable
 from deploy.progress import Progress
 from deploy.ray_cluster import RayCluster
-from deploy.ray_worker import RayWorker, place
+from deploy.ray_worker import RayWorker, place, reason
 from deploy.reaper import GRACE_S, sweep
 from deploy.router_process import RouterProcess
 from deploy.run_directory import RunDirectory
@@ -46,6 +46,7 @@ from deploy.supervisor_actor import RaySupervisor, SupervisorSettings
 from deploy.valkey import EmbeddedValkey, check_redis
 
 _WORKER_STOP_S = 5.0
+_SUPERVISOR_AGAIN_S = 10.0
 
 Result = TypeVar("Result")
 
@@ -301,12 +302,21 @@ class Launcher:
             launcher=os.getpid(),
             launcher_started=psutil.Process().create_time(),
         )
-        supervisor = await self._calls.call(lambda: RaySupervisor.place(settings))
-        self._parts.supervisor = supervisor
-        self._note_pid(SUPERVISOR, await supervisor.ready())
+        self._note_pid(SUPERVISOR, await self._start_supervisor(settings))
         async with redis_client(self._redis_url) as client:
             board = SlotBoard(client, self._mark.cluster_id)
             await watch.supervision(board, dict(self._pids))
+
+    async def _start_supervisor(self, settings: SupervisorSettings) -> int:
+        """Its process id, once it keeps the workers, however long that takes."""
+        while True:
+            try:
+                supervisor = await self._calls.call(lambda: RaySupervisor.place(settings))
+                self._parts.supervisor = supervisor
+                return await supervisor.ready()
+            except Exception as error:
+                self._report(f"the supervisor does not start yet: {reason(error)}")
+                await asyncio.sleep(_SUPERVISOR_AGAIN_S)
 
     def _report(self, text: str) -> None:
         log.warning("%s", text)

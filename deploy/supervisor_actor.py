@@ -117,12 +117,16 @@ class RaySupervisor:
     def place(
         cls, settings: SupervisorSettings, actor_class: type = SupervisorActor
     ) -> RaySupervisor:
-        """Have Ray start it, and start it again whenever it dies."""
+        """Have Ray start it, and start it again whenever it dies; the one that is there, if one is.
+
+        Blocks while Ray's control store is away.
+        """
         import ray  # noqa: PLC0415
 
         actor: Any = ray.remote(actor_class).options(
             name=NAME,
             namespace=NAMESPACE,
+            get_if_exists=True,
             lifetime="detached",
             num_cpus=0,
             max_restarts=-1,
