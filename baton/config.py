@@ -23,7 +23,7 @@ LocalPrefill = Literal["auto", "never", "always"]
 PolicyName = Literal[
     "predictive", "round_robin", "least_loaded", "prefix", "power_of_two", "session"
 ]
-ToolParserName = Literal["auto", "hermes", "llama3", "smollm", "mistral"]
+ToolParserName = Literal["auto", "hermes", "llama3", "smollm", "mistral", "mistral_args"]
 KvTypeName = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
 MIB = 1 << 20
 DEFAULT_TENANT = "default"
@@ -167,9 +167,15 @@ class Config(BaseSettings):
     """Type of the KV cache: ``dtype`` (``auto``), or 8 bits with a scale per token and head."""
     deterministic: bool = False
     """Same bits whatever else is in the batch; refused where they cannot be promised."""
-    drafter: Literal["none", "ngram"] = "ngram"
+    drafter: Literal["auto", "none", "ngram", "draft", "eagle", "medusa"] = "auto"
     """What guesses tokens that a decode step then checks, which changes no answer: the prompt and
-    the answer themselves, where they repeat (``ngram``), or nothing. A GPU takes ``none`` yet."""
+    the answer themselves, where they repeat (``ngram``), on CPUs a smaller model (``draft``), an
+    EAGLE-3 head or Medusa heads trained for the model (``eagle``, ``medusa``), or nothing
+    (``none``). ``auto``: ``ngram`` on CPUs, and ``none`` on GPUs, where it was not measured yet."""
+    draft_model: str = ""
+    """The smaller model of the drafter ``draft``, named as ``model`` is: it must have the same
+    tokens. Its weights stay as its files hold them, and its KV takes its share of every block. Of
+    ``eagle`` and ``medusa`` the heads' folder."""
     http: str = "127.0.0.1:8000"
     """host:port of the HTTP front."""
     grpc: str = "127.0.0.1:8001"
@@ -202,9 +208,19 @@ class Config(BaseSettings):
     """The context-length classes, in rising order."""
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens in a KV block, where a pool has no other size, and in a block of the prefix index."""
+    kv_host_mib: int = Field(default=0, ge=0)
+    """Memory of the host for a worker's KV blocks that its pool evicts, in MiB; they come back when
+    they are asked for. 0 keeps none. For GPUs: on a CPU a larger ``kv_pool_mib`` does more."""
+    kv_disk_mib: int = Field(default=0, ge=0)
+    """Room on disk for a worker's KV blocks that memory evicts, in MiB; they come back when they
+    are asked for. 0 keeps none."""
+    kv_disk_path: str = ""
+    """Folder of the file for them, which has no name and ends with its worker; empty takes ``kv``
+    in ``$BATON_CACHE_DIR``, or in ``~/.cache/baton``."""
     tool_parser: ToolParserName = "auto"
     """How the model writes tool calls: ``hermes`` (also Qwen, SmolLM3), ``llama3``, ``smollm``
-    (SmolLM2), ``mistral``; ``auto`` tells by its chat template."""
+    (SmolLM2), ``mistral``, ``mistral_args`` (Mistral from tokenizer version 11 on); ``auto`` tells
+    by its chat template."""
     lease_s: float = Field(default=3.0, gt=0)
     """A handoff's ticket ends after this many seconds without a heartbeat."""
     heartbeat_s: float = Field(default=1.0, gt=0)
@@ -213,6 +229,20 @@ class Config(BaseSettings):
     """A worker that is silent for this many seconds is gone."""
     request_deadline_s: float = Field(default=300.0, gt=0)
     """A request that has not ended after this many seconds gets an error."""
+    hang_s: float = Field(default=1.0, ge=0.1)
+    """A worker that runs requests of a router and says nothing to it for this many seconds is taken
+    to hang: its requests move to others, if there are any."""
+    move_budget_ratio: float = Field(default=0.2, ge=0)
+    """Moves because of failures that each request allows a router process, as a fraction."""
+    move_budget_per_s: float = Field(default=4.0, ge=0)
+    """The same of each second."""
+    move_budget_burst: int = Field(default=0, ge=0)
+    """Most moves that are allowed at once; 0 takes twice the most sequences of a decode worker."""
+    poison_quarantine_s: float = Field(default=300.0, ge=0)
+    """A prompt under which two workers have died is refused for this many seconds."""
+    drain_deadline_s: float = Field(default=30.0, ge=0)
+    """A worker or router that is told to leave, by ``baton drain`` or SIGTERM, gives what runs
+    there this many seconds to end or to move; 0 ends it at once."""
     max_waiting_requests: int = Field(default=256, ge=1)
     """Requests that may wait for their turn, in one router process; more are shed with 429."""
     admission_slo_factor: float = Field(default=0.8, ge=0)
@@ -306,6 +336,12 @@ class Config(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _drafter_has_its_model(self) -> Config:
+        if self.drafter not in ("none", "ngram") and not self.draft_model:
+            raise ValueError(f"drafter: {self.drafter} needs a draft_model")
+        return self
+
+    @model_validator(mode="after")
     def _pools_share_kv(self) -> Config:
         for pool in self.pools:
             if pool.block_size % self.block_size:
@@ -328,6 +364,12 @@ class Config(BaseSettings):
     def kv_dtype_of(self, pool: PoolConfig) -> KvTypeName:
         """The type of the KV cache of a pool's workers."""
         return pool.kv_dtype or (self.dtype if self.kv_dtype == "auto" else self.kv_dtype)
+
+    @property
+    def most_moves(self) -> int:
+        """``move_budget_burst``, or what stands for 0."""
+        most = max(pool.max_sequences for pool in self.pools if pool.role == "decode")
+        return self.move_budget_burst or 2 * most
 
     @property
     def lossiest_kv_dtype(self) -> KvTypeName:

@@ -12,6 +12,7 @@ from baton.request import (
     FinishReason,
     FirstToken,
     Geometry,
+    GroupShape,
     LoadSnapshot,
     Principal,
     SequenceSpec,
@@ -49,6 +50,9 @@ def _write_sampling(message: sampling_pb2.SamplingParameters, params: SamplingPa
     message.stop.extend(params.stop)
     message.stop_token_ids.extend(params.stop_token_ids)
     message.logit_bias.update(params.logit_bias)
+    message.allowed_token_ids.extend(params.allowed_token_ids)
+    for word in params.bad_words:
+        message.bad_words.add(ids=word)
     for name in SCALAR_FIELDS:
         setattr(message, name, getattr(params, name))
     for name in OPTIONAL_FIELDS:
@@ -95,6 +99,8 @@ _OF_MANY: dict[str, Callable[[Any], Any]] = {
     "stop": tuple,
     "stop_token_ids": tuple,
     "logit_bias": lambda biases: tuple(sorted(biases.items())),
+    "allowed_token_ids": tuple,
+    "bad_words": lambda runs: tuple(tuple(run.ids) for run in runs),
 }
 """How the fields that are more than one value are read."""
 
@@ -129,6 +135,9 @@ def write_sequence(message: worker_pb2.SequenceSpec, spec: SequenceSpec) -> None
     message.deadline_ms = int(min(max(0.0, spec.deadline_s * 1000), _LONGEST_MS))
     message.choices = spec.choices
     message.choice = spec.choice
+    message.priority = spec.priority
+    message.preemptions = spec.preemptions
+    message.hand_back = spec.hand_back
 
 
 def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
@@ -145,6 +154,9 @@ def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         deadline_s=message.deadline_ms / 1000,
         choices=message.choices or 1,
         choice=message.choice,
+        priority=message.priority,
+        preemptions=message.preemptions,
+        hand_back=message.hand_back,
     )
 
 
@@ -215,6 +227,8 @@ def output_to_proto(output: TokenOutput) -> worker_pb2.TokenOutput:
         message.logprobs.extend(map(logprobs_to_proto, output.logprobs))
     if output.prompt_logprobs:
         message.prompt_logprobs.extend(map(logprobs_to_proto, output.prompt_logprobs))
+    if output.handed_back:
+        message.handed_back = True
     return message
 
 
@@ -231,6 +245,7 @@ def output_from_proto(message: worker_pb2.TokenOutput) -> TokenOutput:
         choice=message.choice,
         logprobs=tuple(map(logprobs_from_proto, scores)) if scores else (),
         prompt_logprobs=tuple(map(logprobs_from_proto, prompt)) if prompt else (),
+        handed_back=message.handed_back,
     )
 
 
@@ -246,7 +261,7 @@ def load_from_proto(message: worker_pb2.LoadSnapshot) -> LoadSnapshot:
 
 
 def geometry_to_proto(geometry: Geometry) -> transfer_pb2.Geometry:
-    return transfer_pb2.Geometry(
+    message = transfer_pb2.Geometry(
         block_size=geometry.block_size,
         layers=geometry.layers,
         kv_heads=geometry.kv_heads,
@@ -254,9 +269,15 @@ def geometry_to_proto(geometry: Geometry) -> transfer_pb2.Geometry:
         kv_dtype=geometry.kv_dtype,
         tensor_parallel=geometry.tensor_parallel,
     )
+    if (drafter := geometry.drafter) is not None:
+        message.drafter.layers = drafter.layers
+        message.drafter.kv_heads = drafter.kv_heads
+        message.drafter.head_dim = drafter.head_dim
+    return message
 
 
 def geometry_from_proto(message: transfer_pb2.Geometry) -> Geometry:
+    group = message.drafter
     return Geometry(
         block_size=message.block_size,
         layers=message.layers,
@@ -264,4 +285,7 @@ def geometry_from_proto(message: transfer_pb2.Geometry) -> Geometry:
         head_dim=message.head_dim,
         kv_dtype=message.kv_dtype,
         tensor_parallel=message.tensor_parallel,
+        drafter=GroupShape(group.layers, group.kv_heads, group.head_dim)
+        if message.HasField("drafter")
+        else None,
     )

@@ -73,6 +73,12 @@ class GrammarFailed(InvalidRequest):
     code = "grammar_failed"
 
 
+class PoisonRequest(InvalidRequest):
+    """Several workers have died while they ran the request, or lately one with its prompt."""
+
+    code = "poison_request"
+
+
 class Unauthenticated(BatonError):
     """The request shows no API key that is known, and one is required."""
 

@@ -13,24 +13,24 @@ _POPULATE_WRITE, _COLLAPSE = 23, 25
 """Advice of Linux 5.14 and 6.1 for which Python's mmap has no names; see madvise(2)."""
 
 
-def take_memory(size: int) -> mmap.mmap:
-    """``size`` bytes of zeros: a KV cache's pool.
+def take_memory(size: int, field: str = "kv_pool_mib") -> mmap.mmap:
+    """``size`` bytes of zeros for KV blocks, as many as the config's ``field`` says.
 
     In large pages, where the kernel gives them: attention jumps from block to block, and with small
     pages each jump would cost a search of the page table. Taken at once: a step that is the first
     to write a page would wait until the kernel has cleared it. Raises ConfigError where the machine
     has less.
     """
-    check_available(size)
+    check_available(size, field)
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise too_much(size, error) from error
+        raise too_much(size, error, field) from error
     populate(memory, 0, size)
     return memory
 
 
-def check_available(size: int) -> None:
+def check_available(size: int, field: str = "kv_pool_mib") -> None:
     """Raises ConfigError where the machine has less.
 
     The kernel would grant it now, and kill a process when the pages are touched.
@@ -39,13 +39,13 @@ def check_available(size: int) -> None:
     if size > available:
         raise ConfigError(
             f"{size >> 20} MiB for KV blocks are more than the {available >> 20} MiB that this "
-            "machine has left; lower kv_pool_mib"
+            f"machine has left; lower {field}"
         )
 
 
-def too_much(size: int, error: OSError) -> ConfigError:
+def too_much(size: int, error: OSError, field: str = "kv_pool_mib") -> ConfigError:
     """What the operator is told of the kernel's refusal."""
-    return ConfigError(f"{size >> 20} MiB for KV blocks cannot be had ({error}); lower kv_pool_mib")
+    return ConfigError(f"{size >> 20} MiB for KV blocks cannot be had ({error}); lower {field}")
 
 
 def populate(memory: mmap.mmap, start: int, size: int) -> None:

@@ -7,6 +7,7 @@ Labels are bounded: classes, roles and slots come from the configuration, codes 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -100,6 +101,9 @@ class RouterMetrics:
         self.route_decisions = counter(
             "route_decisions", "Where prompts were computed, and why.", ["decision", "reason"]
         )
+        self.moved_requests = counter(
+            "moved_requests", "Requests, or choices of them, that went on elsewhere.", ["reason"]
+        )
         self.active_requests = Gauge(
             "baton_active_requests",
             "Requests that have not ended.",
@@ -162,6 +166,20 @@ class RouterMetrics:
         sums = CollectorRegistry()
         MultiProcessCollector(sums)  # type: ignore[no-untyped-call]
         return sums
+
+
+@dataclass(frozen=True, slots=True)
+class TierSeries:
+    """The series of one KV tier of a worker."""
+
+    blocks: Gauge
+    stored_bytes: Counter
+    loaded_bytes: Counter
+    loaded_blocks: Counter
+    loads: Callable[[str], Counter]
+    """By outcome."""
+    failures: Callable[[str], Counter]
+    """By reason."""
 
 
 class WorkerMetrics:
@@ -260,6 +278,52 @@ class WorkerMetrics:
             "KV blocks fetched from other workers' caches.",
             ["transport"],
             registry=registry,
+        )
+        tier = [*labels, "tier"]
+        self.kv_tier_blocks = Gauge(
+            "baton_kv_tier_blocks",
+            "KV blocks that a tier behind the pool holds.",
+            tier,
+            registry=registry,
+        )
+        self.kv_tier_stored_bytes = Counter(
+            "baton_kv_tier_stored_bytes", "Bytes of KV copied to a tier.", tier, registry=registry
+        )
+        self.kv_tier_loaded_bytes = Counter(
+            "baton_kv_tier_loaded_bytes",
+            "Bytes of KV that came back from a tier.",
+            tier,
+            registry=registry,
+        )
+        self.kv_tier_loaded_blocks = Counter(
+            "baton_kv_tier_loaded_blocks",
+            "KV blocks that came back from a tier, and were not computed.",
+            tier,
+            registry=registry,
+        )
+        self.kv_tier_loads = Counter(
+            "baton_kv_tier_loads",
+            "Loads from a tier: ok, short (only some blocks came), late (given up), no_room.",
+            [*tier, "outcome"],
+            registry=registry,
+        )
+        self.kv_tier_failures = Counter(
+            "baton_kv_tier_failures",
+            "Blocks that a tier could not keep (write) or give back (read, checksum).",
+            [*tier, "reason"],
+            registry=registry,
+        )
+
+    def tier(self, worker: str, role: str, name: str) -> TierSeries:
+        """The series of a worker's tier, ``host`` or ``disk``."""
+        labels = {"worker": worker, "role": role, "tier": name}
+        return TierSeries(
+            blocks=self.kv_tier_blocks.labels(**labels),
+            stored_bytes=self.kv_tier_stored_bytes.labels(**labels),
+            loaded_bytes=self.kv_tier_loaded_bytes.labels(**labels),
+            loaded_blocks=self.kv_tier_loaded_blocks.labels(**labels),
+            loads=lambda outcome: self.kv_tier_loads.labels(**labels, outcome=outcome),
+            failures=lambda reason: self.kv_tier_failures.labels(**labels, reason=reason),
         )
 
 

@@ -15,9 +15,11 @@ from typing import Any, cast
 import redis.asyncio
 
 from baton.registry_scripts import FORGET, PUT, READ, REMOVE
-from baton.request import Geometry, LoadSnapshot
+from baton.request import Geometry, GroupShape, LoadSnapshot
 
 log = logging.getLogger(__name__)
+
+DRAINING = "draining"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class WorkerRecord:
     """a, b, c of the milliseconds a + b*batch + c*context_tokens of a step in which ``batch``
     sequences decode, that attend to ``context_tokens`` in all. As ``prefill_cost``."""
     state: str = "ready"
+    """Or ``DRAINING``: it takes nothing more, and what runs there is to go elsewhere."""
     load: LoadSnapshot = field(default_factory=LoadSnapshot)
 
 
@@ -167,12 +170,17 @@ def _changed(
 
 def _parse(record: bytes) -> WorkerRecord:
     fields = json.loads(record)
-    fields["geometry"] = Geometry(**fields["geometry"])
+    fields["geometry"] = _parse_geometry(fields["geometry"])
     for name in ("prefill_cost", "step_cost"):
         # A record of an older worker has none.
         if name in fields:
             fields[name] = tuple(fields[name])
     return WorkerRecord(**fields)
+
+
+def _parse_geometry(fields: dict[str, Any]) -> Geometry:
+    drafter = fields.pop("drafter", None)
+    return Geometry(**fields, drafter=None if drafter is None else GroupShape(**drafter))
 
 
 def _parse_load(load: bytes) -> LoadSnapshot:

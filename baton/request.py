@@ -16,6 +16,10 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
 
 
+LOWEST_PRIORITY = (1 << 31) - 1
+"""That of work in the background: it loses its blocks before anybody else."""
+
+
 @dataclass(frozen=True, slots=True)
 class Principal:
     """On whose behalf a request runs. ``key_id`` is a public name of the API key, never the key."""
@@ -44,6 +48,13 @@ class SequenceSpec:
     """How many answers are drawn, side by side, from one prompt."""
     choice: int = 0
     """The number of the first of them: it enters the noise."""
+    priority: int = 0
+    """Where blocks run out, sequences with higher numbers lose theirs first."""
+    preemptions: int = 0
+    """How often the sequence has lost its blocks, at whatever worker."""
+    hand_back: bool = False
+    """Its router places it again if a decode worker that runs out of blocks hands it back; else
+    that worker computes it again itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,9 @@ class TokenOutput:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each token of the prompt but the first; with the first token of an answer whose
     request wants them."""
+    handed_back: bool = False
+    """The sequence has lost its blocks at its worker, which knows nothing of it any more: it is to
+    be placed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +114,24 @@ class LoadSnapshot:
     """Sequences in these steps, on average."""
     step_context_tokens: float = 0.0
     """Tokens that the sequences of such a step attended to in all, on average."""
+    host_blocks: int = 0
+    """Cached blocks in the host's memory behind the pool."""
+    disk_blocks: int = 0
+    """Cached blocks on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """The shape of a drafter's part of every KV block; block size and KV type are the target's."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The shape of a worker's KV cache."""
+    """The shape of a worker's KV cache: of the target's part of every block, and what follows."""
 
     block_size: int
     layers: int
@@ -112,3 +139,5 @@ class Geometry:
     head_dim: int
     kv_dtype: str
     tensor_parallel: int = 1
+    drafter: GroupShape | None = None
+    """The drafter's part, which lies behind the target's; None: there is none."""

@@ -57,6 +57,11 @@ class SamplingParams:
     """Divides positive and multiplies negative logits of tokens seen in prompt or output."""
     logit_bias: tuple[tuple[int, float], ...] = field(default=())
     """(token id, what is added to its logit)."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """No other token is drawn, not even one that ends the answer; empty: all are allowed."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that the output never has: the last token of one, of which each has at least
+    one, is not drawn behind the others."""
     grammar: Grammar | None = None
     """What the answer's text must match. It goes before ``min_tokens`` and ``ignore_eos``: where it
     allows nothing but the end, the answer ends."""

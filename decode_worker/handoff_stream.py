@@ -129,6 +129,7 @@ class HandoffStream:
         answer.pinned_blocks = len(ticket.pinned)
         answer.missing_blocks = len(ticket.missing)
         answer.lease_ms = int(ticket.lease_s * 1000)
+        answer.without_drafter = not self._role.context.engine.runner.takes_prompt()
 
 
 def _refuse(response: Response, failure: Exception) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 from baton import convert
 from baton.errors import BatonError, DeadlineExceeded, HandoffError, NoRoom, TicketEnded
@@ -61,6 +62,15 @@ class LocalPrefill:
         Raises BatonError, NoRoom where there is none for the prompt. Closing the iterator before
         the first token ends the sequence; after that it runs on, until it is aborted.
         """
+        with self._context.intake.admitted():
+            responses = self._run(request)
+            async with aclosing(responses):
+                async for response in responses:
+                    yield response
+
+    async def _run(
+        self, request: prefill_pb2.PrefillRequest
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         arrived = time.monotonic()
         spec = convert.sequence_from_proto(request.sequence)
         deadline = arrived + spec.deadline_s
@@ -112,7 +122,26 @@ class LocalPrefill:
         source: PrefixSource | None,
         first: asyncio.Future[FirstToken | BatonError],
     ) -> None:
-        """Take the prompt's blocks, fetched ones where that pays, and queue it."""
+        """Take the prompt's blocks, with those that pay to bring, and queue it."""
+        tiers = self._context.tiers
+        if tiers is None:
+            await self._place_behind(sequence, source, first)
+            return
+        # Nothing is brought for a prompt that is refused.
+        self._check_room(sequence, self._held(sequence))
+        own = await tiers.loader.load(sequence, sequence.deadline)
+        try:
+            await self._place_behind(sequence, source, first)
+        finally:
+            self._context.engine.pool.release(own)
+
+    async def _place_behind(
+        self,
+        sequence: Sequence,
+        source: PrefixSource | None,
+        first: asyncio.Future[FirstToken | BatonError],
+    ) -> None:
+        """Behind the blocks that are held here, or that ``source`` has."""
         if source is not None and not sequence.scores_prompt:
             # Nothing is fetched for a prompt that is refused.
             self._check_room(sequence, self._held(sequence))
@@ -145,7 +174,7 @@ class LocalPrefill:
 
     def _check_room(self, sequence: Sequence, held: list[int]) -> None:
         missing = self._missing(sequence, held)
-        self._receiver.check_room(missing, held, sequence.spec.choices)
+        self._receiver.check_room(missing, held, sequence.spec, time.monotonic())
 
     def _queue(
         self,
@@ -161,7 +190,7 @@ class LocalPrefill:
             return
         missing = self._missing(sequence, leading)
         try:
-            self._receiver.check_room(missing, [], sequence.spec.choices)
+            self._receiver.check_room(missing, [], sequence.spec, time.monotonic())
         except NoRoom:
             pool.release(leading)
             raise

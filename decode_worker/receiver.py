@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from baton.errors import BatonError, ContextLengthExceeded, HandoffError, NoRoom, TicketEnded
 from baton.hashing import block_hashes, hash_key, last_hashes
 from baton.request import Geometry, SequenceSpec
+from decode_worker.claims import Claims
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
 from kvtransfer.pair import Identity, check_peer
@@ -74,6 +75,7 @@ class HandoffReceiver:
         self._geometry = geometry
         self._incarnation = incarnation
         self._promised: dict[str, _Promised] = {}
+        self._claims = Claims()
         blocks.listeners.append(self)
 
     def reserve(self, offer: Offer, now: float) -> Ticket:
@@ -94,7 +96,7 @@ class HandoffReceiver:
         hashes = block_hashes(spec.token_ids, limits.hash_block, key)
         pinned = self._pool.match(last_hashes(hashes, limits.hashes_per_block))
         count = -(-len(spec.token_ids) // limits.block_size) - len(pinned)
-        self.check_room(count + spec.choices - 1, pinned, spec.choices)
+        self.check_room(count + spec.choices - 1, pinned, spec, now)
         ticket = self.blocks.promise(attempt, offer.writer, missing=count, pinned=pinned, now=now)
         # Nobody but this worker ever writes to these: they need no quarantine.
         spare = self._pool.allocate(spec.choices - 1)
@@ -116,12 +118,33 @@ class HandoffReceiver:
         if len(spec.token_ids) + 1 - spec.prompt_length >= spec.sampling.max_tokens:
             raise HandoffError("the first token is the last: nothing is left to generate here")
 
-    def check_room(self, count: int, pinned: list[int], choices: int = 1) -> None:
+    def check_room(self, count: int, pinned: list[int], spec: SequenceSpec, now: float) -> None:
         """For one more sequence, of the cached blocks ``pinned`` and ``count`` more.
 
-        It becomes ``choices`` sequences. They need not all have a place at once, or a request for
-        many would wait until nothing else runs: beyond a share of the places they take turns.
-        Raises NoRoom.
+        Those that have lost their blocks before come first, in the order in which they ask. Raises
+        NoRoom, and HandoffError where there will never be any.
+        """
+        total = self._pool.total
+        if count + len(pinned) > total:
+            raise HandoffError(f"{count + len(pinned)} blocks wanted: this worker has {total}")
+        attempt = (spec.request_id, spec.attempt)
+        if not self._claims.may_go(attempt, now):
+            if spec.preemptions:
+                self._claims.make(attempt, now)
+            raise NoRoom("preempted sequences come first", retry_after=RETRY_AFTER_S)
+        try:
+            self._check_room(count, pinned, spec.choices)
+        except NoRoom:
+            if spec.preemptions:
+                self._claims.make(attempt, now)
+            raise
+        self._claims.drop(attempt)
+
+    def _check_room(self, count: int, pinned: list[int], choices: int) -> None:
+        """A sequence that becomes ``choices`` sequences need not have a place for all at once, or a
+
+        request for many would wait until nothing else runs: beyond a share of the places they take
+        turns. Raises NoRoom.
         """
         scheduler = self._scheduler
         sequences = len(scheduler.running) + len(scheduler.waiting)

@@ -30,6 +30,7 @@ from decode_worker.service import DecodeServicer
 from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
 from kvtransfer.ticket import Attempt, Ticket
+from worker.beats import Beats
 from worker.fetch import Fetcher
 from worker.fetch_estimates import FetchEstimates
 from worker.prefill_service import PrefillServicer
@@ -71,7 +72,8 @@ class DecodeRole:
         """Of each request its choices, by number, those that have not begun yet included."""
         self._deadlines: dict[Attempt, float] = {}
         """Of requests that have tickets. A sequence has its own, which the control loop keeps."""
-        self._prefills = PrefillServicer(self.local.run)
+        self.beats = Beats.of(context.settings.config)
+        self._prefills = PrefillServicer(self.local.run, self.beats)
         self._streams: set[HandoffStream] = set()
         self._commits: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
 
@@ -85,6 +87,11 @@ class DecodeRole:
         if router_id not in self._outboxes:
             self._outboxes[router_id] = Outbox(time.monotonic())
         return self._outboxes[router_id]
+
+    def has_work_of(self, router_id: str) -> bool:
+        """Whether a sequence of this router runs here, or waits."""
+        every = (choice for choices in self._sequences.values() for choice in choices.values())
+        return any(sequence.spec.router_id == router_id for sequence in every)
 
     async def answer_handoffs(
         self, requests: AsyncIterator[decode_pb2.HandoffsRequest], context: HandoffsContext
@@ -100,7 +107,11 @@ class DecodeRole:
             self._streams.discard(stream)
 
     def reserve(self, offer: Offer) -> Ticket:
-        """See ``HandoffReceiver.reserve``. Its grammar is compiled while its blocks arrive."""
+        """See ``HandoffReceiver.reserve``. Its grammar is compiled while its blocks arrive.
+
+        Raises Unavailable where the worker takes nothing more.
+        """
+        self.context.intake.check()
         if offer.spec.sampling.grammar is not None:
             self.context.grammars.begin(offer.spec.sampling.grammar)
         ticket = self.receiver.reserve(offer, time.monotonic())
@@ -269,7 +280,26 @@ class DecodeRole:
                 self.local.sampled(_attempt(sequence), update)
                 if sequence.finish_reason:
                     self._forget(_attempt(sequence), sequence.choice)
+        self._hand_back()
         self._flush()
+
+    def _hand_back(self) -> None:
+        """Tell of the sequences that have lost their blocks: behind all their tokens."""
+        for sequence in self.context.engine.scheduler.take_handed_back():
+            kept = self._sequences.get(_attempt(sequence), {})
+            if sequence not in kept.values():
+                continue
+            self._forget(_attempt(sequence), sequence.choice)
+            spec = sequence.spec
+            output = TokenOutput(
+                spec.request_id,
+                spec.attempt,
+                sequence.output_length,
+                (),
+                choice=sequence.choice,
+                handed_back=True,
+            )
+            self.outbox(spec.router_id).put(output)
 
     def on_lost(self, sequences: list[Sequence], error: Exception) -> None:
         """The engine failed: these sequences end with an error."""
@@ -332,6 +362,7 @@ class DecodeRole:
             if deadline <= now:
                 self.abort(attempt)
         self._drop_lost_routers(now)
+        self._hand_back()
         self._flush()
         self.context.control.pump()
 

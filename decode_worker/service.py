@@ -47,15 +47,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def StreamTokens(  # noqa: N802
         self, request: decode_pb2.StreamTokensRequest, context: Context
     ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
-        """See decode.proto. An empty message goes out every heartbeat."""
+        """See decode.proto. Without tokens an empty message says that the worker lives."""
         role = self._role
         outbox = role.outbox(request.router_id)
         reader = outbox.open()
-        heartbeat_s = role.context.settings.config.heartbeat_s
         try:
             yield self._message([])
             while not role.closing:
-                await outbox.wait(heartbeat_s)
+                busy = role.has_work_of(request.router_id)
+                await outbox.wait(role.beats.next_s(busy=busy))
                 if not outbox.is_current(reader):
                     return
                 yield self._message(outbox.take())

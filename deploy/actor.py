@@ -1,6 +1,6 @@
 """The one Ray actor class: it houses a worker process, whichever role that plays.
 
-States: starting → serving → (stopping → gone | failed → gone); starting → failed to start.
+States: starting → serving → (stopping → gone | drained, failed → gone); starting → failed to start.
 One that has failed to start stays until somebody ends it, so that ``ready`` can say why. The next
 life in its slot is another actor, which the supervisor has Ray start.
 
@@ -47,6 +47,7 @@ class ActorSettings(BaseModel):
     slot: str
     model_path: str
     model_name: str
+    draft_model_path: str
     redis_url: str
     cluster_id: str
     threads: int
@@ -115,9 +116,13 @@ class WorkerActor:
                 self._started.set_exception(error)
                 return
             end_process()
-        if not self._stopping:
-            log.error("worker %s ended unasked", self._settings.slot)
-            end_process()
+        if self._stopping:
+            return
+        if self._process is not None and self._process.drained:
+            log.info("worker %s was drained", self._settings.slot)
+            end_process(0)
+        log.error("worker %s ended unasked", self._settings.slot)
+        end_process()
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -130,6 +135,7 @@ class WorkerActor:
             )
             await self._process.run()
             watch.cancel()
+        await self._process.ended()
         if self._stopping:
             # The loop must not end under it; stop() itself holds the deadline.
             await self._left.wait()
@@ -152,6 +158,7 @@ def _build(settings: ActorSettings) -> WorkerProcess:
         cluster_id=settings.cluster_id,
         threads=settings.threads,
         core_board=settings.core_board,
+        draft_model_path=settings.draft_model_path,
         number=settings.number,
         workers_here=settings.workers_here,
     )
@@ -193,8 +200,8 @@ def _is_alive(pid: int, started: float) -> bool:
         return False
 
 
-def end_process() -> NoReturn:
+def end_process(code: int = 1) -> NoReturn:
     """At once, whatever its threads do."""
     # Not sys.exit: Ray would catch it, and threads inside torch would keep the process.
     logging.shutdown()
-    os._exit(1)
+    os._exit(code)

@@ -70,12 +70,12 @@ class Child:
         """Wait for its end, however long that takes; says how it ended."""
         return _describe(await self._process.wait())
 
-    async def end(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL if it has not ended after ``grace_s`` seconds."""
+    async def end(self, grace_s: float, number: signal.Signals = signal.SIGTERM) -> None:
+        """The signal ``number``, and SIGKILL if it has not ended after ``grace_s`` seconds."""
         if not self.running:
             return
         with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+            self._process.send_signal(number)
         try:
             async with asyncio.timeout(grace_s):
                 await self._process.wait()

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from deploy import worker_commands
+
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
@@ -26,6 +28,8 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+app.command()(worker_commands.drain)
+app.command()(worker_commands.role)
 bench_app = typer.Typer(help="Benchmarks on this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
@@ -94,6 +98,23 @@ def up(
         str | None,
         typer.Option(help="The KV cache: auto (as --dtype), int8 or fp8. Default: auto."),
     ] = None,
+    kv_host_mib: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Host memory of a worker for KV blocks that a GPU evicts, in MiB. Default: 0.",
+        ),
+    ] = None,
+    kv_disk_mib: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Disk of a worker for KV blocks that memory evicts, in MiB. Default: 0."
+        ),
+    ] = None,
+    kv_disk_path: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Where these lie. Default: kv in Baton's cache."),
+    ] = None,
     deterministic: Annotated[
         bool | None,
         typer.Option(
@@ -104,8 +125,17 @@ def up(
     drafter: Annotated[
         str | None,
         typer.Option(
-            help="What guesses tokens that a decode step checks: ngram (where text repeats) or"
-            " none. Answers are the same. Default: ngram."
+            help="What guesses tokens that a decode step checks: ngram (where text repeats), draft"
+            " (a smaller model), eagle, medusa (heads trained for the model), none, or auto: ngram"
+            " on CPUs, none on GPUs. Answers are the same. Default: auto."
+        ),
+    ] = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|PATH",
+            help="The smaller model of --drafter draft, which must have the same tokens, or the"
+            " folder of the heads of --drafter eagle or medusa.",
         ),
     ] = None,
     transport: Annotated[
@@ -163,8 +193,12 @@ def up(
         dtype=dtype,
         quantization=quantization,
         kv_dtype=kv_dtype,
+        kv_host_mib=kv_host_mib,
+        kv_disk_mib=kv_disk_mib,
+        kv_disk_path=kv_disk_path,
         deterministic=deterministic,
         drafter=drafter,
+        draft_model=draft_model,
         transport=transport,
         redis_url=redis_url,
         gcs_store=gcs_store,
@@ -658,6 +692,10 @@ def bench_speculation(
         str, typer.Option(help="Weights, as for `baton up`: auto, none, int8, int4 or fp8.")
     ] = "auto",
     drafter: Annotated[str, typer.Option(help="What is compared with none.")] = "ngram",
+    draft_model: Annotated[
+        str,
+        typer.Option(metavar="NAME|PATH", help="As for `baton up`."),
+    ] = "",
     categories: Annotated[
         str, typer.Option(help="Out of those of the files, and copy. Default: all.")
     ] = "",
@@ -678,6 +716,7 @@ def bench_speculation(
     """Tokens a second with and without drafts, of one engine on the CPU, without a cluster."""
     from baton.errors import BatonError  # noqa: PLC0415
     from deploy import model_store  # noqa: PLC0415
+    from deploy.drafter_folder import drafter_folder  # noqa: PLC0415
     from engine.engine import EngineSettings  # noqa: PLC0415
     from loadtest.speculation import SpeculationSettings  # noqa: PLC0415
     from loadtest.speculation import bench_speculation as run_bench  # noqa: PLC0415
@@ -692,6 +731,7 @@ def bench_speculation(
             threads=threads,
             quantization=quantization,
             drafter=drafter,
+            draft_model=drafter_folder(drafter, draft_model, say) if draft_model else None,
         )
         settings = SpeculationSettings(
             engine,
@@ -854,6 +894,41 @@ def bench_grammar(
     try:
         path = model_store.resolve(model, say, "auto").path
         run_bench(GrammarBenchSettings(path, steps=steps, output=output), say, Console())
+    except BatonError as error:
+        _fail(error.message)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@bench_app.command("tiers")
+def bench_tiers(
+    model: Annotated[
+        str,
+        typer.Option(help="As for `baton up`. Default: smollm2-135m-instruct.", show_default=False),
+    ] = "smollm2-135m-instruct",
+    prompt_tokens: Annotated[int, typer.Option(min=64, help="Length of a prompt.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, help="Prompts that come back, of each kind.")] = 5,
+    folder: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="On the disk to measure. Default: a temporary one."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+    ] = None,
+) -> None:
+    """How soon a prompt begins whose KV is computed, in the pool, in host memory, or on disk."""
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy import model_store  # noqa: PLC0415
+    from loadtest.tier_bench import TierBenchSettings  # noqa: PLC0415
+    from loadtest.tier_bench import bench_tiers as run_bench  # noqa: PLC0415
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    try:
+        path = model_store.resolve(model, say, "auto").path
+        settings = TierBenchSettings(path, prompt_tokens, rounds, folder, output)
+        run_bench(settings, say, Console())
     except BatonError as error:
         _fail(error.message)
     except KeyboardInterrupt:

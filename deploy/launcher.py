@@ -30,6 +30,7 @@ from deploy.cluster_keys import forget_cluster
 from deploy.cluster_mark import ClusterMark
 from deploy.cluster_state import ClusterState
 from deploy.daemon_thread import DaemonThread
+from deploy.drafter_folder import drafter_folder
 from deploy.gcs_store import EMBEDDED, GcsStore, check_gcs_store
 from deploy.guardian import Guardian
 from deploy.model_store import ResolvedModel
@@ -84,12 +85,15 @@ class Launcher:
         self._config = config
         self._progress = progress
         self._signals = 0
+        self._drains = False
+        """Whether requests may end first."""
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._pids: dict[str, int] = {}
         self._calls = DaemonThread("ray calls")
         """Makes those that block while Ray's control store is away."""
         self._redis_url = config.redis_url
+        self._draft_model_path = ""
         self._ready = False
         self._gcs_store: GcsStore | None = None
         self.hanging = False
@@ -112,10 +116,12 @@ class Launcher:
 
     def _take_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         self._signals += 1
+        # Whoever sits before the terminal does not want to wait; whoever stops a service does.
+        self._drains = self._drains or number == signal.SIGTERM
         (self._stop if self._signals == 1 else self._hurry).set()
 
     async def _run_in(self, run: RunDirectory) -> int:
@@ -204,6 +210,11 @@ class Launcher:
             model = await thread.call(
                 lambda: model_store.resolve(config.model, tell, config.quantization)
             )
+            if config.draft_model:
+                draft = await thread.call(
+                    lambda: drafter_folder(config.drafter, config.draft_model, tell)
+                )
+                self._draft_model_path = str(draft)
         served = self._config.served_model_name or model.name
         return ResolvedModel(served, model.path)
 
@@ -264,6 +275,7 @@ class Launcher:
             slot=slot,
             model_path=str(self._model.path),
             model_name=self._model.name,
+            draft_model_path=self._draft_model_path,
             redis_url=self._redis_url,
             cluster_id=self._mark.cluster_id,
             threads=pool.threads or _share_of_cores(self._config),
@@ -382,7 +394,8 @@ class Launcher:
 
     async def _end_in_order(self) -> None:
         parts = self._parts
-        stops = [router.stop() for router in parts.routers]
+        drain_s = self._config.drain_deadline_s if self._drains and self._ready else None
+        stops = [router.stop(drain_s) for router in parts.routers]
         if parts.supervisor is not None:
             # Before the workers leave: it would start others.
             stops.append(parts.supervisor.stop(_WORKER_STOP_S))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 from typing import NoReturn
 
@@ -105,10 +106,14 @@ class RouterProcess:
                 f"{self.name} is not healthy after {_HEALTHY_S:.0f} s: {last[0]}"
             ) from None
 
-    async def stop(self) -> None:
-        """SIGTERM, and SIGKILL after 8 seconds."""
-        if self._child is not None:
-            await self._child.end(_STOP_S)
+    async def stop(self, drain_s: float | None = None) -> None:
+        """End it, with time for its requests where ``drain_s`` says how much; SIGKILL 8 s later."""
+        if self._child is None:
+            return
+        if drain_s is None:
+            await self._child.end(_STOP_S, signal.SIGINT)
+        else:
+            await self._child.end(drain_s + _STOP_S)
 
     async def _healthy(self, last: list[str]) -> None:
         # Each try a new connection: the kernel may pick another process for it.

@@ -22,6 +22,8 @@ from deploy.slot_board import SlotBoard, Supervision
 
 _DEADLINE_S = 5.0
 _UNKNOWN = "-"
+_COUNTS = {"baton_sequences": "state", "baton_kv_blocks": "state", "baton_kv_tier_blocks": "tier"}
+"""The metrics that are shown, and the label by which each is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,9 @@ class WorkerRow:
     free_blocks: int
     used_blocks: int
     cached_blocks: int
+    host_blocks: int = 0
+    """In the tiers behind the pool."""
+    disk_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +119,8 @@ def rows_from_registry(records: Iterable[WorkerRecord]) -> tuple[WorkerRow, ...]
             free_blocks=record.load.free_blocks,
             used_blocks=record.load.used_blocks,
             cached_blocks=record.load.cached_blocks,
+            host_blocks=record.load.host_blocks,
+            disk_blocks=record.load.disk_blocks,
         )
         for record in records
     ]
@@ -124,11 +131,12 @@ def rows_from_metrics(page: str) -> tuple[WorkerRow, ...]:
     """The workers as a /metrics/cluster page shows them; it knows no addresses."""
     counts: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for family in text_string_to_metric_families(page):
-        if family.name not in ("baton_sequences", "baton_kv_blocks"):
+        kind = _COUNTS.get(family.name)
+        if kind is None:
             continue
         for sample in family.samples:
             worker = sample.labels["worker"], sample.labels["role"]
-            counts[worker][sample.labels["state"]] = int(sample.value)
+            counts[worker][sample.labels[kind]] = int(sample.value)
     return tuple(
         WorkerRow(
             slot=slot,
@@ -140,6 +148,8 @@ def rows_from_metrics(page: str) -> tuple[WorkerRow, ...]:
             free_blocks=count["free"],
             used_blocks=count["used"],
             cached_blocks=count["cached"],
+            host_blocks=count["host"],
+            disk_blocks=count["disk"],
         )
         for (slot, role), count in sorted(counts.items())
     )
@@ -199,15 +209,21 @@ def slots_table(status: Status) -> Table:
 
 
 def table(status: Status) -> Table:
-    """The workers as a table; the last three columns count KV blocks."""
+    """The workers as a table; from ``free`` on the columns count KV blocks.
+
+    Tiers are shown where a worker has blocks in one.
+    """
     drawn = Table(box=None, pad_edge=False)
     for name in ("slot", "role", "state", "address"):
         drawn.add_column(name, no_wrap=True, overflow="fold")
-    for name in ("running", "waiting", "free", "used", "cached"):
+    has_tiers = any(row.host_blocks or row.disk_blocks for row in status.workers)
+    tiers = ("in host memory", "on disk") if has_tiers else ()
+    for name in ("running", "waiting", "free", "used", "cached", *tiers):
         drawn.add_column(name, justify="right")
     for row in status.workers:
         counts = (row.running, row.waiting, row.free_blocks, row.used_blocks, row.cached_blocks)
-        drawn.add_row(row.slot, row.role, row.state, row.address, *map(str, counts))
+        behind = (row.host_blocks, row.disk_blocks) if has_tiers else ()
+        drawn.add_row(row.slot, row.role, row.state, row.address, *map(str, (*counts, *behind)))
     return drawn
 
 

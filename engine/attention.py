@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch.nn.attention.bias import causal_lower_right
 
-from engine.kv_cache import KvCache
+from engine.kv_cache import KvGroup
 from engine.plan import PlanRow
 
 _TILE = 256
@@ -114,7 +114,7 @@ def attend(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    cache: KvCache,
+    cache: KvGroup,
     layer: int,
     meta: AttentionMeta,
     *,
@@ -148,7 +148,7 @@ def _attend_chunk(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    cache: KvCache,
+    cache: KvGroup,
     layer: int,
     chunk: ChunkMeta,
     scoring: Scoring,
@@ -211,7 +211,7 @@ def _attend_tile(
 
 
 def _attend_singles(
-    queries: torch.Tensor, cache: KvCache, layer: int, meta: AttentionMeta, scoring: Scoring
+    queries: torch.Tensor, cache: KvGroup, layer: int, meta: AttentionMeta, scoring: Scoring
 ) -> torch.Tensor:
     """Attention of sequences with one query token each: [sequences, heads, head_dim]."""
     tables, mask = meta.decode_tables, meta.decode_mask

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 
 class OutOfBlocks(Exception):
@@ -35,6 +36,19 @@ class BlockCounts:
     quarantined: int
 
 
+class CacheWatcher(Protocol):
+    """Whoever copies cached blocks elsewhere. What it does must not change the pool."""
+
+    def idle(self, block: int) -> None:
+        """A block has become cached: from now on it may be evicted."""
+
+    def busy(self, block: int) -> None:
+        """A cached block has been pinned."""
+
+    def evicted(self, block: int) -> None:
+        """A cached block is about to be forgotten, and will hold something else."""
+
+
 class BlockPool:
     """The blocks 0 … ``total - 1`` of one cache group."""
 
@@ -49,6 +63,7 @@ class BlockPool:
         self._leading_of: dict[int, tuple[bytes, ...]] = {}
         self._leading: Counter[bytes] = Counter()
         self._changed: dict[bytes, bool] = {}
+        self.watcher: CacheWatcher | None = None
 
     @property
     def available(self) -> int:
@@ -74,15 +89,33 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def holds(self, digest: bytes) -> bool:
+        """Whether the prefix index is to know of a hash."""
+        return digest in self._block_of or digest in self._leading
+
+    def holder(self, digest: bytes) -> int | None:
+        """The block that is found by a hash."""
+        return self._block_of.get(digest)
+
+    def contents(self, block: int) -> tuple[bytes, tuple[bytes, ...]]:
+        """The hash of a findable block, and those of the shorter prefixes that end within it."""
+        return self._hash_of[block], self._leading_of.get(block, ())
+
     def evictable(self, blocks: Iterable[int]) -> int:
         """How many of ``blocks`` count as available now and will not once they are pinned."""
         return sum(1 for block in blocks if self._references[block] == 0)
+
+    def is_shared(self, block: int) -> bool:
+        """Whether it has several users."""
+        return self._references[block] > 1
 
     def pin(self, blocks: Iterable[int]) -> None:
         """One more user of each block, which must be used or cached."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._cached[block]
+                if self.watcher is not None:
+                    self.watcher.busy(block)
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -101,6 +134,8 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
+        if self.watcher is not None:
+            self.watcher.evicted(block)
         self._forget(block)
         return block
 
@@ -123,6 +158,8 @@ class BlockPool:
             if self._references[block] == 0:
                 if block in self._hash_of:
                     self._cached[block] = None
+                    if self.watcher is not None:
+                        self.watcher.idle(block)
                 else:
                     self._free.append(block)
 

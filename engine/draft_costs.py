@@ -15,7 +15,7 @@ _MOST = 2.0
 """A step that took more than this many times what was expected was held up: it counts so."""
 _ROW_SHARE = 0.03
 """What a drafted token is taken to cost where nothing is known: this part of the step without
-drafts. Little, so that it is tried."""
+drafts, on a CPU. Little, so that it is tried."""
 _SLOPE_SHARE = 0.5
 """Where steps of fewer and of more sequences are known: this part of what one costs between them.
 Not all of it: rows may be cheap up to some number, and dear behind it."""
@@ -39,7 +39,9 @@ class _Estimate:
 class DraftCosts:
     """See the module's text. Owned by the engine thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, row_share: float = _ROW_SHARE) -> None:
+        """``row_share`` stands for that of a CPU."""
+        self._row_share = row_share
         self._found: dict[int, dict[int, _Estimate]] = {}
         self._step = 0
 
@@ -56,18 +58,18 @@ class DraftCosts:
         estimate.step = self._step
         estimate.seen = min(estimate.seen + 1, _MOST_SEEN)
 
-    def seconds(self, batch: int, most: int) -> list[float] | None:
-        """Of steps with 0, 1, … drafted tokens, to ``most`` or as far as they may be tried.
+    def seconds(self, batch: int, most: int, first_reach: int = _FIRST_REACH) -> list[float] | None:
+        """Of steps with 0, 1, … drafted tokens, to ``most`` or as far as they may be tried:
 
-        None before one without was seen.
+        ``first_reach`` where none was. None before one without was seen.
         """
         known = self._found.get(_rounded(batch))
         if known is None or 0 not in known:
             return None
         self._forget_old(known)
-        reach = _FIRST_REACH + 2 * max(known)
+        reach = first_reach + 2 * max(known)
         costs: list[float] = []
-        least = _ROW_SHARE * known[0].seconds
+        least = self._row_share * known[0].seconds
         for count in range(min(most, reach) + 1):
             found = known.get(_rounded(count))
             # What lies behind one that was tried may be cheap: it is to be tried too.

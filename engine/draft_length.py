@@ -37,7 +37,8 @@ _GAIN_ALONE, _GAIN = 1.02, 1.1
 several. Of many drafts the best by noisy estimates are taken, which promise more than they keep."""
 _PROBE_SHARE = 0.01
 """Of the time, for drafts that do not pay as far as is known."""
-_MOST_IN_A_STEP = 48
+MOST_IN_A_STEP = 48
+"""Drafted tokens, of all sequences together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,35 +48,46 @@ class Proposal:
     sequence_id: int
     evidence: int
     tokens: int
+    drawn: int = 0
+    """So many of its first tokens are guesses of what a running step draws: right or wrong, nothing
+    is gained by them."""
 
 
 class DraftLength:
     """See the module's text."""
 
-    def __init__(self) -> None:
-        self._costs = DraftCosts()
+    def __init__(self, costs: DraftCosts | None = None) -> None:
+        """``costs``: where they are kept, for one who looks at them too."""
+        self._costs = costs or DraftCosts()
         self._levels = [_Level(_guess(level)) for level in range(_LEVELS)]
         self._records: dict[int, _Record] = {}
         self._purse = 0.0
 
-    def choose(self, batch: int, rows: int, proposals: Sequence[Proposal]) -> list[int]:
+    def choose(
+        self,
+        batch: int,
+        rows: int,
+        proposals: Sequence[Proposal],
+        costs: list[float] | None = None,
+    ) -> list[int]:
         """How many tokens of each proposal the next step checks.
 
         ``batch`` sequences decode in it, and ``rows`` tokens are computed without drafts: more than
         ``batch`` where prompts are computed beside them. Such a step is bound by arithmetic.
+        ``costs``, of steps with 0, 1, … drafted tokens, stands for what was observed; then nothing
+        is tried that does not pay.
         """
         lengths = [0] * len(proposals)
-        likely = self._likely(proposals)[:_MOST_IN_A_STEP]
+        likely = self._likely(proposals)[:MOST_IN_A_STEP]
         if not likely:
             return lengths
-        if rows > batch:
-            costs: list[float] | None = [float(rows + n) for n in range(len(likely) + 1)]
-        else:
-            costs = self._costs.seconds(batch, len(likely))
+        probes = costs is None and rows == batch
+        if costs is None:
+            costs = self._step_costs(batch, rows, len(likely))
         if costs is None:
             return lengths
-        count = _best_count(batch, [chance for chance, _ in likely[: len(costs) - 1]], costs)
-        if not count and rows == batch:
+        count = best_count(batch, [chance for chance, _ in likely[: len(costs) - 1]], costs)
+        if not count and probes:
             count = self._probe(costs)
         for _, index in likely[:count]:
             lengths[index] += 1
@@ -97,10 +109,17 @@ class DraftLength:
         """Drop what is known of a sequence."""
         self._records.pop(sequence_id, None)
 
+    def _step_costs(self, batch: int, rows: int, most: int) -> list[float] | None:
+        """In seconds, or in tokens where prompts are computed; None where nothing is known."""
+        if rows > batch:
+            return [float(rows + n) for n in range(most + 1)]
+        return self._costs.seconds(batch, most)
+
     def _likely(self, proposals: Sequence[Proposal]) -> list[tuple[float, int]]:
         """The chance of each token that it is kept, and whose it is; the likeliest first.
 
         Of each draft there is one token at least, however unlikely: it may be tried.
+        Tokens that are drawn already are not among them.
         A token's chance is none above that of the token before it, so that any number of the first
         of them are the first tokens of each draft.
         """
@@ -116,7 +135,8 @@ class DraftLength:
                 chance *= min(_SUREST, likely)
                 if place and chance < _LEAST_LIKELY:
                     break
-                found.append((chance, index))
+                if place >= proposal.drawn:
+                    found.append((chance, index))
         found.sort(key=lambda item: -item[0])
         return found
 
@@ -130,7 +150,7 @@ class DraftLength:
         return 1
 
 
-def _best_count(batch: int, chances: Sequence[float], costs: Sequence[float]) -> int:
+def best_count(batch: int, chances: Sequence[float], costs: Sequence[float]) -> int:
     """How many of the likeliest tokens bring the most tokens for the time."""
     gain = _GAIN_ALONE if batch == 1 else _GAIN
     best, most = 0, gain * batch / costs[0]

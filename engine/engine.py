@@ -15,18 +15,34 @@ from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.cpu.decoder import cpu_decoder
 from engine.cpu.library import library_build
+from engine.cpu.sampler import cpu_sampler
+from engine.draft_length import MOST_IN_A_STEP
+from engine.draft_model import DraftModel
+from engine.draft_vocabulary import check_vocabulary
+from engine.drafter_heads import HEADS, EagleHead, MedusaHeads, Sampler, load_heads
+from engine.filled_slots import FilledSlots
 from engine.gpu.decoder import gpu_decoder
 from engine.gpu.graphs import GRAPH_BYTES
 from engine.gpu.runner import GpuRunner
-from engine.kv_cache import Allocate, KvCache, block_bytes
+from engine.gpu.speculation import make_overlap_speculation
+from engine.kv_cache import Allocate, KvCache, KvGroup, block_bytes
 from engine.kv_quantization import kv_dtype, kv_dtype_name
 from engine.model import DecoderModel
 from engine.model_config import ModelConfig, load_model_config
+from engine.model_drafter import ModelDrafter
+from engine.model_speculation import ModelSpeculation
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.quantization.packed_cache import PackedCache
 from engine.runner import ModelRunner
+from engine.sampling import sample
 from engine.scheduler import SCORED_TOKENS, Scheduler, SchedulerLimits
-from engine.speculation import DRAFTERS, MOST_DRAFT_TOKENS, make_speculation
+from engine.speculation import (
+    DRAFTERS,
+    MOST_DRAFT_TOKENS,
+    TOKEN_DRAFTERS,
+    StepSpeculation,
+    make_speculation,
+)
 from engine.step import StepModel
 from engine.torch_step import TorchStepModel
 from engine.weights import fingerprint, load_weights, written_at
@@ -67,7 +83,11 @@ class EngineSettings:
     deterministic: bool = False
     """Whether what cannot keep a row's bits the same in every batch is refused."""
     drafter: str = "none"
-    """What guesses tokens, on the CPU: of ``engine.speculation.DRAFTERS``. A GPU takes none yet."""
+    """What guesses tokens: of ``engine.speculation.DRAFTERS``, or ``auto``: ``ngram`` on a CPU, and
+    ``none`` on a GPU."""
+    draft_model: Path | None = None
+    """The smaller model's folder, for the drafter ``draft``; its weights stay as the files hold
+    them. Of ``eagle`` and ``medusa`` the heads' folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +100,8 @@ class Engine:
     scheduler: Scheduler
     fingerprint: str
     """Of what decides the KV: weights, their quantisation, the tokenizer, the lossiest KV type of
-    those that share it, and, where a row's bits are promised, what computes them. Engines with
-    another one share no KV."""
+    those that share it, a drafter's weights if it has KV too, and, where a row's bits are promised,
+    what computes them. Engines with another one share no KV."""
     grammars: CompiledGrammars
     """Those that sequences follow, in the tokens of the model's tokenizer.json."""
 
@@ -108,8 +128,10 @@ def build_engine(settings: EngineSettings, allocate: Allocate | None = None) -> 
     model = DecoderModel(
         config, load_weights(settings.model_path, device, dtype, settings.quantization), device
     )
+    draft = _load_draft(settings, model, device, dtype)
+    draft_config = None if draft is None else draft.config
     kv = kv_dtype(settings.kv_dtype, dtype)
-    size = block_bytes(config, settings.block_size, kv)
+    size = block_bytes(config, settings.block_size, kv, draft_config)
     blocks = _pool_bytes(settings, config, device, dtype) // size
     if blocks < 2:
         advice = (
@@ -120,7 +142,7 @@ def build_engine(settings: EngineSettings, allocate: Allocate | None = None) -> 
         raise ConfigError(
             f"the KV pool holds {max(0, blocks)} blocks of {size} bytes, and needs 2; {advice}"
         )
-    cache = KvCache(config, blocks, settings.block_size, kv, device, allocate)
+    cache = KvCache(config, blocks, settings.block_size, kv, device, allocate, draft_config)
     pool = BlockPool(blocks)
     limits = SchedulerLimits(
         block_size=settings.block_size,
@@ -129,23 +151,27 @@ def build_engine(settings: EngineSettings, allocate: Allocate | None = None) -> 
         max_sequences=settings.max_sequences,
         context_length=min(config.context_length, blocks * settings.block_size),
         hash_block_size=settings.hash_block_size,
-        draft_tokens=MOST_DRAFT_TOKENS if _drafts(settings, device) else 0,
+        draft_tokens=MOST_DRAFT_TOKENS if drafter_of(settings, device) != "none" else 0,
     )
     name = fingerprint(settings.model_path, settings.dtype, settings.quantization)
     grammars = grammars_of(
         (settings.model_path / "tokenizer.json").read_text, config.vocab_size, config.eos_ids
     )
-    runner = _runner(model, cache, settings, name, grammars)
+    speculation = _speculation(settings, model, cache, draft)
+    runner = _runner(model, cache, settings, name, grammars, speculation)
     scheduler = Scheduler(pool, limits)
     arithmetic = _arithmetic(device) if settings.deterministic else ""
     lossiest = settings.lossiest_kv_dtype or kv_dtype_name(kv)
-    own = _fingerprint(name, lossiest, arithmetic)
+    own = _fingerprint(name, lossiest, arithmetic, "" if draft is None else draft.name)
     return Engine(config, runner, pool, scheduler, own, grammars)
 
 
-def _fingerprint(weights: str, kv: str, arithmetic: str) -> str:
-    """An engine's, of that of its weights and the KV type's name: 32 hex digits."""
-    text = f"{weights}:{kv}:{arithmetic}"
+def _fingerprint(weights: str, kv: str, arithmetic: str, drafter: str) -> str:
+    """An engine's, of those of its weights and the drafter's and the KV type's name: 32 hex digits.
+
+    ``drafter`` is empty where no drafter has KV.
+    """
+    text = f"{weights}:{kv}:{arithmetic}" + (f":{drafter}" if drafter else "")
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -162,29 +188,96 @@ def _runner(
     settings: EngineSettings,
     name: str,
     grammars: CompiledGrammars,
+    speculation: StepSpeculation | None,
 ) -> ModelRunner:
     """With the fastest step model that there is for the device."""
     device = cache.data.device
-    most = settings.max_sequences
+    most = _most_rows(settings, device)
     gpu_model = gpu_decoder(model, cache, most, deterministic=settings.deterministic)
     if gpu_model is not None:
-        return GpuRunner(gpu_model, cache, device, grammars)
-    packed = PackedCache(cache_dir())
-    key = f"{name}-{written_at(settings.model_path)}"
-    step_model: StepModel | None = cpu_decoder(model, cache, packed, key)
-    step_model = step_model or TorchStepModel(model, cache, device)
+        drafts = make_overlap_speculation(drafter_of(settings, device))
+        return GpuRunner(gpu_model, cache, device, grammars, drafts)
+    step_model = _step_model(model, cache, settings.model_path, name)
     if settings.deterministic:
         _check_deterministic(step_model, settings)
-    speculation = make_speculation(settings.drafter) if _drafts(settings, device) else None
     return ModelRunner(step_model, cache, device, grammars, speculation)
 
 
-def _drafts(settings: EngineSettings, device: torch.device) -> bool:
-    """Whether the engine drafts. Raises ConfigError for a drafter that there is not."""
+def _step_model(model: DecoderModel, cache: KvGroup, folder: Path, name: str) -> StepModel:
+    """The CPU's own decoder where it has what the model needs; ``name`` is the weights'."""
+    key = f"{name}-{written_at(folder)}"
+    found = cpu_decoder(model, cache, PackedCache(cache_dir()), key)
+    return found or TorchStepModel(model, cache, cache.data.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A smaller model that guesses."""
+
+    config: ModelConfig
+    model: DecoderModel
+    folder: Path
+    name: str
+    """Its weights' fingerprint."""
+
+    def drafter(self, target: DecoderModel, cache: KvCache, sampler: Sampler) -> ModelDrafter:
+        """Over the cache's group ``drafter``."""
+        assert cache.drafter is not None, "a draft model has a group of the cache"
+        step_model = _step_model(self.model, cache.drafter, self.folder, self.name)
+        filled = FilledSlots(cache.drafter)
+        return DraftModel(step_model, filled, self.config.context_length, sampler)
+
+
+def _load_draft(
+    settings: EngineSettings, target: DecoderModel, device: torch.device, dtype: torch.dtype
+) -> _Draft | EagleHead | MedusaHeads | None:
+    """The drafter's model, where there is one. Raises ConfigError where it cannot be served."""
+    if drafter_of(settings, device) not in ("draft", *HEADS):
+        return None
+    folder = settings.draft_model
+    if folder is None:
+        raise ConfigError(f"drafter {settings.drafter} needs a draft_model")
+    if settings.drafter in HEADS:
+        return load_heads(settings.drafter, folder, target, device, settings.dtype)
+    found = load_model_config(folder)
+    check_vocabulary(settings.model_path, target.config, folder, found)
+    model = DecoderModel(found, load_weights(folder, device, dtype), device)
+    return _Draft(found, model, folder, fingerprint(folder, settings.dtype))
+
+
+def _speculation(
+    settings: EngineSettings,
+    target: DecoderModel,
+    cache: KvCache,
+    draft: _Draft | EagleHead | MedusaHeads | None,
+) -> StepSpeculation | None:
+    if draft is None:
+        return make_speculation(drafter_of(settings, cache.data.device))
+    sampler = cpu_sampler()
+    drafter = draft.drafter(target, cache, sample if sampler is None else sampler.sample)
+    return ModelSpeculation(drafter)
+
+
+def drafter_of(settings: EngineSettings, device: torch.device) -> str:
+    """What guesses tokens: of ``DRAFTERS``. Raises ConfigError for one that there is not."""
+    if settings.drafter == "auto":
+        # On a GPU no drafter was measured yet.
+        return "ngram" if device.type == "cpu" else "none"
     if settings.drafter not in DRAFTERS:
-        known = ", ".join(DRAFTERS)
+        known = ", ".join(("auto", *DRAFTERS))
         raise ConfigError(f"drafter {settings.drafter!r} is unknown; known: {known}")
-    return settings.drafter != "none" and device.type == "cpu"
+    if device.type != "cpu" and settings.drafter not in TOKEN_DRAFTERS:
+        raise ConfigError(
+            f"drafter {settings.drafter} runs on CPUs alone; known on a GPU: auto,"
+            f" {', '.join(TOKEN_DRAFTERS)}"
+        )
+    return settings.drafter
+
+
+def _most_rows(settings: EngineSettings, device: torch.device) -> int:
+    """Of a step of sequences that decode: a token of a draft is a row of its own."""
+    drafted = MOST_IN_A_STEP if drafter_of(settings, device) != "none" else 0
+    return settings.max_sequences + drafted
 
 
 def _check_deterministic(step_model: StepModel, settings: EngineSettings) -> None:
@@ -256,17 +349,17 @@ def _pool_bytes(
     # taken its share yet.
     free, total = torch.cuda.mem_get_info(device)
     taken = torch.cuda.memory_allocated(device) + _activation_bytes(
-        config, _chunk_tokens(settings, device), settings.max_sequences, dtype
+        config, _chunk_tokens(settings, device), _most_rows(settings, device), dtype
     )
     taken += GRAPH_BYTES
     return min(int(total * settings.gpu_memory_fraction) - taken, int(free * 0.95))
 
 
 def _activation_bytes(
-    config: ModelConfig, chunk_tokens: int, max_sequences: int, dtype: torch.dtype
+    config: ModelConfig, chunk_tokens: int, most_rows: int, dtype: torch.dtype
 ) -> int:
     """A bound on a step's intermediate tensors: residual and attention, MLP, logits in fp32."""
     per_token = (8 * config.hidden_size + 4 * config.intermediate_size) * dtype.itemsize
     mask = chunk_tokens * config.context_length
-    rows = max_sequences + SCORED_TOKENS
+    rows = most_rows + SCORED_TOKENS
     return chunk_tokens * per_token + mask + 3 * 4 * rows * config.vocab_size

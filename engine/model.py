@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from engine.attention import AttentionMeta, attend
 from engine.experts import Experts, mix_experts
 from engine.families import FAMILIES, ExpertNames, NormPlacement
-from engine.kv_cache import KvCache
+from engine.kv_cache import KvGroup
 from engine.linear import Linear
 from engine.mlp import GatedMlp, gated_mlp
 from engine.model_config import ExpertsConfig, ModelConfig
@@ -50,6 +50,10 @@ class Layer:
     mlp_norm: torch.Tensor | None
     mlp_post_norm: torch.Tensor | None
     mlp: GatedMlp | Experts
+    feature_norm: torch.Tensor | None = None
+    """Of an EAGLE layer (engine/eagle_model.py): the norm of the features beside the embeddings."""
+    residual_normed: bool = False
+    """Whether the residual stream of such a layer begins with the normed features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,9 @@ class Batch:
 
 class DecoderModel:
     """Computes hidden states and logits; holds no state but its weights."""
+
+    combine: Linear | None = None
+    """Of an EAGLE head (engine/eagle_model.py): makes a feature of what went into some layers."""
 
     def __init__(
         self, config: ModelConfig, weights: Mapping[str, Matrix], device: torch.device
@@ -89,11 +96,16 @@ class DecoderModel:
         """fp32 [context_length, 2, rotary_dim / 2] each."""
 
     def hidden_states(
-        self, batch: Batch, cache: KvCache, layer_done: Callable[[int], None] | None = None
+        self,
+        batch: Batch,
+        cache: KvGroup,
+        layer_done: Callable[[int], None] | None = None,
+        layer_input: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         """Compute a step's tokens and store their KV. Returns fp32 [tokens, hidden_size].
 
-        ``layer_done`` is told of each layer once its KV is stored.
+        ``layer_done`` is told of each layer once its KV is stored, ``layer_input`` of what goes
+        into each layer, and with the number of layers of what is returned: nobody changes these.
 
         The residual stream is fp32 whatever the weights are: in bf16 its rounding would be about
         half of the logits' error, and it is too small to cost time.
@@ -101,6 +113,8 @@ class DecoderModel:
         x = self._embed(batch.token_ids)
         rotations = [table[batch.positions] for table in self.ropes]
         for index, layer in enumerate(self.layers):
+            if layer_input is not None:
+                layer_input(index, x)
             rope = self.config.layer_ropes[index]
             rotation = rotations[rope] if rope >= 0 else None
             h = self._before(x, layer.attention_norm)
@@ -110,6 +124,8 @@ class DecoderModel:
             x = x + self._after(attended, layer.attention_post_norm)
             mixed = self._mlp(self._before(x, layer.mlp_norm), layer.mlp)
             x = x + self._after(mixed, layer.mlp_post_norm)
+        if layer_input is not None:
+            layer_input(len(self.layers), x)
         return x
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -139,7 +155,7 @@ class DecoderModel:
         layer: Layer,
         index: int,
         batch: Batch,
-        cache: KvCache,
+        cache: KvGroup,
         rotation: torch.Tensor | None,
     ) -> torch.Tensor:
         config = self.config

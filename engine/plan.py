@@ -20,6 +20,8 @@ class NewSequence:
     """Tokens that end the sequence; forbidden before ``min_tokens``."""
     choice: int = 0
     """Which of its request's answers it is: enters the noise."""
+    takes_prompt: bool = True
+    """Whether a drafter may take the prompt in as it is computed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from baton.compiled_grammars import CompiledGrammars
-from baton.sampling_params import SamplingParams
-from engine.cpu.decoder import CoreShare, CpuDecoder
+from engine.cpu.decoder import CpuDecoder
 from engine.cpu.logprobs import cpu_logprobs
 from engine.cpu.sampler import cpu_sampler
 from engine.grammar_rows import GrammarRows
+from engine.known_sequence import KnownSequence
 from engine.kv_cache import KvCache
 from engine.logprobs import token_logprobs
+from engine.model_drafter import ComputedRow
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
-from engine.sampling import SampleRow, sample
-from engine.speculation import DraftedRow, Speculation, kept_tokens, with_place
-from engine.step import StepInput, StepModel
+from engine.sampling import SampleRow, draw_of, sample
+from engine.speculation import DraftedRow, StepSpeculation, kept_tokens, with_place
+from engine.step import CoreShare, StepInput, StepModel
 from engine.step_work import StepFound, StepWork, found_of
 
 Ending = Callable[[], StepResult]
-
-
-@dataclass(slots=True)
-class _Known:
-    """The engine's own copy of a sequence: its tokens run ahead of the control loop's by a step."""
-
-    token_ids: list[int]
-    prompt_length: int
-    sampling: SamplingParams
-    stop_ids: tuple[int, ...]
-    choice: int
 
 
 class ModelRunner:
@@ -48,7 +37,7 @@ class ModelRunner:
         cache: KvCache,
         device: torch.device,
         grammars: CompiledGrammars | None = None,
-        speculation: Speculation | None = None,
+        speculation: StepSpeculation | None = None,
     ) -> None:
         """Without ``grammars`` a sequence that has one fails; without ``speculation`` each gets one
 
@@ -61,7 +50,7 @@ class ModelRunner:
         self._sampler = cpu_sampler() if device.type == "cpu" else None
         self._sample = self._sampler.sample if self._sampler is not None else sample
         self._scorer = (cpu_logprobs() if device.type == "cpu" else None) or token_logprobs
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, KnownSequence] = {}
         self._speculation = speculation
 
     @torch.inference_mode()
@@ -78,10 +67,8 @@ class ModelRunner:
         drafted = sum(len(row.draft) for row in rows)
         if self._speculation is not None and plan.decodes_only:
             self._speculation.observe(len(rows), drafted, seconds)
-        kept = zip(rows, found.token_ids, strict=True)
-        accepted = sum(len(tokens) - 1 for row, tokens in kept if row.draft)
         failed = self._failed(plan.rows)
-        return result_of(plan, found, seconds, failed, drafted, accepted)
+        return result_of(plan, found, seconds, failed, drafted, accepted_of(rows, found))
 
     def start(self, plan: StepPlan) -> Ending:
         """Begin a step; what is returned waits for its end, and may be called on another thread."""
@@ -90,8 +77,11 @@ class ModelRunner:
 
     @property
     def layers_done(self) -> int:
-        """See ``StepModel``."""
-        return self.model.layers_done
+        """See ``StepModel``; a drafter's part of the blocks comes with the last layer."""
+        done = self.model.layers_done
+        if self._speculation is not None and self._speculation.watches:
+            return min(done, self.cache.data.shape[1] - 1)
+        return done
 
     def clear_progress(self) -> None:
         """See ``StepModel``."""
@@ -100,6 +90,8 @@ class ModelRunner:
     def use_threads(self, threads: int) -> None:
         """How many threads the next steps take, where the model can change that between steps."""
         self.model.use_threads(threads)
+        if self._speculation is not None:
+            self._speculation.use_threads(threads)
         if self._sampler is not None:
             self._sampler.use_threads(threads)
 
@@ -107,6 +99,18 @@ class ModelRunner:
         """Share the host's cores with other engines, where the model can."""
         if isinstance(self.model, CpuDecoder):
             self.model.share_cores(share)
+        if self._speculation is not None:
+            self._speculation.share_cores(share)
+
+    @property
+    def speculation(self) -> StepSpeculation | None:
+        """What drafts; None where nothing does."""
+        return self._speculation
+
+    def takes_prompt(self) -> bool:
+        """Whether a drafter is to take in another sequence's prompt. Any thread may ask."""
+        speculation = self._speculation
+        return speculation is not None and speculation.takes_prompt()
 
     @property
     def drafter(self) -> str:
@@ -128,9 +132,8 @@ class ModelRunner:
         self.cache.copy(plan.copies)
 
     def _learn(self, new: NewSequence) -> None:
-        self._known[new.sequence_id] = _Known(
-            list(new.token_ids), new.prompt_length, new.sampling, new.stop_ids, new.choice
-        )
+        known = self._known[new.sequence_id] = KnownSequence.of(new)
+        known.takes_prompt = new.takes_prompt and self.takes_prompt()
         self._grammars.learn(new)
 
     def _failed(self, rows: tuple[PlanRow, ...]) -> tuple[tuple[int, str], ...]:
@@ -140,10 +143,14 @@ class ModelRunner:
 
     def _drafted(self, rows: Iterable[PlanRow]) -> list[DraftedRow]:
         """The rows as they are computed: where their sequences are by now, and with drafts."""
-        placed = [DraftedRow(self._placed(row), ()) for row in rows]
+        placed = self._undrafted(rows)
         if self._speculation is None:
             return placed
-        return self._speculation.extend(placed, lambda number: self._known[number].token_ids)
+        return self._speculation.extend(placed, self._known)
+
+    def _undrafted(self, rows: Iterable[PlanRow]) -> list[DraftedRow]:
+        """The rows where their sequences are by now."""
+        return [DraftedRow(self._placed(row), ()) for row in rows]
 
     def _placed(self, row: PlanRow) -> PlanRow:
         """See ``PlanRow``."""
@@ -157,14 +164,22 @@ class ModelRunner:
 
     def _compute(self, rows: Sequence[DraftedRow]) -> StepFound:
         work = self._gather(rows)
-        found = self.model.run(step_of(plan_rows(rows), work))
+        speculation = self._speculation
+        hidden_layers = () if speculation is None else speculation.hidden_layers
+        found = self.model.run(step_of(self._step_rows(rows), work, hidden_layers))
         if found.best is not None:
             drawn = work.draw_best(found.best)
         else:
             assert found.logits is not None, "a step gives the one or the other"
             drawn = self._sample(work.draw_logits(found.logits), self._masked(rows, work.draws))
         tokens = self._kept(rows, drawn)
+        if speculation is not None and speculation.watches:
+            speculation.computed(self._computed(rows, tokens), found.hidden)
         return found_of(plan_rows(rows), work, tokens, found.logits, self._scorer)
+
+    def _step_rows(self, rows: Sequence[DraftedRow]) -> tuple[PlanRow, ...]:
+        """The rows as the model is given them: of all together the same tokens in their order."""
+        return plan_rows(rows)
 
     def _masked(self, rows: Sequence[DraftedRow], draws: list[SampleRow]) -> list[SampleRow]:
         """The draws with their grammars' masks: of all choices of a row the same one."""
@@ -220,28 +235,51 @@ class ModelRunner:
             tokens.append(found)
         return tuple(tokens)
 
+    def _computed(
+        self, rows: Sequence[DraftedRow], tokens: tuple[tuple[int, ...], ...]
+    ) -> list[ComputedRow]:
+        """The rows as a drafter is told of them; ``tokens`` are what each has brought."""
+        computed = []
+        first = 0
+        for drafted, found in zip(rows, tokens, strict=True):
+            row, count = drafted.row, len(drafted.draft)
+            kept = len(found) - 1 if count else 0
+            known = self._known[row.sequence_id]
+            computed.append(ComputedRow(row, known, row.count - count + kept, count, first))
+            first += row.count
+        return computed
+
 
 def plan_rows(rows: Sequence[DraftedRow]) -> tuple[PlanRow, ...]:
     """The rows as they are computed."""
     return tuple(drafted.row for drafted in rows)
 
 
-def _draws(known: _Known, draft: tuple[int, ...]) -> list[SampleRow]:
+def accepted_of(rows: Sequence[DraftedRow], found: StepFound) -> int:
+    """How many drafted tokens were right, of all rows."""
+    kept = zip(rows, found.token_ids, strict=True)
+    return sum(len(tokens) - 1 for row, tokens in kept if row.draft)
+
+
+def _draws(known: KnownSequence, draft: tuple[int, ...]) -> list[SampleRow]:
     """Of a sequence's next token, and of each behind a token of the draft as if it were right."""
     return [
-        _draw_of(known, [*known.token_ids, *draft[:place]] if place else known.token_ids)
+        draw_of(known, [*known.token_ids, *draft[:place]] if place else known.token_ids)
         for place in range(len(draft) + 1)
     ]
 
 
-def _choices(known: _Known, count: int) -> list[SampleRow]:
+def _choices(known: KnownSequence, count: int) -> list[SampleRow]:
     """Of the first tokens of a sequence's choices, its own first."""
-    return [_draw_of(known, known.token_ids, known.choice + n) for n in range(count)]
+    return [draw_of(known, known.token_ids, known.choice + n) for n in range(count)]
 
 
-def step_of(rows: tuple[PlanRow, ...], work: StepWork) -> StepInput:
+def step_of(
+    rows: tuple[PlanRow, ...], work: StepWork, hidden_layers: tuple[int, ...] = ()
+) -> StepInput:
     """What the model is asked."""
-    return StepInput(rows, work.token_ids, work.outputs, not work.needs_logits)
+    greedy = not work.needs_logits
+    return StepInput(rows, work.token_ids, work.outputs, greedy, hidden_layers)
 
 
 def result_of(
@@ -263,8 +301,3 @@ def result_of(
         found.logprobs,
         found.prompt_logprobs,
     )
-
-
-def _draw_of(known: _Known, token_ids: list[int], choice: int | None = None) -> SampleRow:
-    number = known.choice if choice is None else choice
-    return SampleRow(known.sampling, token_ids, known.prompt_length, known.stop_ids, number)

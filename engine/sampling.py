@@ -1,8 +1,8 @@
 """Drawing the next token: a pure function of the logits row, the parameters and the token ids.
 
-Order: repetition, presence and frequency penalties, logit bias, min_tokens, the grammar's mask,
-then temperature, top_k, top_p, min_p, and the Gumbel-max draw (Maddison et al., 2014) with hashed
-noise.
+Order: repetition, presence and frequency penalties, logit bias, min_tokens and bad words, the
+tokens that are allowed, the grammar's mask, then temperature, top_k, top_p, min_p, and the
+Gumbel-max draw (Maddison et al., 2014) with hashed noise.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from baton.sampling_params import SamplingParams
 from engine.grammar_state import Mask, unpack
+from engine.known_sequence import KnownSequence
 from engine.noise import gumbel, noise_keys
 
 
@@ -40,7 +41,8 @@ class SampleRow:
         """Whether logits are changed by more than a grammar's mask."""
         s = self.sampling
         penalised = s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0
-        return bool(penalised or s.logit_bias or self.held_back)
+        limited = s.allowed_token_ids or s.bad_words
+        return bool(penalised or s.logit_bias or limited or self.held_back)
 
     @property
     def held_back(self) -> tuple[int, ...]:
@@ -48,6 +50,25 @@ class SampleRow:
         output = len(self.token_ids) - self.prompt_length
         has_grammar = self.sampling.grammar is not None
         return () if has_grammar or output >= self.sampling.min_tokens else self.stop_ids
+
+    @property
+    def forbidden(self) -> tuple[int, ...]:
+        """What may not be drawn here: those that are held back, and the last tokens of bad words
+
+        whose other tokens have just come.
+        """
+        ends = (word[-1] for word in self.sampling.bad_words if self._ends_with(word[:-1]))
+        return (*self.held_back, *ends)
+
+    def _ends_with(self, run: tuple[int, ...]) -> bool:
+        begin = len(self.token_ids) - len(run)
+        return begin >= self.prompt_length and tuple(self.token_ids[begin:]) == run
+
+
+def draw_of(known: KnownSequence, token_ids: list[int], choice: int | None = None) -> SampleRow:
+    """The draw of the token behind ``token_ids``, of the sequence's own choice or another one."""
+    number = known.choice if choice is None else choice
+    return SampleRow(known.sampling, token_ids, known.prompt_length, known.stop_ids, number)
 
 
 def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
@@ -85,11 +106,16 @@ def _adjust(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
         ids = torch.tensor([token for token, _ in sampling.logit_bias], device=logits.device)
         bias = torch.tensor([value for _, value in sampling.logit_bias], device=logits.device)
         logits[ids] += bias
-    if row.held_back:
-        logits[list(row.held_back)] = -torch.inf
+    if forbidden := row.forbidden:
+        logits[list(forbidden)] = -torch.inf
+    if sampling.allowed_token_ids:
+        allowed = torch.tensor(sampling.allowed_token_ids, device=logits.device)
+        others = torch.ones_like(logits, dtype=torch.bool)
+        others[allowed] = False
+        logits.masked_fill_(others, -torch.inf)
     if row.mask is not None:
-        allowed = torch.from_numpy(unpack(row.mask, len(logits)))
-        logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
+        masked = torch.from_numpy(~unpack(row.mask, len(logits)))
+        logits.masked_fill_(masked.to(logits.device), -torch.inf)
     return logits
 
 

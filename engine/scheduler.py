@@ -8,6 +8,7 @@ A sequence's life here:
     (a sibling) ─first token sampled from its parent's logits→ running, over shared blocks
     waiting ─admitted→ running ─finished, aborted→ gone
     running ─preempted (blocks ran out)→ waiting, first in line, all KV to be computed again
+    running ─preempted, may be handed back→ gone: its router places it again (``take_handed_back``)
     running ─prefill_only, first token sampled→ held (its blocks are being sent) ─release→ gone
 
 Blocks of a sequence that ends are released when no plan in flight names it any more: until then the
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest
@@ -27,6 +28,7 @@ from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason
 from engine.block_pool import BlockPool, OutOfBlocks
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
+from engine.preemption import victim_of
 from engine.sequence import Sequence
 
 SCORED_TOKENS = 128
@@ -104,7 +106,10 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.held: set[Sequence] = set()
         self.preemptions = 0
+        self.stays: Callable[[Sequence], bool] = _goes
+        """Whether a sequence that loses its blocks has them back here sooner than elsewhere."""
         self._leaving: set[Sequence] = set()
+        self._handed_back: list[Sequence] = []
         self._dropped: list[int] = []
         self._step = 0
         self._plans: dict[int, list[Sequence]] = {}
@@ -290,9 +295,9 @@ class Scheduler:
         while missing > self.pool.available:
             if self._blocks_are_coming():
                 return False
-            victim = self._victim(sequence)
+            candidates = [s for s in self.running if s is sequence or not s.prefill_only]
+            victim = victim_of(candidates, self.pool, self.limits.block_size)
             self.running.remove(victim)
-            self.waiting.appendleft(victim)
             self._preempt(victim)
             if victim is sequence or victim.release_wanted:
                 return False
@@ -335,18 +340,35 @@ class Scheduler:
         """Whether a sequence gives its blocks back as soon as the plans in flight have ended."""
         return bool(self._leaving) or any(s.release_wanted for s in self.waiting)
 
-    def _victim(self, sequence: Sequence) -> Sequence:
-        """The latest arrival. Never one that is ``prefill_only``: its blocks are being sent."""
-        return next(s for s in reversed(self.running) if s is sequence or not s.prefill_only)
-
     def _preempt(self, sequence: Sequence) -> None:
+        """Take the blocks of one that has left the running ones, or that waits."""
         self.preemptions += 1
+        sequence.preemptions += 1
         sequence.preempted = True
+        if sequence.may_be_handed_back and not self.stays(sequence):
+            self._hand_back(sequence)
+            return
+        if sequence not in self.waiting:
+            self.waiting.appendleft(sequence)
         sequence.release_wanted = True
         self._release_if_idle(sequence)
 
+    def _hand_back(self, sequence: Sequence) -> None:
+        """It goes on elsewhere: here it would be computed again beside those that decode."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._handed_back.append(sequence)
+        self._leave(sequence)
+
+    def take_handed_back(self) -> list[Sequence]:
+        """Those that were handed back since this was last asked: they have left."""
+        handed_back, self._handed_back = self._handed_back, []
+        return handed_back
+
     def _strip_last_in_line(self) -> bool:
         """Take the blocks of one that waits, for the one that is first: else both wait for ever."""
+        if self.waiting and self.waiting[0].returning:
+            return False
         for sequence in reversed(self.waiting):
             if sequence is not self.waiting[0] and sequence.block_table:
                 self._preempt(sequence)
@@ -379,6 +401,8 @@ class Scheduler:
             ):
                 continue
             may_go = sequence is self.waiting[0] or sequence.block_table
+            if sequence.returning:
+                continue
             if may_go and not sequence.in_flight and self._take_blocks(sequence):
                 return sequence
         return None
@@ -448,6 +472,7 @@ class Scheduler:
                         sequence.spec.sampling,
                         sequence.stop_ids,
                         sequence.choice,
+                        sequence.takes_prompt,
                     )
                 )
             if row.sample:
@@ -585,6 +610,10 @@ class Scheduler:
             if len(self.running) < self.limits.max_sequences:
                 self.running.append(fork)
                 return
+        elif fork.may_be_handed_back:
+            self.preemptions += 1
+            self._hand_back(fork)
+            return
         self.waiting.appendleft(fork)
 
     def _own_block(self, parent: Sequence) -> int | None:
@@ -633,6 +662,11 @@ class Scheduler:
         count = self.limits.hashes_per_block
         *leading, last = sequence.hashes[index * count : (index + 1) * count]
         return self.pool.register(sequence.block_table[index], last, leading)
+
+
+def _goes(sequence: Sequence) -> bool:
+    """Without tiers behind the pool its blocks are computed again: elsewhere."""
+    return False
 
 
 def _all_ended(sequences: Iterable[Sequence]) -> bool:

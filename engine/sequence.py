@@ -16,7 +16,9 @@ class Sequence:
     too. ``pending`` samples are in flight: tokens that exist for the engine and not yet here.
     ``computed_here`` of the tokens that it came with were computed, in ``compute_s`` seconds: of a
     step's time a sequence has the share that it has of its tokens. With plans in flight ``highest``
-    is the most tokens that it may have when they have ended, drafts included.
+    is the most tokens that it may have when they have ended, drafts included. ``takes_prompt``:
+    whether a drafter may take the prompt in as it is computed. While it is ``returning``, blocks
+    that it lost are on their way back: it keeps its place in line.
 
     A request's answers share the prompt until the first token of each is drawn, all from the same
     logits: ``siblings`` are those that begin then. A fork writes into a block of its own; if its
@@ -40,18 +42,21 @@ class Sequence:
         "known_to_engine",
         "pending",
         "preempted",
+        "preemptions",
         "prefill_only",
         "prompt_logprobs",
         "queue_s",
         "queued_at",
         "registered",
         "release_wanted",
+        "returning",
         "scheduled",
         "sequence_id",
         "siblings",
         "spare",
         "spec",
         "stop_ids",
+        "takes_prompt",
         "token_ids",
     )
 
@@ -93,13 +98,16 @@ class Sequence:
         self.compute_s = 0.0
         self.known_to_engine = False
         self.preempted = False
+        self.preemptions = spec.preemptions
         self.release_wanted = False
+        self.returning = False
         self.finish_reason: FinishReason | None = None
         self.choice = choice
         self.siblings: tuple[Sequence, ...] = ()
         self.copy_of: int | None = None
         self.spare: list[int] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.takes_prompt = True
 
     @property
     def prompt_length(self) -> int:
@@ -116,6 +124,16 @@ class Sequence:
         return len(self.token_ids) + self.pending
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has a token that it did not come with."""
+        return len(self.token_ids) > len(self.spec.token_ids)
+
+    @property
+    def may_be_handed_back(self) -> bool:
+        """Whether its router places it again. One without a token yet is awaited where it is."""
+        return self.spec.hand_back and self.has_begun and not self.prefill_only
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether log probabilities of the prompt's tokens are wanted that are not there yet.
 
@@ -123,8 +141,7 @@ class Sequence:
         """
         if self.spec.sampling.prompt_logprobs is None or self.choice != self.spec.choice:
             return False
-        begun = len(self.token_ids) > len(self.spec.token_ids)
-        return not begun and len(self.prompt_logprobs) < self.prompt_length - 1
+        return not self.has_begun and len(self.prompt_logprobs) < self.prompt_length - 1
 
     def full_hashes(self, hash_block: int) -> list[bytes]:
         """The hashes of all full hash blocks, of that many tokens, of the known tokens."""

@@ -5,15 +5,34 @@ from __future__ import annotations
 import torch
 
 from engine.attention import attention_meta
-from engine.kv_cache import KvCache
+from engine.kv_cache import KvGroup
 from engine.model import Batch, DecoderModel
 from engine.step import StepInput, StepOutput
+
+
+class LayerInputs:
+    """Gathers what goes into some layers: see ``StepInput.hidden_layers``."""
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self._layers = layers
+        self._found: dict[int, torch.Tensor] = {}
+
+    def take(self, layer: int, hidden: torch.Tensor) -> None:
+        """``hidden`` fp32 [tokens, hidden_size] goes into ``layer``."""
+        if layer in self._layers:
+            self._found[layer] = hidden
+
+    def found(self) -> torch.Tensor | None:
+        """fp32 [tokens, layers, hidden_size]; None of no layers."""
+        if not self._layers:
+            return None
+        return torch.stack([self._found[layer] for layer in self._layers], dim=1)
 
 
 class TorchStepModel:
     """The reference implementation of ``engine.step.StepModel``."""
 
-    def __init__(self, model: DecoderModel, cache: KvCache, device: torch.device) -> None:
+    def __init__(self, model: DecoderModel, cache: KvGroup, device: torch.device) -> None:
         self._model = model
         self._cache = cache
         self._device = device
@@ -24,11 +43,17 @@ class TorchStepModel:
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> StepOutput:
-        hidden = self._model.hidden_states(self._batch(step), self._cache, self._layer_done)
+        inputs = LayerInputs(step.hidden_layers)
+        hidden = self._model.hidden_states(
+            self._batch(step),
+            self._cache,
+            self._layer_done,
+            inputs.take if step.hidden_layers else None,
+        )
         logits = self._model.logits(hidden[step.outputs])
         if step.greedy:
-            return StepOutput(logits.argmax(dim=-1).tolist(), None)
-        return StepOutput(None, logits)
+            return StepOutput(logits.argmax(dim=-1).tolist(), None, inputs.found())
+        return StepOutput(None, logits, inputs.found())
 
     def _layer_done(self, layer: int) -> None:
         # On a GPU it has only been asked for.

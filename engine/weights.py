@@ -88,7 +88,9 @@ def iterate_weights(
             elif (kind := _kind_of(name, weight, quantization)) is not None:
                 yield name, quantize(weight.to(device), kind)
             else:
-                yield name, weight.to(device=device, dtype=dtype)
+                # A drafter's table of token ids has no other type than its own.
+                plain = dtype if weight.is_floating_point() else weight.dtype
+                yield name, weight.to(device=device, dtype=plain)
                 if tied and _module(name) in _EMBEDDINGS:
                     yield TIED_HEAD, quantize(weight.to(device), "int8")
 

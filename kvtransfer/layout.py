@@ -4,19 +4,22 @@ On each tensor-parallel rank a block holds codes ``[layer, K/V, head, slot, dim]
 heads, then, where they are int8 or fp8, their scales ``[layer, K/V, head, slot]`` in fp32, then
 what fills it up to a multiple of 64. A *row* is what one slot holds of one head's keys or values in
 one layer: ``head_dim`` codes and, if any, their scale. Rows are counted in the order of the codes,
-so that a row's number gives both its places.
+so that a row's number gives both its places. Behind that lies the drafter's part, if there is one,
+laid out in the same way; behind its codes and scales, at a multiple of 8, an int64 says how many of
+its slots are filled.
 
 Plain Python.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.errors import GeometryMismatch
-from baton.request import Geometry
+from baton.request import Geometry, GroupShape
 
 SCALE_BYTES = 4
+FILLED_BYTES = 8
 _ALIGNMENT = 64
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 _SCALED = frozenset({"int8", "fp8"})
@@ -36,6 +39,8 @@ class KvLayout:
     """``float32``, ``bfloat16``, ``float16``, ``int8`` or ``fp8``."""
     tensor_parallel: int = 1
     """How many ranks share the heads. With more ranks than heads, each head lies on several."""
+    drafter: GroupShape | None = None
+    """The drafter's part, if there is one."""
 
     def __post_init__(self) -> None:
         sizes = (self.block_size, self.layers, self.kv_heads, self.head_dim, self.tensor_parallel)
@@ -49,6 +54,9 @@ class KvLayout:
                 f"{self}: {self.kv_heads} KV heads cannot be shared evenly by "
                 f"{self.tensor_parallel} ranks"
             )
+        if self.drafter is not None:
+            # What the target's part is asked, the drafter's is asked too.
+            self._layout_of(self.drafter)
 
     @classmethod
     def of(cls, geometry: Geometry) -> KvLayout:
@@ -60,6 +68,7 @@ class KvLayout:
             geometry.head_dim,
             geometry.kv_dtype,
             geometry.tensor_parallel,
+            geometry.drafter,
         )
 
     @property
@@ -101,9 +110,36 @@ class KvLayout:
         return self.codes_bytes + self.rows * SCALE_BYTES * self.has_scales
 
     @property
+    def target_bytes(self) -> int:
+        """Bytes of the target's part of a block on one rank: where the drafter's begins."""
+        return _aligned(self.used_bytes)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a block on one rank: a multiple of 64."""
-        return -(-self.used_bytes // _ALIGNMENT) * _ALIGNMENT
+        drafter = self.drafter_layout
+        if drafter is None:
+            return self.target_bytes
+        return self.target_bytes + _aligned(drafter.filled_offset + FILLED_BYTES)
+
+    @property
+    def drafter_layout(self) -> KvLayout | None:
+        """How the drafter's part lies, from its own beginning."""
+        return None if self.drafter is None else self._layout_of(self.drafter)
+
+    @property
+    def filled_offset(self) -> int:
+        """Of a drafter's part: where the count of its filled slots lies, in bytes within it."""
+        return -(-self.used_bytes // FILLED_BYTES) * FILLED_BYTES
+
+    def _layout_of(self, group: GroupShape) -> KvLayout:
+        return replace(
+            self,
+            layers=group.layers,
+            kv_heads=group.kv_heads,
+            head_dim=group.head_dim,
+            drafter=None,
+        )
 
     def heads_of(self, rank: int) -> range:
         """The model's KV heads that a rank holds, in their order there."""
@@ -132,7 +168,7 @@ class KvLayout:
         """Where a rank's layers ``first`` … ``last - 1`` lie in a block: offset and bytes of runs.
 
         The runs of all layers, in whatever portions, cover the block: its padding goes with the
-        last one.
+        last one, and so does the drafter's part.
         """
         if first == last:
             return []
@@ -147,3 +183,7 @@ class KvLayout:
                 stop = self.block_bytes
             runs.append((start + first * size, stop - start - first * size))
         return runs
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

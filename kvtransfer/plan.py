@@ -52,10 +52,12 @@ def plan(source: KvLayout, target: KvLayout, first: int, last: int) -> list[Slic
     too if the tokens fill only part of it, so that a range ends within a block only where the
     sequence ends. Else nothing but the tokens' bytes is named.
 
-    Raises GeometryMismatch where bytes cannot be brought over unchanged, HandoffError for a range
-    that is none.
+    Raises GeometryMismatch where bytes cannot be brought over unchanged, or where there is a
+    drafter's part, HandoffError for a range that is none.
     """
     check_convertible(source, target)
+    if source.drafter is not None:
+        raise GeometryMismatch(f"parts of {source} cannot be planned: a drafter has its own")
     if source.kv_dtype != target.kv_dtype:
         raise GeometryMismatch(f"codes of {source} are not those of {target}")
     slices: list[Slice] = []
@@ -83,14 +85,15 @@ def overlaps(source: KvLayout, target: KvLayout, first: int, last: int) -> Itera
 
 
 def check_convertible(source: KvLayout, target: KvLayout) -> None:
-    """Raises GeometryMismatch, which names both, unless they hold the same rows.
+    """Raises GeometryMismatch, which names both, unless they hold the same rows of both groups.
 
     Block size, tensor parallelism and KV type may differ.
     """
-    if (source.layers, source.kv_heads, source.head_dim) != (
+    if (source.layers, source.kv_heads, source.head_dim, source.drafter) != (
         target.layers,
         target.kv_heads,
         target.head_dim,
+        target.drafter,
     ):
         raise GeometryMismatch(f"the source has {source}, the target has {target}")
 

@@ -1,11 +1,12 @@
-"""Everything that is to be known of a GPU machine, in one run of less than eight minutes:
+"""Everything that is to be known of a GPU machine, in one run of less than ten minutes:
 
     python -m loadtest.gpu_check --output gpu.json
 
 First correctness: every kernel and whole steps against fp32 references. Then the device's ceilings
 (copy bandwidth, products). Then kernels, and steps of an 8B Llama with random weights, against
-them. Each phase is a process with a time limit of its own; what it had found by then is kept.
-``--self-test`` runs small sizes with interpreted kernels on the CPU: it tries this script.
+them, and what drafts do to tokens a second. Each phase is a process with a time limit of its own;
+what it had found by then is kept. ``--self-test`` runs small sizes with interpreted kernels on the
+CPU: it tries this script.
 """
 
 from __future__ import annotations
@@ -28,10 +29,17 @@ import triton
 from engine.ceilings import measure_ceilings
 from engine.roofline import Ceilings
 from loadtest.gpu_correctness import Place, check_kernels, check_steps
+from loadtest.gpu_speculation import check_drafts, measure_speculation
 from loadtest.gpu_speed import FULL, SMALL, Figure, measure_kernels, measure_steps
 
-_LIMITS_S = {"correctness": 170.0, "ceilings": 30.0, "kernels": 110.0, "steps": 165.0}
-"""Of each phase, in their order; 475 s together."""
+_LIMITS_S = {
+    "correctness": 170.0,
+    "ceilings": 30.0,
+    "kernels": 110.0,
+    "steps": 165.0,
+    "speculation": 100.0,
+}
+"""Of each phase, in their order; 575 s together."""
 _INTERPRETER = 5.0
 """How much longer a self-test may take."""
 _SELF_TEST_CEILINGS = Ceilings(1e10, 1e11)
@@ -135,13 +143,16 @@ def _phase(options: argparse.Namespace) -> Iterator[Record]:
     elif options.phase == "kernels":
         for figure in measure_kernels(device, dtype, sizes, ceilings):
             yield _figure(figure)
+    elif options.phase == "speculation":
+        for figure in measure_speculation(device, dtype, sizes):
+            yield _figure(figure)
     else:
         for figure in measure_steps(device, dtype, sizes, ceilings):
             yield _figure(figure)
 
 
 def _checks(place: Place) -> Iterator[Record]:
-    for checks in (check_kernels(place), check_steps(place)):
+    for checks in (check_kernels(place), check_steps(place), check_drafts(place)):
         for check in checks:
             yield {**asdict(check), "holds": check.holds}
 

@@ -35,7 +35,7 @@ from engine.roofline import Ceilings, Roof, Storage, step_work
 from engine.runner import Ending
 from loadtest.random_model import llama_8b, random_model, tiny_llama
 
-Of = Literal["bandwidth", "products", "step", "time"]
+Of = Literal["bandwidth", "products", "step", "time", "tokens"]
 
 _REPEATS, _TOGETHER = 7, 8
 _BLOCK = 16
@@ -54,7 +54,8 @@ class Figure:
     seconds: float
     share: float
     of: Of
-    """Measured copy bandwidth, measured rate of products, the step's wall time, or other steps'."""
+    """Measured copy bandwidth, measured rate of products, the step's wall time, other steps' time,
+    or tokens a second without drafts."""
     target: float | None = None
     at_most: bool = False
     """Whether the target is an upper bound."""

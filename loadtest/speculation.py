@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,9 +23,8 @@ from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from engine.local import make_sequence
 from engine.plan import StepPlan, StepResult
-from engine.runner import ModelRunner
+from engine.runner import Ending
 from engine.scheduler import Scheduler
-from engine.speculation import make_speculation
 from loadtest.machine import Machine, this_machine
 from loadtest.speculation_prompts import COPY, copying_tasks, read_questions
 from loadtest.transfer_rows import write_json
@@ -143,14 +143,10 @@ class SpeculationBench:
         self._tokenizer = Tokenizer.load(settings.engine.model_path)
         runner = self._engine.runner
         # Kept for all that is measured, as a worker keeps it: what it has learned is a part of it.
-        speculation = make_speculation(settings.engine.drafter)
-        self._runners = {
-            True: ModelRunner(runner.model, runner.cache, runner.device, speculation=speculation),
-            False: ModelRunner(runner.model, runner.cache, runner.device),
-        }
+        plain = type(runner)(runner.model, runner.cache, runner.device)
+        self._runners = {True: runner, False: plain}
         # As a worker does before it serves.
-        drafting = replace(self._engine, runner=self._runners[True])
-        calibrate(drafting, drafting.runner.run)
+        calibrate(self._engine, runner.run)
         self._next_id = 0
 
     def measure(self, category: str, questions: Sequence[str], concurrency: int) -> SpeculationRow:
@@ -207,15 +203,21 @@ class SpeculationBench:
             spec = SequenceSpec(str(self._next_id), 0, "", prompt, len(prompt), self._sampling)
             sequences.append(make_sequence(engine, self._next_id, spec))
             engine.scheduler.add(sequences[-1])
+        # On a GPU a step is begun while the one before runs.
+        depth = 2 if engine.runner.overlaps else 1
+        flight: deque[tuple[StepPlan, Ending]] = deque()
+        ended = time.perf_counter()
         while True:
-            began = time.perf_counter()
-            plan = engine.scheduler.schedule()
-            if plan is None:
+            while len(flight) < depth and (plan := engine.scheduler.schedule()) is not None:
+                flight.append((plan, engine.runner.start(plan)))
+            if not flight:
                 break
-            result = engine.runner.run(plan)
+            plan, ending = flight.popleft()
+            result = ending()
             engine.scheduler.complete(plan, result)
+            before, ended = ended, time.perf_counter()
             if plan.decodes_only:
-                run.add(plan, result, time.perf_counter() - began)
+                run.add(plan, result, ended - before)
         run.answers = [sequence.token_ids for sequence in sequences]
         return run
 
@@ -267,9 +269,11 @@ def draw(rows: Sequence[SpeculationRow], machine: Machine) -> Table:
 
 
 def _json(settings: SpeculationSettings, machine: Machine, rows: Sequence[SpeculationRow]) -> str:
+    draft = settings.engine.draft_model
     found: Mapping[str, object] = {
         "machine": asdict(machine),
         "drafter": settings.engine.drafter,
+        "draft_model": "" if draft is None else draft.name,
         "quantization": settings.engine.quantization,
         "temperature": settings.temperature,
         "answer_tokens": settings.answer_tokens,

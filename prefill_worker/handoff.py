@@ -57,6 +57,8 @@ class Handoff:
         self.peer = peer
         self.ticket_id = ""
         self.pinned_blocks = 0
+        self.without_drafter = False
+        """Whether the receiver wants nothing of a drafter, from ``reserve`` on."""
         self._context = context
         self._spec = spec
         self._deadline = deadline
@@ -95,6 +97,7 @@ class Handoff:
                 await asyncio.wait([self._pair.broken], timeout=wait)
         self.ticket_id = response.ticket_id
         self.pinned_blocks = response.pinned_blocks
+        self.without_drafter = response.without_drafter
         layout = KvLayout.of(self._pair.geometry)
         self._puts = PutPlan(layout, response.missing_blocks)
         self._push = self._pair.push(self.ticket_id, self._converted)

@@ -21,6 +21,7 @@ from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
 from kvtransfer.transport import Peer
 from prefill_worker.handoff import Handoff
+from worker.beats import Beats
 from worker.converted_blocks import Staging
 from worker.fetch import Fetcher, PrefixSource, source_of
 from worker.fetch_estimates import FetchEstimates
@@ -45,7 +46,7 @@ class PrefillRole:
         self._fetcher = Fetcher(context, estimates or FetchEstimates())
         self._listeners: dict[int, asyncio.Queue[Event]] = {}
         self._staging = Staging(context.settings.config.transfer_window_mib * MIB)
-        self._service = PrefillServicer(self.run)
+        self._service = PrefillServicer(self.run, Beats.of(context.settings.config))
         self._places = asyncio.Semaphore(context.settings.pool.max_sequences)
 
     def mount(self, server: grpc.aio.Server) -> None:
@@ -75,6 +76,15 @@ class PrefillRole:
         ``source`` may be asked for blocks of the prompt, so that these are not computed.
         Closing the iterator aborts the request here and at the decode worker.
         """
+        with self.context.intake.admitted():
+            responses = self._prefill(spec, Peer(incarnation, address), source)
+            async with aclosing(responses):
+                async for response in responses:
+                    yield response
+
+    async def _prefill(
+        self, spec: SequenceSpec, peer: Peer, source: PrefixSource | None
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         arrived = time.monotonic()
         deadline = arrived + spec.deadline_s
         self.context.check_prompt(spec)
@@ -88,7 +98,6 @@ class PrefillRole:
         try:
             handoff = None
             if spec.sampling.max_tokens - (len(spec.token_ids) - spec.prompt_length) > 1:
-                peer = Peer(incarnation, address)
                 handoff = Handoff(self.context, spec, peer, self._staging, deadline=deadline)
             sequence = self.context.make_sequence(
                 spec, arrived=arrived, deadline=deadline, prefill_only=True
@@ -110,10 +119,8 @@ class PrefillRole:
             if handoff is not None:
                 # Never computed without blocks that wait for it.
                 await handoff.reserve()
-            blocks: list[int] = []
-            # What is scored is computed: a fetched block has no logits.
-            if source is not None and not sequence.scores_prompt:
-                blocks = await self._fetcher.fetch(sequence, source, deadline)
+                sequence.takes_prompt = not handoff.without_drafter
+            blocks = await self._held_elsewhere(sequence, source, deadline)
             firsts = await self._compute(sequence, blocks, handoff, deadline)
             computed_at = time.monotonic()
             if handoff is None:
@@ -140,6 +147,27 @@ class PrefillRole:
             for choice in choices:
                 self._listeners.pop(choice.sequence_id, None)
             await asyncio.shield(self._end(sequence, handoff))
+
+    async def _held_elsewhere(
+        self, sequence: Sequence, source: PrefixSource | None, deadline: float
+    ) -> list[int]:
+        """Leading blocks that came from a tier of this worker, or from another worker."""
+        own: list[int] = []
+        # What is scored is computed: such a block has no logits.
+        if self.context.tiers is not None:
+            own = await self.context.tiers.loader.load(sequence, deadline)
+        if source is None or sequence.scores_prompt:
+            return own
+        try:
+            fetched = await self._fetcher.fetch(sequence, source, deadline)
+        except BaseException:
+            self.context.engine.pool.release(own)
+            raise
+        if not fetched:
+            return own
+        # They begin with what is held here.
+        self.context.engine.pool.release(own)
+        return fetched
 
     async def _end(self, sequence: Sequence, handoff: Handoff | None) -> None:
         """Its blocks are given back once nobody reads them here."""

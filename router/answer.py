@@ -26,12 +26,15 @@ class Choice:
     cached_tokens: int = 0
     pieces: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_string: str = ""
+    """What has ended it, where a stop string has."""
     begun: bool = False
 
     def add(self, delta: OutputDelta, *, keep_text: bool) -> None:
         self.completion_tokens += len(delta.token_ids)
         self.cached_tokens += delta.cached_prompt_tokens
         self.finish_reason = delta.finish_reason
+        self.stop_string = delta.stop_string
         self.begun = True
         if keep_text:
             self.pieces.append(delta.text)

@@ -1,4 +1,4 @@
-"""Words that must not be generated, as tokens that must not be drawn."""
+"""Words that must not be generated, as runs of tokens that must not be drawn."""
 
 from __future__ import annotations
 
@@ -10,25 +10,19 @@ from router.tokenizer import Tokenizer
 MOST_WORDS = 128
 
 
-def banned_tokens(tokenizer: Tokenizer, words: Iterable[str] | None) -> tuple[int, ...]:
+def banned_runs(tokenizer: Tokenizer, words: Iterable[str] | None) -> tuple[tuple[int, ...], ...]:
     """The tokens of these words, as they are at a text's start and behind a space.
 
-    Raises InvalidRequest for a word that is more than one token: to forbid its tokens would forbid
-    other words.
+    A word that the model spells with other tokens is not among them. Raises InvalidRequest.
     """
     words = list(words or ())
     if len(words) > MOST_WORDS:
         raise InvalidRequest(f"bad_words has at most {MOST_WORDS} words", param="bad_words")
-    banned: set[int] = set()
+    runs: set[tuple[int, ...]] = set()
     for place, word in enumerate(words):
         bare = word.strip()
+        if not bare:
+            raise InvalidRequest(f"bad_words[{place}] must not be empty", param="bad_words")
         for text in (bare, f" {bare}"):
-            tokens = tokenizer.encode(text, add_special_tokens=False) if bare else ()
-            if len(tokens) != 1:
-                raise InvalidRequest(
-                    f"bad_words[{place}] is not one token of this model's vocabulary: only such"
-                    " words can be forbidden",
-                    param="bad_words",
-                )
-            banned.update(tokens)
-    return tuple(sorted(banned))
+            runs.add(tuple(tokenizer.encode(text, add_special_tokens=False)))
+    return tuple(sorted(runs))

@@ -32,6 +32,9 @@ class WorkerCache:
     cached_blocks: int
     used_blocks: int
     quarantined_blocks: int
+    host_blocks: int = 0
+    """Cached in the host's memory, behind the pool."""
+    disk_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,8 @@ def _worker(link: WorkerLink) -> WorkerCache:
         cached_blocks=load.cached_blocks,
         used_blocks=load.used_blocks,
         quarantined_blocks=load.quarantined_blocks,
+        host_blocks=load.host_blocks,
+        disk_blocks=load.disk_blocks,
     )
 
 

@@ -36,10 +36,14 @@ def template_options(body: ChatCompletionRequest) -> ChatOptions:
     variables = {} if body.chat_template_kwargs is None else body.chat_template_kwargs
     if not isinstance(variables, dict):
         raise InvalidRequest("chat_template_kwargs must be an object", param="chat_template_kwargs")
+    begun = not continued and body.add_generation_prompt is not False
+    return ChatOptions(begun, continued, checked_variables(variables, "chat_template_kwargs"))
+
+
+def checked_variables(variables: Mapping[str, Any], param: str) -> Mapping[str, Any]:
+    """Raises InvalidRequest for one that comes from elsewhere."""
     if taken := sorted(_OURS & variables.keys()):
         raise InvalidRequest(
-            f"chat_template_kwargs must not set {taken[0]}: it has a field of its own",
-            param="chat_template_kwargs",
+            f"{param} must not set {taken[0]}: it has a field of its own", param=param
         )
-    begun = not continued and body.add_generation_prompt is not False
-    return ChatOptions(begun, continued, variables)
+    return variables

@@ -6,47 +6,38 @@ Implements ``router.generation.Dispatcher``. Owned by the router's event loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
 
 import redis
 
-from baton import convert
 from baton.background import end_tasks
 from baton.config import Config
-from baton.errors import (
-    BatonError,
-    ContextLengthExceeded,
-    DeadlineExceeded,
-    NoRoom,
-    Overloaded,
-    Unavailable,
-    WorkerFailed,
-)
-from baton.hashing import block_hashes, hash_key
+from baton.errors import BatonError, WorkerFailed
+from baton.grpc_errors import error_from_code
 from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
 from baton.registry import Registry
-from baton.request import SequenceSpec, TokenOutput
-from baton.v1 import prefill_pb2
+from baton.request import TokenOutput
 from router.admission import Capacity
+from router.attempts import Attempts
 from router.generation import GenerationRequest, OutputDelta
+from router.moves import Moves, poison_error
 from router.output_assembler import OutputAssembler
-from router.planner import Planner, Promise
+from router.planner import Planner
+from router.poison import prompt_hash
 from router.policies import make_policy
-from router.policy import Decision, RouteRequest, route_settings
+from router.policy import route_settings
 from router.prefix_lookup import PrefixLookup
 from router.request_life import RequestLife
-from router.roster import Roster
+from router.routes import Routes
+from router.running_request import Attempt, RunningRequest
+from router.silence import SilenceWatch
 from router.tokenizer import Tokenizer
 from router.waiting_room import WaitingRoom
-from router.worker_links import WorkerLink, WorkerLinks, error_from_gone
+from router.worker_links import WorkerLink, WorkerLinks
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +46,11 @@ REGISTRY_POLL_S = 0.25
 COLLECT_AFTER_S = 10.0
 """So long a worker must be listed as dead before the index forgets it: after Redis was away, all
 are until their next heartbeat. Nothing is routed to a dead one meanwhile."""
-NO_ROOM_RETRY_S = 0.1
-"""When a decode worker without room is asked again, if it does not say."""
-COMMIT_GRACE_S = 1.0
-"""After a prefill worker's death: how long the decode worker has to show that it had committed."""
+WATCH_S = 0.1
+"""How often it is looked whether workers that should speak have spoken."""
+CLOSE_S = 2.0
+"""How long a router that stops waits for workers to hear of it."""
+IDLE_POLL_S = 0.02
 
 
 class ClusterDispatcher:
@@ -80,35 +72,55 @@ class ClusterDispatcher:
         self._index = index
         self._prefixes = PrefixLookup(index)
         self._links = WorkerLinks(
-            self.router_id, self._on_output, self._on_broken, heartbeat_s=config.heartbeat_s
+            self.router_id,
+            self._on_output,
+            self._on_broken,
+            heartbeat_s=config.heartbeat_s,
         )
-        self._planner = Planner(
-            make_policy(config.policy, route_settings(config)), config.block_size
-        )
-        self._roster = Roster(self._planner, self._links)
+        planner = Planner(make_policy(config.policy, route_settings(config)), config.block_size)
         self._waiting_room = WaitingRoom(config, metrics, self._capacity)
-        self._lives: dict[str, RequestLife] = {}
-        self._placed: dict[str, set[RequestLife]] = {}
-        self._background: set[asyncio.Task[None]] = set()
+        self._running: set[RunningRequest] = set()
+        self._attempts = Attempts(self._links, planner, self._on_prefill_failed)
+        self._moves = Moves(
+            self.router_id,
+            config,
+            Routes(config, self._links, planner, self._prefixes, metrics),
+            self._attempts,
+            metrics,
+            self._links.is_up,
+        )
         self._draining = False
-        self._poll: asyncio.Task[None] | None = None
+        self._active = 0
+        """Requests under way, those in line included."""
+        self._tasks: list[asyncio.Task[None]] = []
 
     # Its own life
 
     async def start(self) -> None:
-        """Begin to follow the registry."""
-        self._poll = asyncio.create_task(self._follow_registry())
+        """Begin to follow the registry, and to listen for silence."""
+        self._tasks = [
+            asyncio.create_task(self._follow_registry(), name="registry"),
+            asyncio.create_task(self._watch(), name="silence"),
+        ]
+
+    def leave(self) -> None:
+        """Say in /health that no request is to come any more; those that do are served."""
+        self._draining = True
+
+    async def until_idle(self) -> None:
+        """Wait until no request is under way."""
+        # They end in many places, and nobody hurries.
+        while self._active:  # noqa: ASYNC110
+            await asyncio.sleep(IDLE_POLL_S)
 
     async def close(self) -> None:
         """End every request with an error, and every connection."""
         self._draining = True
-        for life in list(self._lives.values()):
-            life.fail(WorkerFailed("the router is stopping", retry_after=1.0))
+        for running in list(self._running):
+            running.life.fail(WorkerFailed("the router is stopping", retry_after=1.0))
         self._waiting_room.close()
-        if self._poll is not None:
-            await end_tasks([self._poll])
-        if self._background:
-            await asyncio.wait(self._background, timeout=2.0)
+        await end_tasks(self._tasks)
+        await self._attempts.close(CLOSE_S)
         await self._prefixes.close()
         await self._links.close()
 
@@ -118,6 +130,9 @@ class ClusterDispatcher:
             try:
                 records, dead = await self._registry.read()
                 self._links.update(records)
+                for link in self._links.all():
+                    if link.is_draining:
+                        self._moves.worker_drains(link)
                 now = time.monotonic()
                 dead_since = {name: dead_since.get(name, now) for name in dead}
                 for incarnation, since in dead_since.items():
@@ -160,14 +175,16 @@ class ClusterDispatcher:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta, None]:
         """See ``router.generation.Dispatcher``."""
         deadline = time.monotonic() + request.deadline_s
+        self._check_quarantine(request)
         self._metrics.active_requests.inc()
+        self._active += 1
         begun, ended, held_s = False, 0, 0.0
         try:
             await self._waiting_room.turn(request)
             if request.background:
                 deadline = time.monotonic() + request.deadline_s
-            route = await self._route(_with_time_left(request, deadline))
-            async for delta in self._run(_with_time_left(request, deadline), route):
+            self._moves.budget.admitted()
+            async for delta in self._run(request, deadline):
                 if not begun:
                     begun = True
                     self._waiting_room.first_token(request.request_id)
@@ -181,8 +198,16 @@ class ClusterDispatcher:
             finished = ended == request.choices
             self._waiting_room.left(request.request_id, finished=finished, held_s=held_s)
             self._metrics.active_requests.dec()
+            self._active -= 1
 
-    # Routing
+    def _check_quarantine(self, request: GenerationRequest) -> None:
+        """Raises PoisonRequest."""
+        quarantine = self._moves.quarantine
+        if quarantine:
+            prompt = prompt_hash(request.prompt_ids, request.cache_salt)
+            left_s = quarantine.left_s(prompt, time.monotonic())
+            if left_s > 0:
+                raise poison_error(left_s)
 
     def _capacity(self) -> Capacity | None:
         prefill, decode = self._links.up("prefill"), self._links.up("decode")
@@ -190,67 +215,11 @@ class ClusterDispatcher:
             prefill = prefill or decode
         return _capacity(self._config.block_size, prefill, decode)
 
-    async def _route(self, request: GenerationRequest) -> _Route:
-        """Where it goes. Raises Unavailable, ContextLengthExceeded, Overloaded."""
-        asked_at = time.monotonic()
-        self._roster.refresh(asked_at)
-        longest = self._roster.context_length
-        hashes: list[bytes] = []
-        held: dict[str, int] = {}
-        if longest is not None:
-            if len(request.prompt_ids) >= longest:
-                raise ContextLengthExceeded(
-                    f"the prompt has {len(request.prompt_ids)} tokens, and the workers' context "
-                    f"is {longest}"
-                )
-            key = hash_key(self._roster.fingerprint, request.cache_salt)
-            hashes = block_hashes(request.prompt_ids, self._config.block_size, key)
-            if not request.scores_prompt:
-                held = await self._prefixes.ask(hashes)
-        now = time.monotonic()
-        asked = RouteRequest(
-            len(request.prompt_ids),
-            self._config.class_of(len(request.prompt_ids)),
-            request.session,
-            (request.deadline_s - (now - asked_at)) * 1e3,
-            request.choices,
-        )
-        decision = self._decide(asked, hashes, held, now)
-        if decision.shed:
-            raise Overloaded(
-                f"the first token would come after {decision.ttft_ms / 1e3:.1f} s, beyond the"
-                " request's deadline",
-                retry_after=max(1.0, decision.queue_ms / 1e3),
-            )
-        self._metrics.route_decisions.labels(
-            decision="local" if decision.local else "remote", reason=decision.reason
-        ).inc()
-        return _Route(decision, asked, hashes)
-
-    def _decide(
-        self, asked: RouteRequest, hashes: list[bytes], held: dict[str, int], now: float
-    ) -> Decision:
-        """Among those that are up at this moment: the table may be a little older."""
-        try:
-            decision = self._planner.decide(asked, hashes, held, now)
-            chosen = {decision.prefill, decision.decode}
-            links = [link for name in chosen if (link := self._links.get(name)) is not None]
-            if len(links) == len(chosen) and all(map(self._links.is_up, links)):
-                return decision
-        except Unavailable:
-            pass
-        self._roster.refresh(now, at_once=True)
-        return self._planner.decide(asked, hashes, held, now)
-
     # A request's life
 
     async def _run(
-        self, request: GenerationRequest, route: _Route
+        self, request: GenerationRequest, deadline: float
     ) -> AsyncGenerator[OutputDelta, None]:
-        decision = route.decision
-        source, target = self._links.get(decision.prefill), self._links.get(decision.decode)
-        if source is None or target is None:
-            raise error_from_gone(decision.prefill if source is None else decision.decode)
         life = RequestLife(
             request.request_id,
             0,
@@ -258,43 +227,27 @@ class ClusterDispatcher:
             # A prompt's first token has nothing before it.
             scores_prompt=request.scores_prompt and len(request.prompt_ids) > 1,
         )
-        promise = self._planner.promise(decision, route.request, route.hashes, time.monotonic())
-        placement = _Placement(source, target, promise)
-        self._lives[life.request_id] = life
-        self._placed.setdefault(decision.decode, set()).add(life)
-        prefill = asyncio.create_task(
-            self._prefill(request, life, placement, self._prefix_source(decision))
-        )
-        finished = False
+        running = RunningRequest(request, life, deadline)
+        self._running.add(running)
         try:
+            await self._moves.begin(running)
+            finished = False
             while not finished:
                 delta = await life.next_delta()
                 finished = life.finished
                 if finished:
-                    self._end(life, prefill, placement)
+                    self._leave(running)
                 yield delta
         finally:
-            self._end(life, prefill, placement)
+            self._leave(running)
 
-    def _end(self, life: RequestLife, prefill: asyncio.Task[None], placement: _Placement) -> None:
+    def _leave(self, running: RunningRequest) -> None:
         """Take a request off the workers; idempotent."""
-        if self._lives.pop(life.request_id, None) is None:
-            return
-        decode = placement.target.record.incarnation
-        self._placed[decode].discard(life)
-        if not self._placed[decode]:
-            del self._placed[decode]
-        placement.promise.ended(time.monotonic())
-        prefill.cancel()
-        if not life.worker_finished:
-            self._in_background(
-                self._links.abort(decode, life.request_id, life.attempt, stop=life.stopped)
-            )
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self._running.discard(running)
+        for move in list(running.moves):
+            move.cancel()
+        for attempt in list(running.attempts):
+            self._attempts.end(attempt)
 
     def _assembler(self, request: GenerationRequest) -> OutputAssembler:
         sampling = request.sampling
@@ -311,149 +264,54 @@ class ClusterDispatcher:
             include_stop=request.shown.stop_string,
         )
 
-    def _prefix_source(self, decision: Decision) -> prefill_pb2.PrefixSource | None:
-        """From whom the prefill worker may pull blocks."""
-        holder = self._links.get(decision.holder)
-        if holder is None:
-            return None
-        return prefill_pb2.PrefixSource(
-            address=holder.record.address,
-            incarnation=decision.holder,
-            blocks=decision.holder_blocks,
-        )
+    def _on_broken(self, incarnation: str, error: BatonError) -> None:
+        self._moves.worker_broken(incarnation, error)
 
-    async def _prefill(
-        self,
-        request: GenerationRequest,
-        life: RequestLife,
-        placement: _Placement,
-        prefix_source: prefill_pb2.PrefixSource | None,
-    ) -> None:
-        """Follow the prefill to its end; failures end the request."""
-        spec = SequenceSpec(
-            request_id=request.request_id,
-            attempt=life.attempt,
-            router_id=self.router_id,
-            token_ids=request.prompt_ids,
-            prompt_length=len(request.prompt_ids),
-            sampling=request.sampling,
-            cache_salt=request.cache_salt,
-            context_class=self._config.class_of(len(request.prompt_ids)),
-            principal=request.principal,
-            deadline_s=request.deadline_s,
-            choices=request.choices,
-        )
-        message = prefill_pb2.PrefillRequest(
-            sequence=convert.sequence_to_proto(spec),
-            decode_address=placement.target.record.address,
-            decode_incarnation=placement.target.record.incarnation,
-            source=prefix_source,
-        )
-        try:
-            await self._follow(message, life, placement)
-        except BatonError as failure:
-            if type(failure) is WorkerFailed:
-                placement.source.failed(time.monotonic())
-            with contextlib.suppress(TimeoutError):
-                if isinstance(failure, WorkerFailed):
-                    async with asyncio.timeout(COMMIT_GRACE_S):
-                        await life.decode_began.wait()
-            if not life.decode_began.is_set() or life.awaits_prompt:
-                life.fail(failure)
+    async def _on_prefill_failed(self, attempt: Attempt, failure: BatonError, broke: bool) -> None:
+        await self._moves.prefill_failed(attempt, failure, broke)
 
-    async def _follow(
-        self, message: prefill_pb2.PrefillRequest, life: RequestLife, placement: _Placement
-    ) -> None:
-        """Raises BatonError where there is no first token, or no handoff after it.
-
-        A prefill worker waits for room itself. A decode worker that would compute the prompt says
-        when to ask again, as it says to those.
-        """
-        deadline = time.monotonic() + message.sequence.deadline_ms / 1e3
-        while True:
-            try:
-                async with aclosing(placement.source.prefills.run(message)) as responses:
-                    async for response in responses:
-                        self._heard(response, life, placement.promise)
-                return
-            except NoRoom as full:
-                left = deadline - time.monotonic()
-                wait = full.retry_after or NO_ROOM_RETRY_S
-                if wait >= left:
-                    raise
-            await asyncio.sleep(wait)
-            message.sequence.deadline_ms = max(1, int((deadline - time.monotonic()) * 1e3))
-
-    def _heard(
-        self, response: prefill_pb2.PrefillResponse, life: RequestLife, promise: Promise
-    ) -> None:
-        """What a worker says of a prefill."""
-        if response.HasField("first_token"):
-            promise.computed(
-                time.monotonic(),
-                computed_tokens=response.computed_tokens,
-                compute_ms=response.compute_ms,
-            )
-            life.accept(
-                convert.output_from_proto(response.first_token),
-                cached_prompt_tokens=response.cached_prompt_tokens,
-            )
-        if response.HasField("handoff"):
-            promise.committed(
-                pinned_blocks=response.handoff.pinned_blocks,
-                transfer_ms=response.handoff.transfer_ms,
-            )
-
-    # What the decode workers say
+    # What the workers say, or do not say
 
     def _on_output(self, output: TokenOutput) -> None:
-        life = self._lives.get(output.request_id)
-        if life is not None:
-            life.decode_began.set()
+        attempt = self._attempts.find(output)
+        if attempt is None:
+            return
+        attempt.decode_began.set()
+        life = attempt.owner.life
+        if output.error:
+            failure = error_from_code(output.error_code or "worker_failed", output.error)
+            self._moves.worker_reported(attempt, output, failure)
+        elif output.handed_back:
+            self._moves.handed_back(attempt, output.choice)
+        else:
             life.accept(output)
             if life.several:
-                self._end_stopped(life)
+                self._end_stopped(attempt)
 
-    def _end_stopped(self, life: RequestLife) -> None:
+    def _end_stopped(self, attempt: Attempt) -> None:
         """End the choices that a stop string has ended, while others go on.
 
         The decode worker has told of each: what it has not heard of yet it cannot end.
         """
+        life = attempt.owner.life
         for choice in life.take_stopped():
-            decode = next(name for name, lives in self._placed.items() if life in lives)
-            self._in_background(
-                self._links.abort(decode, life.request_id, life.attempt, stop=True, choice=choice)
-            )
+            for placed in attempt.owner.attempts:
+                if choice in placed.choices:
+                    self._attempts.end_choice(placed, choice)
+        if not attempt.unfinished and len(attempt.owner.attempts) > 1:
+            # The others are still to be followed.
+            self._attempts.end(attempt)
 
-    def _on_broken(self, incarnation: str, error: BatonError) -> None:
-        for life in list(self._placed.get(incarnation, ())):
-            life.fail(WorkerFailed(error.message, retry_after=1.0))
-
-
-def _with_time_left(request: GenerationRequest, deadline: float) -> GenerationRequest:
-    """What is sent to the workers is what is left now. Raises DeadlineExceeded."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise DeadlineExceeded("the request's deadline passed while it waited")
-    return replace(request, deadline_s=left)
-
-
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """A decision and what it was made of."""
-
-    decision: Decision
-    request: RouteRequest
-    hashes: list[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class _Placement:
-    """A request's two workers, one and the same where it is computed locally."""
-
-    source: WorkerLink
-    target: WorkerLink
-    promise: Promise
+    async def _watch(self) -> None:
+        watch = SilenceWatch(self._config.hang_s)
+        while True:
+            await asyncio.sleep(WATCH_S)
+            expected = self._attempts.expected_to_speak()
+            for name in watch.tick(expected, time.monotonic()):
+                link = self._links.get(name)
+                if link is not None:
+                    log.warning("worker %s is silent", name)
+                    self._moves.worker_silent(link)
 
 
 def _capacity(

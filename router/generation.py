@@ -87,6 +87,8 @@ class OutputDelta:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Where they are wanted, in a request's first delta: of each token of the prompt but the
     first."""
+    stop_string: str = ""
+    """In the last delta of a choice that a stop string has ended: which one."""
 
 
 def without_answer(delta: OutputDelta) -> OutputDelta:

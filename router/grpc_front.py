@@ -4,43 +4,42 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf import json_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
 from baton.config import Config
-from baton.convert import finish_to_proto, grammar_from_proto
-from baton.errors import BatonError, InvalidRequest, RequestTooLarge
-from baton.grammar import Grammar
+from baton.convert import finish_to_proto
+from baton.errors import BatonError, InvalidRequest
 from baton.grammar_gate import GrammarGate
 from baton.grpc_errors import grpc_boundary
 from baton.logprobs import TokenLogprobs
 from baton.metrics import RouterMetrics
-from baton.sampling_params import OPTIONAL_FIELDS, SCALAR_FIELDS
-from baton.v1 import cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
+from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.access import Access
 from router.answer import Choice, choices_for
 from router.answer_options import MOST_CHOICES
-from router.api_keys import Caller
+from router.chat_options import ChatOptions, checked_variables
 from router.delivery import Delivery
-from router.generation import Dispatcher, GenerationRequest, OutputDelta
-from router.grammar_input import choice
+from router.exchange import Exchange
+from router.generation import Dispatcher, GenerationRequest, OutputDelta, ShownText
+from router.grpc_call import Context, Service, arrival_of, check_size, metadata_of
 from router.grpc_health import HealthServicer
+from router.grpc_responses import ResponseServicer
+from router.grpc_sampling import grpc_sampling
+from router.grpc_tokens import TokenServicer
 from router.grpc_tools import add_tool_output, grpc_tool_use, grpc_turns
-from router.operator_api import OperatorServicer
-from router.request_builder import DEADLINE_HEADER, SESSION_HEADER, Arrival, RequestBuilder
+from router.request_builder import Arrival, RequestBuilder
 from router.request_recorder import count_refusal
-from router.sampling_input import SamplingInput
 from router.served_model import ServedModel
+from router.token_desk import TokenDesk
 from router.tokenizer import Tokenizer
 from router.tool_calls.tool_output import ToolOutput
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 _MOST_NAME_CHARACTERS = 128
 
@@ -78,10 +77,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         async with grpc_boundary(context):
             try:
                 name = _name(request)
-                metadata = _metadata(context)
+                metadata = metadata_of(context)
                 caller = self._access.caller(metadata)
-                arrival = self._arrival(metadata, caller, context, received_at)
-                built = replace(await self._build(request, arrival), choices=_choices(request))
+                own = f"gen-{secrets.token_hex(16)}"
+                arrival = arrival_of(context, metadata, caller, own, received_at, self._config)
+                built = replace(
+                    await self._build(request, arrival),
+                    choices=_choices(request),
+                    shown=ShownText(request.include_stop_string, request.show_special_tokens),
+                )
             except BatonError as error:
                 count_refusal(self._metrics, error)
                 raise
@@ -90,7 +94,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
             async def write(_: int, delta: OutputDelta) -> None:
                 choices[delta.choice].add(delta, keep_text=False)
-                response = _response(name or built.request_id, delta, choices)
+                response = _response(name or built.request_id, delta)
+                ended = all(choice.finish_reason is not None for choice in choices)
+                if ended or request.continuous_usage:
+                    response.usage.CopyFrom(_usage(choices))
                 self._add_scores(response, delta, built)
                 if outputs:
                     add_tool_output(response, outputs[delta.choice], delta)
@@ -106,7 +113,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.ListModelsResponse:
         """The one model that is served."""
         async with grpc_boundary(context):
-            self._access.caller(_metadata(context))
+            self._access.caller(metadata_of(context))
         model = inference_pb2.Model(
             id=self._model.id,
             created=self._model.created,
@@ -118,17 +125,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _build(
         self, request: inference_pb2.GenerateRequest, arrival: Arrival
     ) -> GenerationRequest:
-        if request.ByteSize() > self._config.max_body_bytes:
-            raise RequestTooLarge(f"the message is larger than {self._config.max_body_bytes} bytes")
+        check_size(request, self._config)
         self._builder.check_model(request.model or self._model.id)
-        sampling = _sampling(request.sampling)
+        sampling = grpc_sampling(request.sampling)
+        if request.HasField("truncate_prompt_tokens"):
+            sampling = replace(sampling, truncate=request.truncate_prompt_tokens)
         priority = request.priority if request.HasField("priority") else None
         kind = request.WhichOneof("input")
         if kind == "messages":
             turns, tools = grpc_turns(request.messages.messages), grpc_tool_use(request.tools)
-            return await self._builder.chat(arrival, turns, sampling, priority, tools=tools)
-        if request.HasField("tools"):
-            raise InvalidRequest("tools are for messages alone", param="tools")
+            options = _template_options(request.template_options)
+            return await self._builder.chat(arrival, turns, sampling, priority, tools, options)
+        for name in ("tools", "template_options"):
+            if request.HasField(name):
+                raise InvalidRequest(f"{name} are for messages alone", param=name)
         if kind is None:
             raise InvalidRequest("one of prompt, token_ids and messages is required")
         prompt = request.prompt if kind == "prompt" else tuple(request.token_ids.ids)
@@ -166,21 +176,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         for top_id, logprob in logprobs.top:
             message.top.add(token_id=top_id, text=spelling(top_id), logprob=logprob)
 
-    def _arrival(
-        self, metadata: Mapping[str, str], caller: Caller, context: Context, at: float
-    ) -> Arrival:
-        left = context.time_remaining()
-        most_s = min(self._config.request_deadline_s, float("inf") if left is None else left)
-        name = f"gen-{secrets.token_hex(16)}"
-        given, session = metadata.get(DEADLINE_HEADER, ""), metadata.get(SESSION_HEADER, "")
-        return Arrival.of(name, at, given, most_s, caller, session)
-
-
-def _metadata(context: Context) -> dict[str, str]:
-    """Text metadata of a call, by name; gRPC has the names in lower case."""
-    pairs = context.invocation_metadata() or ()
-    return {name: value for name, value in pairs if isinstance(value, str)}
-
 
 def _name(request: inference_pb2.GenerateRequest) -> str:
     if len(request.request_id) > _MOST_NAME_CHARACTERS:
@@ -190,50 +185,38 @@ def _name(request: inference_pb2.GenerateRequest) -> str:
     return request.request_id
 
 
-def _sampling(message: sampling_pb2.SamplingParameters) -> SamplingInput:
-    names: tuple[Any, ...] = (*SCALAR_FIELDS, *OPTIONAL_FIELDS)
-    given = {name: getattr(message, name) for name in names if message.HasField(name)}
-    return SamplingInput(
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        logit_bias=dict(message.logit_bias),
-        grammar=_grammar(message.grammar) if message.HasField("grammar") else None,
-        **given,
-    )
-
-
 def _choices(request: inference_pb2.GenerateRequest) -> int:
     if request.n > MOST_CHOICES:
         raise InvalidRequest(f"n must be between 1 and {MOST_CHOICES}", param="n")
     return request.n or 1
 
 
-def _grammar(message: sampling_pb2.Grammar) -> Grammar:
-    grammar = grammar_from_proto(message)
-    if grammar is None:
-        raise InvalidRequest("grammar: one of its kinds is required", param="grammar")
-    if message.HasField("choice"):
-        choice(tuple(message.choice.texts), "grammar.choice.texts")
-    return grammar
+def _template_options(message: inference_pb2.TemplateOptions) -> ChatOptions:
+    variables = json_format.MessageToDict(message.variables)
+    continued = message.continue_final_message
+    return ChatOptions(
+        not (continued or message.no_generation_prompt),
+        continued,
+        checked_variables(variables, "template_options.variables"),
+    )
 
 
-def _response(
-    name: str, delta: OutputDelta, choices: Sequence[Choice]
-) -> inference_pb2.GenerateResponse:
-    usage = None
-    if all(choice.finish_reason is not None for choice in choices):
-        usage = inference_pb2.Usage(
-            prompt_tokens=choices[0].prompt_tokens,
-            completion_tokens=sum(choice.completion_tokens for choice in choices),
-            cached_prompt_tokens=sum(choice.cached_tokens for choice in choices),
-        )
+def _usage(choices: Sequence[Choice]) -> inference_pb2.Usage:
+    return inference_pb2.Usage(
+        prompt_tokens=choices[0].prompt_tokens,
+        completion_tokens=sum(choice.completion_tokens for choice in choices),
+        cached_prompt_tokens=sum(choice.cached_tokens for choice in choices),
+    )
+
+
+def _response(name: str, delta: OutputDelta) -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(
         request_id=name,
         text=delta.text,
         token_ids=delta.token_ids,
         finish_reason=finish_to_proto(delta.finish_reason),
-        usage=usage,
         choice=delta.choice,
+        stop_string=delta.stop_string,
     )
 
 
@@ -245,12 +228,13 @@ def add_grpc_front(
     metrics: RouterMetrics,
     config: Config,
     access: Access | None = None,
-    operators: OperatorServicer | None = None,
+    *,
+    more: Sequence[Service] = (),
 ) -> None:
-    """Mount the inference service, health and reflection on a server that is not started yet.
+    """Mount the services, health and reflection on a server that is not started yet.
 
-    Without ``access``, keys are those of ``config``, and their limits are not kept. ``operators``:
-    the operators' service, where there is one.
+    Without ``access``, keys are those of ``config``, and their limits are not kept. ``more``
+    services are added: those of batches, and the operators'.
     """
     access = access or Access(config, metrics)
     inference = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -258,13 +242,16 @@ def add_grpc_front(
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
     health = HealthServicer(dispatcher, (inference,))
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    more: tuple[str, ...] = ()
-    if operators is not None:
-        cache_pb2_grpc.add_OperatorServiceServicer_to_server(operators, server)
-        more = (cache_pb2.DESCRIPTOR.services_by_name["OperatorService"].full_name,)
+    exchange = Exchange(dispatcher, tokenizer, model, metrics, config, access)
+    desk = TokenDesk(exchange.builder, tokenizer, model)
+    services: tuple[Service, ...] = (
+        ResponseServicer(exchange, config, model.id),
+        TokenServicer(desk, config, access),
+        *more,
+    )
     names = (
         inference,
-        *more,
+        *(service.add_to(server) for service in services),
         health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
         reflection.SERVICE_NAME,
     )

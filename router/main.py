@@ -11,7 +11,6 @@ import gc
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -19,11 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import uvicorn
 import uvloop
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict
 
+from baton.background import end_tasks
 from baton.config import Config, split_host_port
 from baton.grpc_channel import make_server
 from baton.metrics import RouterMetrics
@@ -37,10 +38,13 @@ from router.dispatcher import ClusterDispatcher
 from router.grpc_front import add_grpc_front
 from router.http_app import create_app
 from router.http_protocol import BoundedHttpProtocol
+from router.leaving import Leaving
 from router.operator_api import OperatorApi, Operators, OperatorServicer
 from router.rate_limits import RateLimits
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
+from router.worker_control import WorkerControl
+from router.worker_operations import WorkerOperations, WorkerOperatorServicer
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +97,7 @@ async def serve(settings: RouterSettings) -> None:
     access = Access(config, metrics, limits)
     cache = CacheControl(dispatcher.workers.all, index, metrics)
     operators = Operators(config, access)
+    control = WorkerControl(dispatcher.workers.all, dispatcher.workers.is_up)
     batches = Batches(dispatcher, tokenizer, model, metrics, config, access)
     app = create_app(
         dispatcher,
@@ -102,7 +107,11 @@ async def serve(settings: RouterSettings) -> None:
         config,
         access,
         number=settings.number,
-        more=(batches.api, OperatorApi(cache, operators)),
+        more=(
+            batches.api,
+            OperatorApi(cache, operators),
+            WorkerOperations(control, operators, config),
+        ),
     )
     http = _Server(
         uvicorn.Config(
@@ -113,30 +122,42 @@ async def serve(settings: RouterSettings) -> None:
             # Nothing asks for a client's address.
             proxy_headers=False,
             lifespan="off",
-            timeout_graceful_shutdown=STOP_GRACE_S,
+            timeout_graceful_shutdown=int(config.drain_deadline_s) + STOP_GRACE_S,
         )
     )
     shares_port = config.routers > 1
     grpc_server = make_server(shares_port=shares_port)
-    servicer = OperatorServicer(cache, operators)
-    add_grpc_front(grpc_server, dispatcher, tokenizer, model, metrics, config, access, servicer)
+    add_grpc_front(
+        grpc_server,
+        dispatcher,
+        tokenizer,
+        model,
+        metrics,
+        config,
+        access,
+        more=(
+            *batches.services,
+            OperatorServicer(cache, operators),
+            WorkerOperatorServicer(control, operators, config),
+        ),
+    )
     grpc_server.add_insecure_port(config.grpc)
     await grpc_server.start()
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    leaving = Leaving()
+    leaving.take_signals()
     listening = _listen(config.http, shares_port=shares_port)
     _keep_collections_short()
     await batches.start()
     serving = asyncio.create_task(http.serve(sockets=[listening]))
-    stopped = asyncio.create_task(stop.wait())
+    told = asyncio.create_task(leaving.told.wait())
     orphaned = asyncio.create_task(_parent_gone())
     try:
-        await asyncio.wait([serving, stopped, orphaned], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([serving, told, orphaned], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        stopped.cancel()
-        orphaned.cancel()
+        await end_tasks([told, orphaned])
         await batches.stop()
+        if leaving.in_order:
+            await _let_end(leaving, dispatcher, http, grpc_server, config.drain_deadline_s)
         await dispatcher.close()
         http.should_exit = True
         await serving
@@ -144,6 +165,21 @@ async def serve(settings: RouterSettings) -> None:
         await batches.close()
         await limits.close()
         await client.aclose()
+
+
+async def _let_end(
+    leaving: Leaving,
+    dispatcher: ClusterDispatcher,
+    http: uvicorn.Server,
+    grpc_server: grpc.aio.Server,
+    deadline_s: float,
+) -> None:
+    """Take no new connections, and give the requests that run their time."""
+    dispatcher.leave()
+    http.should_exit = True
+    closing = asyncio.create_task(grpc_server.stop(deadline_s))
+    await leaving.emptied(dispatcher.until_idle(), deadline_s)
+    await end_tasks([closing])
 
 
 def _keep_collections_short() -> None:

@@ -14,6 +14,7 @@ from router.messages.protocol import CountTokensRequest, MessagesRequest
 from router.responses.api import ResponsesApi
 from router.responses.protocol import ResponsesRequest
 from router.served_model import ServedModel
+from router.token_desk import TokenDesk
 from router.tokenize_api import (
     Detokenized,
     DetokenizeRequest,
@@ -44,7 +45,7 @@ def add_more_routes(
     """Adds the paths to ``app``; gives those that may go past it, with their handlers."""
     responses = ResponsesApi(exchange)
     messages = MessagesApi(exchange)
-    tokens = TokenizeApi(exchange, tokenizer, model)
+    tokens = TokenizeApi(exchange, TokenDesk(exchange.builder, tokenizer, model))
     direct: dict[str, Handler] = {
         "/v1/responses": responses.create,
         "/v1/messages": messages.create,

@@ -22,7 +22,7 @@ from router.answer import Answer, ChatAnswer, Choice, CompletionAnswer, choices_
 from router.answer_details import AnswerDetails, AnswerOptions
 from router.answer_options import chat_options, completion_options, scoring, shown_text
 from router.api_keys import Caller
-from router.banned_words import banned_tokens
+from router.banned_words import banned_runs
 from router.chat_options import template_options
 from router.conversation import openai_turns
 from router.delivery import Delivery
@@ -161,7 +161,7 @@ class OpenAiApi:
         logprobs, prompt_logprobs = scoring(options)
         return replace(
             sampling,
-            forbidden=banned_tokens(self._tokenizer, body.bad_words),
+            bad_words=banned_runs(self._tokenizer, body.bad_words),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             no_answer=options.no_answer,
@@ -297,11 +297,13 @@ def sampling_of(body: SamplingFields, max_tokens: int | None = None) -> Sampling
     """``max_tokens`` is what an endpoint calls otherwise."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     given = {name: getattr(body, name) for name in _SAME_FIELDS}
+    allowed = body.allowed_token_ids
     if max_tokens is not None:
         given["max_tokens"] = max_tokens
     return SamplingInput(
         stop=tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
+        allowed_token_ids=None if allowed is None else tuple(allowed),
         **given,
         **grammar_of(body),
     )

@@ -88,7 +88,10 @@ class SamplingFields(_Request):
     truncate_prompt_tokens: Int | None = None
     """Take the prompt's last so many tokens alone; -1: as many as fit (extension)."""
     bad_words: Strings | None = None
-    """Words that are never generated: those that are one token each (extension)."""
+    """Up to 128 words that are never generated, as their tokens are at a text's start and behind a
+    space (extension)."""
+    allowed_token_ids: Ints | None = None
+    """The token ids that alone may be generated; those that end an answer as well (extension)."""
     logit_bias: Any = Field(default=None, json_schema_extra={"type": "object"})
     """Token id → what is added to its logit, -100 … 100; at most 300 entries."""
     response_format: Any = Field(default=None, json_schema_extra={"type": "object"})

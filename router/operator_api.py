@@ -15,8 +15,7 @@ from baton.grpc_errors import guarded
 from baton.v1 import cache_pb2, cache_pb2_grpc
 from router.access import Access
 from router.cache_control import CacheControl, CacheStats, Dropped
-
-Context = grpc.aio.ServicerContext[object, object]
+from router.grpc_call import Context, metadata_of
 
 
 class WorkerCacheObject(BaseModel):
@@ -28,6 +27,8 @@ class WorkerCacheObject(BaseModel):
     cached_blocks: int
     used_blocks: int
     quarantined_blocks: int
+    host_blocks: int
+    disk_blocks: int
 
 
 class IndexObject(BaseModel):
@@ -128,12 +129,17 @@ class OperatorServicer(cache_pb2_grpc.OperatorServiceServicer):
         self._control = control
         self._operators = operators
 
+    def add_to(self, server: grpc.aio.Server) -> str:
+        """See ``router.grpc_call.Service``."""
+        cache_pb2_grpc.add_OperatorServiceServicer_to_server(self, server)
+        return cache_pb2.DESCRIPTOR.services_by_name["OperatorService"].full_name
+
     @guarded
     async def GetCacheStats(  # noqa: N802 - gRPC's name
         self, request: cache_pb2.GetCacheStatsRequest, context: Context
     ) -> cache_pb2.GetCacheStatsResponse:
         """See cache.proto."""
-        self._operators.check(_metadata(context))
+        self._operators.check(metadata_of(context))
         return _stats_message(await self._control.stats())
 
     @guarded
@@ -141,13 +147,8 @@ class OperatorServicer(cache_pb2_grpc.OperatorServiceServicer):
         self, request: cache_pb2.DropCachesRequest, context: Context
     ) -> cache_pb2.DropCachesResponse:
         """See cache.proto."""
-        self._operators.check(_metadata(context))
+        self._operators.check(metadata_of(context))
         return _dropped_message(await self._control.drop())
-
-
-def _metadata(context: Context) -> dict[str, str]:
-    pairs = context.invocation_metadata() or ()
-    return {name: value for name, value in pairs if isinstance(value, str)}
 
 
 def _stats_message(stats: CacheStats) -> cache_pb2.GetCacheStatsResponse:
@@ -163,6 +164,8 @@ def _stats_message(stats: CacheStats) -> cache_pb2.GetCacheStatsResponse:
                 cached_blocks=one.cached_blocks,
                 used_blocks=one.used_blocks,
                 quarantined_blocks=one.quarantined_blocks,
+                host_blocks=one.host_blocks,
+                disk_blocks=one.disk_blocks,
             )
             for one in stats.workers
         ],

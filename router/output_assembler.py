@@ -75,11 +75,18 @@ class OutputAssembler:
             finish_reason = FinishReason.STOP
         self._finished = finish_reason is not None
         text = "".join(shown)
-        if not self._scores:
-            return OutputDelta(text, tuple(counted), finish_reason, cached_prompt_tokens)
-        self._shown += len(text)
-        scored = self._newly_shown() if self._unshown else ()
-        return OutputDelta(text, tuple(counted), finish_reason, cached_prompt_tokens, scored=scored)
+        scored: tuple[ScoredToken, ...] = ()
+        if self._scores:
+            self._shown += len(text)
+            scored = self._newly_shown() if self._unshown else ()
+        return OutputDelta(
+            text,
+            tuple(counted),
+            finish_reason,
+            cached_prompt_tokens,
+            scored=scored,
+            stop_string=self._scanner.match,
+        )
 
     def _take(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]

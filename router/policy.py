@@ -7,7 +7,7 @@ learned costs, and the time, in; a decision out. ``router.policies`` knows the p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from baton.config import Config, LocalPrefill
@@ -32,6 +32,8 @@ class RouteRequest:
     """Milliseconds that are left until the request must have ended."""
     choices: int = 1
     """Sequences that it becomes, once its prompt is computed."""
+    excluded: frozenset[str] = frozenset()
+    """Incarnations that it may not go to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,16 @@ class RouteSettings:
     pulls: bool = True
     """Whether prefill workers fetch cached blocks from others."""
 
-    def of(self, context_class: str) -> ClassRoute:
-        """What a class may use."""
-        return self.classes.get(context_class, self.default)
+    def of(self, request: RouteRequest) -> ClassRoute:
+        """What a request may use: what its class may, but for whom it may not go to."""
+        route = self.classes.get(request.context_class, self.default)
+        if not request.excluded:
+            return route
+        return replace(
+            route,
+            prefill=replace(route.prefill, without=request.excluded),
+            decode=replace(route.decode, without=request.excluded),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class Predictions:
         if most <= self.held[row]:
             return "", 0
         table = self.table
-        holds = (self.held >= most) & (table.up > 0) & (table.shape == table.shape[row])
+        holds = (self.held >= most) & (table.lends > 0) & (table.shape == table.shape[row])
         holders = np.flatnonzero(holds)
         idlest = holders[np.argmin(table.sequences[holders])]
         return table.names[idlest], int(most)
@@ -108,7 +108,7 @@ def predict(
         prefill_ms=table.prefill_a + uncached * (table.prefill_b + attention),
         queue_ms=table.queue_ms(now_ms),
         # The last token is computed into a block of its own.
-        fetchable=np.minimum(table.best_of_shape(depth * table.up), (prompt - 1) // hash_block),
+        fetchable=np.minimum(table.best_of_shape(depth * table.lends), (prompt - 1) // hash_block),
         missing=missing,
         tpot_ms=step + table.step_c * (table.context_tokens + prompt),
         fits=room,

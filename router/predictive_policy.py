@@ -85,7 +85,7 @@ class PredictivePolicy:
         now_ms: float,
     ) -> Decision:
         """See ``router.policy.Policy``."""
-        route = self._settings.of(request.context_class)
+        route = self._settings.of(request)
         decode = table.group("decode", route.decode)
         prefill = table.group("prefill", route.prefill)
         if not len(decode):

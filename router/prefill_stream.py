@@ -39,6 +39,10 @@ class PrefillStream:
         self._commanded = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
         self._is_gone = False
+        self.messages = 0
+        """That have come, those that say nothing included."""
+        self.breaks = 0
+        """How often the stream has ended while prefills were on it."""
 
     async def run(
         self, request: prefill_pb2.PrefillRequest
@@ -96,6 +100,7 @@ class PrefillStream:
             self._commands.clear()
             self._commanded.clear()
             events, self._events = self._events, {}
+            self.breaks += bool(events)
             for waiting in events.values():
                 waiting.put_nowait(failure)
             call.cancel()
@@ -109,6 +114,7 @@ class PrefillStream:
             message = await call.read()
             if not isinstance(message, prefill_pb2.PrefillsResponse):
                 return
+            self.messages += 1
             for event in message.events:
                 waiting = self._events.get((event.request_id, event.attempt))
                 # What was cancelled here may have gone on there for a moment.

@@ -1,9 +1,11 @@
 """One request between the workers and its client.
 
     placed ─first token→ streaming ─finish reason, stop string→ finished
+    placed, streaming ─moved→ placed, with the tokens that it has
     placed, streaming ─failure→ failed
 
 Tokens of other attempts are dropped, duplicates skipped, early ones kept until their turn comes.
+Each choice has its own attempt: they are placed together, and move one by one.
 What the client has not read yet gathers in one delta: at most a whole answer.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.errors import BatonError
@@ -36,11 +39,10 @@ class RequestLife:
         probabilities are there.
         """
         self.request_id = request_id
-        self.attempt = attempt
-        self.decode_began = asyncio.Event()
-        """Set once the decode worker has told a token: the handoff was committed."""
         self.awaits_prompt = scores_prompt
-        self._choices = [ChoiceLife(n, assembler) for n, assembler in enumerate(assemblers)]
+        self._choices = [
+            ChoiceLife(n, assembler, attempt) for n, assembler in enumerate(assemblers)
+        ]
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._error: BatonError | None = None
         self._failed = False
@@ -50,6 +52,11 @@ class RequestLife:
     def token_ids(self) -> list[int]:
         """Every token of the first choice accepted from a worker, those beyond a stop included."""
         return self._choices[0].token_ids
+
+    @property
+    def choices(self) -> Sequence[ChoiceLife]:
+        """All of them, by number."""
+        return self._choices
 
     @property
     def worker_finished(self) -> bool:
@@ -73,18 +80,18 @@ class RequestLife:
 
     def accept(self, output: TokenOutput, *, cached_prompt_tokens: int = 0) -> None:
         """Take in what a worker says of this request."""
-        if output.attempt != self.attempt:
+        if output.choice >= len(self._choices):
+            return
+        choice = self._choices[output.choice]
+        if output.attempt != choice.attempt:
             return
         if output.error:
             self._failed = True
             self.fail(error_from_code(output.error_code or "worker_failed", output.error))
             return
-        if output.choice >= len(self._choices):
-            return
         if output.prompt_logprobs and self.awaits_prompt:
             self.awaits_prompt = False
             self._prompt_logprobs = output.prompt_logprobs
-        choice = self._choices[output.choice]
         choice.accept(output, cached_prompt_tokens)
         if choice.delta is not None and not self.awaits_prompt:
             self._changed.set()
@@ -128,15 +135,28 @@ class RequestLife:
 class ChoiceLife:
     """One answer of a request."""
 
-    def __init__(self, number: int, assembler: OutputAssembler) -> None:
+    def __init__(self, number: int, assembler: OutputAssembler, attempt: int = 0) -> None:
         self.number = number
         self.assembler = assembler
+        self.attempt = attempt
+        self.preemptions = 0
+        """How often a worker has handed it back."""
         self.token_ids: list[int] = []
         self.delta: OutputDelta | None = None
         self.worker_finished = False
         self.is_over = False
         self._early: dict[int, TokenOutput] = {}
         self._stop_taken = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more tokens are wanted of it."""
+        return self.worker_finished or self.assembler.finished
+
+    def move(self, attempt: int) -> None:
+        """It goes on elsewhere, behind the tokens that were accepted: these alone count."""
+        self.attempt = attempt
+        self._early.clear()
 
     def accept(self, output: TokenOutput, cached_prompt_tokens: int) -> None:
         """Take in what a worker says of it."""
@@ -186,4 +206,5 @@ def _joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:
         second.finish_reason,
         first.cached_prompt_tokens + second.cached_prompt_tokens,
         scored=first.scored + second.scored,
+        stop_string=second.stop_string,
     )

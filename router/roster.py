@@ -51,7 +51,7 @@ class Roster:
             table.set_load(name, link.load, now * 1e3)
         self._seen[name] = (record, link.load)
         up = self._links.is_up(link)
-        table.set_up(name, up)
+        table.set_up(name, up, lends=link.lends(now))
         if up:
             self.fingerprint = record.fingerprint
             longest = self.context_length

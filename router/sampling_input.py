@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 1024
 MOST_STOP_TOKENS = 128
 MOST_BIASES = 300
+MOST_BAD_RUNS = 256
+MOST_BAD_RUN_TOKENS = 64
 _LEAST_TEMPERATURE = 1e-3
 """Smaller ones would make infinities of logits in 32 bits; draws are as good as greedy here."""
 _LEAST_TOP_P = 1e-6
@@ -41,8 +42,9 @@ class SamplingInput:
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Mapping[Any, Any] | None = None
-    forbidden: tuple[int, ...] = ()
-    """Token ids that are never drawn."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of token ids that the answer is not to have."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     no_answer: bool = False
@@ -96,7 +98,9 @@ def final_sampling(
         presence_penalty=_within("presence_penalty", given.presence_penalty, -2, 2, 0),
         frequency_penalty=_within("frequency_penalty", given.frequency_penalty, -2, 2, 0),
         repetition_penalty=_within("repetition_penalty", given.repetition_penalty, 1e-3, 10, 1),
-        logit_bias=_forbidding(_logit_bias(given.logit_bias, vocab_size), given.forbidden),
+        logit_bias=_logit_bias(given.logit_bias, vocab_size),
+        allowed_token_ids=_allowed(given, vocab_size),
+        bad_words=_bad_words(given.bad_words, vocab_size),
         logprobs=_logprobs("logprobs", given.logprobs),
         prompt_logprobs=_logprobs("prompt_logprobs", given.prompt_logprobs),
         grammar=given.grammar,
@@ -109,12 +113,28 @@ def _logprobs(name: str, given: int | None) -> int | None:
     return given
 
 
-def _forbidding(
-    biases: tuple[tuple[int, float], ...], forbidden: tuple[int, ...]
-) -> tuple[tuple[int, float], ...]:
-    if not forbidden:
-        return biases
-    return tuple(sorted((dict(biases) | dict.fromkeys(forbidden, -math.inf)).items()))
+def _allowed(given: SamplingInput, vocab_size: int) -> tuple[int, ...]:
+    name, ids = "allowed_token_ids", given.allowed_token_ids
+    if ids is None:
+        return ()
+    if not ids:
+        raise InvalidRequest(f"{name} must not be empty", param=name)
+    if given.grammar is not None:
+        raise InvalidRequest(f"{name} is not possible with a form of the answer", param=name)
+    check_token_ids(ids, vocab_size, name)
+    return tuple(sorted(set(ids)))
+
+
+def _bad_words(given: tuple[tuple[int, ...], ...], vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    if len(given) > MOST_BAD_RUNS:
+        raise InvalidRequest(f"bad_words has at most {MOST_BAD_RUNS} runs", param="bad_words")
+    for run in given:
+        if not 0 < len(run) <= MOST_BAD_RUN_TOKENS:
+            raise InvalidRequest(
+                f"bad_words: a word has 1 to {MOST_BAD_RUN_TOKENS} tokens", param="bad_words"
+            )
+        check_token_ids(run, vocab_size, "bad_words")
+    return given
 
 
 def truncated(

@@ -37,7 +37,7 @@ class SimplePolicy(ABC):
         now_ms: float,
     ) -> Decision:
         """See ``router.policy.Policy``."""
-        route = self._settings.of(request.context_class)
+        route = self._settings.of(request)
         prefill = table.group("prefill", route.prefill)
         decode = table.group("decode", route.decode)
         if not len(decode):

@@ -18,17 +18,22 @@ class StopScanner:
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
         self._held = ""
-        self.found = False
+        self.match = ""
+        """The stop string that was completed, once one is."""
+
+    @property
+    def found(self) -> bool:
+        return bool(self.match)
 
     def feed(self, text: str) -> str:
         """The text that may be shown now."""
         if not self._stop or self.found:
             return "" if self.found else text
         text = self._held + text
-        match = self._first_match(text)
-        if match is not None:
-            self.found, self._held = True, ""
-            begin, end = match
+        place = self._first_match(text)
+        if place is not None:
+            begin, end = place
+            self.match, self._held = text[begin:end], ""
             return text[: end if self._include else begin]
         keep = len(text) - self._possible_start(text)
         self._held = text[keep:]

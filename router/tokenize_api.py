@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 from fastapi import Request
@@ -14,9 +13,7 @@ from router.conversation import openai_turns
 from router.exchange import Exchange
 from router.http_body import validate
 from router.openai_protocol import Int, Ints, Message
-from router.sampling_input import check_token_ids
-from router.served_model import ServedModel
-from router.tokenizer import Tokenizer
+from router.token_desk import TokenDesk
 from router.tool_calls.protocol import ToolDefinitions, tool_use
 
 
@@ -64,7 +61,7 @@ class Detokenized(BaseModel):
 class ModelInfo(BaseModel):
     """What the router knows of the served model."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(use_attribute_docstrings=True, from_attributes=True)
 
     id: str
     created: int
@@ -83,23 +80,21 @@ class ModelInfo(BaseModel):
 class TokenizeApi:
     """The handlers. They raise BatonError; ``router.http_errors`` answers it."""
 
-    def __init__(self, exchange: Exchange, tokenizer: Tokenizer, model: ServedModel) -> None:
+    def __init__(self, exchange: Exchange, desk: TokenDesk) -> None:
         self._exchange = exchange
-        self._tokenizer = tokenizer
-        self._model = model
+        self._desk = desk
 
     async def tokenize(self, request: Request) -> Response:
         """Text or messages to token ids."""
         self._exchange.caller(request.headers)
         body = validate(TokenizeRequest, await self._exchange.read(request))
-        self._check_model(body)
+        self._desk.check_model(body.model)
         ids = await self._ids(body)
-        spell = self._tokenizer.spell
         answer = Tokenized(
             count=len(ids),
-            max_model_len=self._exchange.builder.context_length,
+            max_model_len=self._desk.context_length,
             tokens=list(ids),
-            token_strs=[spell(number) for number in ids] if body.return_token_strs else None,
+            token_strs=self._desk.spellings(ids) if body.return_token_strs else None,
         )
         return JSONResponse(answer.model_dump())
 
@@ -107,36 +102,20 @@ class TokenizeApi:
         """Token ids to text, special tokens included."""
         self._exchange.caller(request.headers)
         body = validate(DetokenizeRequest, await self._exchange.read(request))
-        self._check_model(body)
-        ids = tuple(body.tokens)
-        check_token_ids(ids, self._tokenizer.vocab_size, "tokens")
-        text = await asyncio.to_thread(self._tokenizer.decode, ids, skip_special_tokens=False)
+        self._desk.check_model(body.model)
+        text = await self._desk.text(tuple(body.tokens), "tokens")
         return JSONResponse(Detokenized(prompt=text).model_dump())
 
     async def model_info(self, request: Request) -> ModelInfo:
         """Describe the served model."""
         self._exchange.caller(request.headers)
-        return ModelInfo(
-            id=self._model.id,
-            created=self._model.created,
-            max_model_len=self._exchange.builder.context_length,
-            vocab_size=self._tokenizer.vocab_size,
-            eos_token_ids=sorted(self._tokenizer.eos_ids),
-            has_chat_template=self._tokenizer.has_chat_template,
-            tool_parser=self._exchange.builder.tool_format.name,
-        )
-
-    def _check_model(self, body: _Body) -> None:
-        if body.model is not None:
-            self._exchange.builder.check_model(body.model)
+        return ModelInfo.model_validate(self._desk.facts())
 
     async def _ids(self, body: TokenizeRequest) -> tuple[int, ...]:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("one of prompt and messages is required", param="prompt")
         if body.messages is not None:
             tools = tool_use(body.tools, None, parallel=None)
-            return await self._exchange.builder.chat_ids(openai_turns(body.messages), tools)
+            return await self._desk.ids_of_turns(openai_turns(body.messages), tools)
         special = body.add_special_tokens is not False
-        return await asyncio.to_thread(
-            self._tokenizer.encode, body.prompt or "", add_special_tokens=special
-        )
+        return await self._desk.ids_of_text(body.prompt or "", special=special)

@@ -12,7 +12,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "early_stopping": (False,),
-    "allowed_token_ids": (),
     "logits_processors": ([],),
     "guided_decoding_backend": ("auto", "guidance", "llguidance"),
     "guided_whitespace_pattern": (),

@@ -4,6 +4,7 @@ A link's states:
 
     connecting ─first message of the token stream→ up ─stream broken→ connecting (tries again)
     connecting ─not in the registry→ closed
+    up ─suspected of hanging→ suspected ─a message, SUSPECT_S→ up
 
 A prefill worker's link has no stream: it is up while its channel is connected. A worker that the
 registry has lost is kept while it is up: Redis may have forgotten what is alive. Owned by the event
@@ -15,7 +16,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc
 import grpc.aio
@@ -25,7 +28,7 @@ from baton.background import end_tasks
 from baton.errors import BatonError, WorkerFailed
 from baton.grpc_channel import open_channel
 from baton.grpc_errors import error_from_rpc
-from baton.registry import WorkerRecord
+from baton.registry import DRAINING, WorkerRecord
 from baton.request import LoadSnapshot, TokenOutput
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from router.prefill_stream import PrefillStream
@@ -41,6 +44,22 @@ _SILENT_HEARTBEATS = 3
 ABORT_DEADLINE_S = 2.0
 """An abort that does not arrive in this time is left to the worker's own deadlines."""
 _COOL_DOWN_S = 1.0
+SUSPECT_S = 5.0
+"""A worker that is suspected of hanging, and of which nothing is heard, is tried again after this:
+one that has nothing to do has nothing to say."""
+_MOST_OWED = 4096
+"""Aborts that are kept for a worker that cannot be reached; those of sequences are bounded by its
+places, and by how often these can be filled meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    """What is to end at a decode worker."""
+
+    request_id: str
+    attempt: int
+    stop: bool
+    choice: int | None
 
 
 def error_from_gone(incarnation: str) -> WorkerFailed:
@@ -62,14 +81,44 @@ class WorkerLink:
         self.missing_since: float | None = None
         """Since when the registry, which can be read, does not list a prefill worker. A decode
         worker's stream tells more than the registry does."""
+        self.token_messages = 0
+        """That have come on the token stream, those that say nothing included."""
+        self.owed: deque[_Abort] = deque(maxlen=_MOST_OWED)
+        """Aborts that have not arrived: they are sent again when the worker is heard."""
+        self._suspected_until = float("-inf")
+        self._suspected_at = 0
         self._failed_at = float("-inf")
+
+    @property
+    def messages(self) -> int:
+        """How many messages have come of the worker."""
+        return self.token_messages + self.prefills.messages
+
+    def suspect(self, now: float) -> None:
+        """It is silent, and should not be: nothing more goes there until it is heard."""
+        self._suspected_until = now + SUSPECT_S
+        self._suspected_at = self.messages
+
+    def is_suspected(self, now: float) -> bool:
+        """Whether it is taken to hang."""
+        return now < self._suspected_until and self.messages == self._suspected_at
 
     def is_up(self, now: float, missing_s: float) -> bool:
         """Whether new requests may go there; not to one that was missing for ``missing_s``."""
         if self.missing_since is not None and now - self.missing_since > missing_s:
             return False
-        ready = self.record.state == "ready" and self.connected
+        ready = self.record.state == "ready" and self.connected and not self.is_suspected(now)
         return ready and now - self._failed_at > _COOL_DOWN_S
+
+    def lends(self, now: float) -> bool:
+        """Whether its cached blocks may be fetched: also while it is drained."""
+        known = self.record.state in ("ready", DRAINING)
+        return known and self.connected and not self.is_suspected(now)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether what runs there is to go elsewhere."""
+        return self.record.state == DRAINING and self.connected
 
     def failed(self, now: float) -> None:
         """A call could not be made: leave the worker alone for a moment."""
@@ -95,7 +144,7 @@ class WorkerLinks:
         # A worker that lives renews its entry in this time, also after Redis was flushed.
         self._missing_s = _SILENT_HEARTBEATS * heartbeat_s
         self._links: dict[str, WorkerLink] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def get(self, incarnation: str) -> WorkerLink | None:
         return self._links.get(incarnation)
@@ -117,6 +166,10 @@ class WorkerLinks:
         """Take over the registry's view."""
         for incarnation, record in records.items():
             link = self._links.get(incarnation)
+            if link is not None and link.record.role != record.role:
+                # The same worker with other services.
+                self._let_go(incarnation)
+                link = None
             if link is None:
                 log.info("worker %s joins at %s", incarnation, record.address)
                 link = self._links[incarnation] = WorkerLink(record)
@@ -133,14 +186,17 @@ class WorkerLinks:
                     link.missing_since = time.monotonic()
                 continue
             log.info("worker %s has left", incarnation)
-            task = asyncio.create_task(self._close(self._links.pop(incarnation)))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._let_go(incarnation)
+
+    def _let_go(self, incarnation: str) -> None:
+        task = asyncio.create_task(self._close(self._links.pop(incarnation)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
         """Close every link."""
         links, self._links = self._links, {}
-        await asyncio.gather(*(self._close(link) for link in links.values()), *self._closing)
+        await asyncio.gather(*(self._close(link) for link in links.values()), *self._tasks)
 
     async def _close(self, link: WorkerLink) -> None:
         if link.follower is not None:
@@ -177,6 +233,9 @@ class WorkerLinks:
                 if not isinstance(message, decode_pb2.StreamTokensResponse):
                     return error_from_gone(link.record.incarnation)
                 link.connected = True
+                link.token_messages += 1
+                if link.owed:
+                    self._send_owed(link)
                 link.load = convert.load_from_proto(message.load)
                 for output in message.outputs:
                     self._on_output(convert.output_from_proto(output))
@@ -198,17 +257,32 @@ class WorkerLinks:
     ) -> None:
         """End a request at a decode worker, or one of its choices. ``stop``: it has ended well.
 
-        Never raises.
+        A worker that cannot be reached is told when it is heard again. Never raises.
         """
         link = self._links.get(incarnation)
-        if link is None:
-            return
-        reason = decode_pb2.ABORT_REASON_STOP if stop else decode_pb2.ABORT_REASON_UNSPECIFIED
+        if link is not None:
+            await self._abort(link, _Abort(request_id, attempt, stop, choice))
+
+    async def _abort(self, link: WorkerLink, abort: _Abort) -> None:
+        reason = decode_pb2.ABORT_REASON_STOP if abort.stop else decode_pb2.ABORT_REASON_UNSPECIFIED
         request = decode_pb2.AbortRequest(
-            request_id=request_id, attempt=attempt, reason=reason, choice=choice
+            request_id=abort.request_id,
+            attempt=abort.attempt,
+            reason=reason,
+            choice=abort.choice,
         )
         try:
             stub = decode_pb2_grpc.DecodeServiceStub(link.channel)
             await stub.Abort(request, timeout=ABORT_DEADLINE_S)
         except grpc.aio.AioRpcError as error:
-            log.info("abort at %s did not arrive: %s", incarnation, error.code())
+            log.info("abort at %s did not arrive: %s", link.record.incarnation, error.code())
+            link.owed.append(abort)
+
+    def _send_owed(self, link: WorkerLink) -> None:
+        """The worker is heard again."""
+        owed = list(link.owed)
+        link.owed.clear()
+        for abort in owed:
+            task = asyncio.create_task(self._abort(link, abort))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)

@@ -41,6 +41,8 @@ class PoolFilter:
     """These alone; None: every pool but ``never``."""
     never: frozenset[str] = frozenset()
     """Pools that other classes own."""
+    without: frozenset[str] = frozenset()
+    """Incarnations that may not serve, whatever their pool."""
 
     def allows(self, pool: str) -> bool:
         """Whether a pool's workers may."""
@@ -131,6 +133,7 @@ class WorkerTable:
         self.per_block = column("per_block", 1.0)
         self.shape = column("shape", -1.0)
         self.up = column("up")
+        self.lends = column("lends")
         hashes = np.zeros(capacity, dtype=np.uint64)
         if old:
             hashes[: old - 1] = self.slot_hash[: old - 1]
@@ -218,14 +221,21 @@ class WorkerTable:
             self.told_blocks,
             self.promised_blocks,
             self.up,
+            self.lends,
         ):
             column[row] = 0.0
         self._groups.clear()
 
-    def set_up(self, name: str, up: bool) -> None:
-        """Whether new requests may go there."""
+    def set_up(self, name: str, up: bool, *, lends: bool | None = None) -> None:
+        """Whether new requests may go there. ``lends``: whether others may fetch what it holds, as
+
+        they may from one that is drained; None: if it is up.
+        """
         row = self._rows.get(name)
-        if row is not None and bool(self.up[row]) != up:
+        if row is None:
+            return
+        self.lends[row] = float(up if lends is None else lends)
+        if bool(self.up[row]) != up:
             self.up[row] = float(up)
             self._groups.clear()
 
@@ -237,6 +247,7 @@ class WorkerTable:
                 row
                 for row, worker in self._workers.items()
                 if worker.role == role and self.up[row] and pools.allows(worker.pool)
+                if self.names[row] not in pools.without
             ]
             members = np.array(sorted(rows), dtype=np.intp)
             closed, share = np.full(self._capacity, np.inf), np.zeros(self._capacity)

@@ -114,6 +114,7 @@ class MiniCluster:
             redis_url=self.redis_url,
             cluster_id=self.cluster_id,
             threads=1,
+            draft_model_path=self.config.draft_model,
         )
         worker = WorkerProcess(settings, self.roles)
         await worker.start()

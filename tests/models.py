@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.errors import BatonError
@@ -109,6 +110,22 @@ def make_tiny_model(
     save_file(weights, folder / "model.safetensors")
     _make_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    return folder
+
+
+def make_padded_model(folder: Path, *, layers: int, **options: Any) -> Path:
+    """The tiny model of one layer as one of many: those behind the first change nothing.
+
+    So the small one guesses every token of it, for a part of the time.
+    """
+    make_tiny_model(folder, layers=layers, **options)
+    first = make_tiny_model(folder / "first", layers=1, **options)
+    weights = load_file(folder / "model.safetensors") | load_file(first / "model.safetensors")
+    shutil.rmtree(first)
+    for n in range(1, layers):
+        weights[f"model.layers.{n}.self_attn.o_proj.weight"].zero_()
+        weights[f"model.layers.{n}.mlp.down_proj.weight"].zero_()
+    save_file(weights, folder / "model.safetensors")
     return folder
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,6 +56,19 @@ class SequenceListener(Protocol):
         """
 
 
+class Tiers(Protocol):
+    """What is behind the block pool: see ``worker.kv_tiers``."""
+
+    def before_plan(self) -> None:
+        """A step may be planned. What it does must not plan any."""
+
+    def after_plan(self) -> None:
+        """Steps were planned; blocks may have changed hands."""
+
+    def counts(self) -> Mapping[str, int]:
+        """Blocks that can be found in each tier, by its name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Of a sequence in the step that runs."""
@@ -89,6 +102,7 @@ class ControlLoop:
         self.pool = engine.pool
         self.incarnation = incarnation
         self.steps = 0
+        self.tiers: Tiers | None = None
         self._gauges = gauges
         self._loop = asyncio.get_running_loop()
         self._thread = EngineThread(engine.runner, self._hand_over, board)
@@ -115,6 +129,11 @@ class ControlLoop:
         assert self.scheduler.is_idle(), "sequences of an earlier life are there"
         self.incarnation = incarnation
         self._listener = listener
+
+    def turn(self, listener: SequenceListener, gauges: WorkerGauges) -> None:
+        """Another role listens from now on; nothing runs."""
+        self._gauges.retire()
+        self._listener, self._gauges = listener, gauges
 
     def stop(self, timeout_s: float) -> None:
         """End the engine thread. Blocks up to ``timeout_s``: call it when nothing else runs."""
@@ -150,6 +169,8 @@ class ControlLoop:
         if expired:
             assert self._listener is not None, "a sequence came before start()"
             self._listener.on_expired(expired)
+        if self.tiers is not None:
+            self.tiers.before_plan()
         while self._may_plan():
             plan = self.scheduler.schedule(self._most_prompt_tokens())
             if plan is None:
@@ -158,6 +179,8 @@ class ControlLoop:
             self._last_plan = plan
             self._thread.submit(plan)
         self._gauges.refresh(self.scheduler, self.pool)
+        if self.tiers is not None:
+            self.tiers.after_plan()
 
     def _may_plan(self) -> bool:
         """The next step is planned while one runs, so that the engine never waits for its plan.
@@ -247,6 +270,7 @@ class ControlLoop:
         """What this worker is doing right now."""
         counts = self.pool.counts()
         step = self._history.mean()
+        in_tiers = {} if self.tiers is None else self.tiers.counts()
         return LoadSnapshot(
             incarnation=self.incarnation,
             running=len(self.scheduler.running),
@@ -261,4 +285,6 @@ class ControlLoop:
             step_ms=step.ms,
             step_batch=step.batch,
             step_context_tokens=step.context_tokens,
+            host_blocks=in_tiers.get("host", 0),
+            disk_blocks=in_tiers.get("disk", 0),
         )

@@ -30,10 +30,10 @@ import os
 import struct
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.cpu.decoder import CoreShare
+from engine.step import CoreShare
 
 PAUSE = 1.0
 """Of a decode step's time, for the prefill beside it."""
@@ -110,6 +110,12 @@ class CoreBoard:
         self._began = self._ended = self._busy_since = 0.0
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._lines))
         self.share = CoreShare(start, workers, number, cores, yields)
+        """For the engine; another one after ``take_turn``."""
+
+    def take_turn(self, *, yields: bool) -> None:
+        """From the next step on: whether others go first. Between steps, by any thread."""
+        self._yields = yields
+        self.share = replace(self.share, yields=yields)
 
     def begin(self) -> int:
         """A step begins. Returns how many threads it should take.

@@ -50,7 +50,6 @@ class EngineThread:
 
     def _run(self) -> None:
         if self._board is not None:
-            self._runner.share_cores(self._board.share)
             give_way()
         while (plan := self._plans.get()) is not None:
             if self._waiter is not None:
@@ -90,6 +89,7 @@ def run_sharing(runner: ModelRunner, board: CoreBoard | None, plan: StepPlan) ->
     """Run a step on as many threads as the board says, if there is one."""
     if board is None:
         return runner.run(plan)
+    runner.share_cores(board.share)
     runner.use_threads(board.begin())
     try:
         return runner.run(plan)

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from typing import Protocol
 
 import grpc.aio
 
@@ -25,6 +26,13 @@ from kvtransfer.pair import Identity, PairLimits, check_peer
 from kvtransfer.transport import Peer, Transport
 from worker.block_receiver import BlockReceiver
 from worker.handoff_calls import HandoffCalls
+
+
+class Behind(Protocol):
+    """What is behind the block pool: see ``worker.tier_loader``."""
+
+    async def recall(self, hashes: Sequence[bytes]) -> None:
+        """Have the leading blocks of these hashes in the pool, where that pays."""
 
 
 class Exchange:
@@ -50,6 +58,7 @@ class Exchange:
         self._executor = executor
         self._pool = receiver.pool
         self._block_bytes = receiver.block_bytes
+        self.behind: Behind | None = None
         self._given = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._outbound: dict[Peer, Outbound] = {}
@@ -116,6 +125,8 @@ class Exchange:
                 f"{reader.incarnation} has {reader.geometry}, "
                 f"{self.identity.incarnation} has {self.identity.geometry}"
             )
+        if self.behind is not None:
+            await self.behind.recall(hashes)
         blocks = self._pool.match(hashes)
         if not blocks:
             return 0

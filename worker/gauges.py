@@ -16,6 +16,8 @@ class WorkerGauges:
 
     def __init__(self, metrics: WorkerMetrics, worker: str, role: str) -> None:
         labels = {"worker": worker, "role": role}
+        self._metrics = metrics
+        self._labels = (worker, role)
         self._running = metrics.sequences.labels(**labels, state="running")
         self._waiting = metrics.sequences.labels(**labels, state="waiting")
         self._blocks = [metrics.kv_blocks.labels(**labels, state=state) for state in _BLOCK_STATES]
@@ -26,12 +28,20 @@ class WorkerGauges:
         self._step = metrics.step_seconds.labels(**labels)
         self._drafted = metrics.drafted_tokens
         self._accepted = metrics.accepted_tokens
-        self._preempted = 0
+        self._preempted: int | None = None
         self._worker = worker
         self._known_pairs: set[tuple[str, str, str]] = set()
         self._staging = metrics.transfer_staging
         self._pairs = metrics.transfer_pairs
         self._in_flight = metrics.transfer_in_flight.labels(worker=worker)
+
+    def retire(self) -> None:
+        """The worker plays this role no longer: what it has now is shown under another one."""
+        for state in ("running", "waiting"):
+            self._metrics.sequences.remove(*self._labels, state)
+        for state in _BLOCK_STATES:
+            self._metrics.kv_blocks.remove(*self._labels, state)
+        self._metrics.batch_fill_ratio.remove(*self._labels)
 
     def refresh(self, scheduler: Scheduler, pool: BlockPool) -> None:
         """Take over the counts of sequences and blocks."""
@@ -40,7 +50,8 @@ class WorkerGauges:
         counts = pool.counts()
         for state, gauge in zip(_BLOCK_STATES, self._blocks, strict=True):
             gauge.set(getattr(counts, state))
-        self._preemptions.inc(scheduler.preemptions - self._preempted)
+        if self._preempted is not None:
+            self._preemptions.inc(scheduler.preemptions - self._preempted)
         self._preempted = scheduler.preemptions
 
     def transfers(

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 from itertools import islice
+from typing import Protocol
 
 from baton.prefix_index import BATCH, PrefixIndex
-from engine.block_pool import BlockPool
 
 log = logging.getLogger(__name__)
 
@@ -22,10 +22,24 @@ _SPARE_CHANGES = 4096
 cheaper."""
 
 
+class HeldBlocks(Protocol):
+    """What is told of: a block pool, or one with tiers behind it."""
+
+    @property
+    def total(self) -> int:
+        """Blocks that can be held."""
+
+    def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Hashes stored and removed since the last call."""
+
+    def held_hashes(self) -> list[bytes]:
+        """Every hash that is held."""
+
+
 class IndexPublisher:
     """Owned by the control loop. Redis may be away: what has changed meanwhile is told later."""
 
-    def __init__(self, index: PrefixIndex, pool: BlockPool, incarnation: str) -> None:
+    def __init__(self, index: PrefixIndex, pool: HeldBlocks, incarnation: str) -> None:
         self._index = index
         self._pool = pool
         self._incarnation = incarnation

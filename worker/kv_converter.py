@@ -21,7 +21,7 @@ from engine.kv_quantization import (
     has_scales,
     quantize_kv,
 )
-from kvtransfer.layout import KvLayout
+from kvtransfer.layout import FILLED_BYTES, KvLayout
 from kvtransfer.plan import check_convertible, overlaps
 
 _DTYPES = PLAIN_KV_DTYPES | KV_DTYPES
@@ -91,6 +91,9 @@ class Converter:
         self._source = source
         self._target = target
         self._heads = target.heads_of(target_rank)
+        self._drafter: Converter | None = None
+        if source.drafter_layout is not None and target.drafter_layout is not None:
+            self._drafter = Converter(source.drafter_layout, target.drafter_layout, target_rank)
 
     def convert(
         self,
@@ -111,6 +114,22 @@ class Converter:
         for tensors of another shape, type or device.
         """
         self._check(cache, table, tokens, wanted, out)
+        self._convert_group(cache, table, tokens, wanted, out)
+        if self._drafter is not None:
+            here = cache[:, self._source.target_bytes :]
+            there = out[:, self._target.target_bytes :]
+            self._drafter._convert_group(here, table, tokens, wanted, there)
+            self._drafter._convert_filled(here, table, tokens, wanted, there)
+
+    def _convert_group(
+        self,
+        cache: torch.Tensor,
+        table: Sequence[int],
+        tokens: int,
+        wanted: Sequence[int],
+        out: torch.Tensor,
+    ) -> None:
+        """``convert`` of one group's part; zeros behind its codes and scales."""
         source = _Blocks.of(cache, self._source).heads(self._heads)
         target = _Blocks.of(out, self._target)
         self._clear(tokens, wanted, out)
@@ -122,6 +141,26 @@ class Converter:
                 taken = torch.tensor([table[block] for block, _ in some], device=cache.device)
                 rows = torch.tensor([row for _, row in some], device=cache.device)
                 there.put(rows, self._as_target(here.take(taken)))
+
+    def _convert_filled(
+        self,
+        cache: torch.Tensor,
+        table: Sequence[int],
+        tokens: int,
+        wanted: Sequence[int],
+        out: torch.Tensor,
+    ) -> None:
+        """Of a drafter's parts: how many slots of each are filled, without a gap before them."""
+        places = torch.tensor(table, device=cache.device)
+        filled = _filled(cache, self._source)[places].tolist()
+        size, done = self._source.block_size, 0
+        for block, count in enumerate(filled):
+            done = min(tokens, block * size + count)
+            if count < size:
+                break
+        size = self._target.block_size
+        found = [max(0, min(size, done - block * size)) for block in wanted]
+        _filled(out, self._target).copy_(torch.tensor(found, device=out.device))
 
     def _blocks_at_once(self, slots: int, device: torch.device) -> int:
         values = _CPU_VALUES if device.type == "cpu" else _GPU_VALUES
@@ -180,3 +219,9 @@ class Converter:
         for block in wanted:
             if not 0 <= block * self._target.block_size < tokens:
                 raise HandoffError(f"block {block} has none of the sequence's {tokens} tokens")
+
+
+def _filled(parts: torch.Tensor, layout: KvLayout) -> torch.Tensor:
+    """int64 [blocks], a view: of a drafter's parts, how many slots of each are filled."""
+    begin = layout.filled_offset
+    return parts[:, begin : begin + FILLED_BYTES].view(torch.int64)[:, 0]

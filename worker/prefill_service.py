@@ -16,6 +16,7 @@ Runs on the control loop, which owns all of it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
@@ -25,6 +26,7 @@ import grpc.aio
 from baton.background import end_tasks
 from baton.errors import BatonError
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from worker.beats import DEFAULT_BEATS, Beats
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +43,9 @@ PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillsRequest, prefill_p
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Serves each router's stream."""
 
-    def __init__(self, run: Runner) -> None:
+    def __init__(self, run: Runner, beats: Beats = DEFAULT_BEATS) -> None:
         self._run = run
+        self._beats = beats
         self._closing = asyncio.Event()
 
     def close(self) -> None:
@@ -53,7 +56,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: PrefillContext
     ) -> None:
         """See prefill.proto."""
-        prefills = _Prefills(self._run)
+        prefills = _Prefills(self._run, self._beats)
         reading = asyncio.create_task(prefills.obey(request_iterator), name="prefill commands")
         telling = asyncio.create_task(prefills.tell(context), name="prefill events")
         closing = asyncio.create_task(self._closing.wait(), name="prefills' close")
@@ -72,9 +75,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 class _Prefills:
     """What one stream has started."""
 
-    def __init__(self, run: Runner) -> None:
+    def __init__(self, run: Runner, beats: Beats) -> None:
         self.running: dict[PrefillName, asyncio.Task[None]] = {}
         self._run = run
+        self._beats = beats
         self._events: list[prefill_pb2.PrefillEvent] = []
         self._happened = asyncio.Event()
         self._is_over = False
@@ -89,9 +93,14 @@ class _Prefills:
                     self._cancel((command.cancel.request_id, command.cancel.attempt))
 
     async def tell(self, context: PrefillContext) -> None:
-        """Pass on what happens: all that has gathered meanwhile in one message."""
+        """Pass on what happens: all that has gathered meanwhile in one message. Where nothing does,
+
+        an empty one says that the worker lives.
+        """
         while not self._is_over or self._events:
-            await self._happened.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._beats.next_s(busy=bool(self.running))):
+                    await self._happened.wait()
             self._happened.clear()
             events, self._events = self._events, []
             await context.write(prefill_pb2.PrefillsResponse(events=events))

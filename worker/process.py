@@ -1,14 +1,16 @@
 """One worker process, whichever role it plays.
 
     starting ─start()→ ready ─stop()→ stopping → gone
-    ready ─a background task breaks→ failed (run() raises)
+    ready ─drain()→ draining (takes nothing more) ─nothing left, or the deadline→ stopping
+    ready ─change_role()→ draining → ready, in the other role
+    ready, draining ─a background task breaks→ failed (run() raises)
     ready ─its lease lapsed while it stood still→ ready, in another life
     ready ─its lease lapsed while it could not renew it→ leaving
     leaving ─nothing runs any more, or LEAVE_S are over→ ready, in another life
 
 A life is what has an incarnation: a server on a port of its own, a role, pairs with others and
 tickets, and an entry in the registry and in the index. What has an engine outlives it: weights,
-cached blocks, metrics.
+cached blocks and the tiers behind them, metrics.
 
 Everything but the engine's steps and the copying of blocks runs on one event loop.
 """
@@ -34,13 +36,14 @@ import torch
 from prometheus_client import CollectorRegistry, start_http_server
 
 from baton.background import end_tasks
-from baton.config import MIB
+from baton.config import MIB, Config, PoolConfig
+from baton.errors import InvalidRequest, Unavailable
 from baton.grpc_channel import make_server
 from baton.metrics import WorkerMetrics
 from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
-from baton.registry import Registry, WorkerRecord
-from baton.v1 import cache_pb2_grpc, transfer_pb2_grpc
+from baton.registry import DRAINING, Registry, WorkerRecord
+from baton.v1 import cache_pb2_grpc, control_pb2_grpc, transfer_pb2_grpc
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from kvtransfer.memory import BlockMemory
 from kvtransfer.pair import Identity, PairLimits
@@ -49,11 +52,15 @@ from worker.cache_service import CacheServicer
 from worker.calibration import alone, calibrate
 from worker.chunk_slack import ChunkSlack
 from worker.control_loop import ControlLoop
+from worker.control_service import ControlServicer
 from worker.cores import CoreBoard, host_cores
 from worker.engine_thread import run_sharing
 from worker.exchange import Exchange
 from worker.gauges import WorkerGauges
 from worker.index_publisher import IndexPublisher
+from worker.intake import Intake
+from worker.kv_tiers import KvTiers, make_storages
+from worker.mounting import Mounting
 from worker.own_lease import OwnLease
 from worker.placement import place
 from worker.pool_memory import PoolMemory
@@ -76,7 +83,8 @@ LEAVE_S = 30.0
 _TRANSFER_THREADS = 2
 _BEATS = 4
 """So many times in a heartbeat the event loop looks whether it stood still."""
-_LOOK_S = 0.01
+_DRAIN_POLL_S = 0.02
+
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SWITCH_INTERVAL_S = 0.0005
@@ -92,7 +100,11 @@ class WorkerProcess:
         self.settings = settings
         self.record: WorkerRecord | None = None
         self.context: WorkerContext | None = None
-        self._make_role = roles[settings.pool.role]
+        self._roles = roles
+        self._changing = asyncio.Lock()
+        self._ending: asyncio.Task[None] | None = None
+        self.drained = False
+        """Whether it ends because it was told to by way of a drain."""
         self._redis = redis_client(settings.redis_url)
         self._registry = Registry(self._redis, settings.cluster_id)
         self._lease = OwnLease(settings.config.registry_ttl_s, settings.config.heartbeat_s)
@@ -107,7 +119,7 @@ class WorkerProcess:
 
     async def start(self) -> WorkerRecord:
         """Load the model, serve, register. Raises BatonError or ``redis.RedisError``."""
-        board = self._board()
+        board = self._cores = self._board()
         engine = await asyncio.to_thread(self._build)
         costs = await asyncio.to_thread(self._calibrate, engine, board)
         metrics = WorkerMetrics(CollectorRegistry())
@@ -119,8 +131,12 @@ class WorkerProcess:
             0, self.settings.host, registry=metrics.registry
         )
         self._gauges, self._costs = gauges, costs
-        record = await self._begin_life(control, self._memory.of(engine.cache), metrics)
+        tiers = await self._make_tiers(control, costs, metrics)
+        memory = self._memory.of(engine.cache)
+        record = await self._begin_life(control, memory, metrics, tiers)
         control.start(self._role)
+        if tiers is not None:
+            tiers.start()
         await self._registry.put(record, self.settings.config.registry_ttl_s)
         self._lease.renewed(time.monotonic())
         self._tasks = [
@@ -128,17 +144,25 @@ class WorkerProcess:
             asyncio.create_task(self._publish(), name="publish"),
             asyncio.create_task(self._watch_itself(), name="own-lease"),
         ]
+        if tiers is not None:
+            self._tasks.append(asyncio.create_task(tiers.run(), name="tier-spill"))
         spare_the_interpreter()
         keep_buffers()
         return record
 
     async def _begin_life(
-        self, control: ControlLoop, memory: BlockMemory, metrics: WorkerMetrics
+        self,
+        control: ControlLoop,
+        memory: BlockMemory,
+        metrics: WorkerMetrics,
+        tiers: KvTiers | None,
     ) -> WorkerRecord:
         """Serve under a new incarnation, which is not registered yet."""
         incarnation = f"{self.settings.slot}:{secrets.token_hex(6)}"
         engine, server = control.engine, make_server()
         exchange = self._make_exchange(engine, memory, metrics, incarnation)
+        if tiers is not None:
+            exchange.behind = tiers.loader
         self.context = WorkerContext(
             settings=self.settings,
             engine=engine,
@@ -147,11 +171,18 @@ class WorkerProcess:
             exchange=exchange,
             metrics=metrics,
             incarnation=incarnation,
+            tiers=tiers,
         )
-        role = self._make_role(self.context)
-        role.mount(server)
+        # The role adds its own, and takes them along when it goes.
+        self._own_listeners = len(exchange.receiver.listeners)
+        role = self._roles[self.settings.pool.role](self.context)
+        self._mounting = Mounting()
+        role.mount(self._mounting)  # type: ignore[arg-type]
+        server.add_generic_rpc_handlers((self._mounting,))
+        control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self), server)
         transfer_pb2_grpc.add_TransferServiceServicer_to_server(TransferServicer(exchange), server)
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(engine.pool), server)
+        books = None if tiers is None else tiers.tiers
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(engine.pool, books), server)
         port = server.add_insecure_port(f"{self.settings.host}:0")
         exchange.address = f"{self.settings.host}:{port}"
         control.begin_life(incarnation, role)
@@ -163,7 +194,7 @@ class WorkerProcess:
             self.settings.cluster_id,
             memory_bytes=self.settings.config.index_mib * MIB,
         )
-        self._publisher = IndexPublisher(index, engine.pool, incarnation)
+        self._publisher = IndexPublisher(index, books or engine.pool, incarnation)
         self._lease.begin()
         self._leave_by = None
         log.info("%s serves on %s", incarnation, self.record.address)
@@ -187,8 +218,31 @@ class WorkerProcess:
         async with asyncio.timeout(STOP_DEADLINE_S):
             # Steps and copies that are under way tell the loop when they have ended.
             while not _is_free(context):  # noqa: ASYNC110
-                await asyncio.sleep(_LOOK_S)
-        await self._begin_life(context.control, context.memory, context.metrics)
+                await asyncio.sleep(_DRAIN_POLL_S)
+        await self._begin_life(context.control, context.memory, context.metrics, context.tiers)
+
+    async def _make_tiers(
+        self, control: ControlLoop, costs: StepCosts, metrics: WorkerMetrics
+    ) -> KvTiers | None:
+        """Behind the pool, where the configuration has any. Raises ConfigError."""
+        engine = control.engine
+        storages = await asyncio.to_thread(
+            make_storages, self.settings.config, engine.cache.block_bytes
+        )
+        if not storages:
+            return None
+        tiers = KvTiers(
+            engine,
+            storages,
+            lambda: self._memory.of(engine.cache),
+            costs,
+            metrics,
+            worker=self.settings.slot,
+            role=self.settings.pool.role,
+            pump=control.pump,
+        )
+        control.tiers = tiers
+        return tiers
 
     def _make_exchange(
         self, engine: Engine, memory: BlockMemory, metrics: WorkerMetrics, incarnation: str
@@ -243,6 +297,7 @@ class WorkerProcess:
                 lossiest_kv_dtype=config.lossiest_kv_dtype,
                 deterministic=config.deterministic,
                 drafter=config.drafter,
+                draft_model=Path(draft) if (draft := self.settings.draft_model_path) else None,
             ),
             self._memory.allocate,
         )
@@ -253,7 +308,6 @@ class WorkerProcess:
         """Measure the engine's steps as the engine thread, which has not started, will run them."""
         lock = None
         if board is not None:
-            engine.runner.share_cores(board.share)
             lock = Path(f"{self.settings.core_board}.calibration")
         with alone(lock):
             costs = calibrate(engine, partial(run_sharing, engine.runner, board))
@@ -293,6 +347,11 @@ class WorkerProcess:
         finally:
             stopped.cancel()
 
+    async def ended(self) -> None:
+        """Wait until a drain's last act is over, where there was one."""
+        if self._ending is not None:
+            await self._ending
+
     async def stop(self) -> None:
         """Leave the registry, end what is under way, stop serving; idempotent."""
         if self._stopped.is_set():
@@ -302,6 +361,8 @@ class WorkerProcess:
         if self.record is not None:
             assert self.context is not None, "there is a record, so there is a context"
             await self._end_life()
+            if self.context.tiers is not None:
+                await self.context.tiers.stop(STOP_DEADLINE_S)
             await asyncio.to_thread(self.context.control.stop, STOP_DEADLINE_S)
             await asyncio.to_thread(self._metrics_server.shutdown)
             self._metrics_server.server_close()
@@ -310,33 +371,87 @@ class WorkerProcess:
         self._memory.close()
         self._transfers.shutdown(wait=True, cancel_futures=True)
 
-    async def _heartbeat(self) -> None:
-        config = self.settings.config
-        while True:
-            began = time.monotonic()
-            await self._live_on(began)
-            assert self.context is not None, "not started"
-            exchange = self.context.exchange
-            exchange.heartbeat()
-            await self._role.heartbeat()
-            control = self.context.control
-            # Blocks are given back without a step, too.
-            self._gauges.refresh(control.scheduler, control.pool)
-            self._gauges.transfers(exchange.pairs(), exchange.in_flight_bytes, exchange.staging())
-            await self._renew(began)
-            self._check_integrity(self.context)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, began + config.heartbeat_s - time.monotonic())):
-                    await self._awake.wait()
+    # Leaving, or coming back as another
 
-    async def _renew(self, now: float) -> None:
-        """Renew the registry's entry."""
-        assert self.record is not None, "not started"
+    async def drain(self, deadline_s: float) -> bool:
+        """Take nothing more, wait for the end of what is here, then stop; idempotent.
+
+        Returns whether nothing was left by the deadline. What is left ends with an error, after
+        which routers place it elsewhere.
+        """
+        async with self._changing:
+            empty = await self._empty(deadline_s)
+            self.drained = True
+            if self._ending is None:
+                # By itself: whoever has asked is still to be answered, by the server that stops.
+                self._ending = asyncio.create_task(self.stop(), name="stop")
+        return empty
+
+    async def change_role(self, role: str, deadline_s: float) -> float:
+        """Come back as the other role, with what is loaded and cached; the seconds that it took.
+
+        Raises InvalidRequest for a role that there is not, Unavailable for a worker that stops.
+        """
+        if role not in self._roles:
+            raise InvalidRequest(f"role {role!r} is unknown; known: {', '.join(self._roles)}")
+        began = time.monotonic()
+        async with self._changing:
+            if self._stopped.is_set() or self.drained:
+                raise Unavailable("this worker is stopping")
+            if role != self.settings.pool.role:
+                await self._empty(deadline_s)
+                await self._turn(role)
+        return time.monotonic() - began
+
+    async def _empty(self, deadline_s: float) -> bool:
+        """Whether nothing is left by the deadline of what was taken before now."""
         assert self.context is not None, "not started"
-        leaving = self._leave_by is not None
-        state = "draining" if leaving else "ready"
-        record = replace(self.record, state=state, load=self.context.control.load())
-        renew = self._lease.registered and not leaving
+        assert self.record is not None, "not started"
+        self.context.intake.close()
+        self.record = replace(self.record, state=DRAINING)
+        await self._renew(self.context)
+        end = time.monotonic() + deadline_s
+        # Sequences, tickets, calls and readers end in many places, and nobody hurries.
+        while not (empty := self._is_empty(self.context)) and time.monotonic() < end:  # noqa: ASYNC110
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return empty
+
+    def _is_empty(self, context: WorkerContext) -> bool:
+        idle = context.control.scheduler.is_idle() and context.exchange.is_idle()
+        return idle and not context.intake.under_way
+
+    async def _turn(self, name: str) -> None:
+        assert self.context is not None, "not started"
+        assert self.record is not None, "not started"
+        await self._role.close()
+        self._mounting.clear()
+        del self.context.exchange.receiver.listeners[self._own_listeners :]
+        await self._steps_ended(self.context)
+        pool = pool_for(self.settings.config, self.settings.pool, name)
+        self.settings = replace(self.settings, pool=pool)
+        self.context = replace(self.context, settings=self.settings, intake=Intake())
+        self._role = self._roles[name](self.context)
+        self._role.mount(self._mounting)  # type: ignore[arg-type]
+        self._gauges = WorkerGauges(self.context.metrics, self.settings.slot, name)
+        self.context.control.turn(self._role, self._gauges)
+        if self._cores is not None:
+            self._cores.take_turn(yields=name == "prefill")
+        self.record = replace(self.record, state="ready", role=name, pool=pool.name)
+        await self._renew(self.context)
+        log.info("%s is a %s worker now", self.record.incarnation, name)
+
+    async def _steps_ended(self, context: WorkerContext) -> None:
+        """What was ended by the deadline may be in a step that runs."""
+        end = time.monotonic() + STOP_DEADLINE_S
+        while not context.control.scheduler.is_idle() and time.monotonic() < end:  # noqa: ASYNC110
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+    async def _renew(self, context: WorkerContext) -> None:
+        """Say in the registry what this worker is and does."""
+        assert self.record is not None, "not started"
+        asked_at = time.monotonic()
+        record = replace(self.record, load=context.control.load())
+        renew = self._lease.registered and self._leave_by is None
         try:
             is_there = await self._registry.put(
                 record, self.settings.config.registry_ttl_s, renew=renew
@@ -345,32 +460,57 @@ class WorkerProcess:
             log.warning("the registry cannot be reached: %s", error)
             return
         if is_there:
-            self._lease.renewed(now)
-        else:
-            log.warning("%s is dead to the registry: it takes nothing new", record.incarnation)
-            self._leave_by = now + LEAVE_S
+            self._lease.renewed(asked_at)
+            return
+        log.warning("%s is dead to the registry: it takes nothing new", record.incarnation)
+        context.intake.close()
+        self.record = replace(self.record, state=DRAINING)
+        self._leave_by = asked_at + LEAVE_S
+
+    async def _heartbeat(self) -> None:
+        config = self.settings.config
+        while True:
+            began = time.monotonic()
+            if not self._changing.locked():
+                # One that is being drained, or changes its role, ends that first.
+                async with self._changing:
+                    await self._live_on(began)
+            assert self.context is not None, "not started"
+            exchange = self.context.exchange
+            exchange.heartbeat()
+            await self._role.heartbeat()
+            control = self.context.control
+            # Blocks are given back without a step, too.
+            self._gauges.refresh(control.scheduler, control.pool)
+            self._gauges.transfers(exchange.pairs(), exchange.in_flight_bytes, exchange.staging())
+            await self._renew(self.context)
+            self._check_integrity(self.context)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, began + config.heartbeat_s - time.monotonic())):
+                    await self._awake.wait()
 
     async def _live_on(self, now: float) -> None:
         """In another life, where this one's lease has lapsed."""
         assert self.context is not None, "not started"
+        self._awake.clear()
+        if self.drained:
+            return
         if self._lease.lapsed:
-            self._awake.clear()
             await self._take_new_life("it stood still, and its lease lapsed")
-        elif self._leave_by is not None:
-            control, exchange = self.context.control, self.context.exchange
-            if now >= self._leave_by or (control.scheduler.is_idle() and exchange.is_idle()):
-                await self._take_new_life("its lease lapsed while Redis was away for it alone")
+        elif self._leave_by is not None and (now >= self._leave_by or self._is_empty(self.context)):
+            await self._take_new_life("its lease lapsed while Redis was away for it alone")
 
     async def _watch_itself(self) -> None:
         """Notice that the process stood still, as soon as it goes on."""
         while True:
             await asyncio.sleep(self.settings.config.heartbeat_s / _BEATS)
-            if self._lease.beat(time.monotonic()):
+            if self._lease.beat(time.monotonic()) and not self._changing.locked():
                 self._awake.set()
 
     def _check_integrity(self, context: WorkerContext) -> None:
         """When nothing runs, nothing is used."""
-        if context.control.scheduler.is_idle() and context.exchange.is_idle():
+        is_idle = context.control.scheduler.is_idle() and context.exchange.is_idle()
+        if is_idle and (context.tiers is None or context.tiers.is_idle):
             pool = context.engine.pool
             pool.check()
             counts = pool.counts()
@@ -394,10 +534,21 @@ class WorkerProcess:
             await asyncio.sleep(max(PUBLISH_EVERY_S, rest))
 
 
+def pool_for(config: Config, own: PoolConfig, role: str) -> PoolConfig:
+    """What a worker of the pool ``own`` is once it plays ``role``: of the first pool that does,
+
+    with the memory and the threads that it has.
+    """
+    same = (pool.name for pool in config.pools if pool.role == role)
+    return own.model_copy(update={"name": next(same, role), "role": role})
+
+
 def _is_free(context: WorkerContext) -> bool:
     """Whether nothing of a life that has ended is under way."""
     counts = context.engine.pool.counts()
-    return context.control.scheduler.is_idle() and counts.used == counts.quarantined == 0
+    moves = context.tiers is not None and not context.tiers.is_idle
+    idle = context.control.scheduler.is_idle() and not moves
+    return idle and counts.used == counts.quarantined == 0
 
 
 def keep_buffers() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -19,6 +19,8 @@ from engine.sequence import Sequence
 from kvtransfer.memory import BlockMemory
 from worker.control_loop import ControlLoop, SequenceListener
 from worker.exchange import Exchange
+from worker.intake import Intake
+from worker.kv_tiers import KvTiers
 from worker.settings import WorkerSettings
 
 
@@ -33,6 +35,9 @@ class WorkerContext:
     exchange: Exchange
     metrics: WorkerMetrics
     incarnation: str
+    intake: Intake = field(default_factory=Intake)
+    tiers: KvTiers | None = None
+    """Behind the block pool, where there are any."""
 
     def make_sequence(
         self, spec: SequenceSpec, *, arrived: float, deadline: float, prefill_only: bool = False
@@ -77,7 +82,7 @@ class Role(SequenceListener, Protocol):
     """Prefill or decode."""
 
     def mount(self, server: grpc.aio.Server) -> None:
-        """Add the role's services before the server starts."""
+        """Add the role's services."""
 
     async def heartbeat(self) -> None:
         """Called every ``heartbeat_s``: renew, expire, sweep."""

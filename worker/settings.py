@@ -22,6 +22,8 @@ class WorkerSettings:
     """Compute threads on the CPU, where the engine cannot change them from step to step."""
     core_board: str = ""
     """The host's board: a file by which its workers share the cores. None: ``threads`` holds."""
+    draft_model_path: str = ""
+    """The drafter's folder; empty where it has none."""
     number: int = 0
     """Its place among the workers of this machine, from 0."""
     workers_here: int = 1

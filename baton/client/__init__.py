@@ -21,8 +21,10 @@ from baton.client.values import (
     ModelInfo,
     Piece,
     Sampling,
+    TokenScore,
     Usage,
 )
+from baton.grammar import Grammar, GrammarKind
 
 __all__ = [
     "DEFAULT_ADDRESS",
@@ -33,10 +35,13 @@ __all__ = [
     "BatchInfo",
     "Client",
     "FileInfo",
+    "Grammar",
+    "GrammarKind",
     "HttpClient",
     "Message",
     "ModelInfo",
     "Piece",
     "Sampling",
+    "TokenScore",
     "Usage",
 ]

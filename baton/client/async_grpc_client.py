@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Self
 
 import grpc.aio
 
 from baton.client import grpc_wire as wire
+from baton.client.async_grpc_batches import AsyncBatchCalls
 from baton.client.grpc_client import DEADLINE_S, DEFAULT_ADDRESS, MODELS_DEADLINE_S
 from baton.client.values import Answer, Message, ModelInfo, Piece, Sampling
 from baton.grpc_channel import open_channel
 from baton.v1 import inference_pb2 as pb
 from baton.v1.inference_pb2_grpc import InferenceServiceStub
+from baton.v1.responses_pb2_grpc import ResponseServiceStub
+from baton.v1.sampling_pb2 import SamplingParameters
+from baton.v1.tools_pb2 import Tools
 
 
-class AsyncClient:
+class AsyncClient(AsyncBatchCalls):
     """As ``Client``. Connects on first use; belongs to one event loop, on which it is made."""
 
     def __init__(
@@ -25,11 +30,11 @@ class AsyncClient:
 
         model is served.
         """
-        self._address = address
         self._model = model
-        self._metadata = wire.metadata(api_key)
         self._channel = open_channel(address)
+        super().__init__(self._channel, address, wire.metadata(api_key))
         self._stub = InferenceServiceStub(self._channel)
+        self._responses = ResponseServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -44,13 +49,7 @@ class AsyncClient:
     async def models(self, *, deadline_s: float = MODELS_DEADLINE_S) -> tuple[ModelInfo, ...]:
         """The models that are served; Unavailable when nothing listens."""
         request = pb.ListModelsRequest()
-        try:
-            answer = await self._stub.ListModels(
-                request, timeout=deadline_s, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise wire.meant(error, self._address) from error
-        return wire.models(answer)
+        return wire.models(await self._ask(self._stub.ListModels, request, deadline_s))
 
     async def chat(
         self,
@@ -82,14 +81,12 @@ class AsyncClient:
         deadline_s: float = DEADLINE_S,
     ) -> AsyncGenerator[Piece, None]:
         """As ``chat``, while it is made. Closing the generator aborts the request."""
-        request = wire.generate_request(
-            model=self._model,
+        answer = self.generate(
             messages=wire.chat_messages(messages),
-            prompt=None,
-            token_ids=None,
             sampling=wire.sampling_message(sampling),
+            deadline_s=deadline_s,
         )
-        return self._pieces(request, deadline_s)
+        return _pieces(answer)
 
     def stream_completion(
         self,
@@ -99,23 +96,92 @@ class AsyncClient:
         deadline_s: float = DEADLINE_S,
     ) -> AsyncGenerator[Piece, None]:
         """As ``complete``, while it is made. Closing the generator aborts the request."""
-        request = wire.generate_request(
-            model=self._model,
-            messages=None,
-            prompt=prompt if isinstance(prompt, str) else None,
-            token_ids=None if isinstance(prompt, str) else prompt,
+        answer = self.generate(
+            **wire.prompt_input(prompt),
             sampling=wire.sampling_message(sampling),
+            deadline_s=deadline_s,
         )
-        return self._pieces(request, deadline_s)
+        return _pieces(answer)
 
-    async def _pieces(
-        self, request: pb.GenerateRequest, deadline_s: float
+    async def respond(
+        self,
+        given: str | Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        instructions: str = "",
+        deadline_s: float = DEADLINE_S,
+    ) -> Answer:
+        """Answer a text, or messages, by the Responses API."""
+        pieces = self.stream_response(
+            given, sampling, instructions=instructions, deadline_s=deadline_s
+        )
+        return Answer.of([piece async for piece in pieces])
+
+    async def stream_response(
+        self,
+        given: str | Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        instructions: str = "",
+        deadline_s: float = DEADLINE_S,
     ) -> AsyncGenerator[Piece, None]:
-        call = self._stub.Generate(request, timeout=deadline_s, metadata=self._metadata)
+        """As ``respond``, while it is made. Closing the generator aborts the request."""
+        request = wire.response_request(given, self._model, sampling, instructions)
+        call = self._responses.CreateResponse(request, timeout=deadline_s, metadata=self._metadata)
         try:
-            async for response in call:
-                yield wire.piece(response)
+            async for event in call:
+                yield wire.response_piece(event)
         except grpc.aio.AioRpcError as error:
             raise wire.meant(error, self._address) from error
         finally:
             call.cancel()
+
+    # Messages of the protocol, as they are
+
+    def generate(
+        self,
+        *,
+        prompt: str | None = None,
+        token_ids: Sequence[int] | None = None,
+        messages: Sequence[pb.ChatMessage] | None = None,
+        model: str = "",
+        sampling: SamplingParameters | None = None,
+        n: int = 1,
+        tools: Tools | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Stream ``n`` answers to a text, to token ids or to a conversation: give one of them.
+
+        Each message names its choice. ``tools`` go with ``messages``. Closing the generator
+        aborts the request. Raises ValueError when there is not one input.
+        """
+        request = wire.generate_request(
+            model=model or self._model,
+            prompt=prompt,
+            token_ids=token_ids,
+            messages=messages,
+            sampling=sampling,
+            n=n,
+            tools=tools,
+        )
+        return self._stream(request, deadline_s)
+
+    async def _stream(
+        self, request: pb.GenerateRequest, deadline_s: float
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        call = self._stub.Generate(request, timeout=deadline_s, metadata=self._metadata)
+        try:
+            async for response in call:
+                yield response
+        except grpc.aio.AioRpcError as error:
+            raise wire.meant(error, self._address) from error
+        finally:
+            call.cancel()
+
+
+async def _pieces(
+    answer: AsyncGenerator[pb.GenerateResponse, None],
+) -> AsyncGenerator[Piece, None]:
+    async with aclosing(answer):
+        async for response in answer:
+            yield wire.piece(response)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Self
 
@@ -113,13 +114,51 @@ class AsyncHttpClient:
         """As ``complete``, while it is made. Closing the iterator aborts the request."""
         return self._stream(wire.COMPLETIONS, {"prompt": prompt}, sampling, deadline_s, options)
 
+    async def respond(
+        self,
+        given: str | Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        instructions: str = "",
+        deadline_s: float | None = None,
+        options: Mapping[str, Any] = NOTHING,
+    ) -> Answer:
+        """Answer a text, or messages, by the Responses API."""
+        body = wire.response_body(
+            given, await self._named(), sampling, instructions, options, stream=False
+        )
+        response = await self._call("POST", wire.RESPONSES, deadline_s, json=body)
+        return wire.response_answer(response.json())
+
+    async def stream_response(
+        self,
+        given: str | Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        instructions: str = "",
+        deadline_s: float | None = None,
+        options: Mapping[str, Any] = NOTHING,
+    ) -> AsyncGenerator[Piece, None]:
+        """As ``respond``, while it is made. Closing the iterator aborts the request."""
+        body = wire.response_body(
+            given, await self._named(), sampling, instructions, options, stream=True
+        )
+        pieces = self._events(
+            wire.RESPONSES, body, deadline_s, wire.response_piece, wire.is_last_event
+        )
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+
     # Files and batches
 
-    async def upload(self, content: bytes, filename: str = "batch.jsonl") -> FileInfo:
-        """Upload a batch's input: lines of JSON."""
+    async def upload(
+        self, content: bytes, filename: str = "batch.jsonl", *, expires_s: int | None = None
+    ) -> FileInfo:
+        """Upload a batch's input: lines of JSON. ``expires_s`` after that it is deleted."""
         form: dict[str, Any] = {
             "files": {"file": (filename, content)},
-            "data": {"purpose": "batch"},
+            "data": {"purpose": "batch", **wire.expiry(expires_s)},
         }
         return wire.file((await self._call("POST", "/v1/files", **form)).json())
 
@@ -192,6 +231,19 @@ class AsyncHttpClient:
         options: Mapping[str, Any],
     ) -> AsyncGenerator[Piece, None]:
         body = wire.generation_body(what, await self._named(), sampling, options, stream=True)
+        pieces = self._events(path, body, deadline_s, wire.piece, wire.is_end)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+
+    async def _events(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        deadline_s: float | None,
+        piece_of: Callable[[str], Piece | None],
+        is_end: Callable[[str], bool],
+    ) -> AsyncGenerator[Piece, None]:
         ended = False
         until = time.monotonic() + (math.inf if deadline_s is None else deadline_s + wire.GRACE_S)
         try:
@@ -207,10 +259,10 @@ class AsyncHttpClient:
                 wire.checked(response)
                 async for line in response.aiter_lines():
                     # Read to its end: the connection is used again.
-                    ended = ended or wire.is_end(line)
+                    ended = ended or is_end(line)
                     if time.monotonic() > until:
                         raise DeadlineExceeded("the answer did not end before its deadline")
-                    piece = wire.piece(line)
+                    piece = piece_of(line)
                     if piece is not None:
                         yield piece
         except httpx.ReadTimeout as error:

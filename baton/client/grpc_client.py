@@ -9,10 +9,12 @@ from typing import Self
 import grpc
 
 from baton.client import grpc_wire as wire
+from baton.client.grpc_batches import BatchCalls
 from baton.client.values import Answer, Message, ModelInfo, Piece, Sampling
 from baton.grpc_channel import open_blocking_channel
 from baton.v1 import inference_pb2 as pb
 from baton.v1.inference_pb2_grpc import InferenceServiceStub
+from baton.v1.responses_pb2_grpc import ResponseServiceStub
 from baton.v1.sampling_pb2 import SamplingParameters
 from baton.v1.tools_pb2 import Tools
 
@@ -22,7 +24,7 @@ DEADLINE_S = 300.0
 MODELS_DEADLINE_S = 5.0
 
 
-class Client:
+class Client(BatchCalls):
     """Connects on first use. Safe to share between threads. Its methods raise BatonError."""
 
     def __init__(
@@ -32,11 +34,11 @@ class Client:
 
         model is served.
         """
-        self._address = address
         self._model = model
-        self._metadata = wire.metadata(api_key)
         self._channel = open_blocking_channel(address)
+        super().__init__(self._channel, address, wire.metadata(api_key))
         self._stub = InferenceServiceStub(self._channel)
+        self._responses = ResponseServiceStub(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -101,6 +103,39 @@ class Client:
             deadline_s=deadline_s,
         )
         return _pieces(answer)
+
+    def respond(
+        self,
+        given: str | Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        instructions: str = "",
+        deadline_s: float = DEADLINE_S,
+    ) -> Answer:
+        """Answer a text, or messages, by the Responses API."""
+        pieces = self.stream_response(
+            given, sampling, instructions=instructions, deadline_s=deadline_s
+        )
+        return Answer.of(pieces)
+
+    def stream_response(
+        self,
+        given: str | Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        instructions: str = "",
+        deadline_s: float = DEADLINE_S,
+    ) -> Generator[Piece, None, None]:
+        """As ``respond``, while it is made. Closing the iterator aborts the request."""
+        request = wire.response_request(given, self._model, sampling, instructions)
+        call = self._responses.CreateResponse(request, timeout=deadline_s, metadata=self._metadata)
+        try:
+            for event in call:
+                yield wire.response_piece(event)
+        except grpc.RpcError as error:
+            raise wire.meant(error, self._address) from error
+        finally:
+            call.cancel()
 
     # Messages of the protocol, as they are
 

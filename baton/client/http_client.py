@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -110,13 +110,53 @@ class HttpClient:
         """As ``complete``, while it is made. Closing the iterator aborts the request."""
         return self._stream(wire.COMPLETIONS, {"prompt": prompt}, sampling, deadline_s, options)
 
+    def respond(
+        self,
+        given: str | Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        instructions: str = "",
+        deadline_s: float | None = None,
+        options: Mapping[str, Any] = NOTHING,
+    ) -> Answer:
+        """Answer a text, or messages, by the Responses API."""
+        body = wire.response_body(
+            given, self._named(), sampling, instructions, options, stream=False
+        )
+        response = self._call("POST", wire.RESPONSES, deadline_s, json=body)
+        return wire.response_answer(response.json())
+
+    def stream_response(
+        self,
+        given: str | Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        instructions: str = "",
+        deadline_s: float | None = None,
+        options: Mapping[str, Any] = NOTHING,
+    ) -> Generator[Piece, None, None]:
+        """As ``respond``, while it is made. Closing the iterator aborts the request."""
+        body = wire.response_body(
+            given, self._named(), sampling, instructions, options, stream=True
+        )
+        pieces = self._events(
+            wire.RESPONSES, body, deadline_s, wire.response_piece, wire.is_last_event
+        )
+        yield from pieces
+
     # Files and batches
 
-    def upload(self, content: BinaryIO | bytes, filename: str = "batch.jsonl") -> FileInfo:
-        """Upload a batch's input: lines of JSON."""
+    def upload(
+        self,
+        content: BinaryIO | bytes,
+        filename: str = "batch.jsonl",
+        *,
+        expires_s: int | None = None,
+    ) -> FileInfo:
+        """Upload a batch's input: lines of JSON. ``expires_s`` after that it is deleted."""
         form: dict[str, Any] = {
             "files": {"file": (filename, content)},
-            "data": {"purpose": "batch"},
+            "data": {"purpose": "batch", **wire.expiry(expires_s)},
         }
         return wire.file(self._call("POST", "/v1/files", **form).json())
 
@@ -189,6 +229,16 @@ class HttpClient:
         options: Mapping[str, Any],
     ) -> Generator[Piece, None, None]:
         body = wire.generation_body(what, self._named(), sampling, options, stream=True)
+        yield from self._events(path, body, deadline_s, wire.piece, wire.is_end)
+
+    def _events(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        deadline_s: float | None,
+        piece_of: Callable[[str], Piece | None],
+        is_end: Callable[[str], bool],
+    ) -> Generator[Piece, None, None]:
         ended = False
         until = time.monotonic() + (math.inf if deadline_s is None else deadline_s + wire.GRACE_S)
         try:
@@ -204,10 +254,10 @@ class HttpClient:
                 wire.checked(response)
                 for line in response.iter_lines():
                     # Read to its end: the connection is used again.
-                    ended = ended or wire.is_end(line)
+                    ended = ended or is_end(line)
                     if time.monotonic() > until:
                         raise DeadlineExceeded("the answer did not end before its deadline")
-                    piece = wire.piece(line)
+                    piece = piece_of(line)
                     if piece is not None:
                         yield piece
         except httpx.ReadTimeout as error:

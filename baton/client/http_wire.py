@@ -18,11 +18,20 @@ from baton.client.values import (
     ModelInfo,
     Piece,
     Sampling,
+    TokenScore,
     Usage,
 )
-from baton.errors import BatonError, Unavailable, classes_by_code
+from baton.errors import (
+    BatonError,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+    WorkerFailed,
+    classes_by_code,
+)
+from baton.grammar import Grammar, GrammarKind
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 DEADLINE_HEADER = "x-baton-deadline-ms"
 CONNECT_S = 5.0
 SILENCE_S = 330.0
@@ -31,6 +40,10 @@ GRACE_S = 5.0
 """Beyond a request's deadline, for the server's own word that it has passed."""
 _DATA = "data: "
 _DONE = "[DONE]"
+_BYTES = "bytes:"
+_LAST_EVENTS = ("response.completed", "response.incomplete")
+_FINISHES = {"completed": "stop", "incomplete": "length"}
+_FAILURES = {"rate_limit_exceeded": Overloaded, "invalid_prompt": InvalidRequest}
 _CLASSES = classes_by_code()
 
 
@@ -46,10 +59,28 @@ def generation_body(
     given = (sampling or Sampling()).given()
     if "logit_bias" in given:
         given["logit_bias"] = {str(token): bias for token, bias in given["logit_bias"].items()}
+    if "grammar" in given:
+        given["structured_outputs"] = _structured(given.pop("grammar"))
+    if "logprobs" in given and "messages" in what:
+        given |= {"logprobs": True, "top_logprobs": given["logprobs"]}
     body = {"model": model, **what, **given}
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     return {**body, **options}
+
+
+def _structured(grammar: Grammar) -> dict[str, Any]:
+    match grammar.kind:
+        case GrammarKind.JSON_OBJECT:
+            return {"json_object": True}
+        case GrammarKind.JSON_SCHEMA:
+            return {"json": json.loads(grammar.text)}
+        case GrammarKind.CHOICE:
+            return {"choice": json.loads(grammar.text)}
+        case GrammarKind.REGEX:
+            return {"regex": grammar.text}
+        case GrammarKind.LARK:
+            return {"grammar": grammar.text}
 
 
 def chat_input(messages: Sequence[Message]) -> dict[str, Any]:
@@ -74,7 +105,8 @@ def answer(body: Mapping[str, Any]) -> Answer:
     """The first choice of a response."""
     choice = body["choices"][0]
     text = choice["message"]["content"] if "message" in choice else choice["text"]
-    return Answer(text or "", choice["finish_reason"], _usage(body["usage"]), body)
+    usage, scores = _usage(body["usage"]), _scores(choice.get("logprobs"))
+    return Answer(text or "", choice["finish_reason"], usage, scores, body)
 
 
 def piece(line: str) -> Piece | None:
@@ -93,7 +125,61 @@ def piece(line: str) -> Piece | None:
         return Piece("", usage=usage, raw=event)
     choice = choices[0]
     text = choice["delta"].get("content") if "delta" in choice else choice["text"]
-    return Piece(text or "", choice["finish_reason"], usage, event)
+    scores = _scores(choice.get("logprobs"))
+    return Piece(text or "", choice["finish_reason"], usage, scores, event)
+
+
+def response_body(
+    given: str | Sequence[Message],
+    model: str,
+    sampling: Sampling | None,
+    instructions: str,
+    options: Mapping[str, Any],
+    *,
+    stream: bool,
+) -> dict[str, Any]:
+    """The body of a request to ``RESPONSES``; ``options`` as in ``generation_body``."""
+    items = given if isinstance(given, str) else [asdict(message) for message in given]
+    body = generation_body({"input": items}, model, sampling, {}, stream=False)
+    if "max_tokens" in body:
+        body["max_output_tokens"] = body.pop("max_tokens")
+    if instructions:
+        body["instructions"] = instructions
+    return {**body, **({"stream": True} if stream else {}), **options}
+
+
+def response_answer(body: Mapping[str, Any]) -> Answer:
+    """The text of a response."""
+    parts = (part for item in body["output"] for part in item.get("content", ()))
+    text = "".join(part["text"] for part in parts)
+    return Answer(text, _FINISHES.get(body["status"]), _response_usage(body["usage"]), raw=body)
+
+
+def response_piece(line: str) -> Piece | None:
+    """What a line of a response's stream says; None where it says nothing.
+
+    Raises BatonError where it tells of one.
+    """
+    if not line.startswith(_DATA):
+        return None
+    event = json.loads(line[len(_DATA) :])
+    kind = event.get("type")
+    if kind == "response.output_text.delta":
+        return Piece(event["delta"], raw=event)
+    if kind in _LAST_EVENTS:
+        response = event["response"]
+        finish = _FINISHES[response["status"]]
+        return Piece("", finish, _response_usage(response["usage"]), raw=event)
+    if kind == "response.failed":
+        error = event["response"]["error"]
+        failure = _FAILURES.get(error["code"], WorkerFailed)
+        raise failure(error["message"])
+    return Piece("", raw=event)
+
+
+def is_last_event(line: str) -> bool:
+    """Whether a line of a response's stream is its last."""
+    return line.startswith(tuple(f"event: {kind}" for kind in _LAST_EVENTS))
 
 
 def is_end(line: str) -> bool:
@@ -110,8 +196,20 @@ def models(body: Mapping[str, Any]) -> tuple[ModelInfo, ...]:
 
 def file(body: Mapping[str, Any]) -> FileInfo:
     return FileInfo(
-        body["id"], body["filename"], body["purpose"], body["bytes"], body["created_at"]
+        body["id"],
+        body["filename"],
+        body["purpose"],
+        body["bytes"],
+        body["created_at"],
+        body.get("expires_at"),
     )
+
+
+def expiry(seconds: int | None) -> dict[str, str]:
+    """The fields of a form for it."""
+    if seconds is None:
+        return {}
+    return {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(seconds)}
 
 
 def batch(body: Mapping[str, Any]) -> BatchInfo:
@@ -170,6 +268,44 @@ def _retry_after(given: httpx.Headers) -> float | None:
         if value.isascii() and value.isdecimal():
             return int(value) * unit
     return None
+
+
+def _scores(found: Mapping[str, Any] | None) -> tuple[TokenScore, ...]:
+    """Of both endpoints' shapes."""
+    if not found:
+        return ()
+    if "content" in found:
+        return tuple(
+            TokenScore(
+                bytes(one["bytes"]),
+                one["logprob"],
+                tuple((bytes(top["bytes"]), top["logprob"]) for top in one["top_logprobs"]),
+            )
+            for one in found["content"] or ()
+        )
+    tops = found["top_logprobs"] or [None] * len(found["tokens"])
+    # The first token of an echoed prompt has none.
+    each = zip(found["tokens"], found["token_logprobs"], tops, strict=True)
+    return tuple(
+        TokenScore(
+            _spelled(text),
+            0.0 if logprob is None else logprob,
+            tuple((_spelled(other), value) for other, value in (top or {}).items()),
+        )
+        for text, logprob, top in each
+    )
+
+
+def _spelled(text: str) -> bytes:
+    """A token as completions have it: those that are half a character are written as bytes."""
+    if not text.startswith(_BYTES):
+        return text.encode()
+    return bytes.fromhex(text[len(_BYTES) :].replace("\\x", ""))
+
+
+def _response_usage(body: Mapping[str, Any]) -> Usage:
+    details = body.get("input_tokens_details") or {}
+    return Usage(body["input_tokens"], body["output_tokens"], details.get("cached_tokens") or 0)
 
 
 def _usage(body: Mapping[str, Any]) -> Usage:

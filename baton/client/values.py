@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+from baton.grammar import Grammar
+
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -37,6 +39,12 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    """The tokens that alone may be drawn; empty: all."""
+    grammar: Grammar | None = None
+    """What the answer's text must match."""
+    logprobs: int | None = None
+    """Tell each token's log probability, and those of so many of the likeliest."""
 
     def given(self) -> dict[str, Any]:
         """The fields that were set, by name."""
@@ -55,6 +63,17 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenScore:
+    """A token, and the natural logarithm of its probability by the raw logits."""
+
+    text: bytes
+    """It may be half a character."""
+    logprob: float
+    top: tuple[tuple[bytes, float], ...] = ()
+    """The likeliest tokens of this place, likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """What came since the last piece."""
 
@@ -63,6 +82,8 @@ class Piece:
     """``stop`` or ``length``, once it is known."""
     usage: Usage | None = None
     """In the last piece."""
+    logprobs: tuple[TokenScore, ...] = ()
+    """Where they are asked for."""
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The event itself, over HTTP: for what these fields do not have."""
 
@@ -74,6 +95,8 @@ class Answer:
     text: str
     finish_reason: str | None
     usage: Usage
+    logprobs: tuple[TokenScore, ...] = ()
+    """Where they are asked for."""
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The response itself, over HTTP: for what these fields do not have."""
 
@@ -81,12 +104,14 @@ class Answer:
     def of(cls, pieces: Iterable[Piece]) -> Answer:
         """Join the pieces of a stream."""
         texts: list[str] = []
+        scores: list[TokenScore] = []
         finish_reason, usage = None, Usage(0, 0)
         for piece in pieces:
             texts.append(piece.text)
+            scores += piece.logprobs
             finish_reason = piece.finish_reason or finish_reason
             usage = piece.usage or usage
-        return cls("".join(texts), finish_reason, usage)
+        return cls("".join(texts), finish_reason, usage, tuple(scores))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +136,8 @@ class FileInfo:
     """In bytes."""
     created_at: int
     """Unix seconds."""
+    expires_at: int | None = None
+    """Unix seconds; None: it stays until it is deleted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,8 @@ class WorkerCache(_message.Message):
     CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     USED_BLOCKS_FIELD_NUMBER: _builtins.int
     QUARANTINED_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    DISK_BLOCKS_FIELD_NUMBER: _builtins.int
     slot: _builtins.str
     role: _builtins.str
     """prefill or decode."""
@@ -92,6 +94,9 @@ class WorkerCache(_message.Message):
     cached_blocks: _builtins.int
     used_blocks: _builtins.int
     quarantined_blocks: _builtins.int
+    host_blocks: _builtins.int
+    """Cached blocks behind the pool, which come back when they are asked for."""
+    disk_blocks: _builtins.int
     def __init__(
         self,
         *,
@@ -103,10 +108,12 @@ class WorkerCache(_message.Message):
         cached_blocks: _builtins.int = ...,
         used_blocks: _builtins.int = ...,
         quarantined_blocks: _builtins.int = ...,
+        host_blocks: _builtins.int = ...,
+        disk_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "quarantined_blocks", b"quarantined_blocks", "role", b"role", "slot", b"slot", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "disk_blocks", b"disk_blocks", "free_blocks", b"free_blocks", "host_blocks", b"host_blocks", "quarantined_blocks", b"quarantined_blocks", "role", b"role", "slot", b"slot", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

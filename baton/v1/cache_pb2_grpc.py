@@ -47,7 +47,7 @@ class CacheServiceServicer(object):
     """
 
     def DropCache(self, request, context):
-        """Forgets every block that nobody uses, and tells the prefix index.
+        """Forgets every block that nobody uses, those in the tiers included, and tells the prefix index.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,7 @@ class CacheServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CacheServiceAsyncStub: ...
     DropCache: _grpc.UnaryUnaryMultiCallable[_cache_pb2.DropCacheRequest, _cache_pb2.DropCacheResponse]
-    """Forgets every block that nobody uses, and tells the prefix index."""
+    """Forgets every block that nobody uses, those in the tiers included, and tells the prefix index."""
 
 @_typing.type_check_only
 class CacheServiceAsyncStub(CacheServiceStub):
@@ -42,7 +42,7 @@ class CacheServiceAsyncStub(CacheServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     DropCache: _aio.UnaryUnaryMultiCallable[_cache_pb2.DropCacheRequest, _cache_pb2.DropCacheResponse]  # type: ignore[assignment]
-    """Forgets every block that nobody uses, and tells the prefix index."""
+    """Forgets every block that nobody uses, those in the tiers included, and tells the prefix index."""
 
 class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
     """A worker's cached blocks; for routers."""
@@ -53,7 +53,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.DropCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.DropCacheResponse, _abc.Awaitable[_cache_pb2.DropCacheResponse]]:
-        """Forgets every block that nobody uses, and tells the prefix index."""
+        """Forgets every block that nobody uses, those in the tiers included, and tells the prefix index."""
 
 def add_CacheServiceServicer_to_server(servicer: CacheServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -195,6 +195,7 @@ class ReserveResponse(_message.Message):
     PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     MISSING_BLOCKS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    WITHOUT_DRAFTER_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     pinned_blocks: _builtins.int
     """Leading blocks that are held here and need no transfer."""
@@ -202,6 +203,8 @@ class ReserveResponse(_message.Message):
     """Blocks that the writer must push."""
     lease_ms: _builtins.int
     """Without a heartbeat the ticket ends after this."""
+    without_drafter: _builtins.bool
+    """What a drafter makes of the prompt is not wanted: drafts have not paid here lately."""
     def __init__(
         self,
         *,
@@ -209,10 +212,11 @@ class ReserveResponse(_message.Message):
         pinned_blocks: _builtins.int = ...,
         missing_blocks: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
+        without_drafter: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "missing_blocks", b"missing_blocks", "pinned_blocks", b"pinned_blocks", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "missing_blocks", b"missing_blocks", "pinned_blocks", b"pinned_blocks", "ticket_id", b"ticket_id", "without_drafter", b"without_drafter"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

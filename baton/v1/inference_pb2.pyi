@@ -8,6 +8,7 @@ from baton.v1 import tools_pb2 as _tools_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
@@ -128,6 +129,11 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_STRING_FIELD_NUMBER: _builtins.int
+    SHOW_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CONTINUOUS_USAGE_FIELD_NUMBER: _builtins.int
+    TEMPLATE_OPTIONS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A served model's id; empty takes the only one."""
     prompt: _builtins.str
@@ -141,6 +147,14 @@ class GenerateRequest(_message.Message):
     """
     n: _builtins.int
     """How many answers are drawn from the prompt; 0 means 1. They differ by their noise alone."""
+    include_stop_string: _builtins.bool
+    """The stop string that ends the answer is part of it."""
+    show_special_tokens: _builtins.bool
+    """The answer shows the names of special tokens, but for the one that ends it."""
+    truncate_prompt_tokens: _builtins.int
+    """Take the prompt's last so many tokens alone; -1: as many as there is room for. Absent: all."""
+    continuous_usage: _builtins.bool
+    """Every message has the usage so far."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """A prompt that is tokenised already."""
@@ -155,6 +169,10 @@ class GenerateRequest(_message.Message):
     def tools(self) -> _tools_pb2.Tools:
         """With messages alone."""
 
+    @_builtins.property
+    def template_options(self) -> Global___TemplateOptions:
+        """With messages alone."""
+
     def __init__(
         self,
         *,
@@ -167,21 +185,62 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int | None = ...,
         n: _builtins.int = ...,
         tools: _tools_pb2.Tools | None = ...,
+        include_stop_string: _builtins.bool = ...,
+        show_special_tokens: _builtins.bool = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
+        continuous_usage: _builtins.bool = ...,
+        template_options: Global___TemplateOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "input", b"input", "messages", b"messages", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids", "tools", b"tools"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "input", b"input", "messages", b"messages", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "template_options", b"template_options", "token_ids", b"token_ids", "tools", b"tools", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "input", b"input", "messages", b"messages", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "continuous_usage", b"continuous_usage", "include_stop_string", b"include_stop_string", "input", b"input", "messages", b"messages", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "template_options", b"template_options", "token_ids", b"token_ids", "tools", b"tools", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class TemplateOptions(_message.Message):
+    """How a conversation becomes a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    NO_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    VARIABLES_FIELD_NUMBER: _builtins.int
+    continue_final_message: _builtins.bool
+    """The answer goes on in the last message, which stays open."""
+    no_generation_prompt: _builtins.bool
+    """The template does not begin the assistant's turn."""
+    @_builtins.property
+    def variables(self) -> _struct_pb2.Struct:
+        """More variables for the chat template. The names of its own ones are refused."""
+
+    def __init__(
+        self,
+        *,
+        continue_final_message: _builtins.bool = ...,
+        no_generation_prompt: _builtins.bool = ...,
+        variables: _struct_pb2.Struct | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["variables", b"variables"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_final_message", b"continue_final_message", "no_generation_prompt", b"no_generation_prompt", "variables", b"variables"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TemplateOptions: _TypeAlias = TemplateOptions  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
@@ -286,6 +345,7 @@ class GenerateResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    STOP_STRING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
     """The text since the last message; never half a character. With tools: without their calls."""
@@ -293,11 +353,15 @@ class GenerateResponse(_message.Message):
     """Set in the last message of a choice alone."""
     choice: _builtins.int
     """Which of the n answers, from 0."""
+    stop_string: _builtins.str
+    """In the last message of a choice that a stop string has ended: which one."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Set in the last message of all alone; counts the tokens of all choices."""
+        """Set in the last message of all, and with continuous_usage in every one; counts the tokens of all
+        choices.
+        """
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
@@ -325,10 +389,11 @@ class GenerateResponse(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         tool_calls: _abc.Iterable[_tools_pb2.ToolCallPart] | None = ...,
+        stop_string: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_string", b"stop_string", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

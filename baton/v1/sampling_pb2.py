@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/sampling.proto\x12\x08\x62\x61ton.v1\"\xe1\x05\n\x12SamplingParameters\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x17\n\nmax_tokens\x18\x08 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\t \x01(\rH\x06\x88\x01\x01\x12\x17\n\nignore_eos\x18\n \x01(\x08H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\n\x88\x01\x01\x12?\n\nlogit_bias\x18\x0e \x03(\x0b\x32+.baton.v1.SamplingParameters.LogitBiasEntry\x12\"\n\x07grammar\x18\x0f \x01(\x0b\x32\x11.baton.v1.Grammar\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x9a\x01\n\x07Grammar\x12+\n\x0bjson_object\x18\x01 \x01(\x0b\x32\x14.baton.v1.JsonObjectH\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\"\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x10.baton.v1.ChoiceH\x00\x12\x0e\n\x04lark\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x0c\n\nJsonObject\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/sampling.proto\x12\x08\x62\x61ton.v1\"\xa3\x06\n\x12SamplingParameters\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x17\n\nmax_tokens\x18\x08 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\t \x01(\rH\x06\x88\x01\x01\x12\x17\n\nignore_eos\x18\n \x01(\x08H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\n\x88\x01\x01\x12?\n\nlogit_bias\x18\x0e \x03(\x0b\x32+.baton.v1.SamplingParameters.LogitBiasEntry\x12\"\n\x07grammar\x18\x0f \x01(\x0b\x32\x11.baton.v1.Grammar\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x0c\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18: \x03(\r\x12%\n\tbad_words\x18; \x03(\x0b\x32\x12.baton.v1.TokenRun\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x17\n\x08TokenRun\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x9a\x01\n\x07Grammar\x12+\n\x0bjson_object\x18\x01 \x01(\x0b\x32\x14.baton.v1.JsonObjectH\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\"\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x10.baton.v1.ChoiceH\x00\x12\x0e\n\x04lark\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x0c\n\nJsonObject\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,13 +34,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_SAMPLINGPARAMETERS']._serialized_start=38
-  _globals['_SAMPLINGPARAMETERS']._serialized_end=775
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=528
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=576
-  _globals['_GRAMMAR']._serialized_start=778
-  _globals['_GRAMMAR']._serialized_end=932
-  _globals['_JSONOBJECT']._serialized_start=934
-  _globals['_JSONOBJECT']._serialized_end=946
-  _globals['_CHOICE']._serialized_start=948
-  _globals['_CHOICE']._serialized_end=971
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=841
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=594
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=642
+  _globals['_TOKENRUN']._serialized_start=843
+  _globals['_TOKENRUN']._serialized_end=866
+  _globals['_GRAMMAR']._serialized_start=869
+  _globals['_GRAMMAR']._serialized_end=1023
+  _globals['_JSONOBJECT']._serialized_start=1025
+  _globals['_JSONOBJECT']._serialized_end=1037
+  _globals['_CHOICE']._serialized_start=1039
+  _globals['_CHOICE']._serialized_end=1062
 # @@protoc_insertion_point(module_scope)

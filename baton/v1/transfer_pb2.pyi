@@ -30,12 +30,17 @@ class Geometry(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     KV_DTYPE_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     layers: _builtins.int
     kv_heads: _builtins.int
     head_dim: _builtins.int
     kv_dtype: _builtins.str
     tensor_parallel: _builtins.int
+    @_builtins.property
+    def drafter(self) -> Global___GroupShape:
+        """The drafter's part of every block, behind the target's; absent where there is none."""
+
     def __init__(
         self,
         *,
@@ -45,14 +50,42 @@ class Geometry(_message.Message):
         head_dim: _builtins.int = ...,
         kv_dtype: _builtins.str = ...,
         tensor_parallel: _builtins.int = ...,
+        drafter: Global___GroupShape | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "head_dim", b"head_dim", "kv_dtype", b"kv_dtype", "kv_heads", b"kv_heads", "layers", b"layers", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "drafter", b"drafter", "head_dim", b"head_dim", "kv_dtype", b"kv_dtype", "kv_heads", b"kv_heads", "layers", b"layers", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Geometry: _TypeAlias = Geometry  # noqa: Y015
+
+@_typing.final
+class GroupShape(_message.Message):
+    """Its block size and KV type are those of the blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYERS_FIELD_NUMBER: _builtins.int
+    KV_HEADS_FIELD_NUMBER: _builtins.int
+    HEAD_DIM_FIELD_NUMBER: _builtins.int
+    layers: _builtins.int
+    kv_heads: _builtins.int
+    head_dim: _builtins.int
+    def __init__(
+        self,
+        *,
+        layers: _builtins.int = ...,
+        kv_heads: _builtins.int = ...,
+        head_dim: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_dim", b"head_dim", "kv_heads", b"kv_heads", "layers", b"layers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupShape: _TypeAlias = GroupShape  # noqa: Y015
 
 @_typing.final
 class TransferRequest(_message.Message):

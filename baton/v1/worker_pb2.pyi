@@ -63,6 +63,9 @@ class SequenceSpec(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    HAND_BACK_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """Which try at placing the request this is, from 0."""
@@ -80,6 +83,14 @@ class SequenceSpec(_message.Message):
     """How many answers are drawn from the one prompt; 0 means 1."""
     choice: _builtins.int
     """The number of the first of them, which enters the noise."""
+    priority: _builtins.int
+    """Where blocks run out, sequences with higher numbers lose theirs first."""
+    preemptions: _builtins.int
+    """How often the sequence has lost its blocks, at whatever worker."""
+    hand_back: _builtins.bool
+    """Its router places it again if a decode worker that runs out of blocks hands it back; else that
+    worker computes it again itself.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, then the tokens that the router has already accepted."""
@@ -105,10 +116,13 @@ class SequenceSpec(_message.Message):
         deadline_ms: _builtins.int = ...,
         choices: _builtins.int = ...,
         choice: _builtins.int = ...,
+        priority: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+        hand_back: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "choices", b"choices", "context_class", b"context_class", "deadline_ms", b"deadline_ms", "principal", b"principal", "prompt_length", b"prompt_length", "request_id", b"request_id", "router_id", b"router_id", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "choices", b"choices", "context_class", b"context_class", "deadline_ms", b"deadline_ms", "hand_back", b"hand_back", "preemptions", b"preemptions", "principal", b"principal", "priority", b"priority", "prompt_length", b"prompt_length", "request_id", b"request_id", "router_id", b"router_id", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -165,6 +179,8 @@ class LoadSnapshot(_message.Message):
     STEP_MS_FIELD_NUMBER: _builtins.int
     STEP_BATCH_FIELD_NUMBER: _builtins.int
     STEP_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    DISK_BLOCKS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     running: _builtins.int
     waiting: _builtins.int
@@ -184,6 +200,9 @@ class LoadSnapshot(_message.Message):
     step_batch: _builtins.float
     """What these steps held, on average: sequences, and tokens that they attended to in all."""
     step_context_tokens: _builtins.float
+    host_blocks: _builtins.int
+    """Cached blocks in the tiers behind the pool: the host's memory, and disk."""
+    disk_blocks: _builtins.int
     def __init__(
         self,
         *,
@@ -200,10 +219,12 @@ class LoadSnapshot(_message.Message):
         step_ms: _builtins.float = ...,
         step_batch: _builtins.float = ...,
         step_context_tokens: _builtins.float = ...,
+        host_blocks: _builtins.int = ...,
+        disk_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "engine_steps", b"engine_steps", "free_blocks", b"free_blocks", "incarnation", b"incarnation", "quarantined_blocks", b"quarantined_blocks", "running", b"running", "step_batch", b"step_batch", "step_context_tokens", b"step_context_tokens", "step_ms", b"step_ms", "used_blocks", b"used_blocks", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "disk_blocks", b"disk_blocks", "engine_steps", b"engine_steps", "free_blocks", b"free_blocks", "host_blocks", b"host_blocks", "incarnation", b"incarnation", "quarantined_blocks", b"quarantined_blocks", "running", b"running", "step_batch", b"step_batch", "step_context_tokens", b"step_context_tokens", "step_ms", b"step_ms", "used_blocks", b"used_blocks", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -225,6 +246,7 @@ class TokenOutput(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    HANDED_BACK_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     index: _builtins.int
@@ -237,6 +259,10 @@ class TokenOutput(_message.Message):
     """The error's code, as in baton-code of a call that fails."""
     choice: _builtins.int
     """Which of the request's answers these are tokens of."""
+    handed_back: _builtins.bool
+    """The sequence has lost its blocks here, and the attempt ends for this choice: the router is to
+    place it again, with the tokens that it has. Said behind all its tokens.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -260,10 +286,11 @@ class TokenOutput(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         choice: _builtins.int = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        handed_back: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "error", b"error", "error_code", b"error_code", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "error", b"error", "error_code", b"error_code", "finish_reason", b"finish_reason", "handed_back", b"handed_back", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

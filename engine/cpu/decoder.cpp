@@ -23,6 +23,8 @@ enum Activation { SILU = 0, GELU_TANH = 1 };
 struct Layer {
   const float *attention_norm, *query_norm, *key_norm, *attention_post_norm, *mlp_norm,
       *mlp_post_norm;     // [hidden] or as wide as what they norm; null: none
+  const float* feature_norm;  // of an EAGLE layer, which takes [embedding, feature]; else null
+  int64_t residual_normed;    // whether the residual stream of such a layer begins with that norm
   const float* rope;      // [context][2][rotary / 2], or null: no rotation
   int64_t rotary, window;  // window 0: all keys
   Matrix query, key, value, output;
@@ -38,6 +40,7 @@ struct Model {
   const bf16* embedding;  // [vocab, hidden]
   const float* norm;
   Matrix head;
+  Matrix combine;  // of an EAGLE head: makes a feature of what went into several layers
   const Layer* layer;
 };
 
@@ -53,6 +56,11 @@ struct Step {
   float* logits;          // [outputs, vocab], or null
   int64_t* best;          // [outputs]: the likeliest token, the lowest of equals; or null
   int64_t* layers_done;   // set as layers store the keys and values of all tokens
+  const float* features;  // [tokens, hidden] for an EAGLE layer, or null
+  const float* combined;  // [tokens, combine.inputs] in place of features, or null
+  float* hidden;          // [tokens, hidden_layers, hidden]: what goes into these layers, or null
+  const int64_t* hidden_layer;  // [hidden_layers]; the number of layers: what the last one puts out
+  int64_t hidden_layers;
 };
 
 namespace {
@@ -73,11 +81,13 @@ class Decoder {
     embed();
     for (const Layer& layer : layers_) {
       threads_.is_alive();
+      tell(&layer - layers_.data());
       attend(layer);
       if (!tokens()) return;
       if (layer.experts) mix(layer);
       else feed(layer);
     }
+    tell(model_.layers);
     finish();
   }
 
@@ -106,7 +116,7 @@ class Decoder {
     const Model& m = model_;
     const size_t wide = m.heads * m.dim, narrow = m.kv_heads * m.dim, n = tokens();
     residual_.resize(n * m.hidden);
-    normed_.resize(n * m.hidden);
+    normed_.resize(n * m.hidden * (step_->features || step_->combined ? 2 : 1));
     projected_.resize(n * std::max<size_t>(wide + 2 * narrow, m.hidden));
     queries_.resize(n * wide);
     attended_.resize(n * wide);
@@ -114,8 +124,15 @@ class Decoder {
 
   void embed() {
     const long hidden = model_.hidden;
+    float* rows = residual_.data();
+    if (step_->features || step_->combined) {
+      embedded_.resize(tokens() * hidden);
+      rows = embedded_.data();
+      if (step_->combined) combine();
+      else memcpy(residual_.data(), step_->features, tokens() * hidden * sizeof(float));
+    }
     over_rows(tokens(), [&](long t) {
-      float* to = residual_.data() + t * hidden;
+      float* to = rows + t * hidden;
       if (step_->embedded) {
         memcpy(to, step_->embedded + t * hidden, hidden * sizeof(float));
       } else {
@@ -125,6 +142,20 @@ class Decoder {
       if (model_.embedding_scale != 1.0f)
         for (long i = 0; i < hidden; i++) to[i] *= model_.embedding_scale;
     });
+  }
+
+  // The features of an EAGLE layer, which its residual stream begins with.
+  void combine() {
+    const long hidden = model_.hidden, wide = model_.combine.inputs;
+    gathered_.resize(tokens() * wide);
+    over_rows(tokens(), [&](long t) {
+      const float* from = step_->combined + t * wide;
+      for (long i = 0; i < wide; i++) gathered_[t * wide + i] = half_of(from[i]);
+    });
+    multiply(&model_.combine, 1, gathered_.data(), wide, tokens(),
+             [&](int, long t, long n, long width, const float* values) {
+               memcpy(residual_.data() + t * hidden + n, values, width * sizeof(float));
+             });
   }
 
   // Root mean square (Zhang & Sennrich, 2019): the factor for a row.
@@ -161,6 +192,28 @@ class Decoder {
     over_rows(tokens(), [&](long t) {
       norm_to_half(residual_.data() + t * hidden, weight, hidden, normed_.data() + t * hidden);
     });
+  }
+
+  // What an EAGLE layer's attention takes: the normed embedding and, beside it, the normed feature.
+  void norm_pairs(const Layer& layer) {
+    const long hidden = model_.hidden;
+    over_rows(tokens(), [&](long t) {
+      bf16* to = normed_.data() + t * 2 * hidden;
+      norm_to_half(embedded_.data() + t * hidden, layer.attention_norm, hidden, to);
+      float* feature = residual_.data() + t * hidden;
+      norm_to_half(feature, layer.feature_norm, hidden, to + hidden);
+      if (layer.residual_normed) norm_in_place(feature, layer.feature_norm, hidden);
+    });
+  }
+
+  // Hands out what goes into a layer, where that is asked for.
+  void tell(long layer) {
+    const long hidden = model_.hidden, count = step_->hidden_layers;
+    for (long n = 0; n < count; n++)
+      if (step_->hidden_layer[n] == layer)
+        for (long t = 0; t < tokens(); t++)
+          memcpy(step_->hidden + (t * count + n) * hidden, residual_.data() + t * hidden,
+                 hidden * sizeof(float));
   }
 
   // How many neighbouring panels a thread takes: few enough that threads end together, and that one
@@ -228,10 +281,12 @@ class Decoder {
     const Model& m = model_;
     const long hidden = m.hidden, wide = m.heads * m.dim, narrow = m.kv_heads * m.dim;
     const long row = wide + 2 * narrow;
-    norm_rows(layer.attention_norm);
+    const bool paired = layer.feature_norm;
+    if (paired) norm_pairs(layer);
+    else norm_rows(layer.attention_norm);
     const long offset[3] = {0, wide, wide + narrow};
     const Matrix matrices[3] = {layer.query, layer.key, layer.value};
-    multiply(matrices, 3, normed_.data(), hidden, tokens(),
+    multiply(matrices, 3, normed_.data(), paired ? 2 * hidden : hidden, tokens(),
              [&](int which, long t, long n, long width, const float* values) {
                memcpy(projected_.data() + t * row + offset[which] + n, values, width * sizeof(float));
              });
@@ -308,6 +363,8 @@ class Decoder {
   // In the last layer, once all keys and values are in the cache, only the outputs' rows matter.
   void keep_outputs() {
     const Step& step = *step_;
+    const int64_t* asked = step.hidden_layer + step.hidden_layers;
+    if (std::find(step.hidden_layer, asked, model_.layers) != asked) return;
     if (step.outputs == tokens() || !std::is_sorted(step.output, step.output + step.outputs)) return;
     const long hidden = model_.hidden, wide = model_.heads * model_.dim;
     for (long r = 0; r < step.outputs; r++) {
@@ -521,7 +578,7 @@ class Decoder {
   const Step* step_ = nullptr;
   long tokens_ = 0;  // rows that are still computed
   bool outputs_alone_ = false;  // whether these are the outputs' rows
-  std::vector<float> residual_, projected_, scores_, shares_, mixed_, best_;
+  std::vector<float> residual_, embedded_, projected_, scores_, shares_, mixed_, best_;
   std::vector<bf16> ordered_[3];
   std::vector<bf16> normed_, queries_, attended_, inner_, gathered_;
   std::vector<int> choices_;

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +15,13 @@ from engine.cpu.library import cpu_library
 from engine.cpu.packing import LAYOUT_VERSION, packed_parts
 from engine.cpu.structs import address
 from engine.experts import Experts
-from engine.kv_cache import KvCache
+from engine.kv_cache import KvGroup
 from engine.linear import Linear
 from engine.mlp import GatedMlp
 from engine.model import DecoderModel
 from engine.quantization.packed_cache import PackedCache
 from engine.quantization.weight import QuantizedWeight, dequantize
-from engine.step import StepInput, StepOutput
+from engine.step import CoreShare, StepInput, StepOutput
 
 _QK_NORMS = {"none": 0, "head": 1, "full": 2}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
@@ -33,7 +32,7 @@ _LANES = 16
 
 
 def cpu_decoder(
-    model: DecoderModel, cache: KvCache, packed: PackedCache | None = None, key: str = ""
+    model: DecoderModel, cache: KvGroup, packed: PackedCache | None = None, key: str = ""
 ) -> CpuDecoder | None:
     """The C++ decoder for a model and a cache, or None where torch is to compute.
 
@@ -44,7 +43,7 @@ def cpu_decoder(
     return None if library is None else CpuDecoder(library, model, cache, packed, key)
 
 
-def _fits(model: DecoderModel, cache: KvCache) -> bool:
+def _fits(model: DecoderModel, cache: KvGroup) -> bool:
     config, data = model.config, cache.data
     dim, size = config.head_dim, cache.block_size
     return (
@@ -66,19 +65,6 @@ def _multiplies(weight: torch.Tensor | QuantizedWeight) -> bool:
     return even and weight.group % 2 == 0 and not (weight.kind == "fp8" and weight.mins is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class CoreShare:
-    """How an engine shares its host's cores with others: see board.h."""
-
-    lines: int
-    """Address of the board; it stays mapped as long as the decoder runs."""
-    count: int
-    mine: int
-    cores: int
-    yields: bool
-    """Whether this engine's helpers leave when others are more urgent."""
-
-
 class CpuDecoder:
     """Implements ``engine.step.StepModel``. ``threads`` may be changed between steps."""
 
@@ -86,13 +72,15 @@ class CpuDecoder:
         self,
         library: ctypes.CDLL,
         model: DecoderModel,
-        cache: KvCache,
+        cache: KvGroup,
         packed: PackedCache | None,
         key: str,
     ) -> None:
         self.threads = torch.get_num_threads()
         self._layers_done = np.zeros(1, dtype=np.int64)
-        self._vocab = model.config.vocab_size
+        self._vocab = model.embedding.shape[0]
+        self._outputs = model.head.weight.shape[0]
+        self._hidden = model.config.hidden_size
         self._block_size = cache.block_size
         embedding = model.embedding
         self._quantized_embedding = embedding if isinstance(embedding, QuantizedWeight) else None
@@ -146,11 +134,13 @@ class CpuDecoder:
         slots = (positions % size).astype(np.int32)
         token_ids = np.array(step.token_ids, dtype=np.int64)
         output = np.array(step.outputs, dtype=np.int64)
+        layers = np.array(step.hidden_layers, dtype=np.int64)
+        hidden = torch.empty(tokens, len(layers), self._hidden) if len(layers) else None
         # The C++ trusts what it is given; torch would raise for a row that is not there.
         if tokens != int(count.sum()) or not 0 <= token_ids.min() <= token_ids.max() < self._vocab:
             raise ValueError(f"{tokens} token ids for {int(count.sum())} places, or one unknown")
         best = np.empty(outputs, dtype=np.int64) if step.greedy else None
-        logits = None if step.greedy else torch.empty(outputs, self._vocab)
+        logits = None if step.greedy else torch.empty(outputs, self._outputs)
         embedded = None
         if self._quantized_embedding is not None:
             embedded = dequantize(self._quantized_embedding.rows(torch.from_numpy(token_ids)))
@@ -167,9 +157,14 @@ class CpuDecoder:
                 address(logits),
                 address(best),
                 address(self._layers_done),
+                address(step.features),
+                address(step.states),
+                address(hidden),
+                address(layers),
+                len(layers),
             ),
         )
-        return StepOutput(None if best is None else best.tolist(), logits)
+        return StepOutput(None if best is None else best.tolist(), logits, hidden)
 
     @staticmethod
     def _pack(model: DecoderModel, packed: PackedCache | None, key: str) -> dict[str, torch.Tensor]:
@@ -225,7 +220,7 @@ class CpuDecoder:
             heads=config.heads,
             kv_heads=config.kv_heads,
             dim=config.head_dim,
-            vocab=config.vocab_size,
+            vocab=model.head.weight.shape[0],
             qk_norm=_QK_NORMS[config.qk_norm],
             activation=_ACTIVATIONS[config.activation],
             experts_per_token=experts.per_token if experts else 0,
@@ -240,6 +235,9 @@ class CpuDecoder:
             else address(model.embedding),
             norm=self._keep(model.norm),
             head=self._matrix("head", model.head),
+            combine=structs.Matrix()
+            if model.combine is None
+            else self._matrix("combine", model.combine),
             layer=layers,
         )
 
@@ -256,6 +254,7 @@ class CpuDecoder:
                 "attention_post_norm",
                 "mlp_norm",
                 "mlp_post_norm",
+                "feature_norm",
             )
         }
         fields |= {
@@ -274,6 +273,7 @@ class CpuDecoder:
                 (f"{number}.{n}.{part}", getattr(mlp, part)) for n, mlp in enumerate(mlps)
             )
         return structs.Layer(
+            residual_normed=layer.residual_normed,
             rope=self._keep(table),
             rotary=0 if table is None else 2 * table.shape[-1],
             window=config.windows[number],
@@ -281,7 +281,7 @@ class CpuDecoder:
         )
 
     @staticmethod
-    def _cache(cache: KvCache) -> structs.Cache:
+    def _cache(cache: KvGroup) -> structs.Cache:
         data, scales = cache.data, cache.scales
         return structs.Cache(
             kind=_KV_KINDS[data.dtype],
@@ -307,6 +307,8 @@ def _linears(model: DecoderModel) -> Iterator[tuple[str, Linear]]:
             for part in ("gate", "up", "down"):
                 yield f"{number}.{n}.{part}", getattr(mlp, part)
     yield "head", model.head
+    if model.combine is not None:
+        yield "combine", model.combine
 
 
 def _before(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

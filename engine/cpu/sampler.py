@@ -33,8 +33,9 @@ class _Draw(ctypes.Structure):
                 "ids",
                 "prompt",
                 "output",
-                "stops",
+                "forbidden",
                 "biased",
+                "allowed",
                 "biases",
             )
         ),
@@ -121,7 +122,7 @@ class CpuSampler:
         s = row.sampling
         position = len(row.token_ids)
         at, biases_at = len(ids), len(biases)
-        counts = self._lists(row, ids, biases) if row.adjusted else (0, 0, 0, 0)
+        counts = self._lists(row, ids, biases) if row.adjusted else (0, 0, 0, 0, 0)
         return _Draw(
             # The rows keep their masks until the call has ended.
             None if row.mask is None else row.mask.ctypes.data,
@@ -142,20 +143,22 @@ class CpuSampler:
 
     def _lists(
         self, row: SampleRow, ids: array[int], biases: array[float]
-    ) -> tuple[int, int, int, int]:
+    ) -> tuple[int, int, int, int, int]:
         """Appends the tokens that a row's adjustments need; how many of each there are."""
         s, output = row.sampling, row.token_ids[row.prompt_length :]
         repeats = s.repetition_penalty != 1.0
         prompt = self._prompts.unique(row) if repeats else array("i")
-        stops = row.held_back
+        forbidden = row.forbidden
         if not (repeats or s.presence_penalty or s.frequency_penalty):
             output = []
         ids.extend(prompt)
         ids.extend(output)
-        ids.extend(stops)
+        ids.extend(forbidden)
         ids.extend(token for token, _ in s.logit_bias)
+        ids.extend(s.allowed_token_ids)
         biases.extend(bias for _, bias in s.logit_bias)
-        return len(prompt), len(output), len(stops), len(s.logit_bias)
+        biased, allowed = len(s.logit_bias), len(s.allowed_token_ids)
+        return len(prompt), len(output), len(forbidden), biased, allowed
 
 
 class _Prompts:

@@ -22,12 +22,14 @@
 #include "threads.h"
 
 // How one row is drawn. Its token ids lie in `ids` one after another: those of the prompt, those of
-// the output, stop tokens, biased tokens; the biases in `biases`. A bit of `mask` allows its token.
+// the output, forbidden ones, biased ones, those that alone are allowed (none: all are); the biases in
+// `biases`. A bit of `mask` allows its token.
 struct Draw {
   const uint32_t* mask;  // null: all are allowed
   uint64_t seed;
   int64_t choice, position, top_k;
-  int64_t ids, prompt, output, stops, biased, biases;  // an offset, four counts, an offset
+  int64_t ids, prompt, output, forbidden, biased, allowed;  // an offset, five counts
+  int64_t biases;                                           // an offset
   float temperature, top_p, min_p;                     // temperature 0: the likeliest token
   float presence, frequency, repetition;
 };
@@ -134,11 +136,11 @@ class Row {
  private:
   float* scores() { return scores_.data()->at; }
 
-  // Penalties, biases, stop tokens and the mask, on a copy of the logits; false: there are none.
+  // Penalties, biases, forbidden and allowed tokens and the mask, on a copy of the logits; false: there are none.
   // Each step rounds to fp32 where the definition does.
   bool adjust(const float* logits, const int32_t* ids, const float* biases) {
     const Draw& h = *how_;
-    if (!(h.prompt || h.output || h.stops || h.biased || h.mask)) return false;
+    if (!(h.prompt || h.output || h.forbidden || h.biased || h.allowed || h.mask)) return false;
     memcpy(scores(), logits, vocab_ * sizeof(float));
     counts_.resize(vocab_);
     if (h.repetition != 1.0f) penalise_seen(ids, h.prompt + h.output);
@@ -146,11 +148,22 @@ class Row {
     if (h.presence != 0.0f || h.frequency != 0.0f) penalise_output(ids, h.output);
     ids += h.output;
     for (long i = 0; i < h.biased; i++)
-      if (float* score = score_of(ids[h.stops + i])) *score += biases[i];
-    for (long i = 0; i < h.stops; i++)
+      if (float* score = score_of(ids[h.forbidden + i])) *score += biases[i];
+    for (long i = 0; i < h.forbidden; i++)
       if (float* score = score_of(ids[i])) *score = -INF;
+    if (h.allowed) keep(ids + h.forbidden + h.biased, h.allowed);
     if (h.mask) forbid(h.mask);
     return true;
+  }
+
+  // -inf for each token but these.
+  void keep(const int32_t* ids, long count) {
+    found_.assign(count, -INF);
+    for (long i = 0; i < count; i++)
+      if (const float* score = score_of(ids[i])) found_[i] = *score;
+    std::fill(scores(), scores() + vocab_, -INF);
+    for (long i = 0; i < count; i++)
+      if (float* score = score_of(ids[i])) *score = found_[i];
   }
 
   // -inf for each token whose bit is 0. Most words forbid all of their tokens or none.

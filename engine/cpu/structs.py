@@ -36,9 +36,11 @@ class Layer(ctypes.Structure):
                 "attention_post_norm",
                 "mlp_norm",
                 "mlp_post_norm",
-                "rope",
+                "feature_norm",
             )
         ),
+        ("residual_normed", _SIZE),
+        ("rope", _POINTER),
         ("rotary", _SIZE),
         ("window", _SIZE),
         *((name, Matrix) for name in ("query", "key", "value", "output")),
@@ -80,6 +82,7 @@ class Model(ctypes.Structure):
         ("embedding", _POINTER),
         ("norm", _POINTER),
         ("head", Matrix),
+        ("combine", Matrix),
         ("layer", ctypes.POINTER(Layer)),
     ]
 
@@ -125,8 +128,13 @@ class Step(ctypes.Structure):
                 "logits",
                 "best",
                 "layers_done",
+                "features",
+                "combined",
+                "hidden",
+                "hidden_layer",
             )
         ),
+        ("hidden_layers", _SIZE),
     ]
 
 

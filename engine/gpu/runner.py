@@ -1,12 +1,16 @@
 """Runs step plans on a GPU: a step is started while the one before it still runs.
 
 The token that a running step draws is named by where it will lie on the GPU (-1 - n) until the step
-has ended.
+has ended. A step that checks drafts is none of these: it is started when all tokens are known, and
+waited for at once, since where the next one begins depends on what it brings.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,28 +19,56 @@ import torch
 from baton.compiled_grammars import CompiledGrammars
 from engine.gpu.decoder import GpuStepModel, StartedStep
 from engine.gpu.draws import draw_of
+from engine.gpu.speculation import OverlapSpeculation, verification_rows
 from engine.grammar_state import Mask
 from engine.kv_cache import KvCache
-from engine.plan import StepPlan, StepResult
-from engine.runner import Ending, ModelRunner, plan_rows, result_of, step_of
+from engine.plan import PlanRow, StepPlan, StepResult
+from engine.runner import Ending, ModelRunner, accepted_of, result_of, step_of
 from engine.sampling import SampleRow
 from engine.speculation import DraftedRow
-from engine.step_work import StepFound, by_row
+from engine.step_work import StepFound, StepWork, by_row
+
+_SELDOM = 16
+"""Steps from one look for drafts to the next, where the GPU waits for the host: then looking costs
+time, up to 6 µs a sequence (2 cores of an AMD EPYC, 2026-11-20)."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step on its way."""
+
+    plan: StepPlan
+    began: float
+    """``time.perf_counter``."""
+    waited: bool
+    """Whether it was begun only when the one before it had ended."""
+    drafted: int = 0
+    seconds: float | None = None
+    """From the end of the one before, or from its own beginning; None before its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unsettled:
     """A step whose tokens the sequences have by name only: each list, and the place in it."""
 
-    step: StartedStep
+    step: _Step
+    started: StartedStep
     places: tuple[tuple[list[int], int], ...]
 
 
-class GpuRunner(ModelRunner):
-    """At most two steps run at a time: the results of those before must have been asked for.
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What a step took in which sequences decoded, and nothing else."""
 
-    It drafts nothing: a draft needs the tokens of the step before, and would wait for it.
-    """
+    batch: int
+    drafted: int
+    seconds: float
+    overlapped: bool
+    """Whether it was begun while another one ran."""
+
+
+class GpuRunner(ModelRunner):
+    """At most two steps run at a time: the results of those before must have been asked for."""
 
     overlaps = True
 
@@ -46,11 +78,19 @@ class GpuRunner(ModelRunner):
         cache: KvCache,
         device: torch.device,
         grammars: CompiledGrammars | None = None,
+        speculation: OverlapSpeculation | None = None,
     ) -> None:
-        super().__init__(model, cache, device, grammars)
+        super().__init__(model, cache, device, grammars, speculation)
         self._gpu = model
+        self._drafts = speculation
         self._unsettled: list[_Unsettled] = []
+        self._ends = threading.Lock()
+        """Held for moments by whoever has seen a step's end: this thread, or one that waits."""
         self._last_end = 0.0
+        self._measured: deque[_Measured] = deque()
+        """Put in with that lock held, taken out by the engine thread."""
+        self._late = False
+        """Whether the GPU had nothing to do when the last step was begun."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step, and wait for its end."""
@@ -58,40 +98,73 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> Ending:
-        """Begin a step. Waits for the one before where a draw needs its tokens on the host, and
+        """Begin a step. Waits for the one before where a draw needs its tokens on the host, where
 
-        where more than one token of each row of logits is wanted.
+        more than one token of each row of logits is wanted, and where drafts promise more than the
+        wait costs; of a step with drafts it waits for the end, too.
         """
         began = time.perf_counter()
+        self._learn_costs()
         self._settle(running=1)
         self._take_news(plan)
-        follows = any(self._grammars.has(row.sequence_id) for row in plan.rows)
-        if follows:
-            # A grammar goes by the tokens themselves.
-            self._settle(running=0)
-        rows = self._drafted(plan.rows)
+        rows = self._undrafted(plan.rows)
         work = self._gather(rows)
-        if not work.on_device:
+        # A grammar goes by the tokens themselves.
+        follows = any(self._grammars.has(row.sequence_id) for row in plan.rows)
+        waits = follows or not work.on_device
+        if waits:
             self._settle(running=0)
+        extended = self._extended(plan, rows, waits)
+        drafted = sum(len(row.draft) for row in extended)
+        if drafted:
+            rows, work = extended, self._gather(extended)
+        step = _Step(plan, began, waits or not self._unsettled, drafted)
+        if not work.on_device:
             found = self._compute(rows)
             if self.device.type == "cuda":
                 # A result says that the step's KV is there: transfers read it on another stream.
                 torch.cuda.current_stream(self.device).synchronize()
-            result = self._finished(plan, began, found, self._failed(plan.rows))
-            return lambda: result
-        masks = partial(self._masks, rows, work.draws) if follows else None
-        step = step_of(plan_rows(rows), work)
-        started = self._gpu.start(step, [draw_of(draw) for draw in work.draws], masks)
-        self._unsettled.append(_Unsettled(started, _named(work.draws)))
+            return self._waited_for(step, rows, found)
+        started = self._started(rows, work, follows)
+        if drafted:
+            return self._waited_for(step, rows, StepFound(self._kept(rows, started.token_ids())))
+        self._late = bool(self._unsettled) and self._unsettled[-1].started.has_ended()
+        self._unsettled.append(_Unsettled(step, started, _named(work.draws)))
         failed = self._failed(plan.rows)
 
         def ending() -> StepResult:
-            tokens = tuple(by_row(plan.rows, started.token_ids()))
-            return self._finished(plan, began, StepFound(tokens), failed)
+            found = StepFound(tuple(by_row(plan.rows, started.token_ids())))
+            return result_of(plan, found, self._ended(step), failed)
 
         return ending
 
-    def _masks(self, rows: list[DraftedRow], draws: list[SampleRow]) -> dict[int, Mask]:
+    def _started(self, rows: Sequence[DraftedRow], work: StepWork, follows: bool) -> StartedStep:
+        masks = partial(self._masks, rows, work.draws) if follows else None
+        draws = [draw_of(draw) for draw in work.draws]
+        return self._gpu.start(step_of(self._step_rows(rows), work), draws, masks)
+
+    def _extended(self, plan: StepPlan, rows: list[DraftedRow], waits: bool) -> list[DraftedRow]:
+        """The rows with the drafts that pay; where there may be some, all tokens are known then.
+
+        ``waits``: whether the step waits for those before it in any case.
+        """
+        if self._drafts is None:
+            return rows
+        if waits:
+            return self._drafts.extend(rows, self._known)
+        if self._unsettled:
+            if self._late and plan.step % _SELDOM:
+                return rows
+            if not self._drafts.promises(rows, self._known):
+                return rows
+            self._settle(running=0)
+        return self._drafts.extend_overlapping(rows, self._known)
+
+    def _step_rows(self, rows: Sequence[DraftedRow]) -> tuple[PlanRow, ...]:
+        """A token of a draft is a row of its own."""
+        return verification_rows(rows)
+
+    def _masks(self, rows: Sequence[DraftedRow], draws: list[SampleRow]) -> dict[int, Mask]:
         """See ``engine.gpu.decoder.Masks``."""
         masked = enumerate(self._masked(rows, draws))
         return {number: draw.mask for number, draw in masked if draw.mask is not None}
@@ -100,24 +173,45 @@ class GpuRunner(ModelRunner):
         """Capture the decode steps of the usual sizes; see ``GpuStepModel.warm_up``."""
         self._gpu.warm_up()
 
-    def _finished(
-        self,
-        plan: StepPlan,
-        began: float,
-        found: StepFound,
-        failed: tuple[tuple[int, str], ...],
-    ) -> StepResult:
-        ended = time.perf_counter()
-        # While the step before ran, this one only waited.
-        seconds = ended - max(began, self._last_end)
-        self._last_end = ended
-        return result_of(plan, found, seconds, failed)
+    def _waited_for(self, step: _Step, rows: Sequence[DraftedRow], found: StepFound) -> Ending:
+        """Of a step that has ended."""
+        seconds, failed = self._ended(step), self._failed(step.plan.rows)
+        accepted = accepted_of(rows, found)
+        result = result_of(step.plan, found, seconds, failed, step.drafted, accepted)
+        return lambda: result
+
+    def _ended(self, step: _Step) -> float:
+        """The seconds of a step. Whoever has waited for it calls this at once: the first one counts
+
+        and any thread may be the first.
+        """
+        with self._ends:
+            if step.seconds is None:
+                ended = time.perf_counter()
+                # While the step before ran, this one only waited.
+                step.seconds = ended - max(step.began, self._last_end)
+                overlapped = not step.waited and step.began < self._last_end
+                self._last_end = ended
+                if self._drafts is not None and step.plan.decodes_only:
+                    batch = len(step.plan.rows)
+                    self._measured.append(_Measured(batch, step.drafted, step.seconds, overlapped))
+            return step.seconds
+
+    def _learn_costs(self) -> None:
+        """Tell the speculation of the steps that have ended."""
+        while self._drafts is not None and self._measured:
+            found = self._measured.popleft()
+            if found.overlapped:
+                self._drafts.observe_overlapping(found.batch, found.seconds)
+            else:
+                self._drafts.observe(found.batch, found.drafted, found.seconds)
 
     def _settle(self, running: int) -> None:
         """Give tokens their ids, but for those of the last ``running`` steps."""
         while len(self._unsettled) > running:
             unsettled = self._unsettled.pop(0)
-            token_ids = unsettled.step.token_ids()
+            token_ids = unsettled.started.token_ids()
+            self._ended(unsettled.step)
             for (sequence, place), token in zip(unsettled.places, token_ids, strict=True):
                 sequence[place] = token
 

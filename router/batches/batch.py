@@ -51,6 +51,8 @@ class StoredFile:
     size: int
     """In bytes."""
     created_at: int
+    expires_at: int | None = None
+    """None: it stays until somebody deletes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,9 @@ class Batch:
     """Rises while the owner lives."""
     epoch: int = 0
     """Rises with each owner: what an earlier one still writes counts for nothing."""
+    output_expires_s: int | None = None
+    """How long its results are kept from their creation on, in seconds; None: until somebody
+    deletes them."""
 
     @property
     def unfinished(self) -> bool:

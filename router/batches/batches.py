@@ -6,10 +6,13 @@ from baton.config import Config
 from baton.metrics import RouterMetrics
 from router.access import Access
 from router.batches.api import BatchesApi
-from router.batches.line_runner import LineRunner, line_api
+from router.batches.desk import BatchDesk
+from router.batches.grpc_services import BatchServicer, FileServicer
+from router.batches.line_runner import LineRunner, line_handlers
 from router.batches.runner import BatchRunner
 from router.batches.store import BatchStore
 from router.generation import Dispatcher
+from router.grpc_call import Service
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
 
@@ -30,11 +33,7 @@ class Batches:
         access: Access,
     ) -> None:
         """``access`` knows the keys of those who upload and ask."""
-        lines = line_api(dispatcher, tokenizer, model, metrics, config)
-        handlers = {
-            "/v1/chat/completions": lines.chat_completions,
-            "/v1/completions": lines.completions,
-        }
+        handlers = line_handlers(dispatcher, tokenizer, model, metrics, config)
         self._store = BatchStore(config.data_folder, config.files_most_bytes)
         self._runner = BatchRunner(
             self._store,
@@ -44,7 +43,13 @@ class Batches:
             most_in_flight=config.batch_most_in_flight,
             most_line_bytes=config.max_body_bytes,
         )
-        self.api = BatchesApi(self._store, model.id, config, access, self._runner.wake)
+        desk = BatchDesk(self._store, model.id, config, self._runner.wake)
+        self.api = BatchesApi(desk, config, access)
+        self.services: tuple[Service, ...] = (
+            FileServicer(desk, config, access),
+            BatchServicer(desk, config, access),
+        )
+        """The same in gRPC."""
 
     async def start(self) -> None:
         """Begin to run batches."""

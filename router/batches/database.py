@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from baton.errors import ConfigError, InvalidRequest, NotFound, RequestTooLarge
 from router.batches.batch import UNFINISHED, Batch, BatchStatus, LineResult, StoredFile
 from router.batches.line import Fault
 
-VERSION = 1
+VERSION = 2
 """Of the tables."""
 BUSY_S = 5.0
 """How long a change waits for that of another process."""
@@ -30,7 +30,7 @@ _TABLES = """
 CREATE TABLE files (
     place INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
-    size INTEGER NOT NULL, created_at INTEGER NOT NULL
+    size INTEGER NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER
 );
 CREATE TABLE batches (
     place INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -42,7 +42,8 @@ CREATE TABLE batches (
     total INTEGER NOT NULL, completed INTEGER NOT NULL, failed INTEGER NOT NULL,
     prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
     completion_tokens INTEGER NOT NULL, output_file_id TEXT, error_file_id TEXT,
-    faults TEXT NOT NULL, owner TEXT NOT NULL, beat INTEGER NOT NULL, epoch INTEGER NOT NULL
+    faults TEXT NOT NULL, owner TEXT NOT NULL, beat INTEGER NOT NULL, epoch INTEGER NOT NULL,
+    output_expires_s INTEGER
 );
 CREATE INDEX batches_by_status ON batches (status);
 CREATE TABLE results (
@@ -50,6 +51,15 @@ CREATE TABLE results (
     PRIMARY KEY (batch_id, line)
 ) WITHOUT ROWID;
 """
+_SINCE_1 = (
+    "ALTER TABLE files ADD COLUMN expires_at INTEGER",
+    "ALTER TABLE batches ADD COLUMN output_expires_s INTEGER",
+)
+"""What has come to the tables of version 1."""
+_IS_NEEDED = (
+    "EXISTS (SELECT 1 FROM batches WHERE input_file_id = files.id"  # noqa: S608 - our own names
+    f" AND status IN ({', '.join('?' * len(UNFINISHED))}))"
+)
 _BATCH_COLUMNS = tuple(field.name for field in fields(Batch))
 _FILE_COLUMNS = tuple(field.name for field in fields(StoredFile))
 _SELECT_BATCH = f"SELECT {', '.join(_BATCH_COLUMNS)} FROM batches"  # noqa: S608 - our own names
@@ -91,12 +101,15 @@ class Database:
             if version == 0:
                 for statement in _TABLES.split(";"):
                     self._connection.execute(statement)
-                self._connection.execute(f"PRAGMA user_version = {VERSION}")
+            elif version == 1:
+                for statement in _SINCE_1:
+                    self._connection.execute(statement)
             elif version != VERSION:
                 raise ConfigError(
                     f"{path} has tables of version {version}, and this Baton knows {VERSION}: name"
                     " another data_dir"
                 )
+            self._connection.execute(f"PRAGMA user_version = {VERSION}")
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
@@ -124,20 +137,35 @@ class Database:
     def _insert_file(self, file: StoredFile) -> None:
         self._insert("files", asdict(file))
 
-    def file(self, file_id: str, tenant: str) -> StoredFile:
-        """Raises NotFound."""
+    def file(self, file_id: str, tenant: str, now: int = 0) -> StoredFile:
+        """One that has expired by ``now`` is there no more. Raises NotFound."""
         found = self._connection.execute(
             f"{_SELECT_FILE} WHERE id = ? AND tenant = ?", (file_id, tenant)
         ).fetchone()
-        if found is None:
+        file = None if found is None else StoredFile(*found)
+        if file is None or (file.expires_at is not None and file.expires_at <= now):
             raise NotFound("there is no such file", param="file_id")
-        return StoredFile(*found)
+        return file
 
     def files(
-        self, tenant: str, purpose: str, after: str, limit: int, *, ascending: bool
+        self,
+        tenant: str,
+        purpose: str,
+        after: str,
+        limit: int,
+        *,
+        ascending: bool,
+        now: int = 0,
     ) -> list[StoredFile]:
-        """A tenant's files, of one purpose or of any (""), from the one behind ``after`` on."""
-        rows = self._page(_SELECT_FILE, "files", tenant, purpose, after, limit, ascending=ascending)
+        """A tenant's files, of one purpose or of any (""), from the one behind ``after`` on.
+
+        Without those that have expired by ``now``.
+        """
+        where: dict[str, str | int] = {"tenant = ?": tenant}
+        if purpose:
+            where["purpose = ?"] = purpose
+        where["(expires_at IS NULL OR expires_at > ?)"] = now
+        rows = self._page(_SELECT_FILE, "files", where, after, limit, ascending=ascending)
         return [StoredFile(*row) for row in rows]
 
     def delete_file(self, file_id: str, tenant: str) -> None:
@@ -153,6 +181,22 @@ class Database:
                 raise InvalidRequest(f"the batch {users[0]} needs the file", param="file_id")
             connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
+    def collect(self, now: int) -> list[str]:
+        """Forget the files that have expired by ``now`` and that no batch needs; their ids."""
+        # Looked for before anything is written: mostly there is none.
+        if not self._expired(now):
+            return []
+        with self._change() as connection:
+            gone = self._expired(now)
+            connection.executemany("DELETE FROM files WHERE id = ?", gone)
+        return [name for (name,) in gone]
+
+    def _expired(self, now: int) -> list[tuple[str]]:
+        return self._connection.execute(
+            f"SELECT id FROM files WHERE expires_at <= ? AND NOT {_IS_NEEDED}",  # noqa: S608
+            (now, *UNFINISHED),
+        ).fetchall()
+
     def file_ids(self) -> set[str]:
         """Of all tenants."""
         return {name for (name,) in self._connection.execute("SELECT id FROM files")}
@@ -162,7 +206,7 @@ class Database:
     def add_batch(self, batch: Batch) -> None:
         """Raises NotFound where its file is not there, InvalidRequest where that is no input."""
         with self._change():
-            file = self.file(batch.input_file_id, batch.tenant)
+            file = self.file(batch.input_file_id, batch.tenant, batch.created_at)
             if file.purpose != "batch":
                 raise InvalidRequest("the file's purpose must be 'batch'", param="input_file_id")
             row = {
@@ -182,7 +226,8 @@ class Database:
 
     def batches(self, tenant: str, after: str, limit: int) -> list[Batch]:
         """A tenant's batches, newest first, from the one behind ``after`` on."""
-        rows = self._page(_SELECT_BATCH, "batches", tenant, "", after, limit, ascending=False)
+        where: dict[str, str | int] = {"tenant = ?": tenant}
+        rows = self._page(_SELECT_BATCH, "batches", where, after, limit, ascending=False)
         return [_batch(row) for row in rows]
 
     def unfinished(self) -> list[Batch]:
@@ -317,21 +362,18 @@ class Database:
         self,
         select: str,
         table: str,
-        tenant: str,
-        purpose: str,
+        where: Mapping[str, str | int],
         after: str,
         limit: int,
         *,
         ascending: bool,
     ) -> list[tuple[Any, ...]]:
-        clauses, values = ["tenant = ?"], [tenant]
-        if purpose:
-            clauses.append("purpose = ?")
-            values.append(purpose)
+        """``where``: clauses with a mark each, and what stands for it; the tenant's first."""
+        clauses, values = list(where), list(where.values())
         if after:
             sign = ">" if ascending else "<"
             clauses.append(f"place {sign} (SELECT place FROM {table} WHERE id = ? AND tenant = ?)")  # noqa: S608
-            values += [after, tenant]
+            values += [after, values[0]]
         order = "ASC" if ascending else "DESC"
         return self._connection.execute(
             f"{select} WHERE {' AND '.join(clauses)} ORDER BY place {order} LIMIT ?",

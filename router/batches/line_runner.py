@@ -1,7 +1,7 @@
 """Runs one line of a batch by the handler that answers the same request over HTTP.
 
-So whatever an endpoint can do, a line can ask for. The handlers belong to an ``OpenAiApi`` of its
-own, made by ``line_api``: what it passes on is marked as background work, runs for the key that
+So whatever an endpoint can do, a line can ask for. The handlers belong to APIs of their own, made
+by ``line_handlers``: what these pass on is marked as background work, runs for the key that
 made the batch, and is counted under the class ``batch``. API keys' limits do not apply: batches run
 in the slack.
 """
@@ -29,9 +29,11 @@ from router.access import Access
 from router.api_keys import Caller
 from router.batches.batch import Batch, LineResult
 from router.batches.line import Line
+from router.exchange import Exchange
 from router.generation import Dispatcher, GenerationRequest, OutputDelta
 from router.http_errors import error_object
 from router.openai_api import OpenAiApi
+from router.responses.api import ResponsesApi
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
 
@@ -87,14 +89,14 @@ class _BackgroundDispatcher:
         return self._dispatcher.context_length
 
 
-def line_api(
+def line_handlers(
     dispatcher: Dispatcher,
     tokenizer: Tokenizer,
     model: ServedModel,
     metrics: RouterMetrics,
     config: Config,
-) -> OpenAiApi:
-    """The handlers for lines."""
+) -> Mapping[str, Handler]:
+    """The handlers for lines, by the url that a line asks."""
     patient = config.model_copy(
         update={
             "request_deadline_s": MOST_WAIT_S,
@@ -104,7 +106,13 @@ def line_api(
     )
     background = _BackgroundDispatcher(dispatcher, config.request_deadline_s)
     access = _LineAccess(config, metrics)
-    return OpenAiApi(background, tokenizer, model, metrics, patient, access)
+    parts = (background, tokenizer, model, metrics, patient, access)
+    api, exchange = OpenAiApi(*parts), Exchange(*parts)
+    return {
+        "/v1/chat/completions": api.chat_completions,
+        "/v1/completions": api.completions,
+        "/v1/responses": ResponsesApi(exchange).create,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +162,18 @@ def result_of(line: Line, answer: LineAnswer) -> LineResult:
         "body": answer.body,
     }
     usage = answer.body.get("usage") or {}
-    details = usage.get("prompt_tokens_details") or {}
+    # Responses have other names for them.
+    prompt, completion = (
+        ("input", "output") if "input_tokens" in usage else ("prompt", "completion")
+    )
+    details = usage.get(f"{prompt}_tokens_details") or {}
     return LineResult(
         line.number,
         answer.status < 400,
         record(line, response=response, error=None),
-        prompt_tokens=usage.get("prompt_tokens", 0),
+        prompt_tokens=usage.get(f"{prompt}_tokens", 0),
         cached_tokens=details.get("cached_tokens", 0),
-        completion_tokens=usage.get("completion_tokens", 0),
+        completion_tokens=usage.get(f"{completion}_tokens", 0),
     )
 
 

@@ -18,6 +18,15 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WINDOW = re.compile(r"([1-9][0-9]{0,6})([smhd])", re.ASCII)
 
 
+class ExpiresAfter(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
+
+    anchor: Literal["created_at"]
+    """From when on: `created_at`."""
+    seconds: int
+    """An hour to 30 days."""
+
+
 class CreateBatchRequest(BaseModel):
     """The body of `POST /v1/batches`."""
 
@@ -26,12 +35,14 @@ class CreateBatchRequest(BaseModel):
     input_file_id: Annotated[str, Field(max_length=128)]
     """An uploaded file with the purpose `batch`."""
     endpoint: str
-    """`/v1/chat/completions` or `/v1/completions`: what all lines of the file ask."""
+    """What all lines of the file ask, `/v1/chat/completions` say."""
     completion_window: str = "24h"
     """After this time the batch ends with what there is: a number and `s`, `m`, `h` or `d`, at most
     30 days (extension: OpenAI knows `24h` alone)."""
     metadata: dict[str, str] | None = None
     """At most 16 pairs, of 64 and 512 characters."""
+    output_expires_after: ExpiresAfter | None = None
+    """When the results are deleted. Default: never."""
 
 
 class FileObject(BaseModel):
@@ -39,6 +50,7 @@ class FileObject(BaseModel):
     object: Literal["file"] = "file"
     bytes: int
     created_at: int
+    expires_at: int | None
     filename: str
     purpose: str
     status: Literal["processed"] = "processed"
@@ -49,6 +61,7 @@ class FileObject(BaseModel):
             id=file.id,
             bytes=file.size,
             created_at=file.created_at,
+            expires_at=file.expires_at,
             filename=file.filename,
             purpose=file.purpose,
         )

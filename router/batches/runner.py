@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 """How often the table is looked at, and an owner's beat rises."""
 SWEEP_S = 600.0
+COLLECT_S = 10.0
+"""How often files that have expired are deleted."""
 MOST_BATCHES = 8
 """Of one process at a time."""
 MOST_OF_A_TENANT = 4
@@ -83,7 +85,7 @@ class BatchRunner:
         self._woken = asyncio.Event()
         self._rest_until: dict[str, float] = {}
         self._follow: asyncio.Task[None] | None = None
-        self._swept_at = float("-inf")
+        self._swept_at = self._collected_at = float("-inf")
 
     async def start(self) -> None:
         """Begin to look for batches."""
@@ -118,9 +120,7 @@ class BatchRunner:
 
     async def _look(self) -> None:
         now = time.monotonic()
-        if now - self._swept_at > SWEEP_S:
-            self._swept_at = now
-            await self._store.sweep()
+        await self._tidy(now)
         self._runs = {name: run for name, run in self._runs.items() if not run.done()}
         if self._runs:
             await self._store.ask(Database.beat, self.owner)
@@ -136,6 +136,14 @@ class BatchRunner:
                 if claimed is not None:
                     tenants[batch.tenant] += 1
                     self._begin(claimed)
+
+    async def _tidy(self, now: float) -> None:
+        if now - self._swept_at > SWEEP_S:
+            self._swept_at = now
+            await self._store.sweep()
+        if now - self._collected_at > COLLECT_S:
+            self._collected_at = now
+            await self._store.collect()
 
     def _may_claim(self, batch: Batch, tenants: Counter[str], now: float) -> bool:
         silent = self._watch.silent(batch.id, (batch.owner, batch.beat), now)

@@ -33,13 +33,16 @@ ORPHAN_S = 3600.0
 class BatchStore:
     """The thread owns the connection; the event loop owns this object."""
 
-    def __init__(self, folder: Path, most_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, most_bytes: int, unix_clock: Callable[[], float] = time.time
+    ) -> None:
         """Nothing is written to ``folder`` before the first file comes. ``most_bytes`` bounds all
 
         files together.
         """
         self._folder = folder
         self._most_bytes = most_bytes
+        self._unix_clock = unix_clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._database: Database | None = None
 
@@ -66,14 +69,23 @@ class BatchStore:
     # Files
 
     async def add_file(
-        self, source: BinaryIO, tenant: str, filename: str, purpose: str
+        self,
+        source: BinaryIO,
+        tenant: str,
+        filename: str,
+        purpose: str,
+        expires_s: int | None = None,
     ) -> StoredFile:
-        """Keep a copy of ``source``, from its start. Raises RequestTooLarge where no room is."""
+        """Keep a copy of ``source``, from its start, for so many seconds or until it is deleted.
+
+        Raises RequestTooLarge where no room is.
+        """
 
         database = await self._on_thread(self._open)
         # Beside the table's thread: a large file may take seconds.
         path, size = await asyncio.to_thread(self._write, _pieces(source))
-        file = StoredFile(_file_id(), tenant, filename, purpose, size, int(time.time()))
+        now = int(self._unix_clock())
+        file = StoredFile(_file_id(), tenant, filename, purpose, size, now, _expiry(now, expires_s))
 
         def tell() -> None:
             database.add_file(file, self._most_bytes)
@@ -90,6 +102,15 @@ class BatchStore:
         def work() -> None:
             self._open().delete_file(file_id, tenant)
             (self._files / file_id).unlink(missing_ok=True)
+
+        await self._on_thread(work)
+
+    async def collect(self) -> None:
+        """Delete the files that have expired."""
+
+        def work() -> None:
+            for name in self._open().collect(int(self._unix_clock())):
+                (self._files / name).unlink(missing_ok=True)
 
         await self._on_thread(work)
 
@@ -128,7 +149,10 @@ class BatchStore:
                     continue
                 kind = "output" if ok else "error"
                 name = f"{held.id}_{kind}.jsonl"
-                file = StoredFile(_file_id(), held.tenant, name, "batch_output", size, at)
+                expires_at = _expiry(at, held.output_expires_s)
+                file = StoredFile(
+                    _file_id(), held.tenant, name, "batch_output", size, at, expires_at
+                )
                 self._rename(path, file)
                 files.append(file)
                 names[column] = file.id
@@ -210,6 +234,10 @@ def _pieces(source: BinaryIO) -> Iterable[bytes]:
     source.seek(0)
     while piece := source.read(_COPY_BYTES):
         yield piece
+
+
+def _expiry(created_at: int, expires_s: int | None) -> int | None:
+    return None if expires_s is None else created_at + expires_s
 
 
 def _file_id() -> str:

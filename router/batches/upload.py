@@ -10,7 +10,7 @@ from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from fastapi import Request
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.types import Message
@@ -22,6 +22,7 @@ MOST_FIELD_BYTES = 4096
 _FORM_BYTES = (MOST_FIELDS + 1) * (MOST_FIELD_BYTES + 4096)
 """What the form may take beside the file."""
 _MOST_NAME_CHARACTERS = 255
+_MOST_DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class Upload:
     filename: str
     purpose: str
     content: BinaryIO
+    expires_s: int | None = None
+    """How long it is to be kept, in seconds; None: nothing was said."""
 
 
 @asynccontextmanager
@@ -60,9 +63,21 @@ async def uploaded(request: Request, most_bytes: int, deadline_s: float) -> Asyn
         if (file.size or 0) > most_bytes:
             raise _too_large(most_bytes)
         name = (file.filename or "file")[:_MOST_NAME_CHARACTERS]
-        yield Upload(name, purpose, file.file)
+        yield Upload(name, purpose, file.file, _expires_s(form))
     finally:
         await form.close()
+
+
+def _expires_s(form: FormData) -> int | None:
+    """OpenAI's two fields for it. Raises InvalidRequest."""
+    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise InvalidRequest("expires_after[anchor] must be 'created_at'", param="expires_after")
+    if not (isinstance(seconds, str) and seconds.isascii() and seconds.isdecimal()):
+        raise InvalidRequest("expires_after[seconds] must be a number", param="expires_after")
+    return int(seconds[:_MOST_DIGITS])
 
 
 class _Bounded:

@@ -44,7 +44,10 @@ class MessagesAnswer:
         return [*begin, *self._output.feed(delta.text, last=delta.finish_reason is not None)]
 
     def last_events(self, choice: Choice) -> list[Event]:
-        delta = {"stop_reason": self._stop_reason(choice), "stop_sequence": None}
+        delta = {
+            "stop_reason": self._stop_reason(choice),
+            "stop_sequence": choice.stop_string or None,
+        }
         return [
             {"type": "message_delta", "delta": delta, "usage": _usage(choice)},
             {"type": "message_stop"},
@@ -59,6 +62,7 @@ class MessagesAnswer:
             **self._message(),
             "content": self._output.content,
             "stop_reason": self._stop_reason(choice),
+            "stop_sequence": choice.stop_string or None,
             "usage": _usage(choice),
         }
 
@@ -75,6 +79,8 @@ class MessagesAnswer:
     def _stop_reason(self, choice: Choice) -> str:
         if choice.finish_reason is FinishReason.LENGTH:
             return "max_tokens"
+        if choice.stop_string:
+            return "stop_sequence"
         return "tool_use" if self._output.has_calls else "end_turn"
 
 

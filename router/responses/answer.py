@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import BatonError
@@ -13,30 +15,35 @@ from router.answer import Choice
 from router.exchange import Event
 from router.generation import GenerationRequest, OutputDelta
 from router.responses.output import Fields, ResponseOutput
-from router.responses.protocol import ResponsesRequest
+from router.responses.text_format import PLAIN
 from router.tool_calls.format import ToolFormat
 from router.tool_calls.tool import Tool, ToolUse
 
 _OUR_FAULT = 500
 
 
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """What of a request its answer repeats."""
+
+    model: str
+    instructions: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    max_output_tokens: int | None = None
+    tools: Sequence[Tool] = ()
+    tool_choice: Any = "auto"
+    """As the client gave it."""
+    parallel_tool_calls: bool = True
+    text_format: Mapping[str, Any] = field(default_factory=lambda: PLAIN)
+
+
 class ResponsesAnswer:
     """See ``router.exchange.EventAnswer``."""
 
-    def __init__(
-        self,
-        body: ResponsesRequest,
-        form: ToolFormat,
-        use: ToolUse | None,
-        *,
-        tools: list[Tool],
-        text_format: Fields,
-    ) -> None:
+    def __init__(self, repeated: Repeated, form: ToolFormat, use: ToolUse | None) -> None:
         self.id = f"resp_{secrets.token_hex(24)}"
         self._created = int(time.time())
-        self._body = body
-        self._tools = tools
-        self._text_format = text_format
+        self._repeated = repeated
         self._sampling: Fields = {"temperature": 1.0, "top_p": 1.0, "max_output_tokens": None}
         self._numbers = itertools.count()
         self._begun = False
@@ -48,7 +55,7 @@ class ResponsesAnswer:
         self._sampling = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "max_output_tokens": self._body.max_output_tokens,
+            "max_output_tokens": self._repeated.max_output_tokens,
         }
 
     def events(self, delta: OutputDelta, choice: Choice) -> list[Event]:
@@ -95,7 +102,7 @@ class ResponsesAnswer:
         }
 
     def _response(self, status: str) -> Fields:
-        body = self._body
+        repeated = self._repeated
         return {
             "id": self.id,
             "object": "response",
@@ -105,21 +112,21 @@ class ResponsesAnswer:
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "instructions": body.instructions,
+            "instructions": repeated.instructions,
             "max_tool_calls": None,
-            "metadata": body.metadata or {},
-            "model": body.model,
+            "metadata": dict(repeated.metadata),
+            "model": repeated.model,
             "output": [],
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "parallel_tool_calls": repeated.parallel_tool_calls,
             "previous_response_id": None,
             "prompt_cache_key": None,
             "reasoning": {"effort": None, "summary": None},
             "safety_identifier": None,
             "service_tier": "default",
             "store": False,
-            "text": {"format": self._text_format, "verbosity": "medium"},
-            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-            "tools": [_tool(tool) for tool in self._tools],
+            "text": {"format": repeated.text_format, "verbosity": "medium"},
+            "tool_choice": repeated.tool_choice,
+            "tools": [_tool(tool) for tool in repeated.tools],
             "top_logprobs": 0,
             "truncation": "disabled",
             "usage": None,

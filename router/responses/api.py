@@ -14,7 +14,8 @@ from baton.errors import InvalidRequest, UnsupportedParameter
 from router.exchange import Exchange
 from router.http_body import validate
 from router.openai_api import sampling_of
-from router.responses.answer import ResponsesAnswer
+from router.responses.answer import Repeated
+from router.responses.asked import ResponseAsked, begun
 from router.responses.items import response_turns
 from router.responses.protocol import ResponsesRequest
 from router.responses.text_format import format_grammar, text_format
@@ -60,28 +61,36 @@ class ResponsesApi:
             body = validate(ResponsesRequest, raw)
             exchange.builder.check_model(body.model)
             _refuse_unserved(raw)
-            tools = response_tools(body.tools)
-            choice = response_choice(body.tool_choice, parallel=body.parallel_tool_calls)
-            use = use_of(tools, choice)
-            form = text_format(body.text)
-            if body.max_output_tokens is not None and body.max_output_tokens < 1:
-                raise InvalidRequest(
-                    "max_output_tokens must be at least 1", param="max_output_tokens"
-                )
-            answer = ResponsesAnswer(
-                body, exchange.builder.tool_format, use, tools=tools, text_format=form
+            answer, built, arrival = await begun(
+                exchange,
+                _asked(body),
+                lambda name: exchange.arrival(request, caller, name, arrival_at),
             )
-            arrival = exchange.arrival(request, caller, answer.id, arrival_at)
-            turns = response_turns(body.input, body.instructions)
-            sampling = sampling_of(body, body.max_output_tokens)
-            grammar = format_grammar(form)
-            if grammar is not None:
-                sampling = dataclasses.replace(
-                    sampling, grammar=grammar, grammar_param="text.format"
-                )
-            built = await exchange.builder.chat(arrival, turns, sampling, body.priority, use)
-            answer.sampled_with(built)
         return await exchange.respond(request, answer, built, arrival, stream=bool(body.stream))
+
+
+def _asked(body: ResponsesRequest) -> ResponseAsked:
+    tools = response_tools(body.tools)
+    choice = response_choice(body.tool_choice, parallel=body.parallel_tool_calls)
+    form = text_format(body.text)
+    if body.max_output_tokens is not None and body.max_output_tokens < 1:
+        raise InvalidRequest("max_output_tokens must be at least 1", param="max_output_tokens")
+    sampling = sampling_of(body, body.max_output_tokens)
+    grammar = format_grammar(form)
+    if grammar is not None:
+        sampling = dataclasses.replace(sampling, grammar=grammar, grammar_param="text.format")
+    repeated = Repeated(
+        body.model,
+        body.instructions,
+        body.metadata or {},
+        body.max_output_tokens,
+        tools,
+        "auto" if body.tool_choice is None else body.tool_choice,
+        body.parallel_tool_calls is not False,
+        form,
+    )
+    turns = response_turns(body.input, body.instructions)
+    return ResponseAsked(turns, sampling, repeated, body.priority, use_of(tools, choice))
 
 
 def _refuse_unserved(raw: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from router.tool_calls.call_reader import CallShape
 from router.tool_calls.marked_parser import MarkedParser, Markers
+from router.tool_calls.named_call_reader import ARGUMENTS, CALL_ID
 from router.tool_calls.pieces import ToolParser
 from router.tool_calls.tool import Tool
 
@@ -35,6 +36,8 @@ class ToolFormat:
     how_to_call: str
     """The part of the instructions that shows what a call looks like."""
     shape: CallShape = field(default_factory=CallShape)
+    named: bool = False
+    """Calls are written as a name and the object of its arguments."""
     new_id: Callable[[], str] = openai_id
 
     def parser(self, names: Collection[str]) -> ToolParser:
@@ -44,7 +47,9 @@ class ToolFormat:
     @property
     def texts(self) -> tuple[str, ...]:
         """Markers: where they are special tokens, the parser must see them nevertheless."""
-        return tuple(text for text in (self.markers.opening, self.markers.closing) if text)
+        found = (self.markers.opening, self.markers.closing)
+        named = (CALL_ID, ARGUMENTS) if self.markers.named else ()
+        return tuple(text for text in (*found, *named) if text)
 
     def instructions(self, tools: Iterable[Tool]) -> str:
         """For the system message of a model whose chat template ignores tools."""
@@ -56,8 +61,19 @@ class ToolFormat:
 
     def written(self, calls: Sequence[tuple[str, Any]]) -> str:
         """Calls, by name and arguments, as the model writes them."""
-        objects = (_dump({"name": name, self.arguments_key: given}) for name, given in calls)
-        return self.before + self.between.join(objects) + self.behind
+        texts = (self.opened(name) + _dump(given) + self.closed for name, given in calls)
+        return self.before + self.between.join(texts) + self.behind
+
+    def opened(self, name: str) -> str:
+        """What of a call stands before its arguments."""
+        if self.named:
+            return name + ARGUMENTS
+        return f'{{"name": {_dump(name)}, "{self.arguments_key}": '
+
+    @property
+    def closed(self) -> str:
+        """What of a call stands behind its arguments."""
+        return "" if self.named else "}"
 
     def result(self, text: str) -> str:
         """A tool's result for a model whose chat template knows no role for it."""

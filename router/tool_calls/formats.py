@@ -9,10 +9,11 @@ from router.chat_template import ChatTemplate
 from router.tool_calls.format import ToolFormat
 from router.tool_calls.hermes import HERMES
 from router.tool_calls.llama import LLAMA3
-from router.tool_calls.mistral import MISTRAL
+from router.tool_calls.mistral import MISTRAL, MISTRAL_ARGS
+from router.tool_calls.named_call_reader import ARGUMENTS
 from router.tool_calls.smollm import SMOLLM
 
-FORMATS = {form.name: form for form in (HERMES, LLAMA3, SMOLLM, MISTRAL)}
+FORMATS = {form.name: form for form in (HERMES, LLAMA3, SMOLLM, MISTRAL, MISTRAL_ARGS)}
 
 
 def format_for(
@@ -28,9 +29,10 @@ def format_for(
     if template is None:
         return HERMES
     template = template.for_tools
-    for form in (HERMES, MISTRAL):
-        if form.markers.opening in template.source:
-            return form
+    if HERMES.markers.opening in template.source:
+        return HERMES
+    if MISTRAL.markers.opening in template.source:
+        return MISTRAL_ARGS if ARGUMENTS in template.source else MISTRAL
     if template.knows_tools and is_special(LLAMA3.markers.opening):
         return LLAMA3
     return SMOLLM if "SmolLM" in template.source else HERMES

@@ -23,7 +23,7 @@ def calls_grammar(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) ->
     """
     before, between, behind = _frame(form, special)
     more = "" if use.single else f" ({between} call)*"
-    return _grammar([f"start: {before} call{more} {behind}", *_call_rules(form, use)])
+    return _grammar([f"start: {before} call{more} {behind}", *_call_rules(form, use, special)])
 
 
 def free_grammar(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> Grammar | None:
@@ -51,7 +51,7 @@ def free_grammar(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> 
         ]
     block = f"head {rest} {calls} {behind}"
     blocks = f"({block})?" if use.single else f"({block})*"
-    return _grammar([f"start: {blocks} TEXT?", *rules, *_call_rules(form, use)])
+    return _grammar([f"start: {blocks} TEXT?", *rules, *_call_rules(form, use, special)])
 
 
 def _grammar(rules: list[str]) -> Grammar:
@@ -65,12 +65,13 @@ def _frame(form: ToolFormat, special: Mapping[str, int]) -> tuple[str, str, str]
     return before, between, behind
 
 
-def _call_rules(form: ToolFormat, use: ToolUse) -> list[str]:
+def _call_rules(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> list[str]:
     tools = use.callable_tools
     rules = ["call: " + " | ".join(f"call_{place}" for place in range(len(tools)))]
+    closed = _text(form.closed, special)
     for place, tool in enumerate(tools):
-        head = f'{{"name": {json.dumps(tool.name)}, "{form.arguments_key}": '
-        rules.append(f'call_{place}: {json.dumps(head)} arguments_{place} "}}"')
+        opened = _text(form.opened(tool.name), special)
+        rules.append(f"call_{place}: {opened} arguments_{place} {closed}")
         rules.append(f"arguments_{place}: %json {json.dumps(_schema(tool))}")
     return rules
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from router.tool_calls.call_reader import CallReader, CallShape
 from router.tool_calls.json_scanner import WHITE
+from router.tool_calls.named_call_reader import NamedCallReader
 from router.tool_calls.pieces import Arguments, Content, Piece, joined
 
 
@@ -30,6 +31,8 @@ class Markers:
     """What may stand between calls beside white space."""
     bare: bool = False
     """An answer may begin with a call without a marker."""
+    named: bool = False
+    """A call may also be a name and an object, without a frame of its own."""
 
 
 class _State(enum.Enum):
@@ -59,7 +62,7 @@ class MarkedParser:
         self._called = False
         self._calls_here = False
         """A call has come since the marker."""
-        self._reader = CallReader(names, shape)
+        self._reader: CallReader | NamedCallReader = CallReader(names, shape)
         self._pieces: list[Piece] = []
         self._steps: dict[_State, Callable[[], bool]] = {
             _State.START: self._start,
@@ -186,6 +189,8 @@ class MarkedParser:
             self._raw, self._text = self._raw + first, self._text[1:]
         elif first == "]" and self._in_list:
             self._end_list()
+        elif self._markers.named and not self._in_list:
+            self._reader, self._state = NamedCallReader(self._names), _State.CALL
         else:
             self._give_up()
         return True

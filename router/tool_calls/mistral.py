@@ -1,8 +1,11 @@
-"""Mistral's models up to tokenizer version 7: a list of calls behind a special token.
+"""Mistral's models: calls behind a special token.
 
-[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]
+Up to tokenizer version 7 a list; from version 11 on the token again for each call, and two more:
 
-Later versions write a name and an object without a list, and are not read.
+    [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]
+    [TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[ARGS]{}
+
+Both formats read what the other one writes.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ def mistral_id() -> str:
 
 MISTRAL = ToolFormat(
     name="mistral",
-    markers=Markers("[TOOL_CALLS]"),
+    markers=Markers("[TOOL_CALLS]", named=True),
     before="[TOOL_CALLS][",
     between=", ",
     behind="]",
@@ -32,4 +35,20 @@ MISTRAL = ToolFormat(
         "When no function helps, answer in plain words."
     ),
     new_id=mistral_id,
+)
+
+MISTRAL_ARGS = ToolFormat(
+    name="mistral_args",
+    markers=Markers("[TOOL_CALLS]", named=True),
+    before="[TOOL_CALLS]",
+    between="[TOOL_CALLS]",
+    behind="",
+    arguments_key="arguments",
+    how_to_call=(
+        "To call one, write its name and an object of its arguments:\n"
+        "[TOOL_CALLS]<name>[ARGS]{<arguments>}\n"
+        "For several calls repeat this. When no function helps, answer in plain words."
+    ),
+    new_id=mistral_id,
+    named=True,
 )

@@ -44,7 +44,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         is_short = "[shm-" in item.name or "SIGSTOP-prefill-receiving" in item.name
-        if item.path.parent == here and not is_short:
+        # Those say themselves which of them take long.
+        has_own_marks = item.path.name == "test_moves.py"
+        if item.path.parent == here and not (is_short or has_own_marks):
             item.add_marker(pytest.mark.long)
 
 

@@ -101,6 +101,11 @@ class WorkerChild:
         """Let it go on; a stopped one will when it is continued."""
         self._tell("go")
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process is gone."""
+        return self._process.poll() is not None
+
     def send_signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 

@@ -55,12 +55,20 @@ class Job:
     model: str
     redis_url: str
     cluster_id: str
+    kv_pool_mib: int = 1
+    max_sequences: int = 4
     registry_ttl_s: float = 4.0
 
     def settings(self) -> WorkerSettings:
         """Many chunks a prompt, and so few blocks that they are soon used again."""
         pools = {
-            role: PoolConfig(name=role, role=role, kv_pool_mib=1, max_sequences=4, chunk_tokens=16)
+            role: PoolConfig(
+                name=role,
+                role=role,
+                kv_pool_mib=self.kv_pool_mib,
+                max_sequences=self.max_sequences,
+                chunk_tokens=16,
+            )
             for role in ("prefill", "decode")
         }
         config = Config(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from pathlib import Path
 
 import httpx
@@ -65,6 +66,25 @@ def test_a_file_through_the_command(cluster: UpProcess, tmp_path: Path) -> None:
         for one in (client, grpc):
             answer = one.chat([Message("user", "Name a river.")], Sampling(max_tokens=8))
             assert 0 < answer.usage.completion_tokens <= 8
+
+
+def test_responses_in_a_batch_over_grpc(cluster: UpProcess, tmp_path: Path) -> None:
+    body = {"model": cluster.model, "input": "Name a river.", "max_output_tokens": 8, "seed": 1}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": body}
+    with Client(cluster.grpc) as client:
+        file = client.upload(json.dumps(line).encode())
+        batch = client.create_batch(file.id, "/v1/responses")
+        end = time.monotonic() + DEADLINE_S
+        while not batch.ended:
+            assert time.monotonic() < end, "the batch did not end"
+            time.sleep(0.1)
+            batch = client.batch(batch.id)
+        assert (batch.status, batch.completed) == ("completed", 1)
+        assert batch.output_file_id is not None
+        client.download(batch.output_file_id, tmp_path / "out.jsonl")
+        answer = client.respond("Name a river.", Sampling(max_tokens=8, seed=1))
+    told = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]
+    assert told["usage"]["output_tokens"] == answer.usage.completion_tokens > 0
 
 
 def test_the_cache_is_shown_and_dropped(cluster: UpProcess) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,21 @@ async def test_every_prompt_length_cold_and_warm(
             await check_cold_and_warm(cluster, prompt_of(length), sampling)
         assert cluster.value("decode-0", "baton_computed_prompt_tokens_total") == 0
         await cluster.until_idle()
+
+
+async def test_bad_words_go_on_behind_a_handoff(tiny_model: Path, redis_url: str) -> None:
+    """The first token, drawn elsewhere, is the beginning of some of them."""
+    few = tuple(range(40, 44))
+    pairs = tuple((a, b) for a in few for b in few if (a + b) % 2)
+    sampling = replace(SAMPLINGS["seeded"], allowed_token_ids=few, bad_words=(*pairs, (42, 42)))
+    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster:
+        for salt in range(4):
+            prompt = prompt_of(20, salt)
+            answer = await cluster.answer(prompt, sampling)
+            assert answer.token_ids == local_answer(cluster.model, prompt, sampling)
+            following = {*itertools.pairwise(answer.token_ids)}
+            assert set(answer.token_ids) <= {*few}
+            assert not following & {*sampling.bad_words}
 
 
 async def check_cold_and_warm(

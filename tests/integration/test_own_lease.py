@@ -51,7 +51,15 @@ async def test_a_worker_that_was_stopped_wakes_in_another_life_with_what_it_had_
     cluster = MiniCluster(config, tiny_model, redis_url)
     children = [
         WorkerChild(
-            Job(role, f"{role}-0", "shm", str(tiny_model), redis_url, cluster.cluster_id, TTL_S),
+            Job(
+                role,
+                f"{role}-0",
+                "shm",
+                str(tiny_model),
+                redis_url,
+                cluster.cluster_id,
+                registry_ttl_s=TTL_S,
+            ),
             tmp_path / f"{role}.log",
         )
         for role in ROLES

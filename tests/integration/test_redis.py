@@ -25,7 +25,7 @@ from baton.index_scripts import FIELD_BYTES, NAME_BYTES
 from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry, WorkerRecord
-from baton.request import Geometry, LoadSnapshot
+from baton.request import Geometry, GroupShape, LoadSnapshot
 from engine.block_pool import BlockPool
 from tests.mini_cluster import free_port, valkey
 from worker import index_publisher
@@ -133,6 +133,8 @@ def record_of(incarnation: str, **changes: object) -> WorkerRecord:
 
 async def test_records_come_back_as_they_were(store: Store) -> None:
     first, second = record_of("decode-0:a"), record_of("decode-0:ö b", state="draining")
+    shape = GroupShape(1, 2, 8)
+    second = replace(second, geometry=replace(second.geometry, drafter=shape))
     await store.registry.put(first, 30.0)
     await store.registry.put(second, 30.0)
     assert await store.registry.all() == {r.incarnation: r for r in (first, second)}

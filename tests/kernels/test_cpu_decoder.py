@@ -284,6 +284,28 @@ def test_a_layer_that_is_told_of_does_not_change(model: DecoderModel, kind: str)
         assert torch.equal(keys_and_values, cache.data[list(TABLE), :layers])
 
 
+@pytest.mark.parametrize("outputs", [[], [TOKENS - 1], [3, 17, TOKENS - 1]])
+def test_what_goes_into_layers(model: DecoderModel, tokens: list[int], outputs: list[int]) -> None:
+    """Of every token, in the order that is asked for, and with the same logits as without."""
+    layers = model.config.layers
+    row = PlanRow(0, 0, TOKENS, TABLE, True)
+    plain = decoder(model).run(StepInput((row,), tokens, outputs, False))
+    assert plain.hidden is None
+    assert plain.logits is not None
+    for asked in ((1,), (1, 0, layers // 2), (layers, 1)):
+        step = StepInput((row,), tokens, outputs, False, asked)
+        found = decoder(model).run(step)
+        wanted = TorchStepModel(model, new_cache(model), CPU).run(step).hidden
+        assert found.hidden is not None
+        assert found.logits is not None
+        assert wanted is not None
+        assert found.hidden.shape == (TOKENS, len(asked), model.config.hidden_size)
+        for place in range(len(asked)):
+            one, other = found.hidden[:, place], wanted[:, place]
+            assert torch.nn.functional.cosine_similarity(one, other).min() > 0.99
+        assert torch.equal(found.logits, plain.logits)
+
+
 @pytest.mark.parametrize("outputs", [[], [0], [TOKENS - 1], [3, 17, TOKENS - 1]])
 def test_few_outputs_are_those_of_all(
     model: DecoderModel, tokens: list[int], outputs: list[int]

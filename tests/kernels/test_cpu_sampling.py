@@ -82,6 +82,8 @@ def some_row(chance: random.Random, vocab: int) -> SampleRow:
         frequency_penalty=often(0.0, 0.7, -0.3),
         repetition_penalty=often(1.0, 1.8, 0.6),
         logit_bias=tuple((t, often(2.5, -100.0, 100.0, -math.inf)) for t in sorted(set(tokens(3)))),
+        bad_words=tuple((*output[len(output) - n :], chance.randrange(vocab)) for n in tokens(2)),
+        allowed_token_ids=tuple(sorted(set(tokens(40)))) if chance.random() < 0.2 else (),
     )
     choice = chance.choice((0, 0, 1, 127))
     row = SampleRow(sampling, prompt + output, len(prompt), tuple(tokens(3)), choice)
@@ -157,7 +159,8 @@ def test_only_what_a_mask_allows_is_drawn(sampler: CpuSampler, vocab: int) -> No
         mask = some_mask(chance, vocab)
         allowed = unpack(mask, vocab)
         logits = torch.randn(1, vocab) - 50 * torch.from_numpy(allowed)
-        rows = [masked(row, mask)]
+        free = replace(row.sampling, bad_words=(), allowed_token_ids=())
+        rows = [masked(replace(row, sampling=free), mask)]
         (token,) = sampler.sample(logits, rows)
         assert allowed[token]
         assert allowed[sample(logits, rows)[0]]
@@ -309,9 +312,25 @@ def test_tokens_that_the_model_does_not_have_are_ignored(sampler: CpuSampler) ->
         repetition_penalty=2.0,
         presence_penalty=1.0,
         logit_bias=((3, 50.0), (1, 1.5)),
+        bad_words=((-1, 3, 900),),
     )
     row = SampleRow(sampling, [2, 7, -1, 3], 2, (900, -5))
     assert sampler.sample(logits, [row]) == [1]
+    some = replace(sampling, allowed_token_ids=(-3, 0, 2, 3, 900))
+    assert sampler.sample(logits, [replace(row, sampling=some)]) == [2]
+
+
+def test_the_only_token_that_is_allowed(sampler: CpuSampler) -> None:
+    logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(3))
+    for allowed, bad, found in (
+        ((77,), (), 77),
+        ((5, 998), ((1, 5),), 998),
+        ((5, 998), ((5,),), 998),
+    ):
+        sampling = SamplingParams(allowed_token_ids=allowed, bad_words=bad, seed=1, top_p=0.9)
+        for temperature in (0.0, 1.0):
+            row = SampleRow(replace(sampling, temperature=temperature), [5, 1], 1, ())
+            assert sampler.sample(logits, [row]) == [found] == sample(logits, [row])
 
 
 @pytest.fixture

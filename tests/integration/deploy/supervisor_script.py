@@ -84,6 +84,7 @@ class Stage:
             pool=pool,
             slot=slot,
             model_path="",
+            draft_model_path="",
             model_name="",
             redis_url=self.redis_url,
             cluster_id=self.mark.cluster_id,

@@ -28,6 +28,7 @@ from deploy.status import (
     slots_of,
     slots_table,
     supervisor_line,
+    table,
 )
 
 PAGE = """\
@@ -52,11 +53,23 @@ def test_workers_are_read_from_a_metrics_page() -> None:
     assert (prefill.slot, prefill.free_blocks, prefill.running) == ("prefill-0", 100, 0)
 
 
+def test_tiers_are_shown_where_a_worker_has_some() -> None:
+    page = f"""{PAGE}# TYPE baton_kv_tier_blocks gauge
+baton_kv_tier_blocks{{role="decode",tier="disk",worker="decode-0"}} 70.0
+"""
+    rows = rows_from_metrics(page)
+    assert [(row.host_blocks, row.disk_blocks) for row in rows] == [(0, 70), (0, 0)]
+    drawn = table(Status("127.0.0.1:1", True, "ok", rows))
+    assert list(drawn.columns[-1].cells) == ["70", "0"]
+    without = table(Status("127.0.0.1:1", True, "ok", rows_from_metrics(PAGE)))
+    assert len(without.columns) == len(drawn.columns) - 2
+
+
 def test_pairs_are_read_from_a_metrics_page() -> None:
     pairs = pairs_from_metrics(PAGE)
     assert pairs == (PairRow("prefill-0", "decode-0", "shm"),)
-    table = pairs_table(Status("127.0.0.1:1", True, "ok", (), pairs))
-    assert [list(column.cells) for column in table.columns] == [
+    drawn = pairs_table(Status("127.0.0.1:1", True, "ok", (), pairs))
+    assert [list(column.cells) for column in drawn.columns] == [
         ["prefill-0"],
         ["decode-0"],
         ["shm"],

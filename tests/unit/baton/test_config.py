@@ -260,3 +260,9 @@ def test_host_and_port(address: str, parts: tuple[str, int]) -> None:
 def test_what_is_no_host_and_port(address: str) -> None:
     with pytest.raises(ValueError, match="is not host:port"):
         split_host_port(address)
+
+
+def test_a_smaller_model_is_named_where_one_drafts() -> None:
+    with pytest.raises(ValidationError, match="draft needs a draft_model"):
+        load_config(drafter="draft")
+    assert load_config(drafter="draft", draft_model="small").draft_model == "small"

@@ -16,6 +16,7 @@ from baton.request import (
     FinishReason,
     FirstToken,
     Geometry,
+    GroupShape,
     LoadSnapshot,
     Principal,
     SequenceSpec,
@@ -59,6 +60,8 @@ SAMPLING = st.builds(
     frequency_penalty=FLOAT,
     repetition_penalty=FLOAT,
     logit_bias=st.dictionaries(U32, FLOAT, max_size=4).map(lambda d: tuple(sorted(d.items()))),
+    allowed_token_ids=IDS,
+    bad_words=st.lists(IDS, max_size=3).map(tuple),
     grammar=st.none() | GRAMMARS,
     logprobs=st.none() | U32,
     prompt_logprobs=st.none() | U32,
@@ -77,6 +80,9 @@ SPECS = st.builds(
     deadline_s=st.integers(0, 2**32 - 1).map(lambda ms: ms / 1000),
     choices=st.integers(1, 2**32 - 1),
     choice=U32,
+    priority=st.integers(-(2**31), 2**31 - 1),
+    preemptions=U32,
+    hand_back=st.booleans(),
 )
 LOGPROBS = st.builds(TokenLogprobs, FLOAT, st.lists(st.tuples(U32, FLOAT), max_size=3).map(tuple))
 OUTPUTS = st.builds(
@@ -91,11 +97,13 @@ OUTPUTS = st.builds(
     U32,
     st.lists(LOGPROBS, max_size=3).map(tuple),
     st.lists(LOGPROBS, max_size=3).map(tuple),
+    st.booleans(),
 )
 LOADS = st.builds(
     LoadSnapshot, TEXT, U32, U32, U32, U32, U32, U32, U32, U64, U32, FLOAT, FLOAT, FLOAT
 )
-GEOMETRIES = st.builds(Geometry, U32, U32, U32, U32, TEXT, U32)
+GROUPS = st.none() | st.builds(GroupShape, U32, U32, U32)
+GEOMETRIES = st.builds(Geometry, U32, U32, U32, U32, TEXT, U32, GROUPS)
 
 
 @quick
@@ -160,6 +168,7 @@ def test_no_field_is_forgotten() -> None:
         (TokenOutput, worker_pb2.TokenOutput),
         (LoadSnapshot, worker_pb2.LoadSnapshot),
         (Geometry, transfer_pb2.Geometry),
+        (GroupShape, transfer_pb2.GroupShape),
         (Principal, worker_pb2.Principal),
     ]
     for dataclass, message in twins:

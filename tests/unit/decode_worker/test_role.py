@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 from prometheus_client import CollectorRegistry
 
+from baton.config import Config
 from baton.errors import ChecksumMismatch, HandoffError, TicketEnded
 from baton.hashing import hash_key
 from baton.metrics import WorkerMetrics
@@ -23,6 +24,7 @@ from engine.plan import StepPlan, StepResult
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.sequence import Sequence
 from worker.block_receiver import BlockReceiver
+from worker.intake import Intake
 from worker.role import WorkerContext
 
 GEOMETRY = Geometry(4, 1, 1, 8, "float32")
@@ -80,14 +82,17 @@ class World:
         self.metrics = WorkerMetrics(CollectorRegistry())
         self.blocks = BlockReceiver(self.pool, self.metrics, block_bytes=BLOCK_BYTES, lease_s=3.0)
         context = SimpleNamespace(
+            settings=SimpleNamespace(config=Config()),
             engine=SimpleNamespace(
                 scheduler=scheduler,
                 pool=self.pool,
                 fingerprint="model",
                 cache=SimpleNamespace(geometry=lambda: GEOMETRY, block_size=4),
+                runner=SimpleNamespace(takes_prompt=lambda: False),
             ),
             control=self.control,
             exchange=SimpleNamespace(receiver=self.blocks),
+            intake=Intake(),
             incarnation="decode-0:1",
             make_sequence=self.make_sequence,
         )

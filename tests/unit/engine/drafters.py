@@ -5,16 +5,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+from baton.sampling_params import SamplingParams
 from engine.draft_length import DraftLength, Proposal
 from engine.drafter import Draft
+from engine.known_sequence import KnownSequence
+from engine.model_draft_length import Candidate, ModelDraftLength
 from engine.speculation import MOST_DRAFT_TOKENS
 
 
 class WholeDrafts(DraftLength):
     """Every token of every draft is checked."""
 
-    def choose(self, batch: int, rows: int, proposals: Sequence[Proposal]) -> list[int]:
-        return [proposal.tokens for proposal in proposals]
+    def choose(
+        self,
+        batch: int,
+        rows: int,
+        proposals: Sequence[Proposal],
+        costs: list[float] | None = None,
+    ) -> list[int]:
+        return [proposal.tokens - proposal.drawn for proposal in proposals]
+
+
+class FixedLength(ModelDraftLength):
+    """Every sequence drafts so many tokens, whatever that takes."""
+
+    def __init__(self, tokens: int = 5, *, prompts: bool = True) -> None:
+        """``prompts``: whether the drafter takes prompts in at once."""
+        super().__init__()
+        self.tokens = tokens
+        self.prompts = prompts
+        self.backlogs: list[int] = []
+
+    def takes_prompt(self) -> bool:
+        return self.prompts
+
+    def wanted(self, batch: int, candidates: Sequence[Candidate]) -> list[int]:
+        self.backlogs += [candidate.backlog for candidate in candidates]
+        return [min(self.tokens, candidate.most) for candidate in candidates]
 
 
 class Oracle:
@@ -33,7 +60,9 @@ class Oracle:
     def propose(self, sequence_id: int, token_ids: list[int], most: int) -> Draft | None:
         assert 0 < most <= MOST_DRAFT_TOKENS
         answer = self.answers[sequence_id]
-        assert answer[: len(token_ids)] == token_ids, "not what was answered without drafts"
+        # A step that was planned before the end was known goes on behind it.
+        said = token_ids[: len(answer)]
+        assert answer[: len(said)] == said, "not what was answered without drafts"
         right = answer[len(token_ids) : len(token_ids) + self._random.randint(1, most)]
         draft = [self._another(t) if self._random.random() < self._wrong else t for t in right]
         return Draft(draft, 1) if draft else None
@@ -43,3 +72,8 @@ class Oracle:
 
     def forget(self, sequence_id: int) -> None:
         self.forgotten.append(sequence_id)
+
+
+def known_as(token_ids: list[int]) -> KnownSequence:
+    """A sequence that a drafter is asked about, with the tokens alone that it looks at."""
+    return KnownSequence(token_ids, len(token_ids), SamplingParams(), (), 0)

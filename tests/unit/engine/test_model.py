@@ -17,6 +17,8 @@ from engine.kv_cache import KvCache
 from engine.model import DecoderModel
 from engine.model_config import load_model_config
 from engine.plan import PlanRow
+from engine.step import StepInput
+from engine.torch_step import TorchStepModel
 from engine.weights import load_weights
 from tests.models import make_tiny_model
 from tests.unit.engine.model_pair import (
@@ -99,6 +101,31 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     whole = compute(pair, cache, [(tokens, PlanRow(0, 0, 149, table, True))])
     last = compute(pair, cache, [(tokens, PlanRow(0, 149, 1, table, True))])
     close(torch.cat((whole, last)), expected)
+
+
+@torch.inference_mode()
+def test_what_goes_into_layers_is_what_transformers_says(plain: Pair) -> None:
+    tokens = some_tokens(30)
+    cache = new_cache(plain, 16)
+    model = TorchStepModel(plain.model, cache, cache.data.device)
+    layers = len(plain.model.layers)
+    wanted = (layers, 1, 0)
+    table = (3, 1)
+    found = []
+    for start, count in ((0, 17), (17, 13)):
+        row = PlanRow(0, start, count, table, True)
+        ids = tokens[start : start + count]
+        hidden = model.run(StepInput((row,), ids, [count - 1], True, wanted)).hidden
+        assert hidden is not None
+        found.append(hidden)
+    states = torch.cat(found)
+    assert states.shape == (30, 3, plain.model.config.hidden_size)
+    said = plain.reference(torch.tensor([tokens]), use_cache=False, output_hidden_states=True)
+    close(states[:, 1], said.hidden_states[1][0])
+    close(states[:, 2], said.hidden_states[0][0])
+    close(plain.model.logits(states[:, 0]), said.logits[0])
+    row = PlanRow(0, 0, 17, table, True)
+    assert model.run(StepInput((row,), tokens[:17], [16], False)).hidden is None
 
 
 def test_shards_are_one_model(tmp_path: Path, plain: Pair) -> None:

@@ -34,6 +34,10 @@ def adjusted(logits: Floats, row: SampleRow) -> Floats:
         found[token] += dict(s.logit_bias).get(token, 0.0)
         if token in row.stop_ids and len(outputs) < s.min_tokens:
             found[token] = -math.inf
+        if any([*outputs, token][-len(word) :] == list(word) for word in s.bad_words):
+            found[token] = -math.inf
+        if s.allowed_token_ids and token not in s.allowed_token_ids:
+            found[token] = -math.inf
     return found
 
 
@@ -74,6 +78,17 @@ def drawn(logits: torch.Tensor, row: SampleRow) -> int:
     return max(noisy, key=lambda token: noisy[token])
 
 
+def runs_of(prompt: list[int], outputs: list[int]) -> st.SearchStrategy[tuple[int, ...]]:
+    """Bad words, of which many are about to be said."""
+    known = [*prompt, *outputs]
+    token = st.integers(0, VOCAB - 1)
+    ends = st.integers(0, 3).map(lambda length: tuple(known[len(known) - length :]))
+    return st.one_of(
+        st.tuples(ends, token).map(lambda pair: (*pair[0], pair[1])),
+        st.lists(token, min_size=1, max_size=3).map(tuple),
+    )
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[torch.Tensor, SampleRow]:
     """Logits [VOCAB] and a row with any mix of parameters."""
@@ -95,7 +110,14 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, SampleRow]:
         frequency_penalty=draw(st.sampled_from((0.0, 0.7, -0.7))),
         repetition_penalty=draw(st.sampled_from((1.0, 1.8, 0.6))),
         logit_bias=tuple((t, draw(st.sampled_from((-100.0, -1.0, 2.5, 100.0)))) for t in biased),
+        bad_words=tuple(draw(st.lists(runs_of(prompt, outputs), max_size=2))),
     )
+    if draw(st.integers(0, 3)) == 0:
+        # At least one of them may be drawn.
+        kept_out = {*stops, *(word[-1] for word in sampling.bad_words)}
+        free = next(token for token in range(VOCAB) if token not in kept_out)
+        allowed = {free, *draw(st.lists(tokens, max_size=5))}
+        sampling = replace(sampling, allowed_token_ids=tuple(sorted(allowed)))
     choice = draw(st.integers(0, 3))
     return logits, SampleRow(sampling, prompt + outputs, len(prompt), tuple(stops), choice)
 

@@ -18,7 +18,7 @@ from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.drafter import Drafter
-from engine.engine import Engine, EngineSettings, build_engine
+from engine.engine import Engine, EngineSettings, build_engine, drafter_of
 from engine.local import make_sequence
 from engine.ngram_drafter import NgramDrafter
 from engine.plan import StepPlan, StepResult
@@ -39,6 +39,15 @@ SAMPLINGS = {
     ),
     "penalties, greedy": replace(GREEDY, repetition_penalty=1.2, frequency_penalty=0.5),
     "bias": replace(SEEDED, logit_bias=((5, 4.0), (9, -50.0))),
+    "limited": replace(
+        SEEDED,
+        allowed_token_ids=tuple(range(40, 52)),
+        bad_words=(
+            *((n, n + 1) for n in range(40, 51)),
+            *((n, n, n) for n in range(40, 52)),
+            (45,),
+        ),
+    ),
     "stop ids": replace(SEEDED, stop_token_ids=tuple(range(0, 200, 3)), min_tokens=9),
     "end of sequence": replace(SEEDED, logit_bias=((EOS, 6.0),), ignore_eos=False, min_tokens=4),
     "grammar": replace(
@@ -288,6 +297,18 @@ def test_drafters_by_name(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path)
     settings = EngineSettings(folder, dtype="float32", device="cpu", kv_pool_bytes=1 << 20)
     assert build_engine(replace(settings, drafter="ngram")).runner.drafter == "ngram"
+    assert build_engine(replace(settings, drafter="auto")).runner.drafter == "ngram"
     assert build_engine(settings).runner.drafter == "none"
-    with pytest.raises(ConfigError, match="'guess' is unknown; known: none, ngram"):
+    with pytest.raises(ConfigError, match="'guess' is unknown; known: auto, none, ngram"):
         build_engine(replace(settings, drafter="guess"))
+
+
+def test_a_gpu_drafts_where_it_is_told_to() -> None:
+    gpu = torch.device("cuda")
+    found = {
+        name: drafter_of(EngineSettings(Path(), drafter=name), gpu)
+        for name in ("auto", "none", "ngram")
+    }
+    assert found == {"auto": "none", "none": "none", "ngram": "ngram"}
+    with pytest.raises(ConfigError, match="draft runs on CPUs alone"):
+        drafter_of(EngineSettings(Path(), drafter="draft"), gpu)

@@ -182,7 +182,9 @@ class Worker(Process):
             context_length=CONTEXT,
             config=SimpleNamespace(eos_ids=()),
             cache=SimpleNamespace(block_size=BLOCK_SIZE, geometry=lambda: GEOMETRY),
-            runner=SimpleNamespace(worker=self, device=SimpleNamespace(type="cpu")),
+            runner=SimpleNamespace(
+                worker=self, device=SimpleNamespace(type="cpu"), takes_prompt=lambda: False
+            ),
         )
         control = ControlLoop(engine, WorkerGauges(metrics, self.name, role), self.name)
         self.receiver = WatchedReceiver(
@@ -191,7 +193,9 @@ class Worker(Process):
         self.receiver.worker = self
         self.exchange = self._make_exchange(transports)
         settings = SimpleNamespace(
-            config=SimpleNamespace(heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S, transfer_window_mib=1),
+            config=SimpleNamespace(
+                heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S, hang_s=LEASE_S, transfer_window_mib=1
+            ),
             pool=SimpleNamespace(max_sequences=MAX_SEQUENCES),
         )
         self.context = WorkerContext(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baton.errors import GeometryMismatch
-from baton.request import Geometry
+from baton.request import Geometry, GroupShape
 from engine.kv_cache import KvCache, block_bytes
 from kvtransfer.layout import KvLayout
 from tests.models import plain_config
@@ -42,6 +42,42 @@ def test_a_layout_is_that_of_the_engines_cache(
         assert layout.code_offset(row) == offset_in_block(cache, cache.data, (*index, 0))
         if cache.scales is not None:
             assert layout.scale_offset(row) == offset_in_block(cache, cache.scales, index)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_drafters_part_lies_behind_the_models(
+    dtype: torch.dtype, shape: tuple[int, int, int, int]
+) -> None:
+    size, layers, heads, dim = shape
+    config = plain_config(layers=2, heads=3, kv_heads=3, head_dim=4)
+    draft = plain_config(layers=layers, heads=heads, kv_heads=heads, head_dim=dim)
+    cache = KvCache(config, 2, size, dtype, CPU, drafter=draft)
+    geometry = cache.geometry()
+    assert geometry.drafter == GroupShape(layers, heads, dim)
+    layout = KvLayout.of(geometry)
+    assert layout.block_bytes == cache.block_bytes == block_bytes(config, size, dtype, draft)
+    assert layout.target_bytes == block_bytes(config, size, dtype)
+    group, part = cache.drafter, layout.drafter_layout
+    assert group is not None
+    assert part is not None
+    begin = layout.target_bytes
+    for index in itertools.product(range(layers), range(2), range(heads), range(size)):
+        row = part.row(*index)
+        found = offset_in_block(cache, group.data, (*index, 0))
+        assert begin + part.code_offset(row) == found
+        if group.scales is not None:
+            found = offset_in_block(cache, group.scales, index)
+            assert begin + part.scale_offset(row) == found
+    assert begin + part.filled_offset == offset_in_block(cache, group.filled, ())
+    assert begin + part.filled_offset + 8 <= layout.block_bytes
+    runs = [run for layer in range(2) for run in layout.layer_runs(layer, layer + 1)]
+    assert sum(length for _, length in runs) == layout.block_bytes
+    assert max(offset + length for offset, length in runs) == layout.block_bytes
+    cache.bytes[:] = 0
+    group.data.view(torch.uint8).fill_(1)
+    group.filled.fill_(-1)
+    assert not cache.bytes[:, :begin].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

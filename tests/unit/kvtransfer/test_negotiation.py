@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import GeometryMismatch, HandoffError
-from baton.request import Geometry
+from baton.request import Geometry, GroupShape
 from kvtransfer.negotiation import TRANSPORTS, Fit, check_geometry, rank_transports
 
 GEOMETRY = Geometry(16, 2, 4, 64, "bfloat16", 2)
@@ -74,6 +74,8 @@ def test_geometries_that_can_be_converted(change: dict[str, object]) -> None:
         {"tensor_parallel": 3},
         {"kv_dtype": "int3"},
         {"block_size": 0},
+        {"drafter": GroupShape(1, 2, 8)},
+        {"drafter": GroupShape(0, 2, 8)},
     ],
 )
 def test_geometries_that_do_not_fit_are_named(change: dict[str, object]) -> None:
@@ -83,3 +85,13 @@ def test_geometries_that_do_not_fit_are_named(change: dict[str, object]) -> None
             check_geometry(source, target)
         assert f"the source has {source}" in found.value.message
         assert f"the target has {target}" in found.value.message
+
+
+def test_drafters_parts_are_converted_with_the_models() -> None:
+    drafting = replace(GEOMETRY, drafter=GroupShape(1, 2, 8))
+    other = replace(drafting, block_size=24, kv_dtype="fp8")
+    assert check_geometry(drafting, replace(drafting)) is Fit.EQUAL
+    assert check_geometry(drafting, other) is Fit.CONVERTIBLE
+    for change in (GroupShape(2, 2, 8), GroupShape(1, 4, 8), GroupShape(1, 2, 16)):
+        with pytest.raises(GeometryMismatch, match="KV blocks do not fit"):
+            check_geometry(drafting, replace(other, drafter=change))

@@ -13,6 +13,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from baton.errors import GeometryMismatch, HandoffError
+from baton.request import GroupShape
 from kvtransfer.layout import SCALE_BYTES, KvLayout
 from kvtransfer.plan import Slice, overlaps, plan
 
@@ -46,6 +47,12 @@ class Case:
     target: KvLayout
     first: int
     last: int
+
+
+def test_drafters_parts_are_not_planned() -> None:
+    layout = KvLayout(16, 2, 2, 8, "int8", drafter=GroupShape(1, 1, 8))
+    with pytest.raises(GeometryMismatch, match="a drafter has its own"):
+        plan(layout, layout, 0, 16)
 
 
 @st.composite

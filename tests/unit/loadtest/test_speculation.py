@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,17 @@ def test_rows_and_json(model: Path, prompts: Path, tmp_path: Path) -> None:
         assert row["acceptance_length"] >= 1.0
     assert "mt_bench" in written.getvalue()
     assert any("mt_bench, 2 at a time" in line for line in said)
+
+
+def test_a_smaller_model(model: Path, prompts: Path, tmp_path: Path) -> None:
+    output = tmp_path / "found.json"
+    small = make_tiny_model(tmp_path / "small", layers=1, context=2048)
+    settings = settings_of(model, prompts, categories=("mt_bench",), concurrency=(2,))
+    engine = replace(settings.engine, drafter="draft", draft_model=small)
+    bench_speculation(replace(settings, engine=engine), print, Console(file=io.StringIO()), output)
+    found = json.loads(output.read_text())
+    assert (found["drafter"], found["draft_model"]) == ("draft", "small")
+    assert found["rows"][0]["drafted"] > 0
 
 
 def test_an_unknown_category_is_refused(model: Path, prompts: Path) -> None:

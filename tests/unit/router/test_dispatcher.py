@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -15,11 +14,20 @@ from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry, WorkerRecord
-from baton.request import FinishReason, Geometry, LoadSnapshot, Principal
+from baton.request import (
+    FinishReason,
+    Geometry,
+    LoadSnapshot,
+    Principal,
+    SequenceSpec,
+    TokenOutput,
+)
 from baton.sampling_params import SamplingParams
 from router.admission import Capacity
 from router.dispatcher import ClusterDispatcher, _capacity
-from router.generation import GenerationRequest, OutputDelta
+from router.generation import GenerationRequest
+from router.routes import Stage
+from router.running_request import RunningRequest
 from router.worker_links import WorkerLink
 from tests.unit.router.front_fakes import tiny_tokenizer
 
@@ -60,16 +68,16 @@ async def test_workers_are_told_what_is_left_of_the_deadline(
     async def turn(request: GenerationRequest) -> None:
         await asyncio.sleep(0.05)
 
-    async def route(request: GenerationRequest) -> None:
+    async def find(stage: Stage, *excluded: frozenset[str]) -> None:
         await asyncio.sleep(0.05)
 
-    async def run(request: GenerationRequest, decision: None) -> AsyncGenerator[OutputDelta, None]:
-        sent.append(request.deadline_s)
-        yield OutputDelta("x", (1,), FinishReason.STOP)
+    def begin(owner: RunningRequest, spec: SequenceSpec, route: None) -> None:
+        sent.append(spec.deadline_s)
+        owner.life.accept(TokenOutput("r", 0, 0, (1,), FinishReason.STOP))
 
     monkeypatch.setattr(dispatcher._waiting_room, "turn", turn)
-    monkeypatch.setattr(dispatcher, "_route", route)
-    monkeypatch.setattr(dispatcher, "_run", run)
+    monkeypatch.setattr(dispatcher._moves._routes, "find", find)
+    monkeypatch.setattr(dispatcher._attempts, "begin", begin)
     for deadline_s in (5.0, 0.06):
         request = GenerationRequest("r", (1,), SamplingParams(), Principal(), deadline_s)
         with contextlib.suppress(DeadlineExceeded):

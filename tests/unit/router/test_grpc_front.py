@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf import json_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]
     reflection_pb2,
@@ -93,6 +94,64 @@ async def test_messages_and_token_ids() -> None:
     assert second.prompt_ids == (5, 6)
 
 
+async def test_tokens_that_are_allowed_and_runs_that_are_not() -> None:
+    front = make_front()
+    run = sampling_pb2.TokenRun(ids=[5, 6])
+    sampling = Sampling(allowed_token_ids=[9, 5], bad_words=[run])
+    async with serve(front) as channel:
+        await generate(channel, Request(prompt="Hello", sampling=sampling))
+    (asked,) = front.dispatcher.requests
+    assert asked.sampling.allowed_token_ids == (5, 9)
+    assert asked.sampling.bad_words == ((5, 6),)
+
+
+async def test_what_of_the_text_is_shown() -> None:
+    front = make_front()
+    request = Request(
+        prompt="a b c d e f",
+        sampling=Sampling(stop=["from", "Paris"]),
+        include_stop_string=True,
+        show_special_tokens=True,
+        truncate_prompt_tokens=3,
+        continuous_usage=True,
+    )
+    async with serve(front) as channel:
+        responses = await generate(channel, request)
+    assert "".join(response.text for response in responses) == "Grüße 😀 from"
+    assert [r.stop_string for r in responses if r.stop_string] == [responses[-1].stop_string]
+    assert responses[-1].stop_string == "from"
+    (asked,) = front.dispatcher.requests
+    assert asked.shown.special_tokens
+    assert asked.prompt_ids == front.tokenizer.encode("a b c d e f")[-3:]
+    told = [response.usage.completion_tokens for response in responses]
+    assert told == sorted(told)
+    assert all(response.usage.prompt_tokens == 3 for response in responses)
+    assert told[-1] == sum(len(response.token_ids) for response in responses)
+
+
+async def test_how_a_conversation_becomes_a_prompt() -> None:
+    front = make_front(
+        template="{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ tail }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    messages = [inference_pb2.ChatMessage(role="user", content="Hello")]
+    expected = []
+    async with serve(front) as channel:
+        for text, fields in (
+            ("[user]Hello[assistant]", {}),
+            ("[user]Hello", {"no_generation_prompt": True}),
+            ("[user]Hello", {"continue_final_message": True}),
+            ("[user]Hello![assistant]", {"variables": {"tail": "!"}}),
+        ):
+            options = inference_pb2.TemplateOptions()
+            json_format.ParseDict(fields, options)
+            chat = inference_pb2.ChatMessages(messages=messages)
+            await generate(channel, Request(messages=chat, template_options=options))
+            expected.append(text)
+    shown = [front.tokenizer.decode(one.prompt_ids) for one in front.dispatcher.requests]
+    assert shown == expected
+
+
 BAD: list[Request] = [
     Request(),
     Request(prompt=""),
@@ -107,6 +166,16 @@ BAD: list[Request] = [
     ),
     Request(messages=inference_pb2.ChatMessages(messages=[inference_pb2.ChatMessage(content="x")])),
     Request(prompt="a", request_id="x" * 129),
+    Request(prompt="a", truncate_prompt_tokens=0),
+    Request(prompt="a", template_options=inference_pb2.TemplateOptions()),
+    Request(
+        messages=inference_pb2.ChatMessages(
+            messages=[inference_pb2.ChatMessage(role="user", content="x")]
+        ),
+        template_options=json_format.ParseDict(
+            {"variables": {"messages": []}}, inference_pb2.TemplateOptions()
+        ),
+    ),
     Request(prompt="word " * 5000),
     *(
         Request(prompt="a", sampling=sampling)
@@ -125,6 +194,10 @@ BAD: list[Request] = [
             Sampling(presence_penalty=3),
             Sampling(logit_bias={10**6: 1}),
             Sampling(logit_bias={1: float("nan")}),
+            Sampling(allowed_token_ids=[10**6]),
+            Sampling(bad_words=[sampling_pb2.TokenRun()]),
+            Sampling(bad_words=[sampling_pb2.TokenRun(ids=[1, 10**6])]),
+            Sampling(bad_words=[sampling_pb2.TokenRun(ids=[1])] * 300),
         )
     ),
 ]

@@ -221,12 +221,10 @@ UNSUPPORTED_CHAT = {
     "verbosity": "low",
     "guided_whitespace_pattern": " ?",
     "chat_template": "x",
-    "allowed_token_ids": [1, 2],
     "best_of": 2,
 }
 UNSUPPORTED_PLAIN = {
     "suffix": "x",
-    "allowed_token_ids": [1, 2],
     "use_beam_search": True,
 }
 

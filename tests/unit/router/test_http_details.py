@@ -321,19 +321,30 @@ async def test_only_the_end_of_a_prompt_is_taken() -> None:
     check_error(await post(front, PLAIN, bad), 400, "truncate_prompt_tokens")
 
 
-async def test_words_that_are_one_token_can_be_forbidden() -> None:
+async def test_words_can_be_forbidden() -> None:
     front = front_with()
-    one = next(
-        word
-        for word in "abcdefghijklmnopqrstuvwxyz"
-        if len(front.tokenizer.encode(word)) == len(front.tokenizer.encode(f" {word}")) == 1
-    )
-    await answer(front, PLAIN, bad_words=[one], logit_bias={"5": 1.5})
-    biases = dict(front.dispatcher.requests[-1].sampling.logit_bias)
-    banned = {*front.tokenizer.encode(one), *front.tokenizer.encode(f" {one}")}
-    assert biases == {5: 1.5} | dict.fromkeys(banned, float("-inf"))
-    for word in ("Constantinople", "", " "):
+    await answer(front, PLAIN, bad_words=["a", " Constantinople "])
+    encode = front.tokenizer.encode
+    runs = {encode(text) for text in ("a", " a", "Constantinople", " Constantinople")}
+    assert set(front.dispatcher.requests[-1].sampling.bad_words) == runs
+    assert max(map(len, runs)) > 2
+    for word in ("", " ", "x" * 1000):
         check_error(await post(front, PLAIN, {**PROMPT, "bad_words": [word]}), 400, "bad_words")
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (PLAIN, PROMPT)])
+async def test_some_tokens_alone_can_be_allowed(path: str, body: dict[str, Any]) -> None:
+    front = front_with()
+    await answer(front, path, allowed_token_ids=[7, 5, 7])
+    assert front.dispatcher.requests[-1].sampling.allowed_token_ids == (5, 7)
+    bodies: list[dict[str, Any]] = [
+        {"allowed_token_ids": []},
+        {"allowed_token_ids": [-1]},
+        {"allowed_token_ids": [10**6]},
+        {"allowed_token_ids": [5], "guided_regex": "a"},
+    ]
+    for bad in bodies:
+        check_error(await post(front, path, {**body, **bad}), 400, "allowed_token_ids")
 
 
 async def prompt_of(**fields: Any) -> str:

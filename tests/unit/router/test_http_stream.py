@@ -20,6 +20,7 @@ from tests.unit.router.front_fakes import (
     check_schema,
     endless,
     make_front,
+    plain_client,
     serve,
     silent,
     silent_after_one,
@@ -33,7 +34,7 @@ PROMPT = {"model": "tiny", "prompt": "Hello"}
 
 
 async def post(address: str, path: str, body: dict[str, Any]) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=f"http://{address}", trust_env=False) as client:
+    async with plain_client(base_url=f"http://{address}") as client:
         return await client.post(path, json=body)
 
 
@@ -248,7 +249,7 @@ async def test_a_slow_reader_holds_back_the_dispatcher_alone() -> None:
         with closing(writer):
             # Others are served while the slow one's buffers are full.
             assert await _stalled(front) < 100_000
-            async with httpx.AsyncClient(trust_env=False) as client:
+            async with plain_client() as client:
                 assert (await client.get(f"http://{address}/live")).status_code == 200
             # The deadline ends even what nobody reads.
             await front.dispatcher.closed.wait()
@@ -291,7 +292,7 @@ async def test_a_chunked_body_over_the_limit() -> None:
 
     front = make_front(max_body_bytes=1024)
     headers = {"content-type": "application/json"}
-    async with serve(front.app()) as address, httpx.AsyncClient(trust_env=False) as client:
+    async with serve(front.app()) as address, plain_client() as client:
         response = await client.post(f"http://{address}{PLAIN}", content=pieces(), headers=headers)
         assert response.status_code == 413
         assert response.json()["error"]["code"] == "request_too_large"
@@ -317,7 +318,7 @@ async def test_a_client_that_leaves_while_it_sends() -> None:
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: baton\r\nContent-Length: 9\r\n\r\n{")
         await writer.drain()
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with plain_client() as client:
             await client.get(f"http://{address}/live")
         writer.close()
         while not front.requests():
@@ -336,7 +337,7 @@ async def test_first_token_goes_out_before_the_second_is_made() -> None:
     async with serve(make_front(script).app()) as address, asyncio.timeout(20):
         body = {**PROMPT, "stream": True}
         async with (
-            httpx.AsyncClient(trust_env=False) as client,
+            plain_client() as client,
             client.stream("POST", f"http://{address}{PLAIN}", json=body) as response,
         ):
             pieces = response.aiter_text()

@@ -22,7 +22,7 @@ from router.cache_control import CacheControl, CacheStats, Dropped, WorkerCache
 from router.grpc_front import add_grpc_front
 from router.http_app import create_app
 from router.operator_api import OperatorApi, Operators, OperatorServicer
-from tests.unit.router.front_fakes import MODEL, check_schema, make_front, serve
+from tests.unit.router.front_fakes import MODEL, check_schema, make_front, plain_client, serve
 
 DEADLINE_S = 20.0
 
@@ -39,7 +39,7 @@ class FakeControl:
         self.dropped = 0
 
     async def stats(self) -> CacheStats:
-        workers = (WorkerCache("decode-0", "decode", 16, 100, 60, 30, 10, 0),)
+        workers = (WorkerCache("decode-0", "decode", 16, 100, 60, 30, 10, 0, 5, 7),)
         return CacheStats(workers, self.index, 1000, 250)
 
     async def drop(self) -> list[Dropped]:
@@ -62,13 +62,13 @@ async def fronts(**config: Any) -> AsyncIterator[Fronts]:
     real = cast(CacheControl, control)
     parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
     server = make_server()
-    add_grpc_front(server, *parts, OperatorServicer(real, operators))
+    add_grpc_front(server, *parts, more=(OperatorServicer(real, operators),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         async with (
             serve(create_app(*parts, more=(OperatorApi(real, operators),))) as address,
-            httpx.AsyncClient(base_url=f"http://{address}", timeout=DEADLINE_S) as client,
+            plain_client(base_url=f"http://{address}", timeout=DEADLINE_S) as client,
             open_channel(f"127.0.0.1:{port}") as channel,
         ):
             stub: Any = cache_pb2_grpc.OperatorServiceStub(channel)
@@ -88,7 +88,9 @@ async def test_stats() -> None:
             100,
             30,
         )
+        assert (worker["host_blocks"], worker["disk_blocks"]) == (5, 7)
         told = await there.grpc.GetCacheStats(cache_pb2.GetCacheStatsRequest(), timeout=DEADLINE_S)
+        assert (told.workers[0].host_blocks, told.workers[0].disk_blocks) == (5, 7)
         assert (told.index_blocks, told.index_bytes, told.prompt_tokens) == (7, 400, 1000)
         assert told.workers[0].cached_blocks == 30
         there.control.index = None

@@ -47,7 +47,7 @@ def test_classes_own_pools_and_say_where_prompts_are_computed() -> None:
         slo_tpot_s=0.05,
     )
     routes = route_settings(config)
-    short, long = routes.of("short"), routes.of("long")
+    short, long = (routes.of(RouteRequest(8, name)) for name in ("short", "long"))
     assert (short.local_prefill, long.local_prefill) == ("always", "never")
     assert short.prefill == PoolFilter(None, frozenset({"big"}))
     assert long.prefill == PoolFilter(frozenset({"big"}))
@@ -154,3 +154,20 @@ def test_every_policy_decides_for_a_worker_of_the_role(
         own = min(held.get(decision.prefill, 0), (tokens - 1) // 16)
         assert held[decision.holder] >= decision.holder_blocks > own
         assert decision.holder_blocks <= (tokens - 1) // 16
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nobody_goes_where_it_may_not(name: PolicyName) -> None:
+    """A worker under which the request has failed, however good it looks."""
+    table = table_of("p-0", "p-1", "d-0", "d-1")
+    for excluded, expected in (
+        ({"p-0", "d-1"}, ("p-1", "d-0")),
+        ({"p-1", "d-0"}, ("p-0", "d-1")),
+    ):
+        request = RouteRequest(100, excluded=frozenset(excluded))
+        found = decide(name, table, request, {next(iter(excluded)): 6})
+        assert (found.prefill, found.decode) == expected
+    with pytest.raises(Unavailable):
+        decide(name, table, RouteRequest(100, excluded=frozenset({"d-0", "d-1"})))
+    again = decide(name, table, RouteRequest(100))
+    assert again.prefill in ("p-0", "p-1"), "others may go there"

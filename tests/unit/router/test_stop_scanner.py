@@ -11,19 +11,20 @@ LETTERS = st.text("abc", max_size=24)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=4), max_size=3)
 
 
-def scan(pieces: list[str], stop: list[str]) -> tuple[str, bool]:
+def scan(pieces: list[str], stop: list[str]) -> tuple[str, str]:
     scanner = StopScanner(stop)
     shown = "".join(scanner.feed(piece) for piece in pieces)
-    return shown + ("" if scanner.found else scanner.rest()), scanner.found
+    return shown + ("" if scanner.found else scanner.rest()), scanner.match
 
 
-def expected(text: str, stop: list[str]) -> tuple[str, bool]:
-    """Read character by character; stop as soon as a stop string is complete."""
+def expected(text: str, stop: list[str]) -> tuple[str, str]:
+    """Read character by character; stop as soon as a stop string is complete: which one."""
     for end in range(1, len(text) + 1):
         matches = [s for s in stop if text[:end].endswith(s)]
         if matches:
-            return text[: end - max(map(len, matches))], True
-    return text, False
+            longest = max(matches, key=len)
+            return text[: end - len(longest)], longest
+    return text, ""
 
 
 @given(st.lists(LETTERS, max_size=6), STOPS)

@@ -6,7 +6,6 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import tokenizers
@@ -19,6 +18,7 @@ from tests.unit.router.front_fakes import (
     Front,
     check_schema,
     make_front,
+    plain_client,
     serve,
     sse_payloads,
     tiny_backend,
@@ -359,7 +359,7 @@ async def test_the_official_client() -> None:
 
 async def test_the_schema_of_the_api_knows_tools() -> None:
     front = make_front()
-    async with serve(front.app()) as address, httpx.AsyncClient(trust_env=False) as client:
+    async with serve(front.app()) as address, plain_client() as client:
         schema = (await client.get(f"http://{address}/openapi.json")).json()
     body = schema["components"]["schemas"]["ChatCompletionRequest"]
     assert {"tools", "tool_choice", "parallel_tool_calls"} <= set(body["properties"])

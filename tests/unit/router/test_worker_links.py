@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 
 from baton import convert
 from baton.errors import BatonError, WorkerFailed
-from baton.grpc_channel import make_server
+from baton.grpc_channel import make_server, open_channel
 from baton.registry import WorkerRecord
 from baton.request import Geometry, LoadSnapshot, TokenOutput
 from baton.v1 import decode_pb2, decode_pb2_grpc
@@ -269,3 +270,35 @@ async def test_closing_ends_even_if_a_message_arrives_at_that_moment(
             await asyncio.sleep(0)
     async with asyncio.timeout(5.0):
         await world.links.close()
+
+
+async def test_aborts_that_did_not_arrive_are_sent_when_the_worker_is_heard() -> None:
+    async with open_world() as world:
+        world.links.update({"d": replace(world.record, address="127.0.0.1:1")})
+        await world.until(lambda: world.broken)
+        await world.links.abort("d", "r", 2, stop=False)
+        link = world.links.get("d")
+        assert link is not None
+        assert len(link.owed) == 1
+        assert world.decode.aborted == []
+        link.channel, unreachable = open_channel(world.record.address), link.channel
+        await unreachable.close()
+        await world.until(lambda: world.decode.aborted)
+        assert world.decode.aborted == [("r", 2, decode_pb2.ABORT_REASON_UNSPECIFIED)]
+        assert not link.owed
+
+
+async def test_a_suspect_takes_no_requests_until_it_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with open_world() as world:
+        world.links.update({"d": world.record})
+        await world.until(world.is_up)
+        link = world.links.get("d")
+        assert link is not None
+        link.suspect(time.monotonic())
+        assert not world.is_up()
+        world.decode.says.put_nowait(OUTPUTS[0])
+        await world.until(world.is_up)
+        link.suspect(time.monotonic() - worker_links.SUSPECT_S - 1.0)
+        assert world.is_up(), "it is tried again, should it have nothing to say"

@@ -89,7 +89,9 @@ class ManualWorker:
         self.model = FakeEngine(blocks, SIZE)
         self.metrics = WorkerMetrics(CollectorRegistry())
         self.receiver = BlockReceiver(self.pool, self.metrics, block_bytes=BLOCK_BYTES, lease_s=3.0)
-        runner: Any = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+        runner: Any = SimpleNamespace(
+            device=SimpleNamespace(type="cpu"), takes_prompt=lambda: False
+        )
         engine: Any = SimpleNamespace(
             scheduler=self.scheduler,
             pool=self.pool,
@@ -103,7 +105,7 @@ class ManualWorker:
         self.control = ControlLoop(engine, gauges, INCARNATION, None, slack)
         self.thread: ManualThread = runner.thread
         settings: Any = SimpleNamespace(
-            config=SimpleNamespace(transfer_window_mib=1, heartbeat_s=1.0),
+            config=SimpleNamespace(transfer_window_mib=1, heartbeat_s=1.0, hang_s=1.0),
             pool=SimpleNamespace(max_sequences=max_sequences),
         )
         exchange: Any = SimpleNamespace(

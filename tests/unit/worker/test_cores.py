@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.cpu.decoder import CoreShare
 from engine.plan import StepPlan, StepResult
+from engine.step import CoreShare
 from worker import cores
 from worker.cores import PAUSE, CoreBoard, pause_after, threads_for
 from worker.engine_thread import EngineThread

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from baton.errors import GeometryMismatch, HandoffError
-from engine.kv_cache import KvCache
+from baton.request import GroupShape
+from engine.kv_cache import KvCache, KvGroup
 from kvtransfer.layout import KvLayout
 from tests.models import plain_config
 from worker.kv_converter import Converter
@@ -31,7 +32,7 @@ def make_cache(layout: KvLayout, blocks: int) -> KvCache:
     return KvCache(config, blocks, layout.block_size, DTYPES[layout.kv_dtype], CPU)
 
 
-def write(cache: KvCache, layer: int, both: torch.Tensor, table: list[int]) -> None:
+def write(cache: KvGroup, layer: int, both: torch.Tensor, table: list[int]) -> None:
     """Keys and values [2, tokens, heads, dim] into the blocks of a table."""
     token = torch.arange(both.shape[1])
     blocks = torch.tensor(table)[token // cache.block_size]
@@ -228,3 +229,39 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
         Converter(source, replace(source, tensor_parallel=2), target_rank=2)
     with pytest.raises(GeometryMismatch, match="one rank holds no whole block"):
         Converter(replace(source, tensor_parallel=2), source)
+
+
+@pytest.mark.parametrize(("size", "other"), [(16, 16), (16, 4), (8, 32), (24, 16)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_drafters_part_is_converted_too(dtype: str, size: int, other: int) -> None:
+    tokens, filled = 101, 77
+    source = replace(source_layout("bfloat16", size), drafter=GroupShape(1, 2, 8))
+    target = replace(source_layout(dtype, other), drafter=GroupShape(1, 2, 8))
+    config = plain_config(layers=LAYERS, heads=HEADS, kv_heads=HEADS, head_dim=DIM)
+    draft = plain_config(layers=1, heads=2, kv_heads=2, head_dim=8)
+    cache = KvCache(config, 20, size, torch.bfloat16, CPU, drafter=draft)
+    group = cache.drafter
+    assert group is not None
+    count = -(-tokens // size)
+    table = torch.randperm(20, generator=torch.Generator().manual_seed(1)).tolist()[:count]
+    values = torch.randn(2, tokens, 2, 8, generator=torch.Generator().manual_seed(2)).bfloat16()
+    write(group, 0, values, table)
+    for place, block in enumerate(table):
+        group.filled[block] = max(0, min(size, filled - place * size))
+    # Behind a gap nothing counts.
+    group.filled[table[-1]] = tokens - (count - 1) * size
+    wanted = range(-(-tokens // other))
+    out = garbage(len(wanted), target)
+    Converter(source, target).convert(all_blocks(cache), table, tokens, wanted, out)
+    there = KvCache(config, len(wanted), other, DTYPES[dtype], CPU, drafter=draft)
+    there.bytes.copy_(out)
+    moved = there.drafter
+    assert moved is not None
+    assert sum(moved.filled.tolist()) == filled
+    assert all(count == other for count in moved.filled.tolist()[: filled // other])
+    expected = KvCache(config, len(wanted), other, DTYPES[dtype], CPU, drafter=draft).drafter
+    assert expected is not None
+    write(expected, 0, values.float(), list(wanted))
+    assert torch.equal(moved.data.view(torch.uint8), expected.data.view(torch.uint8))
+    if moved.scales is not None and expected.scales is not None:
+        assert torch.equal(moved.scales, expected.scales)

@@ -13,6 +13,7 @@ from baton.grpc_channel import make_server, open_channel
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from router.prefill_stream import PrefillStream
 from worker import prefill_service
+from worker.beats import Beats
 from worker.prefill_service import PrefillServicer
 
 DEADLINE_S = 20.0
@@ -22,7 +23,7 @@ class Prompts:
     """A worker whose prefills do what the test says, and which knows what became of them."""
 
     def __init__(self) -> None:
-        self.servicer = PrefillServicer(self.run)
+        self.servicer = PrefillServicer(self.run, Beats(busy_s=0.01, idle_s=5.0))
         self.going_on = asyncio.Event()
         self.begun: list[str] = []
         self.aborted: list[str] = []
@@ -203,3 +204,34 @@ async def test_a_worker_that_stops_does_not_wait_for_ever(
         with pytest.raises(WorkerFailed, match="prefill-0"):
             await following
         assert world.prompts.aborted == ["a"]
+
+
+async def test_a_worker_says_that_it_lives_while_it_has_something_to_do() -> None:
+    async with open_world() as world:
+        prefill = world.stream.run(request_of("a"))
+        async with aclosing(prefill), asyncio.timeout(DEADLINE_S):
+            await anext(prefill)
+            heard = world.stream.messages
+            await world.until(lambda: world.stream.messages >= heard + 3)
+            world.prompts.going_on.set()
+            assert (await anext(prefill)).handoff.bytes == 9
+
+
+async def test_a_stream_that_ends_with_prefills_on_it_has_broken() -> None:
+    async with open_world() as world:
+        assert await follow_quickly(world) == ["first_token", "handoff"]
+        assert world.stream.breaks == 0
+        world.prompts.going_on.clear()
+        prefill = world.stream.run(request_of("b"))
+        async with aclosing(prefill), asyncio.timeout(DEADLINE_S):
+            await anext(prefill)
+            assert world.stream._life is not None
+            world.stream._life.cancel()
+            with pytest.raises(WorkerFailed):
+                await anext(prefill)
+        assert world.stream.breaks == 1
+
+
+async def follow_quickly(world: World) -> list[str | None]:
+    world.prompts.going_on.set()
+    return await follow(world.stream, request_of("a"))

@@ -63,6 +63,21 @@ def test_a_prompt_in_pieces_with_strangers_gives_the_same_bits(tmp_path: Path) -
     check(save(tmp_path, "llama", num_hidden_layers=1), [7, 1, 31, 1])
 
 
+def test_a_draft_is_checked_in_the_bits_of_steps_without(tmp_path: Path) -> None:
+    """A row for each token in one step, and a step for each."""
+    folder = save(tmp_path, "llama", num_hidden_layers=2)
+    tokens = some_tokens(TOKENS, 120)
+    rows = [(tokens, PlanRow(0, 14 + place, 1, TABLE, True)) for place in range(3)]
+    prompt = (tokens, PlanRow(0, 0, 14, TABLE, True))
+    drafting = gpu(load(folder), deterministic=True, capture=Recorder())
+    plain = gpu(load(folder), deterministic=True, capture=Recorder())
+    drafting.logits([prompt])
+    plain.logits([prompt])
+    expected = [plain.logits([row])[0] for row in rows]
+    assert torch.equal(torch.cat(drafting.logits(rows)), torch.cat(expected))
+    assert torch.equal(drafting.cache.data, plain.cache.data)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(

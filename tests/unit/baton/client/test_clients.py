@@ -18,6 +18,8 @@ from baton.client import (
     AsyncClient,
     AsyncHttpClient,
     Client,
+    Grammar,
+    GrammarKind,
     HttpClient,
     Message,
     Piece,
@@ -105,7 +107,7 @@ async def fronts(front: Front) -> AsyncIterator[There]:
     parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
     batches = Batches(*parts)
     server = make_server()
-    add_grpc_front(server, *parts)
+    add_grpc_front(server, *parts, more=batches.services)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     await batches.start()
@@ -146,10 +148,81 @@ async def test_whole_and_streamed_answers(kind: str) -> None:
         assert Answer.of(pieces).usage.prompt_tokens == 3
 
 
-async def test_several_answers_over_grpc() -> None:
+@ALL
+async def test_log_probabilities(kind: str) -> None:
+    async with fronts(make_front()) as there, there.client(kind) as client:
+        sampling = Sampling(logprobs=2, max_tokens=40)
+        for given, ask, stream in (
+            (HELLO, client.chat, client.stream_chat),
+            ("hello", client.complete, client.stream_completion),
+        ):
+            whole = await ask(given, sampling)
+            shown = [score for score in whole.logprobs if score.text != b"<|im_end|>"]
+            assert b"".join(score.text for score in shown).decode().startswith(whole.text)
+            assert {score.logprob for score in shown} == {-0.5}
+            assert all(score.top[0] == (score.text, -0.5) for score in shown)
+            pieces = [piece async for piece in stream(given, sampling)]
+            assert Answer.of(pieces).logprobs == whole.logprobs
+        plain = await client.chat(HELLO)
+        assert plain.logprobs == ()
+
+
+GRAMMARS = [
+    Grammar(GrammarKind.JSON_OBJECT, ""),
+    Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}'),
+    Grammar(GrammarKind.REGEX, "a+"),
+    Grammar(GrammarKind.CHOICE, '["a", "b"]'),
+    Grammar(GrammarKind.LARK, 'start: "a"'),
+]
+
+
+@ALL
+async def test_what_the_text_must_match(kind: str) -> None:
+    async with fronts(make_front()) as there, there.client(kind) as client:
+        for grammar in GRAMMARS:
+            await client.complete("a", Sampling(grammar=grammar))
+        await client.complete("a", Sampling(allowed_token_ids=(7, 9)))
+        *limited, last = [request.sampling for request in there.front.dispatcher.requests]
+        assert [sampling.grammar for sampling in limited] == GRAMMARS
+        assert last.allowed_token_ids == (7, 9)
+
+
+@ALL
+async def test_responses(kind: str) -> None:
+    async with fronts(make_front()) as there, there.client(kind) as client:
+        whole = await client.respond("hello", Sampling(seed=4), instructions="Be brief.")
+        assert (whole.text, whole.finish_reason) == ("Grüße 😀 from Paris", "stop")
+        pieces = [piece async for piece in client.stream_response(HELLO, Sampling(seed=4))]
+        assert Answer.of(pieces) == whole
+        first, second = there.front.dispatcher.requests
+        assert first.prompt_ids == second.prompt_ids
+        assert whole.usage.prompt_tokens == len(first.prompt_ids)
+        cut = await client.respond("hello", Sampling(max_tokens=2))
+        assert (cut.finish_reason, cut.usage.completion_tokens) == ("length", 2)
+        with pytest.raises(InvalidRequest, match="top_p"):
+            await client.respond("hello", Sampling(top_p=7))
+
+
+@ALL
+async def test_a_response_that_fails_on_its_way(kind: str) -> None:
+    async def breaks(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+        yield OutputDelta("some ", (65,), None)
+        raise WorkerFailed("it died")
+
+    async with fronts(make_front(breaks)) as there, there.client(kind) as client:
+        with pytest.raises(WorkerFailed, match="it died"):
+            await _all(client.stream_response("hello"))
+
+
+@pytest.mark.parametrize("kind", ["grpc", "async_grpc"])
+async def test_several_answers_over_grpc(kind: str) -> None:
     async with fronts(make_front()) as there:
-        with Client(there.grpc) as client:
-            pieces = await asyncio.to_thread(lambda: list(client.generate(prompt="a", n=3)))
+        async with there.client(kind) as client:
+            generated = client.generate(prompt="a", n=3)
+            if kind == "grpc":
+                pieces = await asyncio.to_thread(list, await generated)
+            else:
+                pieces = [piece async for piece in generated]
         texts = ["", "", ""]
         for piece in pieces:
             texts[piece.choice] += piece.text
@@ -257,7 +330,7 @@ async def test_options_reach_the_body_and_the_response_is_kept(kind: str) -> Non
             await client.chat(HELLO, options={"model": "another"})
 
 
-@HTTP
+@ALL
 async def test_batches(kind: str, tmp_path: Path) -> None:
     front = make_front(data_dir=str(tmp_path / "data"))
     line = (
@@ -273,7 +346,8 @@ async def test_batches(kind: str, tmp_path: Path) -> None:
         batch = await client.create_batch(
             file.id, "/v1/completions", completion_window="1h", metadata={"a": "b"}
         )
-        assert batch.raw["metadata"] == {"a": "b"}
+        if "http" in kind:
+            assert batch.raw["metadata"] == {"a": "b"}
         async with asyncio.timeout(DEADLINE_S):
             while not batch.ended:
                 await asyncio.sleep(0.02)
@@ -287,7 +361,8 @@ async def test_batches(kind: str, tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match="completed"):
             await client.cancel_batch(batch.id)
         await client.delete_file(file.id)
-        wrong = await client.upload(line)
+        wrong = await client.upload(line, expires_s=3600)
+        assert wrong.expires_at == wrong.created_at + 3600
         failed = await client.create_batch(wrong.id, "/v1/chat/completions")
         async with asyncio.timeout(DEADLINE_S):
             while not failed.ended:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 import openai
 import pytest
 from openai.types import Batch, FileObject
@@ -22,10 +21,18 @@ from router.access import Access
 from router.batches.batches import Batches
 from router.generation import GenerationRequest, OutputDelta
 from router.http_app import create_app
-from tests.unit.router.front_fakes import MODEL, Front, check_schema, make_front, serve
+from tests.unit.router.front_fakes import (
+    MODEL,
+    Front,
+    check_schema,
+    make_front,
+    plain_client,
+    serve,
+)
 
 DEADLINE_S = 30.0
 CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
+EXPIRES = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
 KEYS = (
     KeyConfig(name="ann", sha256=hashlib.sha256(b"ann-key").hexdigest(), tenant="acme", priority=3),
     KeyConfig(name="bob", sha256=hashlib.sha256(b"bob-key").hexdigest()),
@@ -41,7 +48,12 @@ class Served:
 
     def client(self, key: str = "none") -> openai.AsyncOpenAI:
         base = f"http://{self.address}/v1"
-        return openai.AsyncOpenAI(base_url=base, api_key=key, max_retries=0, timeout=DEADLINE_S)
+        return openai.AsyncOpenAI(
+            base_url=base,
+            api_key=key,
+            max_retries=0,
+            timeout=DEADLINE_S,
+        )
 
 
 @asynccontextmanager
@@ -83,7 +95,7 @@ def chat(content: str = "hello", **more: Any) -> dict[str, Any]:
 async def ended(client: openai.AsyncOpenAI, batch: Batch) -> Batch:
     async with asyncio.timeout(DEADLINE_S):
         while batch.status in ("validating", "in_progress", "finalizing", "cancelling"):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.01)
             batch = await client.batches.retrieve(batch.id)
     return batch
 
@@ -260,20 +272,20 @@ async def test_cancelling_aborts_what_runs(tmp_path: Path) -> None:
             await client.batches.cancel(batch.id)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"{\n", "line 1"),
-        (lines([chat()]) * 2, "line 2"),
-        (b"", "no lines"),
-        (lines([chat(stream=True)]), "stream"),
-        (lines([chat()], "/v1/models"), "url"),
-    ],
+BAD_FILES = (
+    (b"{\n", "line 1"),
+    (lines([chat()]) * 2, "line 2"),
+    (b"", "no lines"),
+    (lines([chat(stream=True)]), "stream"),
+    (lines([chat()], "/v1/models"), "url"),
 )
-async def test_bad_files_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
+
+
+async def test_bad_files_are_refused(tmp_path: Path) -> None:
     async with served(tmp_path) as there, there.client() as client:
-        with pytest.raises(openai.BadRequestError, match=words):
-            await client.files.create(file=("in.jsonl", content), purpose="batch")
+        for content, words in BAD_FILES:
+            with pytest.raises(openai.BadRequestError, match=words):
+                await client.files.create(file=("in.jsonl", content), purpose="batch")
         assert (await client.files.list()).data == []
 
 
@@ -296,7 +308,7 @@ async def test_uploads_are_bounded(tmp_path: Path) -> None:
             for _ in range(400):
                 yield b"x" * 1000
 
-        async with httpx.AsyncClient() as plain:
+        async with plain_client() as plain:
             headers = {"content-type": "multipart/form-data; boundary=b"}
             answer = await plain.post(
                 f"http://{there.address}/v1/files", content=endless(), headers=headers
@@ -306,28 +318,35 @@ async def test_uploads_are_bounded(tmp_path: Path) -> None:
     assert len(list((tmp_path / "files").iterdir())) == 1
 
 
-@pytest.mark.parametrize(
-    ("fields", "file", "headers", "status"),
-    [
-        ({}, True, {}, 400),
-        ({"purpose": "fine-tune"}, True, {}, 400),
-        ({"purpose": "batch"}, False, {}, 400),
-        ({"purpose": "batch"}, True, {"origin": "https://evil.example"}, 400),
-        ({"purpose": "x" * 10_000}, True, {}, 400),
-        ({"purpose": "batch"}, True, {}, 200),
-    ],
+FORMS: tuple[tuple[dict[str, str], bool, dict[str, str], int], ...] = (
+    ({}, True, {}, 400),
+    ({"purpose": "fine-tune"}, True, {}, 400),
+    ({"purpose": "batch"}, False, {}, 400),
+    ({"purpose": "batch"}, True, {"origin": "https://evil.example"}, 400),
+    ({"purpose": "x" * 10_000}, True, {}, 400),
+    ({"purpose": "batch"}, True, {}, 200),
+    ({"purpose": "batch", **EXPIRES}, True, {}, 200),
+    ({"purpose": "batch", **EXPIRES, "expires_after[anchor]": "now"}, True, {}, 400),
+    ({"purpose": "batch", **EXPIRES, "expires_after[seconds]": "60"}, True, {}, 400),
+    ({"purpose": "batch", **EXPIRES, "expires_after[seconds]": "-3600"}, True, {}, 400),
+    ({"purpose": "batch", "expires_after[seconds]": "3600"}, True, {}, 400),
 )
-async def test_forms(
-    tmp_path: Path, fields: dict[str, str], file: bool, headers: dict[str, str], status: int
-) -> None:
-    async with served(tmp_path) as there, httpx.AsyncClient() as plain:
-        files = {"file" if file else "other": ("in.jsonl", lines([chat()]))}
-        answer = await plain.post(
-            f"http://{there.address}/v1/files", data=fields, files=files, headers=headers
-        )
-        assert answer.status_code == status, answer.text
-        if status != 200:
-            check_schema(answer.json(), "ErrorResponse")
+
+
+async def test_forms(tmp_path: Path) -> None:
+    async with served(tmp_path) as there, plain_client() as plain:
+        for fields, file, headers, status in FORMS:
+            files = {"file" if file else "other": ("in.jsonl", lines([chat()]))}
+            answer = await plain.post(
+                f"http://{there.address}/v1/files", data=fields, files=files, headers=headers
+            )
+            assert answer.status_code == status, (fields, answer.text)
+            if status != 200:
+                check_schema(answer.json(), "ErrorResponse")
+                continue
+            expected = 3600 if "expires_after[seconds]" in fields else None
+            at = answer.json()["expires_at"]
+            assert (at and at - answer.json()["created_at"]) == expected
         for bad in (b"", b"--b\r\nnonsense", b"\x00" * 100):
             kind = {"content-type": "multipart/form-data; boundary=b"}
             answer = await plain.post(f"http://{there.address}/v1/files", content=bad, headers=kind)
@@ -336,30 +355,34 @@ async def test_forms(
         assert answer.status_code == 400
 
 
-@pytest.mark.parametrize(
-    ("changes", "status"),
-    [
-        ({"endpoint": "/v1/embeddings"}, 400),
-        ({"completion_window": "soon"}, 400),
-        ({"completion_window": "31d"}, 400),
-        ({"completion_window": "0h"}, 400),
-        ({"input_file_id": "file-none"}, 404),
-        ({"input_file_id": None}, 400),
-        ({"metadata": {str(n): "x" for n in range(17)}}, 400),
-        ({"metadata": {"a": "x" * 513}}, 400),
-        ({"metadata": {"a": 1}}, 400),
-        ({"completion_window": "90m"}, 200),
-        ({"metadata": None}, 200),
-    ],
+CHANGES: tuple[tuple[dict[str, Any], int], ...] = (
+    ({"endpoint": "/v1/embeddings"}, 400),
+    ({"completion_window": "soon"}, 400),
+    ({"completion_window": "31d"}, 400),
+    ({"completion_window": "0h"}, 400),
+    ({"input_file_id": "file-none"}, 404),
+    ({"input_file_id": None}, 400),
+    ({"metadata": {str(n): "x" for n in range(17)}}, 400),
+    ({"metadata": {"a": "x" * 513}}, 400),
+    ({"metadata": {"a": 1}}, 400),
+    ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, 400),
+    ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, 400),
+    ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, 200),
+    ({"completion_window": "90m"}, 200),
+    ({"metadata": None}, 200),
 )
-async def test_batches_are_checked(tmp_path: Path, changes: dict[str, Any], status: int) -> None:
-    async with served(tmp_path) as there, there.client() as client, httpx.AsyncClient() as plain:
+
+
+async def test_batches_are_checked(tmp_path: Path) -> None:
+    async with served(tmp_path) as there, there.client() as client, plain_client() as plain:
         file = await client.files.create(file=("in.jsonl", lines([chat()])), purpose="batch")
-        body = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h", **changes}
-        answer = await plain.post(f"http://{there.address}/v1/batches", json=body)
-        assert answer.status_code == status, answer.text
-        if status == 200:
-            Batch.model_validate(answer.json(), strict=True)
+        usual = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+        for changes, status in CHANGES:
+            body = {**usual, **changes}
+            answer = await plain.post(f"http://{there.address}/v1/batches", json=body)
+            assert answer.status_code == status, (changes, answer.text)
+            if status == 200:
+                Batch.model_validate(answer.json(), strict=True)
 
 
 async def test_lists_have_pages(tmp_path: Path) -> None:
@@ -382,21 +405,21 @@ async def test_lists_have_pages(tmp_path: Path) -> None:
         assert listed == [batch.id for batch in reversed(batches)]
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", "/v1/files/file-none"),
-        ("GET", "/v1/files/file-none/content"),
-        ("GET", "/v1/files/..%2f..%2fetc%2fpasswd/content"),
-        ("DELETE", "/v1/files/file-none"),
-        ("GET", "/v1/batches/batch_none"),
-        ("POST", "/v1/batches/batch_none/cancel"),
-    ],
+MISSING = (
+    ("GET", "/v1/files/file-none"),
+    ("GET", "/v1/files/file-none/content"),
+    ("GET", "/v1/files/..%2f..%2fetc%2fpasswd/content"),
+    ("DELETE", "/v1/files/file-none"),
+    ("GET", "/v1/batches/batch_none"),
+    ("POST", "/v1/batches/batch_none/cancel"),
 )
-async def test_what_is_not_there(tmp_path: Path, method: str, path: str) -> None:
+
+
+async def test_what_is_not_there(tmp_path: Path) -> None:
     folder = tmp_path / "data"
-    async with served(folder) as there, httpx.AsyncClient() as plain:
-        answer = await plain.request(method, f"http://{there.address}{path}")
-        assert answer.status_code == 404
-        check_schema(answer.json(), "ErrorResponse")
+    async with served(folder) as there, plain_client() as plain:
+        for method, path in MISSING:
+            answer = await plain.request(method, f"http://{there.address}{path}")
+            assert answer.status_code == 404, path
+            check_schema(answer.json(), "ErrorResponse")
     assert not folder.exists()

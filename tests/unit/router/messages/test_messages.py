@@ -124,6 +124,20 @@ async def test_streamed_text() -> None:
     assert events[-2]["usage"] == answer["usage"]
 
 
+@pytest.mark.parametrize("text", ["It rains.", f"It rains.\n{CALL}"])
+async def test_the_stop_sequence_that_ended_an_answer_is_told(text: str) -> None:
+    front = front_saying(text)
+    asked = {**HELLO, "stop_sequences": ["never", "ains", "in"], "tools": [TOOL]}
+    answer = await whole(front, asked)
+    assert answer["content"] == [{"type": "text", "text": "It ra"}]
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "in")
+    events = await stream(front, asked)
+    assert put_together(events) == answer["content"]
+    assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "in"}
+    cut = await whole(front, {**asked, "max_tokens": 1})
+    assert (cut["stop_reason"], cut["stop_sequence"]) == ("max_tokens", None)
+
+
 async def test_calls() -> None:
     front = front_saying(f"Let me see.\n{CALL}\n{CALL}")
     asked = {**HELLO, "tools": [TOOL]}

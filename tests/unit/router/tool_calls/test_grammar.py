@@ -90,6 +90,21 @@ def test_markers_that_are_tokens() -> None:
     assert not accepts(grammar, text)
 
 
+def test_names_and_arguments_between_markers_that_are_tokens() -> None:
+    backend = tiny_backend()
+    begin, end = backend.token_to_id("<|im_start|>"), backend.token_to_id(EOS)
+    assert begin is not None
+    assert end is not None
+    form = FORMATS["mistral_args"]
+    grammar = calls_grammar(form, USE, {"[TOOL_CALLS]": begin, "[ARGS]": end})
+    assert grammar.text.count(f"<[{end}]>") == len(TOOLS)
+    text = form.written(CALLS)
+    # The stand-in for the second one ends an answer: the library takes it nowhere else.
+    plain = calls_grammar(form, USE, {"[TOOL_CALLS]": begin})
+    assert accepts(plain, text.replace("[TOOL_CALLS]", "<|im_start|>"))
+    assert not accepts(plain, text)
+
+
 def test_schemas_beyond_the_library() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "format": "odd"}}}
     loose = ToolUse((Tool("f", None, schema),), frozenset({"f"}), True)

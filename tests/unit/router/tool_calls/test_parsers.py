@@ -159,6 +159,38 @@ CASES: list[tuple[str, str, Parsed]] = [
         Parsed("So:", (Call("add-2", '{"x": 1}'), Call("look_up", "{}"))),
     ),
     ("mistral", "[TOOL_CALLS] no", Parsed("[TOOL_CALLS] no", ())),
+    *(
+        case
+        for name in ("mistral", "mistral_args")
+        for case in (
+            (
+                name,
+                'So: [TOOL_CALLS]add-2[ARGS]{"x": 1}[TOOL_CALLS]look_up[ARGS]{}',
+                Parsed("So:", (Call("add-2", '{"x": 1}'), Call("look_up", "{}"))),
+            ),
+            (
+                name,
+                '[TOOL_CALLS]add-2[CALL_ID]a1B2c3d4e[ARGS] {"x": "}"}\n',
+                Parsed("", (Call("add-2", '{"x": "}"}'),)),
+            ),
+            (name, '[TOOL_CALLS]add-2{"x": 1} so', Parsed(" so", (Call("add-2", '{"x": 1}'),))),
+            (
+                name,
+                '[TOOL_CALLS]other[ARGS]{"x": 1}',
+                Parsed('[TOOL_CALLS]other[ARGS]{"x": 1}', ()),
+            ),
+            (name, "[TOOL_CALLS]add-2[ARGS]", Parsed("[TOOL_CALLS]add-2[ARGS]", ())),
+            (name, "[TOOL_CALLS]add-2[ARGS]x{}", Parsed("[TOOL_CALLS]add-2[ARGS]x{}", ())),
+            (name, "[TOOL_CALLS]add-2[ARGS][1]", Parsed("[TOOL_CALLS]add-2[ARGS][1]", ())),
+            (name, '[TOOL_CALLS]add-2[ARGS]{"x": 1', Parsed("", (Call("add-2", '{"x": 1'),))),
+            (name, "[TOOL_CALLS]add-2[ARGS]{x}", Parsed("", (Call("add-2", "{x}"),))),
+        )
+    ),
+    (
+        "mistral_args",
+        '[TOOL_CALLS][{"name": "add-2", "arguments": {"x": 1}}]',
+        Parsed("", (Call("add-2", '{"x": 1}'),)),
+    ),
 ]
 
 
@@ -186,6 +218,10 @@ FRAGMENTS = st.sampled_from(
         "</tool_call>",
         "<|python_tag|>",
         "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]a1",
+        "add-2",
+        "look_up[ARGS]{",
         "[",
         "]",
         ", ",
@@ -244,7 +280,7 @@ JSON = st.recursive(
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
+    max_leaves=5,
 )
 
 

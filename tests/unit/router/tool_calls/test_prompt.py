@@ -89,6 +89,7 @@ def test_who_is_about_tools() -> None:
         (TEMPLATE, {"<|python_tag|>"}, "hermes"),
         (KNOWS + "<tool_call>", {"<|python_tag|>"}, "hermes"),
         (KNOWS + "[TOOL_CALLS]", {"[TOOL_CALLS]"}, "mistral"),
+        (KNOWS + "[TOOL_CALLS][ARGS]", {"[TOOL_CALLS]"}, "mistral_args"),
         (TEMPLATE + "SmolLM", set(), "smollm"),
     ],
 )

@@ -1,0 +1,102 @@
+"""`python -m deploy.training`: an EAGLE-3 head for a model, trained on a CPU on its own words.
+
+``talk`` lets the model talk to itself and records what its layers make of it, ``eagle`` trains a
+head on that. Both work in pieces and can be called again to go on.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from baton.errors import BatonError
+from deploy import model_store
+from deploy.training.eagle_training import EagleTraining, EagleTrainingSettings
+from deploy.training.material import load_conversations, save_conversations
+from deploy.training.self_talk import Conversation, SelfTalk
+from engine.engine import EngineSettings, build_engine
+from engine.model import DecoderModel
+from engine.model_config import ModelConfig, load_model_config
+from engine.weights import load_weights
+from router.tokenizer import Tokenizer
+
+app = typer.Typer(add_completion=False, help=__doc__)
+_CHECKPOINT = "training.pt"
+
+_Model = Annotated[str, typer.Option(metavar="NAME|PATH", help="As for `baton up`.")]
+_Quantization = Annotated[str, typer.Option(help="As for `baton up`: what will be served.")]
+_Material = Annotated[Path, typer.Option(help="The folder of the conversations.")]
+_Threads = Annotated[int, typer.Option(help="Of the CPU.")]
+
+
+@app.command()
+def talk(
+    material: _Material,
+    seed: Annotated[int, typer.Option(help="Another one for each piece.")],
+    model: _Model = "smollm2-135m-instruct",
+    quantization: _Quantization = "auto",
+    minutes: Annotated[float, typer.Option(help="How long.")] = 10.0,
+    threads: _Threads = 2,
+) -> None:
+    """Let the model talk to itself, into one more file of the folder."""
+    folder = model_store.resolve(model, typer.echo, quantization).path
+    material.mkdir(parents=True, exist_ok=True)
+    engine = build_engine(EngineSettings(folder, threads=threads, quantization=quantization))
+    talking = SelfTalk(engine, Tokenizer.load(folder), _layers(engine.config), seed)
+    found: list[Conversation] = []
+    end = time.monotonic() + 60 * minutes
+    with torch.inference_mode():
+        while time.monotonic() < end or not found:
+            found += talking.step()
+    save_conversations(found, material / f"{seed}.safetensors")
+    tokens = sum(len(each.token_ids) - each.answer for each in found)
+    typer.echo(f"{len(found)} conversations, {tokens} tokens of answers")
+
+
+@app.command()
+def eagle(
+    material: _Material,
+    output: Annotated[Path, typer.Option(help="The head's folder, for --draft-model.")],
+    model: _Model = "smollm2-135m-instruct",
+    quantization: _Quantization = "auto",
+    minutes: Annotated[float, typer.Option(help="How long this piece of work takes.")] = 20.0,
+    of: Annotated[float, typer.Option(help="Minutes of all pieces together.")] = 20.0,
+    draft_vocab: Annotated[int, typer.Option(help="How many tokens it can guess.")] = 4096,
+    threads: _Threads = 2,
+) -> None:
+    """Train a head, or go on with it, and write it."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    folder = model_store.resolve(model, typer.echo, quantization).path
+    config, cpu = load_model_config(folder), torch.device("cpu")
+    target = DecoderModel(config, load_weights(folder, cpu, torch.bfloat16, quantization), cpu)
+    training = EagleTraining(
+        target,
+        _layers(config),
+        load_conversations(material),
+        EagleTrainingSettings(draft_vocab=draft_vocab),
+    )
+    checkpoint = output / _CHECKPOINT
+    if checkpoint.is_file():
+        training.resume(checkpoint)
+    loss = training.run(60 * minutes, 60 * of)
+    training.export(output)
+    training.save(checkpoint)
+    agreement = ", ".join(f"{share:.3f}" for share in training.agreement())
+    typer.echo(f"{training.seconds:.0f} s, loss {loss:.3f}, agreement {agreement}")
+
+
+def _layers(config: ModelConfig) -> tuple[int, int, int]:
+    """A low one, a middle one, and what the last one puts out."""
+    return max(1, config.layers // 4), max(1, config.layers // 2), config.layers
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except BatonError as error:
+        raise SystemExit(f"error: {error.message}") from error

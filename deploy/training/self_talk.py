@@ -1,0 +1,159 @@
+"""Conversations that the target holds with itself: what a drafter for it learns from.
+
+A chat model that is shown nothing but the beginning of a user's turn makes up a question (Xu et
+al., Magpie, 2024); then it answers it. So the text is the target's own, and none of anybody else's
+is needed. Some conversations begin with a passage or a function of Baton's own instead.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from baton.sampling_params import SamplingParams
+from engine.cpu.sampler import cpu_sampler
+from engine.engine import Engine
+from engine.plan import PlanRow
+from engine.sampling import SampleRow, sample
+from engine.step import StepInput
+from loadtest.speculation_prompts import copying_tasks
+from router.tokenizer import Tokenizer
+
+_OWN_TASKS = 0.15
+"""The share of conversations about Baton's own text."""
+_TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
+"""Of answers: drafts are to be right for greedy and for sampled ones."""
+_QUESTION_TOKENS, _ANSWER_TOKENS = 96, 320
+_MOST_TOKENS = 768
+_MARK = "\x1a"
+"""Stands for the user's text while the template is taken apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What was said, and what the target's layers made of it."""
+
+    token_ids: torch.Tensor
+    """int32 [tokens]."""
+    hidden: torch.Tensor
+    """bf16 [tokens, layers, hidden_size]: of every token what the recorded layers put out."""
+    answer: int
+    """The first token of the answer: those before it the target has not chosen as an answer."""
+
+
+@dataclass(slots=True)
+class _Talk:
+    token_ids: list[int]
+    blocks: tuple[int, ...]
+    sampling: SamplingParams
+    answer: int = 0
+    """0 while the question is made up."""
+    limit: int = 0
+    computed: int = 0
+    hidden: list[torch.Tensor] = field(default_factory=list)
+
+
+class SelfTalk:
+    """Many conversations at a time on one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        layers: Sequence[int],
+        seed: int,
+        at_a_time: int = 48,
+    ) -> None:
+        """``layers`` are recorded. Raises BatonError for a model without a chat template."""
+        self._engine = engine
+        sampler = cpu_sampler()
+        self._sample = sample if sampler is None else sampler.sample
+        self._layers = tuple(layers)
+        self._random = random.Random(seed)  # noqa: S311 - it chooses what is talked about
+        self._tokenizer = tokenizer
+        whole = tokenizer.render_chat([{"role": "user", "content": _MARK}], 1 << 20)
+        before, _, after = whole.partition(_MARK)
+        self._before, self._after = self._encode(before), self._encode(after)
+        ends = {*engine.config.eos_ids, self._after[0]}
+        self._ends = tuple(ends)
+        self._tasks = [self._encode(task) for task in copying_tasks()]
+        size = engine.cache.block_size
+        each = -(-_MOST_TOKENS // size)
+        count = min(at_a_time, engine.cache.blocks // each)
+        self._talks = [self._begin(tuple(range(n * each, (n + 1) * each))) for n in range(count)]
+
+    def step(self) -> Iterator[Conversation]:
+        """One step of all conversations; those that ended are given out, and others begin."""
+        talks = self._talks
+        rows = tuple(
+            PlanRow(n, talk.computed, len(talk.token_ids) - talk.computed, talk.blocks, True)
+            for n, talk in enumerate(talks)
+        )
+        token_ids: list[int] = []
+        outputs: list[int] = []
+        for talk in talks:
+            token_ids += talk.token_ids[talk.computed :]
+            outputs.append(len(token_ids) - 1)
+        found = self._engine.runner.model.run(
+            StepInput(rows, token_ids, outputs, False, hidden_layers=self._layers)
+        )
+        assert found.logits is not None
+        assert found.hidden is not None
+        draws = [SampleRow(t.sampling, t.token_ids, len(t.token_ids), ()) for t in talks]
+        drawn = self._sample(found.logits, draws)
+        hidden = torch.split(found.hidden.to(torch.bfloat16), [row.count for row in rows])
+        for place, (talk, token, states) in enumerate(zip(talks, drawn, hidden, strict=True)):
+            talk.computed = len(talk.token_ids)
+            talk.hidden.append(states)
+            if self._went_on(talk, token):
+                continue
+            if talk.answer < len(talk.token_ids):
+                yield Conversation(
+                    torch.tensor(talk.token_ids, dtype=torch.int32),
+                    torch.cat(talk.hidden),
+                    talk.answer,
+                )
+            talks[place] = self._begin(talk.blocks)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _begin(self, blocks: tuple[int, ...]) -> _Talk:
+        seed = self._random.getrandbits(63)
+        if self._random.random() < _OWN_TASKS:
+            task = self._random.choice(self._tasks)[: _MOST_TOKENS // 2]
+            talk = _Talk([*self._before, *task], blocks, SamplingParams())
+            self._turn(talk)
+            return talk
+        limit = len(self._before) + _QUESTION_TOKENS
+        # Hotter ones are seldom questions.
+        sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=seed)
+        return _Talk(list(self._before), blocks, sampling, limit=limit)
+
+    def _turn(self, talk: _Talk) -> None:
+        """The question is there: the answer begins."""
+        talk.token_ids += self._after
+        talk.answer = len(talk.token_ids)
+        talk.limit = min(_MOST_TOKENS, talk.answer + _ANSWER_TOKENS)
+        temperature = self._random.choice(_TEMPERATURES)
+        seed = self._random.getrandbits(63)
+        talk.sampling = SamplingParams(temperature=temperature, seed=seed)
+
+    def _went_on(self, talk: _Talk, token: int) -> bool:
+        if talk.answer:
+            talk.token_ids.append(token)
+            if token not in self._ends and len(talk.token_ids) < talk.limit:
+                return True
+            # Its last token was not computed.
+            talk.token_ids.pop()
+            return False
+        if token not in self._ends and len(talk.token_ids) < talk.limit:
+            talk.token_ids.append(token)
+        elif len(talk.token_ids) > len(self._before):
+            self._turn(talk)
+        else:
+            return False
+        return True

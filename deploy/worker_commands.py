@@ -1,0 +1,111 @@
+"""`baton drain` and `baton role`: what operators tell the workers and routers of a cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from deploy.cluster_state import ClusterState
+
+_ANSWER_S = 20.0
+"""How much later than the deadline of a drain its answer may come."""
+_DEFAULT_DEADLINE_S = 30.0
+Http = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="The router's HTTP front. Default: that of the cluster on this machine.",
+    ),
+]
+Deadline = Annotated[
+    float,
+    typer.Option(
+        min=0, max=3600, help="Seconds; what is left then is ended there and placed elsewhere."
+    ),
+]
+ApiKey = Annotated[
+    str, typer.Option(envvar="BATON_API_KEY", help="An admin's, where the cluster asks for one.")
+]
+
+
+def drain(
+    worker: Annotated[
+        str, typer.Argument(help="As `baton status` calls it, decode-0; or a router, router-0.")
+    ],
+    deadline: Deadline = _DEFAULT_DEADLINE_S,
+    http: Http = None,
+    api_key: ApiKey = "",
+) -> None:
+    """Let a worker or a router leave: no new work, what runs ends or moves, then it exits with 0.
+
+    A cluster that keeps its size starts another one in its place: that is a restart without loss.
+    """
+    cluster = _cluster(http)
+    if worker.startswith("router"):
+        _drain_router(worker, cluster)
+        return
+    answer = _post(cluster, http, api_key, f"{worker}/drain", {"deadline_s": deadline})
+    left = "" if answer["empty"] else "; what was left is placed elsewhere"
+    typer.echo(f"{worker} is drained{left}")
+
+
+def role(
+    worker: Annotated[str, typer.Argument(help="As `baton status` calls it, prefill-1.")],
+    to: Annotated[str, typer.Argument(metavar="prefill|decode")],
+    deadline: Deadline = _DEFAULT_DEADLINE_S,
+    http: Http = None,
+    api_key: ApiKey = "",
+) -> None:
+    """Have a worker play the other role, with the weights and the cached blocks that it has."""
+    body = {"role": to, "deadline_s": deadline}
+    answer = _post(_cluster(http), http, api_key, f"{worker}/role", body)
+    typer.echo(f"{worker} is a {to} worker now; it took {answer['took_s']:.2f} s")
+
+
+def _cluster(http: str | None) -> ClusterState | None:
+    from deploy.cluster_state import running_clusters  # noqa: PLC0415
+
+    found = running_clusters()
+    return next((one for one in found if http in (None, one.http)), None)
+
+
+def _drain_router(name: str, cluster: ClusterState | None) -> None:
+    pid = None if cluster is None else cluster.processes.get(name)
+    if pid is None:
+        _fail(f"there is no {name} on this machine; elsewhere, send it SIGTERM")
+    os.kill(pid, signal.SIGTERM)
+    typer.echo(f"{name} drains")
+
+
+def _post(
+    cluster: ClusterState | None, http: str | None, api_key: str, path: str, body: dict[str, Any]
+) -> dict[str, Any]:
+    import httpx  # noqa: PLC0415
+
+    address = http or (cluster.http if cluster is not None else "127.0.0.1:8000")
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    url = f"http://{address}/v1/workers/{path}"
+    try:
+        timeout = float(body["deadline_s"]) + _ANSWER_S
+        answer = httpx.post(url, json=body, headers=headers, timeout=timeout, trust_env=False)
+    except httpx.HTTPError as error:
+        _fail(f"no router answers at {address} ({error}); is `baton up` running?")
+    if answer.is_error:
+        _fail(_message(answer))
+    return dict(answer.json())
+
+
+def _message(answer: Any) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the router answered {answer.status_code}: {answer.text[:300]}"
+
+
+def _fail(message: str) -> NoReturn:
+    typer.secho(f"error: {message}", fg=typer.colors.RED, err=True)
+    raise typer.Exit(1)

@@ -1,0 +1,273 @@
+"""Drafts on a GPU: the tokens are those of steps without, and what they do to tokens a second.
+
+The drafter knows the answers, and says so many of their tokens right: what a drafter is worth by
+how often it is right, on weights that say nothing that repeats.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from baton.request import SequenceSpec
+from baton.sampling_params import SamplingParams
+from engine.block_pool import BlockPool
+from engine.draft_costs import DraftCosts
+from engine.draft_length import MOST_IN_A_STEP, DraftLength, Proposal
+from engine.drafter import Draft, Drafter
+from engine.gpu.decoder import GpuStepModel
+from engine.gpu.graphs import CudaCapture
+from engine.gpu.overlap_costs import OverlapCosts
+from engine.gpu.runner import GpuRunner
+from engine.gpu.speculation import OverlapSpeculation, make_overlap_speculation
+from engine.kv_cache import KvCache
+from engine.model_config import ModelConfig
+from engine.plan import StepPlan, StepResult
+from engine.runner import Ending
+from engine.scheduler import Scheduler, SchedulerLimits
+from engine.sequence import Sequence as EngineSequence
+from engine.speculation import MOST_DRAFT_TOKENS
+from loadtest.gpu_correctness import Check, Place
+from loadtest.gpu_speed import FULL, Figure, Sizes
+from loadtest.random_model import llama_8b, random_model, tiny_llama
+
+_BLOCK = 16
+_HOT = 1e6
+"""A temperature at which the noise alone decides: rounding changes no token, and nothing repeats.
+"""
+_LEAST = 0.97
+"""Of the tokens a second without drafts, whatever the drafter says."""
+_PAYS = 1.4
+"""Of those of one sequence, where a drafter is mostly right."""
+
+
+class KnownAnswers:
+    """A drafter that knows what will be said, and says each token right with a chance."""
+
+    name = "known"
+
+    def __init__(self, answers: Sequence[Sequence[int]], right: float, vocab: int) -> None:
+        """``answers``: of each sequence, by its id, all its tokens."""
+        self._answers = answers
+        self._right = right
+        self._vocab = vocab
+        self._random = random.Random(0)  # noqa: S311 - no secret
+
+    def propose(self, sequence_id: int, token_ids: list[int], most: int) -> Draft | None:
+        """See ``Drafter``."""
+        place = len(token_ids)
+        tokens = self._answers[sequence_id][place : place + most]
+        if not tokens:
+            return None
+        said = [t if self._random.random() < self._right else (t + 1) % self._vocab for t in tokens]
+        return Draft(said, 4)
+
+    def forget(self, sequence_id: int) -> None:
+        """Nothing is kept."""
+
+
+class _Whole(DraftLength):
+    """All tokens of every draft."""
+
+    def choose(
+        self,
+        batch: int,
+        rows: int,
+        proposals: Sequence[Proposal],
+        costs: list[float] | None = None,
+    ) -> list[int]:
+        room = MOST_IN_A_STEP
+        lengths = []
+        for proposal in proposals:
+            lengths.append(min(room, proposal.tokens - proposal.drawn))
+            room -= lengths[-1]
+        return lengths
+
+
+class _Always(OverlapCosts):
+    """Every draft is worth its wait."""
+
+    def seconds(self, batch: int, rows: int, most: int, *, first: bool) -> list[float] | None:
+        return [1.0] * (most + 1)
+
+
+def _all_drafts(drafter: Drafter) -> OverlapSpeculation:
+    return OverlapSpeculation(drafter, _Whole(), _Always(DraftCosts()))
+
+
+class GpuSequences:
+    """Sequences of one model, run to their ends with and without drafts."""
+
+    def __init__(
+        self, place: Place, config: ModelConfig, blocks: int, most: int, *, deterministic: bool
+    ) -> None:
+        """At most ``most`` sequences at a time, in ``blocks`` blocks."""
+        self._place = place
+        self._most = most
+        self.config = config
+        self._cache = KvCache(config, blocks, _BLOCK, place.dtype, place.device)
+        self._model = GpuStepModel(
+            random_model(config, place.device, place.dtype),
+            self._cache,
+            most + MOST_IN_A_STEP,
+            capture=None if place.interpreted else CudaCapture(place.device),
+            deterministic=deterministic,
+        )
+
+    def run(
+        self,
+        speculation: OverlapSpeculation | None,
+        samplings: Sequence[SamplingParams],
+        prompt_tokens: int,
+        note: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
+    ) -> list[list[int]]:
+        """All tokens of each sequence; steps overlap as a worker's do. ``note`` hears of each."""
+        runner = GpuRunner(self._model, self._cache, self._place.device, None, speculation)
+        limits = SchedulerLimits(
+            block_size=_BLOCK,
+            chunk_tokens=8192,
+            max_sequences=self._most,
+            context_length=self.config.context_length,
+            draft_tokens=MOST_DRAFT_TOKENS,
+        )
+        scheduler = Scheduler(BlockPool(self._cache.blocks), limits)
+        sequences = []
+        for number, sampling in enumerate(samplings):
+            # Not all of one length, and no two alike.
+            prompt = self._prompt(number, prompt_tokens - number % 3)
+            spec = SequenceSpec(str(number), 0, "", prompt, len(prompt), sampling)
+            sequences.append(EngineSequence(number, spec, stop_ids=(), hash_key=b"gpu_check"))
+            scheduler.add(sequences[-1])
+        flight: deque[tuple[StepPlan, Ending]] = deque()
+        while True:
+            while len(flight) < 2 and (plan := scheduler.schedule()) is not None:
+                flight.append((plan, runner.start(plan)))
+            if not flight:
+                break
+            plan, ending = flight.popleft()
+            result = ending()
+            scheduler.complete(plan, result)
+            note(plan, result)
+        if speculation is not None:
+            for sequence in sequences:
+                speculation.forget(sequence.sequence_id)
+        return [sequence.token_ids for sequence in sequences]
+
+    def _prompt(self, number: int, count: int) -> tuple[int, ...]:
+        generator = torch.Generator().manual_seed(number)
+        found = torch.randint(0, self.config.vocab_size, (count,), generator=generator)
+        return tuple(found.tolist())
+
+
+@torch.inference_mode()
+def check_drafts(place: Place) -> Iterator[Check]:
+    """The tokens of a small model with drafts, some of them wrong, are those without."""
+    # What torch's products round another way in another batch is small in fp32, and nothing in
+    # kernels of fixed order.
+    for dtype, deterministic in ((torch.float32, False), (place.dtype, True)):
+        name = "fixed order" if deterministic else str(dtype).removeprefix("torch.")
+        bench = GpuSequences(
+            replace(place, dtype=dtype), tiny_llama(), 32, 4, deterministic=deterministic
+        )
+        wrong, accepted = _wrong_tokens(bench, 6 if place.interpreted else 60)
+        yield Check(f"tokens that drafts change, {name}", float(wrong), 0.0)
+        yield Check(f"no draft was accepted, {name}", float(not accepted), 0.0)
+
+
+def _wrong_tokens(bench: GpuSequences, tokens: int) -> tuple[int, int]:
+    """Sequences that differ, and drafted tokens that were right."""
+    base = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    samplings = [
+        base,
+        replace(base, temperature=1.0, seed=3),
+        replace(base, temperature=1.2, seed=4, top_p=0.9, top_k=50),
+    ]
+    accepted = 0
+
+    def note(_: StepPlan, result: StepResult) -> None:
+        nonlocal accepted
+        accepted += result.accepted
+
+    expected = bench.run(None, samplings, 20)
+    drafter = KnownAnswers(expected, 0.7, bench.config.vocab_size)
+    found = bench.run(_all_drafts(drafter), samplings, 20, note)
+    return sum(one != other for one, other in zip(found, expected, strict=True)), accepted
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Tokens a second of the steps in which all of ``batch`` sequences decoded, and no other."""
+
+    batch: int
+    tokens: int = 0
+    seconds: float = 0.0
+    _last: float = 0.0
+
+    def note(self, plan: StepPlan, result: StepResult) -> None:
+        """A step has ended."""
+        now = time.perf_counter()
+        if plan.decodes_only and len(plan.rows) == self.batch and self._last:
+            self.tokens += sum(len(found) for found in result.token_ids)
+            self.seconds += now - self._last
+        self._last = now if plan.decodes_only else 0.0
+
+    @property
+    def token_s(self) -> float:
+        """Seconds for a token of each sequence."""
+        return self.seconds * self.batch / max(1, self.tokens)
+
+
+@torch.inference_mode()
+def measure_speculation(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[Figure]:
+    """Tokens a second over those without drafts, as the runner chooses by what it measures."""
+    full = sizes is FULL
+    config = llama_8b(2048) if full else tiny_llama()
+    batches = (1, 16, sizes.batch) if full else (sizes.batch,)
+    prompt, answer = (512, 160) if full else (17, 8)
+    blocks = max(batches) * (-(-(prompt + answer) // _BLOCK) + 2)
+    place = Place(device, dtype)
+    bench = GpuSequences(place, config, blocks, max(batches), deterministic=False)
+    for batch in batches:
+        yield from _ratios(bench, batch, prompt, answer, warm=full)
+
+
+def _ratios(
+    bench: GpuSequences, batch: int, prompt: int, answer: int, *, warm: bool
+) -> Iterator[Figure]:
+    samplings = [
+        SamplingParams(temperature=_HOT, seed=number, max_tokens=answer, ignore_eos=True)
+        for number in range(batch)
+    ]
+
+    def measured(speculation: OverlapSpeculation | None) -> tuple[_Rate, list[list[int]]]:
+        """Of the second of two runs: what the first has learned, and captured, is kept."""
+        if warm:
+            bench.run(speculation, samplings, prompt)
+        rate = _Rate(batch)
+        return rate, bench.run(speculation, samplings, prompt, rate.note)
+
+    plain, answers = measured(None)
+    vocab = bench.config.vocab_size
+    ways = {
+        "ngram, nothing repeats": (make_overlap_speculation("ngram"), _LEAST),
+        "drafts all wrong": (OverlapSpeculation(KnownAnswers(answers, 0.0, vocab)), _LEAST),
+        "half of the drafted tokens right": (
+            OverlapSpeculation(KnownAnswers(answers, 0.5, vocab)),
+            _LEAST,
+        ),
+        "nine of ten right": (
+            OverlapSpeculation(KnownAnswers(answers, 0.9, vocab)),
+            _PAYS if batch == 1 else _LEAST,
+        ),
+    }
+    yield Figure(f"decode, batch {batch} × {prompt}, no drafts", plain.token_s, 1.0, "tokens")
+    for name, (speculation, target) in ways.items():
+        found, said = measured(speculation)
+        share = plain.token_s / found.token_s if found.token_s else 0.0
+        same = "" if said == answers else ", OTHER TOKENS"
+        yield Figure(f"batch {batch}, {name}{same}", found.token_s, share, "tokens", target)

@@ -1,0 +1,198 @@
+"""What a tenant does with files and batches, whichever front it comes by."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Generic, TypeVar
+
+from baton.config import Config
+from baton.errors import InvalidRequest, NotFound
+from baton.request import Principal
+from router.batches.batch import Batch, StoredFile
+from router.batches.database import Database
+from router.batches.line import ENDPOINTS, Fault, find_faults
+from router.batches.protocol import check_metadata, window_s
+from router.batches.store import BatchStore
+
+MOST_FILES = 10_000
+MOST_BATCHES = 100
+"""In one page of a list, as at OpenAI."""
+DEFAULT_BATCHES = 20
+LEAST_EXPIRY_S, MOST_EXPIRY_S = 3600, 30 * 86400
+"""How long a file may be kept that expires, in seconds; as at OpenAI."""
+DEFAULT_WINDOW = "24h"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """Part of a list."""
+
+    entries: Sequence[T]
+    has_more: bool
+
+
+class BatchDesk:
+    """Checks what is asked, and asks the store. Raises BatonError. Owned by the event loop."""
+
+    def __init__(
+        self,
+        store: BatchStore,
+        model: str,
+        config: Config,
+        on_change: Callable[[], None],
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``model`` is the id of what is served; ``on_change`` hears that there is work to do."""
+        self._store = store
+        self._model = model
+        self._most_line_bytes = config.max_body_bytes
+        self._on_change = on_change
+        self._unix_clock = unix_clock
+
+    # Files
+
+    async def add_file(
+        self, tenant: str, content: BinaryIO, filename: str, expires_s: int | None
+    ) -> StoredFile:
+        """Keep a batch's input. Each of its lines is checked.
+
+        Raises InvalidRequest that names the first bad line, and RequestTooLarge.
+        """
+        check_expiry(expires_s, "expires_after")
+        await asyncio.to_thread(self._check_lines, content)
+        return await self._store.add_file(content, tenant, filename, "batch", expires_s)
+
+    async def files(
+        self, tenant: str, purpose: str, after: str, limit: int, *, ascending: bool
+    ) -> Page[StoredFile]:
+        """From the one behind ``after`` on; ``purpose`` "" is any. Raises InvalidRequest."""
+        _check_limit(limit, MOST_FILES)
+        if not self._store.used:
+            return Page((), has_more=False)
+        found = await self._store.ask(
+            Database.files,
+            tenant,
+            purpose,
+            after,
+            limit + 1,
+            ascending=ascending,
+            now=self._now(),
+        )
+        return Page(found[:limit], len(found) > limit)
+
+    async def file(self, tenant: str, file_id: str) -> StoredFile:
+        """Raises NotFound."""
+        self._check_used("file")
+        return await self._store.ask(Database.file, file_id, tenant, self._now())
+
+    async def content(self, tenant: str, file_id: str) -> Path:
+        """Where a file's contents are. Raises NotFound."""
+        path = self._store.path(await self.file(tenant, file_id))
+        if not path.exists():
+            raise NotFound("the file's contents are gone", param="file_id")
+        return path
+
+    async def delete_file(self, tenant: str, file_id: str) -> None:
+        """Raises NotFound, and InvalidRequest while a batch needs it."""
+        self._check_used("file")
+        await self._store.delete_file(file_id, tenant)
+
+    # Batches
+
+    async def create_batch(
+        self,
+        principal: Principal,
+        input_file_id: str,
+        endpoint: str,
+        window: str,
+        metadata: Mapping[str, str],
+        output_expires_s: int | None,
+    ) -> Batch:
+        """Begin a batch. Raises InvalidRequest and NotFound."""
+        if endpoint not in ENDPOINTS:
+            raise InvalidRequest(
+                f"endpoint must be one of {', '.join(ENDPOINTS)}", param="endpoint"
+            )
+        check_expiry(output_expires_s, "output_expires_after")
+        self._check_used("file")
+        now = self._now()
+        batch = Batch(
+            id=f"batch_{secrets.token_hex(12)}",
+            tenant=principal.tenant,
+            key_id=principal.key_id,
+            model=self._model,
+            endpoint=endpoint,
+            input_file_id=input_file_id,
+            completion_window=window,
+            created_at=now,
+            expires_at=now + window_s(window),
+            metadata=check_metadata(dict(metadata)),
+            output_expires_s=output_expires_s,
+        )
+        await self._store.ask(Database.add_batch, batch)
+        self._on_change()
+        return batch
+
+    async def batches(self, tenant: str, after: str, limit: int) -> Page[Batch]:
+        """Newest first, from the one behind ``after`` on. Raises InvalidRequest."""
+        _check_limit(limit, MOST_BATCHES)
+        if not self._store.used:
+            return Page((), has_more=False)
+        found = await self._store.ask(Database.batches, tenant, after, limit + 1)
+        return Page(found[:limit], len(found) > limit)
+
+    async def batch(self, tenant: str, batch_id: str) -> Batch:
+        """Raises NotFound."""
+        self._check_used("batch")
+        return await self._store.ask(Database.batch, batch_id, tenant)
+
+    async def cancel(self, tenant: str, batch_id: str) -> Batch:
+        """End a batch early; the results that there are become its files.
+
+        Raises NotFound, and InvalidRequest where it has ended.
+        """
+        self._check_used("batch")
+        batch = await self._store.ask(Database.cancel, batch_id, tenant, self._now())
+        self._on_change()
+        return batch
+
+    def _now(self) -> int:
+        return int(self._unix_clock())
+
+    def _check_used(self, what: str) -> None:
+        """Nothing is made on the disk for a question about what cannot be there."""
+        if not self._store.used:
+            raise NotFound(f"there is no such {what}", param=f"{what}_id")
+
+    def _check_lines(self, content: BinaryIO) -> None:
+        """Raises InvalidRequest that names the first bad line."""
+        content.seek(0)
+        _, faults = find_faults(content, self._most_line_bytes)
+        if faults:
+            raise _invalid(faults[0])
+
+
+def check_expiry(seconds: int | None, param: str) -> None:
+    """Raises InvalidRequest."""
+    if seconds is not None and not LEAST_EXPIRY_S <= seconds <= MOST_EXPIRY_S:
+        raise InvalidRequest(
+            f"{param}: between {LEAST_EXPIRY_S} and {MOST_EXPIRY_S} seconds are possible",
+            param=param,
+        )
+
+
+def _check_limit(limit: int, most: int) -> None:
+    if not 1 <= limit <= most:
+        raise InvalidRequest(f"limit must be between 1 and {most}", param="limit")
+
+
+def _invalid(fault: Fault) -> InvalidRequest:
+    place = "" if fault.line is None else f"line {fault.line}: "
+    return InvalidRequest(f"{place}{fault.message}", param="file")

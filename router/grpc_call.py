@@ -1,0 +1,53 @@
+"""What every call of the gRPC front begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import grpc.aio
+from google.protobuf.message import Message
+
+from baton.config import Config
+from baton.errors import RequestTooLarge
+from router.api_keys import Caller
+from router.request_builder import DEADLINE_HEADER, SESSION_HEADER, Arrival
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Service(Protocol):
+    """One gRPC service of the front."""
+
+    def add_to(self, server: grpc.aio.Server) -> str:
+        """Mount it on a server that is not started yet; gives its full name."""
+
+
+def metadata_of(context: Context) -> dict[str, str]:
+    """Text metadata of a call, by name; gRPC has the names in lower case."""
+    pairs = context.invocation_metadata() or ()
+    return {name: value for name, value in pairs if isinstance(value, str)}
+
+
+def arrival_of(
+    context: Context,
+    metadata: Mapping[str, str],
+    caller: Caller,
+    name: str,
+    at: float,
+    config: Config,
+) -> Arrival:
+    """When a call came, and how long it may take: its own deadline bounds it too.
+
+    ``name`` is the router's for the request. Raises InvalidRequest.
+    """
+    left = context.time_remaining()
+    most_s = min(config.request_deadline_s, float("inf") if left is None else left)
+    given, session = metadata.get(DEADLINE_HEADER, ""), metadata.get(SESSION_HEADER, "")
+    return Arrival.of(name, at, given, most_s, caller, session)
+
+
+def check_size(request: Message, config: Config) -> None:
+    """Raises RequestTooLarge where HTTP would, too."""
+    if request.ByteSize() > config.max_body_bytes:
+        raise RequestTooLarge(f"the message is larger than {config.max_body_bytes} bytes")

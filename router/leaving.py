@@ -1,0 +1,48 @@
+"""How a router's process leaves: in order, or at once. Owned by the event loop.
+
+serving ─SIGTERM→ leaving in order ─empty, the deadline, another signal→ gone
+serving ─SIGINT→ gone
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from typing import Any
+
+from baton.background import end_tasks
+
+
+class Leaving:
+    """What the process was told; see the module's text."""
+
+    def __init__(self) -> None:
+        self.told = asyncio.Event()
+        self.at_once = asyncio.Event()
+
+    @property
+    def in_order(self) -> bool:
+        """Whether what runs may end."""
+        return self.told.is_set() and not self.at_once.is_set()
+
+    def take_signals(self) -> None:
+        """From now on."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._on_term)
+        loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
+
+    def _on_term(self) -> None:
+        if self.told.is_set():
+            self.at_once.set()
+        self.told.set()
+
+    def _on_interrupt(self) -> None:
+        self.at_once.set()
+        self.told.set()
+
+    async def emptied(self, idle: Coroutine[Any, Any, None], deadline_s: float) -> None:
+        """Wait for it, for the deadline, or for another signal."""
+        waits = [asyncio.create_task(idle), asyncio.create_task(self.at_once.wait())]
+        await asyncio.wait(waits, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        await end_tasks(waits)

@@ -1,0 +1,322 @@
+"""Requests whose workers fail, or hand them back, go on elsewhere.
+
+    placed ─worker lost→ (its attempt ends) ─another is found→ placed, as the next attempt
+                                            ─nobody, no budget, poison→ failed
+    placed ─worker silent→ placed ─another is found→ moved, as above
+                                  ─nobody, or it speaks again→ placed, where it is
+    placed ─handed back→ (its attempt ends) → placed, as the next attempt
+    placed ─worker drained→ placed ─another is found→ moved, by way of its blocks
+
+What was accepted of an answer is input to the next attempt, never drawn again. Admission is not
+asked again, and the deadline is that of the beginning. Owned by the router's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from baton.config import Config
+from baton.errors import BatonError, PoisonRequest, Unavailable, WorkerFailed
+from baton.metrics import RouterMetrics
+from baton.request import TokenOutput
+from router.attempts import Attempts
+from router.poison import Quarantine, prompt_hash
+from router.retry_budget import RetryBudget
+from router.routes import Route, Routes
+from router.running_request import Attempt, RunningRequest
+from router.worker_links import WorkerLink
+
+log = logging.getLogger(__name__)
+
+DECODE_FAILED = "decode_failed"
+DECODE_SILENT = "decode_silent"
+PREFILL_FAILED = "prefill_failed"
+PREFILL_SILENT = "prefill_silent"
+HANDOFF_FAILED = "handoff_failed"
+PREEMPTED = "preempted"
+DRAINED = "drained"
+"""The reasons, as the metric calls them."""
+COMMIT_GRACE_S = 0.25
+"""After a failed prefill: how long the decode worker has to show that it had committed."""
+MOST_FAILURES = 8
+"""A request that was to be moved more often, because something failed, is given up."""
+RETRY_AFTER_S = 1.0
+"""When a client may come back whose request could not be moved."""
+
+Names = frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """Why an attempt ends before its time."""
+
+    reason: str
+    failure: BatonError
+    tries: tuple[Names, ...]
+    """Whom the next attempt avoids, the first that leaves somebody."""
+    culprit: str = ""
+    """The worker that has failed under it, where that is known."""
+
+
+class Moves:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        router_id: str,
+        config: Config,
+        routes: Routes,
+        attempts: Attempts,
+        metrics: RouterMetrics,
+        is_up: Callable[[WorkerLink], bool],
+    ) -> None:
+        """``is_up``: whether new requests may go to a worker."""
+        self._router_id = router_id
+        self._class_of = config.class_of
+        self._routes = routes
+        self._attempts = attempts
+        self._is_up = is_up
+        self._moved = metrics.moved_requests
+        self.budget = RetryBudget(
+            config.move_budget_ratio, config.most_moves, config.move_budget_per_s
+        )
+        self.quarantine = Quarantine(config.poison_quarantine_s)
+
+    async def begin(self, owner: RunningRequest) -> None:
+        """Place a request that was admitted. Raises BatonError where it cannot be."""
+        for group in owner.groups(range(owner.request.choices)):
+            await self._place(owner, group, (frozenset(),), scored=owner.life.awaits_prompt)
+
+    # What becomes of attempts
+
+    def worker_broken(self, name: str, error: BatonError) -> None:
+        """The token stream of a decode worker has ended."""
+        failure = WorkerFailed(error.message, retry_after=RETRY_AFTER_S)
+        for attempt in self._attempts.at(name):
+            tries = (frozenset({name}),)
+            loss = _Loss(DECODE_FAILED, failure, tries, name)
+            self._lost(attempt, loss, deadly=attempt.touches(attempt.target))
+
+    def worker_silent(self, link: WorkerLink) -> None:
+        """A worker says nothing: what it has goes elsewhere, if there is anybody."""
+        link.suspect(time.monotonic())
+        name = link.record.incarnation
+        failure = WorkerFailed(f"worker {name} is silent", retry_after=RETRY_AFTER_S)
+        for attempts, reason in (
+            (self._attempts.at(name), DECODE_SILENT),
+            (self._attempts.computing_at(name), PREFILL_SILENT),
+        ):
+            for attempt in attempts:
+                if reason == DECODE_SILENT or attempt.source is not attempt.target:
+                    loss = _Loss(reason, failure, (frozenset({name}),), name)
+                    self._in_background(attempt.owner, self._leave(attempt, link, loss))
+
+    def worker_drains(self, link: WorkerLink) -> None:
+        """What decodes at a worker goes elsewhere, if there is anybody; else it ends there.
+
+        To be called again: what is still on its way there is moved once it has come.
+        """
+        for attempt in self._attempts.at(link.record.incarnation):
+            if attempt.decode_began.is_set() and not attempt.owner.moves:
+                self._in_background(attempt.owner, self._hand_over(attempt, link))
+
+    async def prefill_failed(self, attempt: Attempt, failure: BatonError, broke: bool) -> None:
+        """A prefill has ended without a handoff. ``broke``: the stream to its worker did."""
+        if broke:
+            attempt.source.failed(time.monotonic())
+        if isinstance(failure, Unavailable):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(COMMIT_GRACE_S):
+                    await attempt.decode_began.wait()
+        life = attempt.owner.life
+        if attempt.decode_began.is_set() and not life.awaits_prompt:
+            return
+        if not isinstance(failure, Unavailable):
+            life.fail(failure)
+            return
+        source, target = attempt.source.record.incarnation, attempt.target.record.incarnation
+        if broke:
+            loss = _Loss(PREFILL_FAILED, failure, (frozenset({source}),), source)
+        else:
+            # It lives and says so: either of the two may be at fault.
+            down = {
+                link.record.incarnation
+                for link in (attempt.source, attempt.target)
+                if not self._is_up(link)
+            }
+            each = (frozenset({source, target}), frozenset({target}), frozenset({source}))
+            loss = _Loss(HANDOFF_FAILED, failure, (frozenset(down),) if down else each)
+        self._lost(attempt, loss)
+
+    def worker_reported(self, attempt: Attempt, output: TokenOutput, failure: BatonError) -> None:
+        """A decode worker has ended an attempt with an error."""
+        attempt.failed = True
+        if not isinstance(failure, Unavailable):
+            attempt.owner.life.accept(output)
+            return
+        name = attempt.target.record.incarnation
+        self._lost(attempt, _Loss(DECODE_FAILED, failure, (frozenset({name}),), name))
+
+    def handed_back(self, attempt: Attempt, choice: int) -> None:
+        """A sequence has lost its blocks: it was admitted, so it goes on at once."""
+        owner = attempt.owner
+        attempt.choices.discard(choice)
+        owner.life.choices[choice].preemptions += 1
+        if not attempt.choices:
+            self._attempts.end(attempt)
+        if not owner.life.choices[choice].ended:
+            nobody = Unavailable("no worker has room for the request", retry_after=RETRY_AFTER_S)
+            loss = _Loss(PREEMPTED, nobody, (frozenset(),))
+            self._in_background(owner, self._place_all(owner, {choice}, loss))
+
+    # Moving
+
+    def _lost(self, attempt: Attempt, loss: _Loss, *, deadly: bool = True) -> None:
+        owner, left = attempt.owner, attempt.unfinished
+        self._attempts.end(attempt)
+        if not left:
+            # All is there, but for what was to be found of the prompt.
+            if owner.life.awaits_prompt:
+                owner.life.fail(_with_retry(loss.failure))
+        elif self._is_poison(owner, loss, deadly=deadly):
+            owner.life.fail(poison_error())
+        elif owner.failures > MOST_FAILURES or not self.budget.take(time.monotonic()):
+            log.warning("request %s is not moved any more", owner.request.request_id)
+            owner.life.fail(_with_retry(loss.failure))
+        else:
+            self._in_background(owner, self._place_all(owner, left, loss))
+
+    def _is_poison(self, owner: RunningRequest, loss: _Loss, *, deadly: bool) -> bool:
+        """Count a failure; ``deadly``: the worker ran the request. Whether it kills workers."""
+        owner.failures += 1
+        if not loss.culprit:
+            return False
+        owner.excluded.add(loss.culprit)
+        place = sum(len(choice.token_ids) for choice in owner.life.choices)
+        if not (deadly and owner.deaths.note(loss.culprit, place)):
+            return False
+        request = owner.request
+        prompt = prompt_hash(request.prompt_ids, request.cache_salt)
+        self.quarantine.add(prompt, time.monotonic())
+        return True
+
+    async def _place_all(self, owner: RunningRequest, choices: set[int], loss: _Loss) -> None:
+        """Place choices again; the request fails with what was lost where nobody is there."""
+        try:
+            for place, group in enumerate(owner.groups(choices)):
+                scored = owner.life.awaits_prompt and place == 0
+                await self._place(owner, group, loss.tries, scored=scored)
+                self._moved.labels(reason=loss.reason).inc()
+        except Unavailable:
+            owner.life.fail(_with_retry(loss.failure))
+
+    async def _place(
+        self,
+        owner: RunningRequest,
+        group: tuple[int, ...],
+        tries: tuple[Names, ...],
+        *,
+        scored: bool,
+    ) -> None:
+        stage = owner.stage(group, time.monotonic(), scored=scored)
+        route = await self._routes.find(stage, *_avoided(owner, tries))
+        self._begin(owner, group, route, scored=scored)
+
+    def _begin(
+        self, owner: RunningRequest, group: tuple[int, ...], route: Route, *, scored: bool
+    ) -> None:
+        context_class = self._class_of(len(owner.request.prompt_ids))
+        spec = owner.spec(group, self._router_id, context_class, scored=scored)
+        self._attempts.begin(owner, spec, route)
+
+    async def _leave(self, attempt: Attempt, link: WorkerLink, loss: _Loss) -> None:
+        """Move from a silent worker, unless nobody else is there or it speaks meanwhile."""
+        owner = attempt.owner
+        found = await self._elsewhere(attempt, tuple(_avoided(owner, loss.tries)))
+        if not found or not link.is_suspected(time.monotonic()):
+            return
+        if not self.budget.take(time.monotonic()):
+            return
+        deadly = attempt.touches(link)
+        self._attempts.end(attempt)
+        if self._is_poison(owner, loss, deadly=deadly):
+            owner.life.fail(poison_error())
+            return
+        self._switch(owner, found, loss.reason)
+
+    async def _hand_over(self, attempt: Attempt, link: WorkerLink) -> None:
+        """Move from a worker that is drained, by way of the blocks that it holds."""
+        found = await self._elsewhere(attempt, (frozenset(),), link.record.incarnation)
+        if found:
+            self._attempts.end(attempt)
+            self._switch(attempt.owner, found, DRAINED)
+
+    async def _elsewhere(
+        self, attempt: Attempt, avoided: tuple[Names, ...], holder: str = ""
+    ) -> list[tuple[tuple[int, ...], Route]]:
+        """Where what runs of an attempt could go; nothing where it cannot, or has gone meanwhile.
+
+        ``holder`` has all of its blocks, whatever the index knows.
+        """
+        owner = attempt.owner
+        groups = owner.groups(attempt.unfinished)
+        scored = owner.life.awaits_prompt
+        found = []
+        try:
+            for place, group in enumerate(groups):
+                now = time.monotonic()
+                stage = owner.stage(group, now, scored=scored and place == 0, holder=holder)
+                found.append((group, await self._routes.find(stage, *avoided)))
+        except Unavailable:
+            return []
+        has_gone = attempt not in owner.attempts or groups != owner.groups(attempt.unfinished)
+        return [] if has_gone else found
+
+    def _switch(
+        self, owner: RunningRequest, found: list[tuple[tuple[int, ...], Route]], reason: str
+    ) -> None:
+        scored = owner.life.awaits_prompt
+        for place, (group, route) in enumerate(found):
+            self._begin(owner, group, route, scored=scored and place == 0)
+            self._moved.labels(reason=reason).inc()
+
+    def _in_background(self, owner: RunningRequest, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(self._guarded(owner, work), name="move")
+        owner.moves.add(task)
+        task.add_done_callback(owner.moves.discard)
+
+    async def _guarded(self, owner: RunningRequest, work: Coroutine[Any, Any, None]) -> None:
+        """Whatever goes wrong with a move, its request ends."""
+        try:
+            await work
+        except BatonError as error:
+            owner.life.fail(error)
+        except Exception as error:
+            log.exception("request %s could not be moved", owner.request.request_id)
+            owner.life.fail(BatonError(f"internal error: {type(error).__name__}"))
+
+
+def poison_error(left_s: float = 0.0) -> PoisonRequest:
+    """What a request is told under which workers die."""
+    return PoisonRequest(
+        "several workers have failed while they ran this prompt; it is not tried again for a while",
+        retry_after=left_s or None,
+    )
+
+
+def _avoided(owner: RunningRequest, tries: tuple[Names, ...]) -> list[Names]:
+    """Best none of those that have failed under the request before: but they may be well again."""
+    return [*(names | owner.excluded for names in tries), *tries]
+
+
+def _with_retry(failure: BatonError) -> BatonError:
+    """A failure that says when to come back."""
+    if failure.retry_after is None:
+        failure.retry_after = RETRY_AFTER_S
+    return failure

@@ -1,0 +1,141 @@
+"""Workers that are drained, and workers that change their roles, with requests under way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from baton.errors import InvalidRequest, NotFound
+from baton.sampling_params import SamplingParams
+from router.generation import OutputDelta
+from router.worker_control import WorkerControl
+from tests.integration.test_handoff import BLOCK, prompt_of
+from tests.mini_cluster import DEADLINE_S, MiniCluster, collect, mini_cluster
+
+PROMPT = prompt_of(20)
+LONG = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+POOL_MIB = 8
+
+
+def control_of(cluster: MiniCluster) -> WorkerControl:
+    return WorkerControl(cluster.dispatcher.workers.all, cluster.dispatcher.workers.is_up)
+
+
+def roles_up(cluster: MiniCluster) -> dict[str, str]:
+    links = cluster.dispatcher.workers
+    return {
+        link.record.slot: link.record.role
+        for role in ("prefill", "decode")
+        for link in links.up(role)
+    }
+
+
+async def begun(
+    cluster: MiniCluster, prompt: tuple[int, ...] = PROMPT, sampling: SamplingParams = LONG
+) -> asyncio.Task[OutputDelta]:
+    """A request that has its first token."""
+    first = asyncio.Event()
+
+    async def deltas() -> AsyncIterator[OutputDelta]:
+        async for delta in cluster.dispatcher.generate(cluster.request(prompt, sampling)):
+            first.set()
+            yield delta
+
+    task = asyncio.create_task(collect(deltas()))
+    async with asyncio.timeout(DEADLINE_S):
+        await first.wait()
+    return task
+
+
+async def test_a_prefill_worker_becomes_a_decode_worker_and_back(
+    tiny_model: Path, redis_url: str
+) -> None:
+    prompt = prompt_of(4 * BLOCK + 3)
+    async with mini_cluster(
+        tiny_model, redis_url, prefill=2, kv_pool_mib=POOL_MIB, heartbeat_s=0.2
+    ) as cluster:
+        control = control_of(cluster)
+        reference = await cluster.answer(prompt, LONG)
+        worker = cluster.workers["prefill-0"]
+        assert worker.record is not None
+        assert worker.context is not None
+        incarnation, pool = worker.record.incarnation, worker.context.engine.pool
+        took_s = await control.change_role("prefill-0", "decode", DEADLINE_S)
+        assert 0 <= took_s < DEADLINE_S
+        await cluster.until(lambda: roles_up(cluster).get("prefill-0") == "decode")
+        assert worker.record.incarnation == incarnation
+        assert worker.context.engine.pool is pool
+        # The other decode worker leaves: this one is all that is left.
+        await control.drain("decode-0", DEADLINE_S)
+        await cluster.until(
+            lambda: roles_up(cluster) == {"prefill-0": "decode", "prefill-1": "prefill"}
+        )
+        answer = await cluster.answer(prompt, LONG)
+        assert answer.token_ids == reference.token_ids
+        assert cluster.value("prefill-0", "baton_sequences", state="running") == 0
+        with pytest.raises(InvalidRequest, match="only decode worker"):
+            await control.change_role("prefill-0", "prefill", DEADLINE_S)
+        await control.change_role("prefill-1", "decode", DEADLINE_S)
+        await cluster.until(lambda: roles_up(cluster).get("prefill-1") == "decode")
+        await control.change_role("prefill-0", "prefill", DEADLINE_S)
+        await cluster.until(
+            lambda: roles_up(cluster) == {"prefill-0": "prefill", "prefill-1": "decode"}
+        )
+        again = await cluster.answer(prompt, LONG)
+        assert again.token_ids == reference.token_ids
+        # What it has cached stayed with it all the while, and in the index.
+        assert again.cached_prompt_tokens >= 4 * BLOCK
+
+
+async def test_a_drained_worker_takes_nothing_more_and_ends_what_it_has(
+    tiny_model: Path, redis_url: str
+) -> None:
+    async with mini_cluster(
+        tiny_model, redis_url, decode=2, kv_pool_mib=POOL_MIB, heartbeat_s=0.2
+    ) as cluster:
+        control = control_of(cluster)
+        reference = await cluster.answer(PROMPT, LONG)
+        tasks = [await begun(cluster) for _ in range(4)]
+        assert await control.drain("decode-0", DEADLINE_S)
+        await cluster.workers["decode-0"].ended()
+        assert cluster.workers["decode-0"].drained
+        for task in tasks:
+            assert (await task).token_ids == reference.token_ids
+        await cluster.until(lambda: "decode-0" not in roles_up(cluster))
+        assert (await cluster.answer(PROMPT, LONG)).token_ids == reference.token_ids
+        with pytest.raises(NotFound, match="decode-1"):
+            await control.drain("decode-7", DEADLINE_S)
+
+
+async def test_what_runs_at_a_drained_worker_moves_with_its_blocks(
+    tiny_model: Path, redis_url: str
+) -> None:
+    prompt = prompt_of(12 * BLOCK + 5)
+    sampling = SamplingParams(temperature=0.9, seed=11, max_tokens=400, ignore_eos=True)
+    async with mini_cluster(
+        tiny_model, redis_url, decode=2, kv_pool_mib=POOL_MIB, heartbeat_s=0.2
+    ) as cluster:
+        control = control_of(cluster)
+        reference = await cluster.answer(prompt, sampling)
+        tasks = [await begun(cluster, prompt, sampling) for _ in range(4)]
+        busy = [slot for slot in ("decode-0", "decode-1") if runs_at(cluster, slot)]
+        assert busy
+        drained = busy[0]
+        assert await control.drain(drained, DEADLINE_S)
+        answers = [await task for task in tasks]
+        assert [answer.token_ids for answer in answers] == [reference.token_ids] * 4
+        moved = cluster.metrics.registry.get_sample_value(
+            "baton_moved_requests_total", {"reason": "drained"}
+        )
+        assert moved
+        await cluster.workers[drained].ended()
+        await cluster.until_idle()
+
+
+def runs_at(cluster: MiniCluster, slot: str) -> int:
+    context = cluster.workers[slot].context
+    assert context is not None
+    return len(context.engine.scheduler.running)

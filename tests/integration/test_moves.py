@@ -1,0 +1,220 @@
+"""Requests that go on elsewhere, over real workers: whatever they have lost, no token changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from baton.errors import Unavailable
+from baton.grammar import Grammar, GrammarKind
+from baton.logprobs import TokenLogprobs
+from baton.request import SequenceSpec
+from baton.sampling_params import SamplingParams
+from engine.local import LocalOutput, generate
+from router.generation import GenerationRequest
+from tests.integration.test_handoff import prompt_of, reference
+from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from tests.models import make_tiny_model
+
+LONG = SamplingParams(temperature=1.0, seed=7, max_tokens=120, ignore_eos=True)
+GREEDY = replace(LONG, temperature=0.0, logprobs=2)
+SCORED = replace(LONG, presence_penalty=0.4, logprobs=1, prompt_logprobs=1)
+NUMBERS = Grammar(GrammarKind.REGEX, "([0-9]{3}, ){20,25}")
+STRICT = replace(LONG, grammar=NUMBERS, ignore_eos=False)
+OVERSUBSCRIBED = SamplingParams(temperature=1.0, max_tokens=98, ignore_eos=True)
+
+
+@dataclass
+class Choice:
+    """All that came of one."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ended: bool = False
+
+
+@dataclass
+class Asked:
+    """A request, and what has come of it."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    count: int = 1
+    choices: defaultdict[int, Choice] = field(default_factory=lambda: defaultdict(Choice))
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    cached: list[int] = field(default_factory=list)
+
+    async def run(self, cluster: MiniCluster) -> None:
+        request = replace(cluster.request(self.prompt, self.sampling), choices=self.count)
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            aclosing(cluster.dispatcher.generate(request)) as deltas,
+        ):
+            async for delta in deltas:
+                choice = self.choices[delta.choice]
+                assert not choice.ended, "a delta came after the finish reason"
+                choice.token_ids += delta.token_ids
+                choice.logprobs += [scored.logprobs.logprob for scored in delta.scored]
+                choice.ended = delta.finish_reason is not None
+                assert not (self.prompt_logprobs and delta.prompt_logprobs), "told twice"
+                self.prompt_logprobs += delta.prompt_logprobs
+                if delta.cached_prompt_tokens:
+                    self.cached.append(delta.cached_prompt_tokens)
+
+    def has(self, tokens: int) -> bool:
+        return all(len(self.choices[n].token_ids) >= tokens for n in range(self.count))
+
+    def check(self, model: Path) -> None:
+        """Against one process."""
+        spec = SequenceSpec(
+            "local", 0, "", self.prompt, len(self.prompt), self.sampling, choices=self.count
+        )
+        expected = generate(reference(model), [spec])
+        for number, one in enumerate(expected):
+            self._check_choice(self.choices[number], one)
+        first = expected[0]
+        assert [each.logprob for each in self.prompt_logprobs] == pytest.approx(
+            [each.logprob for each in first.prompt_logprobs], abs=1e-3
+        )
+
+    def _check_choice(self, found: Choice, expected: LocalOutput) -> None:
+        assert found.ended
+        assert tuple(found.token_ids) == expected.token_ids
+        assert found.logprobs == pytest.approx(
+            [each.logprob for each in expected.logprobs], abs=1e-3
+        )
+
+
+def moved(cluster: MiniCluster, reason: str) -> float:
+    found = cluster.metrics.registry.get_sample_value(
+        "baton_moved_requests_total", {"reason": reason}
+    )
+    return found or 0.0
+
+
+def slot_of(cluster: MiniCluster, incarnation: str) -> str:
+    link = cluster.dispatcher.workers.get(incarnation)
+    assert link is not None
+    return link.record.slot
+
+
+def busiest_decode(cluster: MiniCluster) -> str:
+    attempts = cluster.dispatcher._attempts
+    names = [link.record.incarnation for link in cluster.dispatcher.workers.up("decode")]
+    return slot_of(cluster, max(names, key=lambda name: len(attempts.at(name))))
+
+
+async def test_a_decode_worker_stops_amid_answers(tiny_model: Path, redis_url: str) -> None:
+    """Greedy with log probabilities, several scored choices, and one that follows a grammar."""
+    asked = (
+        Asked(prompt_of(40, 1), GREEDY),
+        Asked(prompt_of(30, 2), SCORED, 3),
+        Asked(prompt_of(20, 3), STRICT),
+        Asked(prompt_of(50, 4), LONG),
+    )
+    async with mini_cluster(
+        tiny_model, redis_url, prefill=2, decode=2, kv_pool_mib=8, policy="round_robin"
+    ) as cluster:
+        tasks = [asyncio.create_task(each.run(cluster)) for each in asked]
+        await cluster.until(lambda: all(each.has(4) for each in asked))
+        await cluster.workers.pop(busiest_decode(cluster)).stop()
+        await asyncio.gather(*tasks)
+        assert moved(cluster, "decode_failed") >= 2
+        await cluster.until_idle()
+    for each in asked:
+        each.check(tiny_model)
+        assert each.cached == []
+
+
+async def test_a_prefill_worker_stops_amid_a_prompt(tiny_model: Path, redis_url: str) -> None:
+    asked = [Asked(prompt_of(450, number), replace(SCORED, max_tokens=6)) for number in range(4)]
+    async with mini_cluster(
+        tiny_model,
+        redis_url,
+        prefill=2,
+        decode=2,
+        kv_pool_mib=8,
+        chunk_tokens=16,
+        max_sequences=8,
+        policy="round_robin",
+    ) as cluster:
+        tasks = [asyncio.create_task(each.run(cluster)) for each in asked]
+        await cluster.until(
+            lambda: cluster.value("prefill-0", "baton_computed_prompt_tokens_total") > 0
+        )
+        await cluster.workers.pop("prefill-0").stop()
+        await asyncio.gather(*tasks)
+        assert moved(cluster, "prefill_failed") + moved(cluster, "handoff_failed") >= 2
+        await cluster.until_idle()
+    for each in asked:
+        each.check(tiny_model)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_with_nobody_else_there_is_one_clear_error(
+    tiny_model: Path, redis_url: str, role: str
+) -> None:
+    async with mini_cluster(
+        tiny_model, redis_url, kv_pool_mib=8, chunk_tokens=4, max_sequences=4
+    ) as cluster:
+        long_prompt = role == "prefill"
+        asked = Asked(prompt_of(450 if long_prompt else 20), LONG)
+        task = asyncio.create_task(asked.run(cluster))
+        await cluster.until(
+            lambda: (
+                cluster.value("prefill-0", "baton_computed_prompt_tokens_total") > 0
+                and (long_prompt or asked.has(2))
+            )
+        )
+        await cluster.workers.pop(f"{role}-0").stop()
+        with pytest.raises(Unavailable) as caught:
+            await task
+        assert caught.value.retry_after
+        await cluster.until_idle()
+
+
+async def test_without_a_prefill_worker_prompts_go_on_at_a_decode_worker(
+    tiny_model: Path, redis_url: str
+) -> None:
+    asked = Asked(prompt_of(450), replace(LONG, max_tokens=6))
+    async with mini_cluster(
+        tiny_model, redis_url, kv_pool_mib=8, chunk_tokens=4, max_sequences=4, local_prefill="auto"
+    ) as cluster:
+        task = asyncio.create_task(asked.run(cluster))
+        await cluster.until(cluster.dispatcher._attempts.expected_to_speak)
+        await cluster.workers.pop("prefill-0").stop()
+        await task
+        await cluster.until_idle()
+    asked.check(tiny_model)
+
+
+async def test_ten_times_more_than_fits(
+    tmp_path_factory: pytest.TempPathFactory, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences of a decode worker that runs out of blocks are handed back, and all of them end."""
+
+    async def at_once(request: GenerationRequest) -> None: ...
+
+    # A pool of 1 MiB has but 32 of its blocks, of 16 tokens.
+    model = make_tiny_model(tmp_path_factory.mktemp("large"), layers=8, head_dim=16)
+    async with mini_cluster(
+        model, redis_url, prefill=2, decode_pool={"kv_pool_mib": 1}, kv_pool_mib=8
+    ) as cluster:
+        # Admission would let in no more than fit.
+        monkeypatch.setattr(cluster.dispatcher._waiting_room, "turn", at_once)
+        sent = [(prompt_of(30, n), replace(OVERSUBSCRIBED, seed=n)) for n in range(40)]
+        answers = await asyncio.gather(*(cluster.answer(*each) for each in sent))
+        await cluster.until_idle()
+        assert moved(cluster, "preempted") > 0
+        # Nothing was computed beside those that decode.
+        assert cluster.value("decode-0", "baton_computed_prompt_tokens_total") == 0
+    specs = [
+        SequenceSpec("local", 0, "", prompt, len(prompt), sampling) for prompt, sampling in sent
+    ]
+    expected = generate(reference(model), specs)
+    assert [answer.token_ids for answer in answers] == [each.token_ids for each in expected]

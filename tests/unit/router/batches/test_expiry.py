@@ -1,0 +1,146 @@
+"""Files that expire: hidden at once, deleted when no batch needs them."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.errors import InvalidRequest, NotFound
+from router.batches.batch import Batch, BatchStatus
+from router.batches.database import Database
+from router.batches.desk import check_expiry
+from router.batches.runner import BatchRunner
+from router.batches.store import BatchStore
+from tests.unit.router.batches.test_runner import DEADLINE_S, Process, running
+
+TENANT = "acme"
+
+
+class Clock:
+    """Unix seconds that stand still until they are moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@asynccontextmanager
+async def stored(folder: Path, clock: Clock) -> AsyncIterator[BatchStore]:
+    store = BatchStore(folder, 1 << 20, clock)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def batch_of(file_id: str) -> Batch:
+    return Batch(
+        f"batch_{file_id}", TENANT, "", "tiny", "/v1/completions", file_id, "1h", 1000, 4600, {}
+    )
+
+
+async def test_an_expired_file_is_hidden_and_then_deleted(tmp_path: Path) -> None:
+    clock = Clock()
+    async with stored(tmp_path, clock) as store:
+        short = await store.add_file(io.BytesIO(b"x"), TENANT, "a", "batch", 3600)
+        long = await store.add_file(io.BytesIO(b"y"), TENANT, "b", "batch")
+        assert (short.expires_at, long.expires_at) == (4600, None)
+        assert await store.ask(Database.file, short.id, TENANT, 4599) == short
+        for now, seen in ((4599, {short.id, long.id}), (4600, {long.id})):
+            files = await store.ask(Database.files, TENANT, "", "", 10, ascending=True, now=now)
+            assert {file.id for file in files} == seen
+        with pytest.raises(NotFound):
+            await store.ask(Database.file, short.id, TENANT, 4600)
+        with pytest.raises(NotFound):
+            await store.ask(Database.add_batch, replace(batch_of(short.id), created_at=4600))
+        await store.collect()
+        assert store.path(short).exists()
+        clock.now = 4600.0
+        await store.collect()
+        assert not store.path(short).exists()
+        assert store.path(long).exists()
+        assert await store.ask(Database.file_ids) == {long.id}
+
+
+async def test_what_a_batch_needs_stays_until_it_has_ended(tmp_path: Path) -> None:
+    clock = Clock()
+    async with stored(tmp_path, clock) as store:
+        file = await store.add_file(io.BytesIO(b"x"), TENANT, "a", "batch", 3600)
+        await store.ask(Database.add_batch, batch_of(file.id))
+        clock.now = 5000.0
+        await store.collect()
+        assert store.path(file).exists()
+        held = await store.ask(Database.batch, f"batch_{file.id}")
+        await store.finish(held, BatchStatus.EXPIRED, 5000)
+        await store.collect()
+        assert not store.path(file).exists()
+
+
+async def test_results_expire_as_the_batch_says(tmp_path: Path) -> None:
+    process = Process(tmp_path)
+    async with running(process):
+        made = await process.begin(1, output_expires_s=7200)
+        ended = await process.until(made, BatchStatus.COMPLETED)
+        assert ended.output_expires_s == 7200
+        assert ended.output_file_id is not None
+        output = await process.store.ask(Database.file, ended.output_file_id, TENANT)
+        assert output.expires_at == output.created_at + 7200
+
+
+async def test_the_runner_collects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.batches.runner.COLLECT_S", 0.0)
+    process = Process(tmp_path)
+    clock = Clock()
+    process.store = BatchStore(tmp_path, 1 << 20, clock)
+    process.runner = BatchRunner(
+        process.store,
+        process.lines.run,
+        "tiny",
+        process.metrics,
+        most_in_flight=1,
+        most_line_bytes=1000,
+        poll_s=0.01,
+        unix_clock=clock,
+    )
+    file = await process.store.add_file(io.BytesIO(b"x"), TENANT, "a", "batch", 3600)
+    async with running(process):
+        clock.now = 5000.0
+        async with asyncio.timeout(DEADLINE_S):
+            while process.store.path(file).exists():
+                await asyncio.sleep(0.01)
+
+
+def test_tables_of_the_first_version_get_the_new_columns(tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    with closing(sqlite3.connect(path, isolation_level=None)) as old:
+        old.execute(
+            "CREATE TABLE files (place INTEGER PRIMARY KEY, id TEXT UNIQUE, tenant TEXT,"
+            " filename TEXT, purpose TEXT, size INTEGER, created_at INTEGER)"
+        )
+        old.execute("INSERT INTO files VALUES (1, 'file-1', 'acme', 'a', 'batch', 1, 10)")
+        old.execute("CREATE TABLE batches (place INTEGER PRIMARY KEY, input_file_id TEXT)")
+        old.execute("PRAGMA user_version = 1")
+    for _ in range(2):
+        with closing(Database(path)) as database:
+            assert database.file("file-1", "acme", 10**10).expires_at is None
+    with closing(sqlite3.connect(path)) as new:
+        columns = {row[1] for row in new.execute("PRAGMA table_info(batches)")}
+    assert "output_expires_s" in columns
+
+
+@pytest.mark.parametrize("seconds", [-1, 0, 3599, 30 * 86400 + 1])
+def test_expiries_are_bounded(seconds: int) -> None:
+    check_expiry(None, "x")
+    check_expiry(3600, "x")
+    with pytest.raises(InvalidRequest) as caught:
+        check_expiry(seconds, "x")
+    assert caught.value.param == "x"

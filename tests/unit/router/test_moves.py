@@ -1,0 +1,472 @@
+"""What becomes of attempts that end before their time. Workers and routes are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.config import Config
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    GrammarFailed,
+    HandoffError,
+    PoisonRequest,
+    Unavailable,
+    WorkerFailed,
+)
+from baton.metrics import RouterMetrics
+from baton.request import LOWEST_PRIORITY, FinishReason, Principal, TokenOutput
+from baton.sampling_params import SamplingParams
+from baton.v1 import prefill_pb2
+from router import moves as moves_module
+from router.attempts import Attempts
+from router.detokenizer import ByteDetokenizer
+from router.generation import GenerationRequest
+from router.moves import MOST_FAILURES, Moves
+from router.output_assembler import OutputAssembler
+from router.policy import Decision, RouteRequest
+from router.request_life import RequestLife
+from router.routes import Route, Routes, Stage
+from router.running_request import Attempt, RunningRequest
+from router.worker_links import WorkerLinks
+
+PROMPT = (5, 6, 7)
+
+
+class Stream:
+    """A prefill stream on which nothing comes but what a test says."""
+
+    def __init__(self) -> None:
+        self.breaks = 0
+        self.messages = 0
+        self.started: list[prefill_pb2.PrefillRequest] = []
+        self._failure: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: BatonError) -> None:
+        """What is on it now fails."""
+        self._failure.set_result(error)
+        self._failure = asyncio.get_running_loop().create_future()
+
+    async def run(
+        self, message: prefill_pb2.PrefillRequest
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        self.started.append(message)
+        raise await asyncio.shield(self._failure)
+        yield prefill_pb2.PrefillResponse()
+
+
+class Link:
+    """A worker."""
+
+    def __init__(self, name: str, role: str) -> None:
+        self.record = SimpleNamespace(incarnation=name, address=f"{name}:1", role=role)
+        self.prefills = Stream()
+        self.messages = 0
+        self.is_up = True
+        self.suspected = False
+        self.failed_at: float | None = None
+
+    def failed(self, now: float) -> None:
+        self.failed_at = now
+
+    def suspect(self, now: float) -> None:
+        self.suspected = True
+
+    def is_suspected(self, now: float) -> bool:
+        return self.suspected
+
+
+class World:
+    """Two workers of each role; routes go to the first that is not excluded."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.links = {
+            f"{role[0]}{n}": Link(f"{role[0]}{n}", role)
+            for role in ("prefill", "decode")
+            for n in range(2)
+        }
+        self.aborted: list[tuple[str, int, int | None]] = []
+        self.stages: list[Stage] = []
+        self.metrics = RouterMetrics(CollectorRegistry())
+        planner = SimpleNamespace(promise=lambda *_: SimpleNamespace(ended=lambda now: None))
+        self.attempts = Attempts(cast(WorkerLinks, self), cast(Any, planner), self.prefill_failed)
+        self.moves = Moves(
+            "router",
+            Config(**changes),
+            cast(Routes, self),
+            self.attempts,
+            self.metrics,
+            lambda link: cast(Any, link).is_up,
+        )
+
+    async def prefill_failed(self, attempt: Attempt, failure: BatonError, broke: bool) -> None:
+        await self.moves.prefill_failed(attempt, failure, broke)
+
+    # As links
+
+    def get(self, name: str) -> Link | None:
+        return self.links.get(name)
+
+    async def abort(
+        self, name: str, request_id: str, attempt: int, *, stop: bool, choice: int | None
+    ) -> None:
+        self.aborted.append((name, attempt, choice))
+
+    # As routes
+
+    def up(self) -> list[str]:
+        return [name for name, link in self.links.items() if link.is_up]
+
+    async def find(self, stage: Stage, *excluded: frozenset[str]) -> Route:
+        self.stages.append(stage)
+        await asyncio.sleep(0)
+        for names in excluded:
+            chosen = [
+                next((n for n in self.up() if n[0] == role and n not in names), None)
+                for role in "pd"
+            ]
+            source, target = chosen
+            if source and target:
+                decision = Decision(source, target, 0, "test")
+                return Route(decision, RouteRequest(len(stage.token_ids)), [])
+        raise Unavailable("nobody", retry_after=2.0)
+
+    # What a test does
+
+    async def run(self, *, choices: int = 1, **fields: Any) -> RunningRequest:
+        request = GenerationRequest(
+            "r", PROMPT, SamplingParams(max_tokens=50), Principal(), 60.0, choices=choices, **fields
+        )
+        assemblers = (
+            OutputAssembler(ByteDetokenizer(lambda token: bytes([token]))) for _ in range(choices)
+        )
+        running = RunningRequest(
+            request, RequestLife("r", 0, *assemblers), time.monotonic() + request.deadline_s
+        )
+        await self.moves.begin(running)
+        await self.settle()
+        return running
+
+    async def settle(self) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    def tell(
+        self, running: RunningRequest, tokens: int, *, choice: int = 0, ends: bool = False
+    ) -> None:
+        """So many more tokens of a choice, by its attempt."""
+        state = running.life.choices[choice]
+        output = TokenOutput(
+            "r",
+            state.attempt,
+            len(state.token_ids),
+            (65,) * tokens,
+            FinishReason.LENGTH if ends else None,
+            choice=choice,
+        )
+        attempt = self.attempts.find(output)
+        assert attempt is not None
+        attempt.decode_began.set()
+        running.life.accept(output)
+
+    def at(self, running: RunningRequest) -> list[tuple[int, str, str]]:
+        return sorted(
+            (a.spec.attempt, a.source.record.incarnation, a.target.record.incarnation)
+            for a in running.attempts
+        )
+
+    def moved(self, reason: str) -> float:
+        found = self.metrics.registry.get_sample_value(
+            "baton_moved_requests_total", {"reason": reason}
+        )
+        return found or 0.0
+
+    def close(self, *all_running: RunningRequest) -> None:
+        for running in all_running:
+            for attempt in list(running.attempts):
+                self.attempts.end(attempt)
+
+
+GONE = WorkerFailed("it is gone")
+
+
+async def test_an_answer_goes_on_behind_its_tokens() -> None:
+    world = World()
+    running = await world.run(priority=4)
+    world.tell(running, 3)
+    world.moves.worker_broken("d0", GONE)
+    await world.settle()
+    assert world.at(running) == [(1, "p0", "d1")]
+    (attempt,) = running.attempts
+    spec = attempt.spec
+    assert (spec.token_ids, spec.prompt_length) == ((*PROMPT, 65, 65, 65), 3)
+    assert (spec.hand_back, spec.priority, spec.choices) == (True, 4, 1)
+    assert world.stages[-1].is_moved
+    assert world.aborted == [("d0", 0, None)]
+    assert world.moved("decode_failed") == 1
+    world.close(running)
+
+
+async def test_choices_that_have_tokens_move_one_by_one() -> None:
+    world = World()
+    running = await world.run(choices=3, background=True)
+    world.tell(running, 2, choice=0, ends=True)
+    world.tell(running, 1, choice=2)
+    world.moves.worker_broken("d0", GONE)
+    await world.settle()
+    specs = {a.spec.choice: a.spec for a in running.attempts}
+    assert sorted(specs) == [1, 2]
+    assert specs[1].token_ids == PROMPT
+    assert specs[2].token_ids == (*PROMPT, 65)
+    assert {spec.attempt for spec in specs.values()} == {1, 2}
+    assert all(spec.choices == 1 for spec in specs.values())
+    assert specs[1].priority == LOWEST_PRIORITY
+    world.close(running)
+
+
+async def test_choices_without_tokens_move_together() -> None:
+    world = World()
+    running = await world.run(choices=3)
+    world.moves.worker_broken("d0", GONE)
+    await world.settle()
+    (attempt,) = running.attempts
+    assert (attempt.spec.choice, attempt.spec.choices, attempt.spec.attempt) == (0, 3, 1)
+    world.close(running)
+
+
+async def test_late_messages_of_an_old_attempt_find_nobody() -> None:
+    world = World()
+    running = await world.run()
+    world.tell(running, 1)
+    world.moves.worker_broken("d0", GONE)
+    late = TokenOutput("r", 0, 1, (66,))
+    assert world.attempts.find(late) is None
+    await world.settle()
+    running.life.accept(late)
+    assert running.life.token_ids == [65]
+    world.close(running)
+
+
+async def test_a_broken_prefill_stream_excludes_its_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    world = World()
+    running = await world.run()
+    stream = world.links["p0"].prefills
+    stream.breaks += 1
+    stream.fail(GONE)
+    await asyncio.sleep(0.01)
+    assert world.at(running) == [(1, "p1", "d0")]
+    assert world.links["p0"].failed_at is not None
+    assert world.moved("prefill_failed") == 1
+    world.close(running)
+
+
+async def test_a_failed_handoff_tries_two_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either may be at fault; where one of them is known to be down, the other is not."""
+    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    world = World()
+    running = await world.run()
+    world.links["p0"].prefills.fail(HandoffError("a wire"))
+    await asyncio.sleep(0.01)
+    assert world.at(running) == [(1, "p1", "d1")]
+    world.links["d1"].is_up = False
+    world.links["p1"].prefills.fail(HandoffError("a wire"))
+    await asyncio.sleep(0.01)
+    assert world.at(running) == [(2, "p0", "d0")]
+    world.links["p1"].is_up = False
+    world.links["p0"].prefills.fail(HandoffError("a wire"))
+    with pytest.raises(HandoffError):
+        await running.life.next_delta()
+    assert world.moved("handoff_failed") == 2
+
+
+async def test_a_committed_prefill_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 5.0)
+    world = World()
+    running = await world.run()
+    world.links["p0"].prefills.fail(GONE)
+    await world.settle()
+    world.tell(running, 1)
+    await asyncio.sleep(0.01)
+    assert world.at(running) == [(0, "p0", "d0")]
+    world.close(running)
+
+
+async def test_what_is_no_workers_fault_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    running = await world.run()
+    world.links["p0"].prefills.fail(GrammarFailed("too deep"))
+    with pytest.raises(GrammarFailed):
+        await running.life.next_delta()
+    world.close(running)
+
+
+async def test_a_deadline_at_a_decode_worker_is_told() -> None:
+    world = World()
+    running = await world.run()
+    (attempt,) = running.attempts
+    output = TokenOutput("r", 0, 0, (), error="late", error_code="deadline_exceeded")
+    world.moves.worker_reported(attempt, output, DeadlineExceeded("late"))
+    with pytest.raises(DeadlineExceeded):
+        await running.life.next_delta()
+    world.close(running)
+    assert world.aborted == [], "it has ended there"
+
+
+async def test_with_nobody_else_the_failure_says_when_to_come_back() -> None:
+    world = World()
+    world.links["d1"].is_up = False
+    running = await world.run()
+    world.moves.worker_broken("d0", GONE)
+    with pytest.raises(WorkerFailed) as caught:
+        await running.life.next_delta()
+    assert caught.value.retry_after
+    assert not running.attempts
+
+
+async def test_two_deaths_at_one_place_are_poison() -> None:
+    world = World()
+    running = await world.run()
+    world.tell(running, 20)
+    world.moves.worker_broken("d0", GONE)
+    await world.settle()
+    world.tell(running, 1)
+    world.moves.worker_broken("d1", GONE)
+    await running.life.next_delta()
+    with pytest.raises(PoisonRequest):
+        await running.life.next_delta()
+    assert world.moves.quarantine
+    world.close(running)
+
+
+async def test_one_that_waited_elsewhere_has_killed_nobody() -> None:
+    """It was to be handed over to workers that died: none of them has seen it."""
+    world = World()
+    running = await world.run()
+    for name in ("d0", "d1", "d0", "d1"):
+        world.moves.worker_broken(name, GONE)
+        await world.settle()
+        assert running.attempts
+    assert not world.moves.quarantine
+    world.close(running)
+
+
+async def test_moves_are_bounded_for_each_request_and_for_all() -> None:
+    world = World(move_budget_burst=3, move_budget_ratio=0.0, move_budget_per_s=0.0)
+    running = await world.run()
+    for n in range(4):
+        world.moves.worker_broken(f"d{n % 2}", GONE)
+        await world.settle()
+    with pytest.raises(WorkerFailed) as caught:
+        await running.life.next_delta()
+    assert caught.value.retry_after
+    world = World()
+    running = await world.run()
+    for n in range(MOST_FAILURES + 1):
+        world.moves.worker_broken(f"d{n % 2}", GONE)
+        await world.settle()
+    with pytest.raises(WorkerFailed):
+        await running.life.next_delta()
+
+
+async def test_what_is_handed_back_goes_on_without_any_budget() -> None:
+    world = World(move_budget_burst=1, move_budget_ratio=0.0, move_budget_per_s=0.0)
+    running = await world.run(choices=2)
+    world.tell(running, 2, choice=0)
+    world.tell(running, 3, choice=1)
+    for times in range(1, 4):
+        attempt = next(a for a in running.attempts if 1 in a.choices)
+        world.moves.handed_back(attempt, 1)
+        await world.settle()
+        assert world.moved("preempted") == times
+    specs = {a.spec.choice: a.spec for a in running.attempts}
+    assert specs[0].attempt == 0
+    assert (specs[1].attempt, specs[1].preemptions) == (3, 3)
+    assert specs[1].token_ids == (*PROMPT, 65, 65, 65)
+    assert world.aborted == []
+    world.close(running)
+
+
+async def test_a_worker_that_has_done_all_may_go() -> None:
+    """While another choice is on its way elsewhere."""
+    world = World()
+    running = await world.run(choices=2)
+    world.tell(running, 2, choice=0, ends=True)
+    world.tell(running, 1, choice=1)
+    (attempt,) = running.attempts
+    world.moves.handed_back(attempt, 1)
+    world.moves.worker_broken("d0", GONE)
+    await world.settle()
+    assert [a.spec.choice for a in running.attempts] == [1]
+    delta = await running.life.next_delta()
+    assert (delta.choice, delta.token_ids) == (0, (65, 65))
+    world.close(running)
+
+
+async def test_a_silent_worker_keeps_what_nobody_else_can_take() -> None:
+    world = World()
+    world.links["d1"].is_up = False
+    running = await world.run()
+    world.tell(running, 1)
+    world.moves.worker_silent(cast(Any, world.links["d0"]))
+    await world.settle()
+    assert world.at(running) == [(0, "p0", "d0")]
+    assert not running.moves
+    world.close(running)
+
+
+async def test_a_silent_worker_keeps_what_no_budget_is_left_for() -> None:
+    world = World(move_budget_burst=1, move_budget_ratio=0.0, move_budget_per_s=0.0)
+    assert world.moves.budget.take(0.0)
+    running = await world.run()
+    world.tell(running, 1)
+    world.moves.worker_silent(cast(Any, world.links["d0"]))
+    await world.settle()
+    assert world.at(running) == [(0, "p0", "d0")]
+    world.close(running)
+
+
+async def test_a_silent_worker_that_speaks_again_keeps_all() -> None:
+    world = World()
+    running = await world.run()
+    world.tell(running, 1)
+    silent = world.links["d0"]
+    world.moves.worker_silent(cast(Any, silent))
+    silent.suspected = False
+    await world.settle()
+    assert world.at(running) == [(0, "p0", "d0")]
+    world.moves.worker_silent(cast(Any, silent))
+    await world.settle()
+    assert world.at(running) == [(1, "p0", "d1")]
+    assert world.moved("decode_silent") == 1
+    assert ("d0", 0, None) in world.aborted
+    world.close(running)
+
+
+async def test_prompts_of_a_silent_prefill_worker_move() -> None:
+    world = World()
+    running = await world.run()
+    world.moves.worker_silent(cast(Any, world.links["p0"]))
+    await world.settle()
+    assert world.at(running) == [(1, "p1", "d0")]
+    assert world.moved("prefill_silent") == 1
+    world.close(running)
+
+
+async def test_workers_are_expected_to_speak_while_they_have_something_to_do() -> None:
+    world = World()
+    running = await world.run()
+    assert world.attempts.expected_to_speak() == {"p0": 0}
+    world.tell(running, 1)
+    assert world.attempts.expected_to_speak() == {"d0": 0}
+    world.close(running)
+    assert world.attempts.expected_to_speak() == {}

@@ -1,0 +1,46 @@
+"""Which requests are taken to kill workers, and for how long they are kept out."""
+
+from __future__ import annotations
+
+from router import poison
+from router.poison import PROGRESS_TOKENS, Deaths, Quarantine, prompt_hash
+
+
+def test_two_workers_at_one_place_are_no_chance() -> None:
+    deaths = Deaths()
+    assert not deaths.note("a", 5)
+    assert not deaths.note("a", 5), "it is the same death"
+    assert deaths.note("b", 5 + PROGRESS_TOKENS - 1)
+
+
+def test_who_goes_on_after_its_move_was_merely_there() -> None:
+    deaths = Deaths()
+    for number in range(5):
+        assert not deaths.note(f"worker-{number}", number * PROGRESS_TOKENS)
+    assert deaths.note("another", 4 * PROGRESS_TOKENS + 1)
+
+
+def test_a_prompt_is_kept_out_for_a_while() -> None:
+    quarantine = Quarantine(60.0)
+    one, other = prompt_hash((1, 2, 3), b""), prompt_hash((1, 2), b"")
+    assert not quarantine
+    quarantine.add(one, 100.0)
+    assert quarantine
+    assert quarantine.left_s(one, 130.0) == 30.0
+    assert quarantine.left_s(other, 130.0) == 0.0
+    quarantine.add(one, 140.0)
+    assert quarantine.left_s(one, 170.0) == 30.0
+    assert quarantine.left_s(one, 200.0) == 0.0
+    assert not quarantine
+
+
+def test_tenants_are_not_kept_out_for_each_other() -> None:
+    assert prompt_hash((1, 2, 3), b"one") != prompt_hash((1, 2, 3), b"two")
+
+
+def test_it_does_not_grow_for_ever(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(poison, "_MOST", 2)
+    quarantine = Quarantine(60.0)
+    for number in range(3):
+        quarantine.add(bytes([number]), float(number))
+    assert [quarantine.left_s(bytes([n]), 3.0) > 0 for n in range(3)] == [False, True, True]

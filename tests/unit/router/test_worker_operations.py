@@ -1,0 +1,136 @@
+"""Draining workers and changing their roles, over both fronts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import grpc
+import httpx
+
+from baton.errors import NotFound
+from baton.grpc_channel import make_server, open_channel
+from baton.v1 import control_pb2, control_pb2_grpc
+from router.access import Access
+from router.grpc_front import add_grpc_front
+from router.http_app import create_app
+from router.operator_api import Operators
+from router.worker_control import WorkerControl
+from router.worker_operations import WorkerOperations, WorkerOperatorServicer
+from tests.unit.router.front_fakes import MODEL, check_schema, make_front, serve
+from tests.unit.router.test_operator_api import key
+
+DEADLINE_S = 20.0
+
+
+class FakeControl:
+    """Stands for ``router.worker_control.WorkerControl``."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[object, ...]] = []
+
+    async def drain(self, slot: str, deadline_s: float) -> bool:
+        if slot != "decode-0":
+            raise NotFound(f"there is no worker {slot!r}", param="worker")
+        self.told.append((slot, deadline_s))
+        return deadline_s > 0
+
+    async def change_role(self, slot: str, role: str, deadline_s: float) -> float:
+        self.told.append((slot, role, deadline_s))
+        return 0.25
+
+
+@dataclass
+class Fronts:
+    http: httpx.AsyncClient
+    grpc: Any
+    control: FakeControl = field(default_factory=FakeControl)
+
+
+@asynccontextmanager
+async def fronts(**config: Any) -> AsyncIterator[Fronts]:
+    front, control = make_front(**config), FakeControl()
+    access = Access(front.config, front.metrics)
+    operators, real = Operators(front.config, access), cast(WorkerControl, control)
+    parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
+    server = make_server()
+    servicer = WorkerOperatorServicer(real, operators, front.config)
+    add_grpc_front(server, *parts, more=(servicer,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    api = WorkerOperations(real, operators, front.config)
+    try:
+        async with (
+            serve(create_app(*parts, more=(api,))) as address,
+            httpx.AsyncClient(base_url=f"http://{address}", timeout=DEADLINE_S) as client,
+            open_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            stub: Any = control_pb2_grpc.WorkerOperatorServiceStub(channel)
+            yield Fronts(client, stub, control)
+    finally:
+        await server.stop(0)
+
+
+async def test_drains() -> None:
+    async with fronts(drain_deadline_s=7.0) as there:
+        answer = await there.http.post("/v1/workers/decode-0/drain")
+        assert answer.json() == {"object": "worker.drained", "slot": "decode-0", "empty": True}
+        answer = await there.http.post("/v1/workers/decode-0/drain", json={"deadline_s": 0})
+        assert not answer.json()["empty"]
+        told = await there.grpc.DrainWorker(
+            control_pb2.DrainWorkerRequest(slot="decode-0", deadline_ms=1500), timeout=DEADLINE_S
+        )
+        assert told.empty
+        assert there.control.told == [("decode-0", 7.0), ("decode-0", 0.0), ("decode-0", 1.5)]
+
+
+async def test_roles() -> None:
+    async with fronts(drain_deadline_s=7.0) as there:
+        body = {"role": "decode"}
+        answer = await there.http.post("/v1/workers/prefill-1/role", json=body)
+        assert answer.json() == {
+            "object": "worker.role",
+            "slot": "prefill-1",
+            "role": "decode",
+            "took_s": 0.25,
+        }
+        request = control_pb2.ChangeWorkerRoleRequest(slot="prefill-1", role="prefill")
+        told = await there.grpc.ChangeWorkerRole(request, timeout=DEADLINE_S)
+        assert told.took_ms == 250
+        assert there.control.told == [
+            ("prefill-1", "decode", 7.0),
+            ("prefill-1", "prefill", 7.0),
+        ]
+
+
+async def test_what_is_wrong_is_said() -> None:
+    async with fronts() as there:
+        for path, body, status in (
+            ("decode-9/drain", {}, 404),
+            ("decode-0/drain", {"deadline_s": -1}, 400),
+            ("decode-0/drain", {"until": 1}, 400),
+            ("decode-0/role", {"role": "both"}, 400),
+            ("decode-0/role", {}, 400),
+        ):
+            answer = await there.http.post(f"/v1/workers/{path}", json=body)
+            assert answer.status_code == status, answer.text
+            check_schema(answer.json(), "ErrorResponse")
+        call = there.grpc.DrainWorker(
+            control_pb2.DrainWorkerRequest(slot="decode-9"), timeout=DEADLINE_S
+        )
+        assert await call.code() is grpc.StatusCode.NOT_FOUND
+        assert there.control.told == []
+
+
+async def test_an_admin_is_needed() -> None:
+    async with fronts(keys=(key("ann"), key("root", admin=True))) as there:
+        for name, status in (("ann", 403), ("root", 200)):
+            headers = {"authorization": f"Bearer {name}"}
+            answer = await there.http.post("/v1/workers/decode-0/drain", headers=headers)
+            assert answer.status_code == status
+        request = control_pb2.ChangeWorkerRoleRequest(slot="decode-0", role="prefill")
+        call = there.grpc.ChangeWorkerRole(request, timeout=DEADLINE_S)
+        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert len(there.control.told) == 1
