@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.cluster import START_S, UpProcess, processes_of
 from tests.e2e.load import Load
+from tests.e2e.test_supervision import pid_of
 from tests.mini_cluster import free_port, valkey
 
 OUTAGE_S = 6.0
@@ -57,6 +58,7 @@ def test_serving_goes_on_without_the_control_store_and_healing_comes_back_with_i
 ) -> None:
     with UpProcess("--gcs-store", "embedded") as up:
         up.wait_ready()
+        pid_of(up, "supervisor")
         workers = {slot: pid for slot, pid in up.state.processes.items() if slot.endswith("-0")}
         assert not any(
             "redis_password=" in " ".join(p.cmdline()) for p in processes_of(up.cluster_id)
@@ -85,6 +87,8 @@ def test_serving_goes_on_without_the_store_of_the_control_store(tmp_path: Path) 
         up = UpProcess("--gcs-store", url)
         up.__enter__()
         up.wait_ready()
+        # It is placed by way of the control store.
+        pid_of(up, "supervisor")
     # The server was killed with that.
     try:
         with Load(up) as load:
