@@ -184,6 +184,10 @@ class Config(BaseSettings):
     """Router processes behind the HTTP and gRPC ports; the kernel picks one for each connection."""
     redis_url: str = ""
     """A Redis or Valkey server, ``redis://host:port/db``; empty starts an embedded Valkey."""
+    gcs_store: str = ""
+    """Where Ray's control store keeps what it knows: ``embedded`` starts a Valkey for it; or a
+    Redis or Valkey server, ``redis://host:port``, other than ``redis_url``. With one the cluster
+    serves on when the control store dies; empty has none, and that death ends the cluster."""
     index_mib: int = Field(default=256, ge=1, le=1 << 20)
     """Most memory of the prefix index in Redis, in MiB; beyond it the index forgets blocks that
     nobody asks for. A million blocks take some 45 MiB, and 2 more for each worker that holds all of

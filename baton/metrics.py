@@ -325,3 +325,22 @@ class WorkerMetrics:
             loads=lambda outcome: self.kv_tier_loads.labels(**labels, outcome=outcome),
             failures=lambda reason: self.kv_tier_failures.labels(**labels, reason=reason),
         )
+
+
+class SupervisorMetrics:
+    """The series of the supervisor; ``worker`` is a slot's stable name."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.slots = Gauge(
+            "baton_worker_slot_state",
+            "1 for the state that a worker's slot is in, 0 for every other.",
+            ["worker", "pool", "state"],
+            registry=registry,
+        )
+        self.deaths = Counter(
+            "baton_worker_deaths",
+            "Lives of workers that ended, or could not begin, as the supervisor saw it.",
+            ["worker"],
+            registry=registry,
+        )

@@ -74,14 +74,18 @@ class Registry:
     def _key(self, incarnation: str) -> str:
         return f"{self._prefix}:worker:{incarnation}"
 
-    async def put(self, record: WorkerRecord, ttl_s: float) -> None:
-        """Write or renew a record; it vanishes ``ttl_s`` seconds after the last call."""
+    async def put(self, record: WorkerRecord, ttl_s: float, *, renew: bool = False) -> bool:
+        """Write or renew a record; it vanishes ``ttl_s`` seconds after the last call.
+
+        False, and nothing is written, where a record that the caller means to ``renew`` has
+        vanished although others were written all the while: to everybody else that worker is dead.
+        """
         fields = asdict(record)
         load = fields.pop("load")
         keys = [*self._keys, self._key(record.incarnation)]
         told: list[Any] = [record.incarnation, json.dumps(fields), json.dumps(load)]
-        args = [*told, int(ttl_s * 1000), secrets.token_hex(4)]
-        await cast(Any, self._put(keys=keys, args=args))
+        args = [*told, int(ttl_s * 1000), secrets.token_hex(4), int(renew)]
+        return bool(await cast(Any, self._put(keys=keys, args=args)))
 
     async def remove(self, incarnation: str) -> None:
         """A worker that leaves in order says so: it is dead at once, not after its TTL.

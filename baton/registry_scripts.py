@@ -2,7 +2,8 @@
 
 Keys of a cluster, all with its hash tag:
 
-    …:registry               hash: the epoch, and the version, which each change of a record raises
+    …:registry               hash: the epoch; the version, which each change of a record raises;
+                             when somebody wrote last, and since when writes come without a gap
     …:registry:changed       sorted set: incarnation, by the version that changed it last
     …:registry:until         sorted set: incarnation, by the server's time in milliseconds at which
                              it is dead unless renewed
@@ -23,11 +24,27 @@ end
 """
 
 # KEYS: registry, changed, until, the worker's record. ARGV: incarnation, record, load, TTL in ms, a
-# new epoch in case there is none.
+# new epoch in case there is none, whether the record is one that was there before (1 or 0).
+#
+# Answers 1, or 0 where a record that was there before has lapsed: then nothing is written. It has
+# not where nobody could write: when for half a TTL nobody has, or the clock was set back, or all
+# was lost, leases begin anew.
 PUT = (
     _COMMON
     + """
 redis.call('HSETNX', KEYS[1], 'epoch', ARGV[5])
+local now, ttl = now_ms(), tonumber(ARGV[4])
+local times = redis.call('HMGET', KEYS[1], 'written', 'since')
+local written, since = tonumber(times[1]), tonumber(times[2])
+if not written or now < written or now - written > ttl / 2 then
+  since = now
+  redis.call('HSET', KEYS[1], 'since', string.format('%d', since))
+end
+if ARGV[6] == '1' and now - since > ttl then
+  local until_ms = tonumber(redis.call('ZSCORE', KEYS[3], ARGV[1]) or 0)
+  if until_ms < now then return 0 end
+end
+redis.call('HSET', KEYS[1], 'written', string.format('%d', now))
 local known = redis.call('HMGET', KEYS[4], 'record', 'load')
 if known[1] ~= ARGV[2] or known[2] ~= ARGV[3] then
   local version = redis.call('HINCRBY', KEYS[1], 'version', 1)
@@ -39,7 +56,8 @@ if known[1] ~= ARGV[2] or known[2] ~= ARGV[3] then
 end
 redis.call('PEXPIRE', KEYS[4], ARGV[4])
 for i = 1, 3 do redis.call('EXPIRE', KEYS[i], TTL_S) end
-redis.call('ZADD', KEYS[3], string.format('%d', now_ms() + ARGV[4]), ARGV[1])
+redis.call('ZADD', KEYS[3], string.format('%d', now + ARGV[4]), ARGV[1])
+return 1
 """
 )
 

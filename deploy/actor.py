@@ -1,10 +1,10 @@
 """The one Ray actor class: it houses a worker process, whichever role that plays.
 
-States: starting → serving → (stopping → gone | drained, failed → gone, and Ray starts the next
-life).
-A first life that fails to start stays, so that ``ready`` can say why.
+States: starting → serving → (stopping → gone | drained, failed → gone); starting → failed to start.
+One that has failed to start stays until somebody ends it, so that ``ready`` can say why. The next
+life in its slot is another actor, which the supervisor has Ray start.
 
-Ray places it and heals it, and carries neither a token nor a tensor. What needs torch is imported
+Ray places it, and carries neither a token nor a tensor. What needs torch is imported
 here alone, on the worker's own thread.
 """
 
@@ -15,10 +15,11 @@ import concurrent.futures
 import faulthandler
 import logging
 import os
+import platform
 import threading
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 from pydantic import BaseModel, ConfigDict
@@ -60,16 +61,19 @@ class ActorSettings(BaseModel):
     launcher_started: float
     """When the launcher started, in Unix seconds."""
 
+    def resources(self) -> dict[str, float]:
+        """What the worker asks of Ray, beside a place."""
+        return dict(_pool(Config(**self.config), self.pool).resources)
+
 
 class WorkerActor:
     """Lives in a Ray worker process, and ends that process when its worker has failed."""
 
     def __init__(self, settings_json: str) -> None:
         self._settings = ActorSettings.model_validate_json(settings_json)
-        _log_to(self._settings.log_file, str(self._settings.config["log_level"]))
+        log_to(self._settings.log_file, str(self._settings.config["log_level"]))
         # Ray says 1 for an actor without CPUs of its own; OpenMP reads it when torch is loaded.
         os.environ["OMP_NUM_THREADS"] = str(self._settings.threads)
-        self._first_life = not _reconstructed()
         self._started: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
         self._stopping = False
         self._left = asyncio.Event()
@@ -78,7 +82,7 @@ class WorkerActor:
         threading.Thread(target=self._live, name="worker", daemon=True).start()
 
     def ready(self) -> dict[str, Any]:
-        """The worker's registry record and ``pid``, once it serves.
+        """The worker's registry record, ``pid`` and ``host``, once it serves.
 
         Raises what kept it from starting, or TimeoutError.
         """
@@ -110,40 +114,31 @@ class WorkerActor:
             log.exception("worker %s has failed", self._settings.slot)
             if not self._started.done():
                 self._started.set_exception(error)
-                if self._first_life:
-                    return
-            _end_process()
+                return
+            end_process()
         if self._stopping:
             return
         if self._process is not None and self._process.drained:
             log.info("worker %s was drained", self._settings.slot)
-            _end_process(0)
+            end_process(0)
         log.error("worker %s ended unasked", self._settings.slot)
-        _end_process()
+        end_process()
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._process = _build(self._settings)
         record = await self._process.start()
-        self._started.set_result({**asdict(record), "pid": os.getpid()})
+        self._started.set_result({**asdict(record), "pid": os.getpid(), "host": platform.node()})
         async with asyncio.TaskGroup() as group:
-            watch = group.create_task(self._watch_launcher())
+            watch = group.create_task(
+                end_with(self._settings.launcher, self._settings.launcher_started)
+            )
             await self._process.run()
             watch.cancel()
         await self._process.ended()
         if self._stopping:
             # The loop must not end under it; stop() itself holds the deadline.
             await self._left.wait()
-
-    async def _watch_launcher(self) -> None:
-        """The guardian ends orphans; this is for the case that it was killed as well."""
-        # Not our child, so only asking again tells.
-        while _is_alive(  # noqa: ASYNC110
-            self._settings.launcher, self._settings.launcher_started
-        ):
-            await asyncio.sleep(_LAUNCHER_POLL_S)
-        log.error("the launcher is gone: worker %s ends", self._settings.slot)
-        _end_process()
 
 
 def _build(settings: ActorSettings) -> WorkerProcess:
@@ -174,13 +169,19 @@ def _pool(config: Config, name: str) -> PoolConfig:
     return next(pool for pool in config.pools if pool.name == name)
 
 
-def _reconstructed() -> bool:
-    import ray  # noqa: PLC0415
+async def end_with(launcher: int, started: float) -> NoReturn:
+    """End this process when the launcher of this process id has gone.
 
-    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+    The guardian ends orphans; this is for the case that it was killed as well.
+    """
+    # Not our child, so only asking again tells.
+    while _is_alive(launcher, started):  # noqa: ASYNC110
+        await asyncio.sleep(_LAUNCHER_POLL_S)
+    log.error("the launcher is gone: this process ends")
+    end_process()
 
 
-def _log_to(file: str, level: str) -> None:
+def log_to(file: str, level: str) -> None:
     # Kept open for the life of the process: a crash inside native code is written here too.
     stream = Path(file).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
     faulthandler.enable(stream)
@@ -199,7 +200,8 @@ def _is_alive(pid: int, started: float) -> bool:
         return False
 
 
-def _end_process(code: int = 1) -> None:
+def end_process(code: int = 1) -> NoReturn:
+    """At once, whatever its threads do."""
     # Not sys.exit: Ray would catch it, and threads inside torch would keep the process.
     logging.shutdown()
     os._exit(code)

@@ -152,6 +152,14 @@ def up(
             help="A Redis or Valkey server, redis://HOST:PORT/DB. Default: an embedded Valkey.",
         ),
     ] = None,
+    gcs_store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where Ray's control store keeps what it knows, so that its death costs nothing:"
+            " embedded (a Valkey of its own) or redis://HOST:PORT. Default: nowhere.",
+        ),
+    ] = None,
     local_prefill: Annotated[
         str | None,
         typer.Option(
@@ -193,6 +201,7 @@ def up(
         draft_model=draft_model,
         transport=transport,
         redis_url=redis_url,
+        gcs_store=gcs_store,
         local_prefill=local_prefill,
         policy=policy,
     )
@@ -318,7 +327,7 @@ def status(
 ) -> None:
     """Show the router's health and what each worker does; exit code 1 when it is not healthy."""
     from baton.errors import BatonError  # noqa: PLC0415
-    from deploy.status import pairs_table, read_status, table  # noqa: PLC0415
+    from deploy.status import pairs_table, read_status, slots_table, table  # noqa: PLC0415
 
     cluster = _local_cluster(http)
     address = http or (cluster.http if cluster is not None else _DEFAULT_HTTP)
@@ -328,7 +337,12 @@ def status(
         _fail(error.message)
     console = Console()
     console.print(f"router {found.http}: {found.health}", markup=False, highlight=False)
+    if found.supervisor:
+        console.print(f"supervisor: {found.supervisor}", markup=False, highlight=False)
     console.print(table(found))
+    if found.slots:
+        console.print()
+        console.print(slots_table(found))
     if found.pairs:
         console.print()
         console.print(pairs_table(found))

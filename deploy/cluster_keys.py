@@ -10,6 +10,7 @@ import redis
 from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry
+from deploy.slot_board import SlotBoard
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ async def forget_cluster(url: str, cluster_id: str) -> None:
     try:
         async with asyncio.timeout(_FORGET_S), redis_client(url) as client:
             registry, index = Registry(client, cluster_id), PrefixIndex(client, cluster_id)
+            await SlotBoard(client, cluster_id).clear()
             for incarnation in await registry.dead():
                 await index.collect(incarnation)
                 await registry.forget(incarnation)

@@ -21,6 +21,7 @@ import psutil
 
 from baton.config import Config, PoolConfig
 from baton.errors import BatonError
+from baton.redis_client import redis_client
 from deploy import model_store
 from deploy.actor import ActorSettings
 from deploy.announcement import announcement
@@ -30,18 +31,23 @@ from deploy.cluster_mark import ClusterMark
 from deploy.cluster_state import ClusterState
 from deploy.daemon_thread import DaemonThread
 from deploy.drafter_folder import drafter_folder
+from deploy.gcs_store import EMBEDDED, GcsStore, check_gcs_store
 from deploy.guardian import Guardian
 from deploy.model_store import ResolvedModel
+from deploy.part_watch import GCS, SUPERVISOR, PartWatch
 from deploy.ports import choose_ports, reachable
 from deploy.progress import Progress
-from deploy.ray_cluster import RayCluster, RayWorker
+from deploy.ray_cluster import RayCluster
+from deploy.ray_worker import RayWorker, place, reason
 from deploy.reaper import GRACE_S, sweep
 from deploy.router_process import RouterProcess
 from deploy.run_directory import RunDirectory
-from deploy.supervisor import Supervisor
+from deploy.slot_board import SlotBoard
+from deploy.supervisor_actor import RaySupervisor, SupervisorSettings
 from deploy.valkey import EmbeddedValkey, check_redis
 
 _WORKER_STOP_S = 5.0
+_SUPERVISOR_AGAIN_S = 10.0
 
 Result = TypeVar("Result")
 
@@ -66,8 +72,10 @@ class _Parts:
     guardian: Guardian
     ray: RayCluster
     valkey: EmbeddedValkey | None = None
+    gcs_valkey: EmbeddedValkey | None = None
     routers: tuple[RouterProcess, ...] = ()
     workers: tuple[RayWorker, ...] = ()
+    supervisor: RaySupervisor | None = None
 
 
 class Launcher:
@@ -82,9 +90,12 @@ class Launcher:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._pids: dict[str, int] = {}
+        self._calls = DaemonThread("ray calls")
+        """Makes those that block while Ray's control store is away."""
         self._redis_url = config.redis_url
         self._draft_model_path = ""
         self._ready = False
+        self._gcs_store: GcsStore | None = None
         self.hanging = False
         """Whether a thread of this process may never end."""
 
@@ -95,6 +106,9 @@ class Launcher:
             self._config = choose_ports(self._config)
             if self._config.redis_url:
                 await check_redis(self._config.redis_url)
+            check_gcs_store(self._config.gcs_store, self._config.redis_url)
+            if self._config.gcs_store not in ("", EMBEDDED):
+                await check_redis(self._config.gcs_store, "--gcs-store")
         except BatonError as error:
             self._progress.line(f"error: {error.message}", "red")
             return 1
@@ -144,7 +158,7 @@ class Launcher:
         return None
 
     async def _serve(self) -> None:
-        watch = Supervisor(self._report, self._note_pid)
+        watch = PartWatch(self._report, self._note_pid)
         await self._parts.guardian.start()
         async with asyncio.TaskGroup() as group:
             group.create_task(watch.keep("guardian", self._parts.guardian))
@@ -164,7 +178,7 @@ class Launcher:
             alive = [group.create_task(router.fail_on_death()) for router in routers]
             await ray
             with self._progress.step("loading the model into the workers"):
-                self._parts.workers = self._place_workers()
+                self._parts.workers = await self._place_workers()
                 for record in await _together(worker.ready() for worker in self._parts.workers):
                     self._pids[record["slot"]] = record["pid"]
             with self._progress.step("waiting for the router"):
@@ -206,9 +220,20 @@ class Launcher:
 
     async def _start_ray(self) -> None:
         with self._progress.step("starting Ray"):
-            await self._parts.ray.start()
+            self._gcs_store = await self._start_gcs_store()
+            await self._parts.ray.start(self._gcs_store)
         # Ray has put a handler in front of ours, which prints a stack trace on SIGTERM.
         self._take_signals()
+
+    async def _start_gcs_store(self) -> GcsStore | None:
+        url = self._config.gcs_store
+        if url == EMBEDDED:
+            valkey = EmbeddedValkey(self._mark, self._run, name="gcs-store", keeps=True)
+            self._parts.gcs_valkey = valkey
+            await valkey.start()
+            self._pids[valkey.name] = valkey.pid
+            url = valkey.url
+        return GcsStore(url, self._mark.cluster_id) if url else None
 
     async def _start_routers(self) -> tuple[RouterProcess, ...]:
         routers = self._parts.routers = tuple(
@@ -228,11 +253,16 @@ class Launcher:
             self._pids[router.name] = router.pid
         return routers
 
-    def _place_workers(self) -> tuple[RayWorker, ...]:
+    async def _place_workers(self) -> tuple[RayWorker, ...]:
+        """The first lives. Of later ones the supervisor takes care, once all of them serve."""
+        self._slots = self._all_settings()
+        return await self._calls.call(lambda: tuple(place(settings) for settings in self._slots))
+
+    def _all_settings(self) -> tuple[ActorSettings, ...]:
         pools = self._config.pools
         slots = [(pool, f"{pool.name}-{n}") for pool in pools for n in range(pool.count)]
         return tuple(
-            self._parts.ray.place(pool, self._settings(pool, slot, number, len(slots)))
+            self._settings(pool, slot, number, len(slots))
             for number, (pool, slot) in enumerate(slots)
         )
 
@@ -257,15 +287,48 @@ class Launcher:
             launcher_started=psutil.Process().create_time(),
         )
 
-    def _watch(self, group: asyncio.TaskGroup, watch: Supervisor) -> None:
+    def _watch(self, group: asyncio.TaskGroup, watch: PartWatch) -> None:
         parts = self._parts
         group.create_task(watch.ray(parts.ray))
         for router in parts.routers:
             group.create_task(watch.keep(router.name, router))
-        if parts.valkey is not None:
-            group.create_task(watch.keep("valkey", parts.valkey))
-        for worker in parts.workers:
-            group.create_task(watch.worker(worker, self._pids[worker.slot]))
+        for valkey in (parts.valkey, parts.gcs_valkey):
+            if valkey is not None:
+                group.create_task(watch.keep(valkey.name, valkey))
+        if parts.ray.gcs is not None:
+            self._pids[GCS] = parts.ray.gcs.pid
+            group.create_task(watch.keep_at_it(GCS, parts.ray.gcs))
+        group.create_task(self._supervise(watch))
+
+    async def _supervise(self, watch: PartWatch) -> None:
+        """Place the supervisor, and pass on what it says.
+
+        Nobody waits for it: the cluster is ready, and serves without it.
+        """
+        settings = SupervisorSettings(
+            workers=self._slots,
+            redis_url=self._redis_url,
+            cluster_id=self._mark.cluster_id,
+            log_file=str(self._run.log(SUPERVISOR)),
+            log_level=self._config.log_level,
+            launcher=os.getpid(),
+            launcher_started=psutil.Process().create_time(),
+        )
+        self._note_pid(SUPERVISOR, await self._start_supervisor(settings))
+        async with redis_client(self._redis_url) as client:
+            board = SlotBoard(client, self._mark.cluster_id)
+            await watch.supervision(board, dict(self._pids))
+
+    async def _start_supervisor(self, settings: SupervisorSettings) -> int:
+        """Its process id, once it keeps the workers, however long that takes."""
+        while True:
+            try:
+                supervisor = await self._calls.call(lambda: RaySupervisor.place(settings))
+                self._parts.supervisor = supervisor
+                return await supervisor.ready()
+            except Exception as error:
+                self._report(f"the supervisor does not start yet: {reason(error)}")
+                await asyncio.sleep(_SUPERVISOR_AGAIN_S)
 
     def _report(self, text: str) -> None:
         log.warning("%s", text)
@@ -308,7 +371,7 @@ class Launcher:
         self._progress.line(f"error: {message}", "red")
         log.error("the cluster ends", exc_info=failure)
         for worker in self._parts.workers:
-            if tail := last_lines(worker.log, 3):
+            if tail := last_lines(self._run.log(worker.slot), 3):
                 log.error("last lines of %s:\n%s", worker.slot, tail)
 
     async def _end(self) -> None:
@@ -332,7 +395,10 @@ class Launcher:
     async def _end_in_order(self) -> None:
         parts = self._parts
         drain_s = self._config.drain_deadline_s if self._drains and self._ready else None
-        stops = (router.stop(drain_s) for router in parts.routers)
+        stops = [router.stop(drain_s) for router in parts.routers]
+        if parts.supervisor is not None:
+            # Before the workers leave: it would start others.
+            stops.append(parts.supervisor.stop(_WORKER_STOP_S))
         await asyncio.gather(*stops, return_exceptions=True)
         await asyncio.gather(
             *(worker.stop(_WORKER_STOP_S) for worker in parts.workers), return_exceptions=True
@@ -341,8 +407,11 @@ class Launcher:
             await forget_cluster(self._config.redis_url, self._mark.cluster_id)
         if not await parts.ray.stop():
             self.hanging = True
-        if parts.valkey is not None:
-            await parts.valkey.stop()
+        if self._config.gcs_store not in ("", EMBEDDED) and self._gcs_store is not None:
+            await self._gcs_store.forget()
+        for valkey in (parts.valkey, parts.gcs_valkey):
+            if valkey is not None:
+                await valkey.stop()
 
 
 async def _together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:

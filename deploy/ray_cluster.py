@@ -1,4 +1,4 @@
-"""The local Ray of one cluster: its daemons on the loopback interface, and the workers' actors.
+"""The local Ray of one cluster: its daemons, on the loopback interface.
 
 States: new → running → (lost: a daemon died, and the cluster with it) → stopped.
 """
@@ -10,27 +10,24 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any, cast
 
 import psutil
 
-from baton.config import Config, PoolConfig
-from baton.errors import BatonError, WorkerFailed
-from deploy.actor import ActorSettings, WorkerActor
+from baton.config import Config
+from baton.errors import BatonError
 from deploy.cluster_mark import ClusterMark
 from deploy.daemon_thread import DaemonThread
+from deploy.gcs_process import GcsProcess, runs
+from deploy.gcs_store import PROGRAM, GcsStore
+from deploy.ray_worker import NAMESPACE, WORKER_RESOURCE
 from deploy.run_directory import RunDirectory
 
-WORKER_RESOURCE = "baton_worker"
 _OBJECT_STORE_BYTES = 80 << 20  # Ray's least, about: nothing of ours goes through it
 _DAEMONS = ("gcs_server", "raylet")
 _POLL_S = 0.5
 _START_S = 60.0
 _SHUTDOWN_S = 10.0
-# ready, ping and stop must not wait for one another.
-_CONCURRENT_CALLS = 4
 
 
 def ray_environment(token_file: Path) -> dict[str, str]:
@@ -48,35 +45,6 @@ def ray_environment(token_file: Path) -> dict[str, str]:
     }
 
 
-class RayWorker:
-    """One actor, wherever Ray has put it and whichever life it is in."""
-
-    def __init__(self, slot: str, role: str, log: Path, handle: Any) -> None:
-        self.slot = slot
-        self.role = role
-        self.log = log
-        self._handle = handle
-
-    async def ready(self) -> dict[str, Any]:
-        """Wait until it serves: its registry record and ``pid``.
-
-        Raises WorkerFailed with the reason; Ray may be starting the next life then.
-        """
-        try:
-            return cast(dict[str, Any], await _result(self._handle.ready.remote()))
-        except Exception as error:
-            raise WorkerFailed(f"worker {self.slot}: {_reason(error)}") from error
-
-    async def ping(self) -> str:
-        """The slot's name, by way of Ray. Raises what Ray raises when it cannot reach it."""
-        return cast(str, await _result(self._handle.ping.remote()))
-
-    async def stop(self, deadline_s: float) -> None:
-        """Ask it to leave in order. Raises TimeoutError, or what Ray raises when it is gone."""
-        async with asyncio.timeout(deadline_s):
-            await _result(self._handle.stop.remote())
-
-
 class RayCluster:
     """Ray's daemons as children of this process."""
 
@@ -88,40 +56,42 @@ class RayCluster:
         self._thread = DaemonThread("ray")
         self._daemons: list[psutil.Process] = []
         self._started = False
+        self.gcs: GcsProcess | None = None
+        """Ray's control store, where it may be started again; there once Ray has started."""
 
-    async def start(self) -> None:
-        """Start the daemons and connect to them. Raises BatonError."""
+    async def start(self, gcs_store: GcsStore | None = None) -> None:
+        """Start the daemons and connect to them. Raises BatonError.
+
+        With a store the death of Ray's control store (GCS) is not that of the cluster.
+        """
         self._started = True
         try:
             async with asyncio.timeout(_START_S):
-                await self._thread.call(self._init)
+                address = await self._thread.call(lambda: self._init(gcs_store))
         except TimeoutError:
             raise BatonError(f"Ray did not start within {_START_S:.0f} s") from None
         except (RuntimeError, ValueError, ConnectionError, OSError) as error:
             raise BatonError(f"Ray did not start: {error}") from error
         self._daemons = [child for child in psutil.Process().children() if _name(child) in _DAEMONS]
+        if gcs_store is not None:
+            self.gcs = self._gcs(gcs_store, address)
 
-    def place(self, pool: PoolConfig, settings: ActorSettings) -> RayWorker:
-        """Let Ray start a worker, and start it again whenever it dies."""
-        import ray  # noqa: PLC0415
-
-        asked = dict(pool.resources)
-        actor = ray.remote(WorkerActor).options(
-            name=settings.slot,
-            num_cpus=asked.pop("CPU", 0),
-            num_gpus=asked.pop("GPU", 0),
-            resources={WORKER_RESOURCE: 1, **asked},
-            max_restarts=-1,
-            max_concurrency=_CONCURRENT_CALLS,
-        )
-        handle = actor.remote(settings.model_dump_json())
-        return RayWorker(settings.slot, pool.role, Path(settings.log_file), handle)
+    def _gcs(self, store: GcsStore, address: str) -> GcsProcess:
+        """The control store, and how the next one is started at its address."""
+        first = next(daemon for daemon in self._daemons if _name(daemon) == "gcs_server")
+        self._daemons.remove(first)
+        # Behind the program that Ray was given, and what that adds.
+        given = first.cmdline()[1 + len(store.flags()) :]
+        port = f"--gcs_server_port={address.rpartition(':')[2]}"
+        arguments = [port if flag.startswith("--gcs_server_port=") else flag for flag in given]
+        program = str(self._run.path / PROGRAM)
+        return GcsProcess(first, [program, *arguments], self._mark, self._run)
 
     async def lost(self) -> str:
-        """Wait for the death of a daemon, and name it: no Ray survives that."""
+        """Wait for the death of a daemon that cannot be started again, and name it."""
         while True:
             for daemon in self._daemons:
-                if not _runs(daemon):
+                if not runs(daemon):
                     return _DAEMON_NAMES[_name(daemon) or _DAEMONS[0]]
             await asyncio.sleep(_POLL_S)
 
@@ -134,13 +104,24 @@ class RayCluster:
                 await self._thread.call(_shutdown)
         except TimeoutError:
             return False
+        finally:
+            if self.gcs is not None:
+                await self.gcs.stop()
         return True
 
-    def _init(self) -> None:
+    def _init(self, gcs_store: GcsStore | None) -> str:
+        """Returns the address of the control store."""
         token = self._run.write_secret("ray-token", secrets.token_hex(32))
         os.environ.update(ray_environment(token) | self._mark.variables)
+        if gcs_store is not None:
+            os.environ.update(gcs_store.environment())
         import ray  # noqa: PLC0415
+        from ray._private import services  # noqa: PLC0415
 
+        if gcs_store is not None:
+            # There is no other way to start it without the password on command lines.
+            program = gcs_store.write_program(services.GCS_SERVER_EXECUTABLE, self._run)
+            services.GCS_SERVER_EXECUTABLE = str(program)
         # Ray would complain that it may not handle signals, which are the launcher's.
         logging.getLogger("ray").setLevel(logging.ERROR)
         totals = _totals(self._config)
@@ -152,12 +133,13 @@ class RayCluster:
             resources=dict[str, float](totals),
             object_store_memory=_OBJECT_STORE_BYTES,
             include_dashboard=False,
-            namespace="baton",
+            namespace=NAMESPACE,
             configure_logging=False,
             logging_level=logging.ERROR,
             log_to_driver=False,
             _temp_dir=str(self._run.ray),
         )
+        return str(ray.get_runtime_context().gcs_address)
 
 
 _DAEMON_NAMES = {"gcs_server": "Ray's control store", "raylet": "Ray's node manager"}
@@ -184,27 +166,8 @@ def _shutdown() -> None:
     ray.shutdown()
 
 
-def _result(reference: Any) -> Awaitable[Any]:
-    return asyncio.wrap_future(reference.future())
-
-
-def _reason(error: Exception) -> str:
-    """What went wrong in the worker, without Ray's wrapping and tracebacks."""
-    cause = getattr(error, "cause", None) or error
-    if isinstance(cause, BatonError):
-        return cause.message
-    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[-1] if str(cause) else ''}"
-
-
 def _name(process: psutil.Process) -> str:
     try:
         return process.name()
     except psutil.Error:
         return ""
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False

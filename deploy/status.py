@@ -11,11 +11,14 @@ import httpx
 import redis
 from prometheus_client.parser import text_string_to_metric_families
 from rich.table import Table
+from rich.text import Text
 
 from baton.errors import Unavailable
 from baton.redis_client import redis_client
 from baton.registry import Registry, WorkerRecord
 from deploy.cluster_state import ClusterState
+from deploy.pool_keeper import SlotState
+from deploy.slot_board import SlotBoard, Supervision
 
 _DEADLINE_S = 5.0
 _UNKNOWN = "-"
@@ -51,6 +54,18 @@ class PairRow:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotRow:
+    """What the supervisor says of a worker's slot."""
+
+    slot: str
+    state: str
+    """``running``, ``starting``, ``backing off for 4 s``, ``crash loop``, ``leaving``."""
+    deaths: int
+    """Since it was last healthy for a while."""
+    last_error: str
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """What a router says of itself, and the workers' lines."""
 
@@ -60,6 +75,9 @@ class Status:
     """``ok``, or ``degraded`` or ``unavailable`` with the reason."""
     workers: tuple[WorkerRow, ...]
     pairs: tuple[PairRow, ...] = ()
+    supervisor: str = ""
+    """What there is to say of it; nothing where nobody here knows."""
+    slots: tuple[SlotRow, ...] = ()
 
 
 def read_status(http: str, cluster: ClusterState | None) -> Status:
@@ -76,10 +94,16 @@ def read_status(http: str, cluster: ClusterState | None) -> Status:
             f"no router answers at {http} ({error}); is `baton up` running?"
         ) from None
     rows = rows_from_metrics(page)
-    if cluster is not None:
-        rows = rows_from_registry(_registry(cluster)) or rows
+    known = None if cluster is None else _known(cluster)
+    supervisor: str = ""
+    slots: tuple[SlotRow, ...] = ()
+    if known is not None:
+        records, supervision = known
+        rows = rows_from_registry(records) or rows
+        supervisor, slots = supervisor_line(supervision), slots_of(supervision)
     healthy = health.status_code == httpx.codes.OK
-    return Status(http, healthy, _health_text(health), rows, pairs_from_metrics(page))
+    pairs = pairs_from_metrics(page)
+    return Status(http, healthy, _health_text(health), rows, pairs, supervisor, slots)
 
 
 def rows_from_registry(records: Iterable[WorkerRecord]) -> tuple[WorkerRow, ...]:
@@ -152,6 +176,38 @@ def pairs_table(status: Status) -> Table:
     return drawn
 
 
+def supervisor_line(supervision: Supervision | None) -> str:
+    """Whether anybody replaces the dead."""
+    if supervision is None:
+        return "away: workers serve on, and none that dies is replaced until it is back"
+    return f"process {supervision.pid}, http://{supervision.metrics_address}/metrics"
+
+
+def slots_of(supervision: Supervision | None) -> tuple[SlotRow, ...]:
+    """The slots as the supervisor told of them last, by name."""
+    told = {} if supervision is None else supervision.slots
+    return tuple(
+        SlotRow(slot, _state_text(news.state), news.state.deaths, news.state.last_error)
+        for slot, news in sorted(told.items())
+    )
+
+
+def _state_text(state: SlotState) -> str:
+    if not state.wait_s:
+        return state.phase.value
+    return f"{state.phase.value} for {state.wait_s:.0f} s"
+
+
+def slots_table(status: Status) -> Table:
+    """How the supervisor sees each slot."""
+    drawn = Table(box=None, pad_edge=False)
+    for name in ("slot", "state", "deaths", "last error"):
+        drawn.add_column(name, no_wrap=name != "last error", overflow="fold")
+    for row in status.slots:
+        drawn.add_row(row.slot, row.state, str(row.deaths), Text(row.last_error))
+    return drawn
+
+
 def table(status: Status) -> Table:
     """The workers as a table; from ``free`` on the columns count KV blocks.
 
@@ -180,14 +236,15 @@ def _health_text(answer: httpx.Response) -> str:
     return ": ".join(part for part in parts if part) or f"HTTP {answer.status_code}"
 
 
-def _registry(cluster: ClusterState) -> list[WorkerRecord]:
-    """Empty when the registry does not answer: the router's page will do."""
+def _known(cluster: ClusterState) -> tuple[list[WorkerRecord], Supervision | None] | None:
+    """None when Redis does not answer: the router's page will do."""
     try:
-        return asyncio.run(_read_registry(cluster))
+        return asyncio.run(_read(cluster))
     except (redis.RedisError, OSError, TimeoutError):
-        return []
+        return None
 
 
-async def _read_registry(cluster: ClusterState) -> list[WorkerRecord]:
+async def _read(cluster: ClusterState) -> tuple[list[WorkerRecord], Supervision | None]:
     async with asyncio.timeout(_DEADLINE_S), redis_client(cluster.redis_url) as client:
-        return list((await Registry(client, cluster.cluster_id).all()).values())
+        records = await Registry(client, cluster.cluster_id).all()
+        return list(records.values()), await SlotBoard(client, cluster.cluster_id).read()

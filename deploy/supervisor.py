@@ -1,88 +1,151 @@
-"""Watches the parts of a running cluster: what can be started again is, what cannot ends it."""
+"""The supervisor: keeps a worker in every slot, and says how each is doing.
+
+It holds no truth of its own. Who lives is known to Ray and to the registry, what is wanted stands
+in its settings; it may be killed at any time and started again, and takes over what it finds. While
+it is away workers and routers serve on, and nobody is replaced.
+
+    recalling ─the living are found→ keeping ─stop()→ stopped
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from collections.abc import Coroutine, Mapping
+from typing import Any, Protocol
 
-import psutil
+import redis
 
-from baton.errors import BatonError
-from deploy.ray_cluster import RayCluster, RayWorker
-from deploy.restarts import Restarts
+from baton.background import end_tasks
+from baton.metrics import SupervisorMetrics
+from deploy.fleet import Seen
+from deploy.pool_keeper import Order, Phase, PoolKeeper, Sight, SlotState
+from deploy.slot_board import SlotBoard, SlotNews, Supervision
 
-_POLL_S = 0.5
-_RETRY_S = 1.0
+LOOK_S = 0.5
+"""How often it looks at the workers."""
+_TELL_S = 2.0
+"""The news is told when it changes, and as often as this, since what is told has a TTL."""
+_RECALL_AGAIN_S = 1.0
 
 log = logging.getLogger(__name__)
 
 
-class Part(Protocol):
-    """A child of the launcher that may be started again after its death."""
+class Workers(Protocol):
+    """What it looks after; ``deploy.fleet.Fleet`` with Ray behind it."""
 
-    @property
-    def pid(self) -> int: ...
+    async def recall(self) -> None: ...
 
-    async def start(self) -> None: ...
+    async def look(self, slot: str) -> Seen: ...
 
-    async def wait(self) -> str: ...
+    async def start(self, slot: str) -> None: ...
+
+    async def end(self, slot: str) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Supervisor:
-    """Each method watches one part, until it is cancelled or raises."""
+    """Owned by one event loop."""
 
-    def __init__(self, report: Callable[[str], None], note_pid: Callable[[str, int], None]) -> None:
-        """``report`` shows a line; ``note_pid`` learns a part's new process id."""
-        self._report = report
-        self._note_pid = note_pid
+    def __init__(
+        self,
+        pools: Mapping[str, str],
+        workers: Workers,
+        board: SlotBoard,
+        metrics: SupervisorMetrics,
+        metrics_address: str,
+    ) -> None:
+        """``pools``: the pool of each slot in which a worker is to be."""
+        self._pools = pools
+        self._workers = workers
+        self._board = board
+        self._metrics = metrics
+        self._metrics_address = metrics_address
+        self._keeper = PoolKeeper()
+        self._seen: dict[str, Seen] = {}
+        self._busy: dict[str, asyncio.Task[None]] = {}
+        """The order that is being carried out for a slot."""
+        self._told: Supervision | None = None
+        self._told_at = float("-inf")
 
-    async def keep(self, name: str, part: Part) -> NoReturn:
-        """Start ``part`` again whenever it dies. Raises BatonError when it keeps dying."""
-        restarts = Restarts()
-        how = await part.wait()
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        try:
+            await self._recall()
+            while True:
+                began = time.monotonic()
+                await self._look(began)
+                await self._tell(began)
+                await asyncio.sleep(max(0.0, began + LOOK_S - time.monotonic()))
+        finally:
+            await end_tasks(self._busy.values())
+            self._workers.close()
+
+    async def _recall(self) -> None:
+        self._keeper.want(self._pools.keys())
         while True:
-            pause = restarts.pause(time.monotonic())
-            if pause is None:
-                raise BatonError(f"{name} keeps ending, last by {how}")
-            self._report(f"{name} ended ({how}); it is started again")
-            await asyncio.sleep(pause)
             try:
-                await part.start()
-            except (BatonError, OSError) as error:
-                how = str(error)
-            else:
-                self._note_pid(name, part.pid)
-                how = await part.wait()
+                await self._workers.recall()
+                break
+            except Exception as error:
+                # Without Ray's control store nobody can be found, nor started.
+                log.warning("the workers cannot be found yet: %s", error)
+                await asyncio.sleep(_RECALL_AGAIN_S)
+        try:
+            known = await self._board.read()
+        except redis.RedisError:
+            known = None
+        for slot, news in known.slots.items() if known is not None else ():
+            if slot in self._pools:
+                self._keeper.remember(slot, news.state.deaths, news.state.last_error)
 
-    async def ray(self, cluster: RayCluster) -> NoReturn:
-        """Raises BatonError when one of Ray's daemons dies."""
-        raise BatonError(f"{await cluster.lost()} has died: the cluster cannot go on")
+    async def _look(self, now: float) -> None:
+        for slot in self._pools:
+            seen = await self._workers.look(slot)
+            known = self._seen.get(slot)
+            if known is not None and known.sight is not seen.sight:
+                log.info("%s: %s %s", slot, seen.sight, seen.error)
+                if seen.sight is Sight.NOBODY:
+                    self._metrics.deaths.labels(worker=slot).inc()
+            self._seen[slot] = seen
+            self._keeper.see(slot, seen.sight, now, seen.error)
+        for slot, order in self._keeper.decide(now).items():
+            if slot not in self._busy:
+                log.info("%s: %s", slot, order)
+                act = self._workers.start if order is Order.START else self._workers.end
+                task = asyncio.create_task(self._carry_out(slot, act(slot)))
+                self._busy[slot] = task
+                task.add_done_callback(lambda _, slot=slot: self._busy.pop(slot))  # type: ignore[misc]
 
-    async def worker(self, worker: RayWorker, pid: int) -> NoReturn:
-        """Ray itself starts a dead worker again: say so, and learn the new process id."""
-        while True:
-            await _gone(pid)
-            self._report(f"{worker.slot} died; Ray starts it again")
-            pid = (await self._next_life(worker, pid))["pid"]
-            self._note_pid(worker.slot, pid)
-            self._report(f"{worker.slot} is back")
+    async def _carry_out(self, slot: str, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            log.warning("%s: %r", slot, error)
+            self._keeper.could_not(slot, f"Ray: {error}".splitlines()[0])
 
-    async def _next_life(self, worker: RayWorker, old_pid: int) -> dict[str, Any]:
-        while True:
-            try:
-                record = await worker.ready()
-            except BatonError as error:
-                log.warning("%s", error.message)
-            else:
-                if record["pid"] != old_pid:
-                    return record
-            await asyncio.sleep(_RETRY_S)
+    async def _tell(self, now: float) -> None:
+        states = self._keeper.states(now)
+        news = {slot: self._news(slot, state) for slot, state in states.items()}
+        for slot, state in states.items():
+            for phase in Phase:
+                labels = {"worker": slot, "pool": self._pools[slot], "state": phase.value}
+                self._metrics.slots.labels(**labels).set(phase is state.phase)
+        told = Supervision(os.getpid(), self._metrics_address, news)
+        if told == self._told and now - self._told_at < _TELL_S:
+            return
+        try:
+            await self._board.write(told)
+        except redis.RedisError as error:
+            log.info("the news cannot be told: %s", error)
+        else:
+            self._told, self._told_at = told, now
 
-
-async def _gone(pid: int) -> None:
-    # Ray's child, not ours, so only asking again tells.
-    while psutil.pid_exists(pid):  # noqa: ASYNC110
-        await asyncio.sleep(_POLL_S)
+    def _news(self, slot: str, state: SlotState) -> SlotNews:
+        seen = self._seen[slot]
+        # To the second: it would be news at every look else.
+        shown = SlotState(state.phase, state.deaths, state.last_error, float(round(state.wait_s)))
+        return SlotNews(shown, seen.pid, seen.host)

@@ -1,7 +1,7 @@
 """The store: an embedded Valkey server of our own, or a Redis that the operator names.
 
 States of the embedded server: new → running → (died → running, on the same port) → stopped.
-It keeps nothing on disk: workers register again and send their index snapshots again.
+The registry's keeps nothing on disk: workers register again and send their index snapshots again.
 """
 
 from __future__ import annotations
@@ -34,8 +34,21 @@ _ATTEMPTS = 3
 class EmbeddedValkey:
     """A Valkey on a free port of the loopback interface, behind a random password."""
 
-    def __init__(self, mark: ClusterMark, run: RunDirectory, index_mib: int) -> None:
-        """``index_mib``: the most memory of the prefix index."""
+    def __init__(
+        self,
+        mark: ClusterMark,
+        run: RunDirectory,
+        index_mib: int = 0,
+        *,
+        name: str = "valkey",
+        keeps: bool = False,
+    ) -> None:
+        """``index_mib``: the most memory of the prefix index. ``name`` is that of its log; one that
+
+        ``keeps`` has what it was told in a file, and still has it after its death.
+        """
+        self.name = name
+        self._keeps = keeps
         self._max_memory_bytes = REST_BYTES + index_mib * MIB
         self._mark = mark
         self._run = run
@@ -89,7 +102,7 @@ class EmbeddedValkey:
 
     async def _start(self, port: int) -> None:
         self._child = await Child.spawn(
-            "valkey", [valkey_binary(), "-"], self._mark, self._run.log("valkey")
+            self.name, [valkey_binary(), "-"], self._mark, self._run.log(self.name)
         )
         await self._child.say(self._configuration(port))
         try:
@@ -113,7 +126,8 @@ class EmbeddedValkey:
             f"requirepass {self._password}",
             f"dir {self._run.path}",
             'save ""',
-            "appendonly no",
+            f"appendonly {'yes' if self._keeps else 'no'}",
+            f"appenddirname {self.name}",
             f"maxmemory {self._max_memory_bytes}",
             "maxmemory-policy noeviction",
         ]
@@ -134,16 +148,16 @@ class EmbeddedValkey:
             raise Unavailable(f"Valkey ended at once ({died.result()}): {child.last_lines()}")
 
 
-async def check_redis(url: str) -> None:
+async def check_redis(url: str, flag: str = "--redis-url") -> None:
     """Make sure that the operator's server answers. Raises ConfigError with the reason."""
     where = _without_password(url)
     try:
         async with asyncio.timeout(_PING_S):
             await _ping(url)
     except TimeoutError:
-        raise ConfigError(f"--redis-url {where}: no answer within {_PING_S:.0f} s") from None
+        raise ConfigError(f"{flag} {where}: no answer within {_PING_S:.0f} s") from None
     except (redis.RedisError, OSError, ValueError) as error:
-        raise ConfigError(f"--redis-url {where}: {error}") from error
+        raise ConfigError(f"{flag} {where}: {error}") from error
 
 
 async def _answers(url: str) -> None:

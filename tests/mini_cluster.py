@@ -46,10 +46,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def valkey(port: int | None = None) -> Iterator[str]:
-    """A real Valkey on a port of its own, or on ``port``; yields its URL."""
+def valkey(port: int | None = None, folder: Path | None = None) -> Iterator[str]:
+    """A real Valkey on a port of its own, or on ``port``; yields its URL.
+
+    With a ``folder`` it still has what it was told when it is started again.
+    """
     port = port or free_port()
-    arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    arguments += ["--appendonly", "yes" if folder else "no", "--dir", str(folder or Path.cwd())]
     process = subprocess.Popen(
         [str(get_binary_path()), *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

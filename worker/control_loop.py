@@ -124,6 +124,12 @@ class ControlLoop:
         self._listener = listener
         self._thread.start()
 
+    def begin_life(self, incarnation: str, listener: SequenceListener) -> None:
+        """Go on under another name, for another listener. No sequence may be there."""
+        assert self.scheduler.is_idle(), "sequences of an earlier life are there"
+        self.incarnation = incarnation
+        self._listener = listener
+
     def turn(self, listener: SequenceListener, gauges: WorkerGauges) -> None:
         """Another role listens from now on; nothing runs."""
         self._gauges.retire()

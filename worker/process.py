@@ -4,6 +4,13 @@
     ready ─drain()→ draining (takes nothing more) ─nothing left, or the deadline→ stopping
     ready ─change_role()→ draining → ready, in the other role
     ready, draining ─a background task breaks→ failed (run() raises)
+    ready ─its lease lapsed while it stood still→ ready, in another life
+    ready ─its lease lapsed while it could not renew it→ leaving
+    leaving ─nothing runs any more, or LEAVE_S are over→ ready, in another life
+
+A life is what has an incarnation: a server on a port of its own, a role, pairs with others and
+tickets, and an entry in the registry and in the index. What has an engine outlives it: weights,
+cached blocks and the tiers behind them, metrics.
 
 Everything but the engine's steps and the copying of blocks runs on one event loop.
 """
@@ -54,6 +61,7 @@ from worker.index_publisher import IndexPublisher
 from worker.intake import Intake
 from worker.kv_tiers import KvTiers, make_storages
 from worker.mounting import Mounting
+from worker.own_lease import OwnLease
 from worker.placement import place
 from worker.pool_memory import PoolMemory
 from worker.role import RoleFactory, WorkerContext
@@ -70,7 +78,11 @@ _PUBLISH_REST = 10
 """Between two calls it rests this many times as long as the last one took, up to a heartbeat."""
 STOP_DEADLINE_S = 10.0
 """The longest that stopping waits for anything."""
+LEAVE_S = 30.0
+"""How long sequences may run on in a life that Redis has given up, before they end with it."""
 _TRANSFER_THREADS = 2
+_BEATS = 4
+"""So many times in a heartbeat the event loop looks whether it stood still."""
 _DRAIN_POLL_S = 0.02
 
 
@@ -89,14 +101,17 @@ class WorkerProcess:
         self.record: WorkerRecord | None = None
         self.context: WorkerContext | None = None
         self._roles = roles
-        self._mounting = Mounting()
         self._changing = asyncio.Lock()
         self._ending: asyncio.Task[None] | None = None
         self.drained = False
         """Whether it ends because it was told to by way of a drain."""
         self._redis = redis_client(settings.redis_url)
         self._registry = Registry(self._redis, settings.cluster_id)
-        self._server = make_server()
+        self._lease = OwnLease(settings.config.registry_ttl_s, settings.config.heartbeat_s)
+        self._leave_by: float | None = None
+        """Until when this life may go on that has lost its entry; monotonic, in seconds."""
+        self._awake = asyncio.Event()
+        """Set when the process has stood still for too long."""
         self._memory = PoolMemory(shared=settings.config.transport in ("auto", "shm"))
         self._tasks: list[asyncio.Task[None]] = []
         self._stopped = asyncio.Event()
@@ -107,14 +122,45 @@ class WorkerProcess:
         board = self._cores = self._board()
         engine = await asyncio.to_thread(self._build)
         costs = await asyncio.to_thread(self._calibrate, engine, board)
-        incarnation = f"{self.settings.slot}:{secrets.token_hex(6)}"
         metrics = WorkerMetrics(CollectorRegistry())
         gauges = WorkerGauges(metrics, self.settings.slot, self.settings.pool.role)
         slack = ChunkSlack(costs, self.settings.config.slo_tpot_s)
-        control = ControlLoop(engine, gauges, incarnation, board, slack)
-        memory = self._memory.of(engine.cache)
-        exchange = self._make_exchange(engine, memory, metrics, incarnation)
+        control = ControlLoop(engine, gauges, "", board, slack)
+        # serves /metrics from a thread of its own; ended in stop()
+        self._metrics_server, self._metrics_thread = start_http_server(
+            0, self.settings.host, registry=metrics.registry
+        )
+        self._gauges, self._costs = gauges, costs
         tiers = await self._make_tiers(control, costs, metrics)
+        memory = self._memory.of(engine.cache)
+        record = await self._begin_life(control, memory, metrics, tiers)
+        control.start(self._role)
+        if tiers is not None:
+            tiers.start()
+        await self._registry.put(record, self.settings.config.registry_ttl_s)
+        self._lease.renewed(time.monotonic())
+        self._tasks = [
+            asyncio.create_task(self._heartbeat(), name="heartbeat"),
+            asyncio.create_task(self._publish(), name="publish"),
+            asyncio.create_task(self._watch_itself(), name="own-lease"),
+        ]
+        if tiers is not None:
+            self._tasks.append(asyncio.create_task(tiers.run(), name="tier-spill"))
+        spare_the_interpreter()
+        keep_buffers()
+        return record
+
+    async def _begin_life(
+        self,
+        control: ControlLoop,
+        memory: BlockMemory,
+        metrics: WorkerMetrics,
+        tiers: KvTiers | None,
+    ) -> WorkerRecord:
+        """Serve under a new incarnation, which is not registered yet."""
+        incarnation = f"{self.settings.slot}:{secrets.token_hex(6)}"
+        engine, server = control.engine, make_server()
+        exchange = self._make_exchange(engine, memory, metrics, incarnation)
         if tiers is not None:
             exchange.behind = tiers.loader
         self.context = WorkerContext(
@@ -130,45 +176,50 @@ class WorkerProcess:
         # The role adds its own, and takes them along when it goes.
         self._own_listeners = len(exchange.receiver.listeners)
         role = self._roles[self.settings.pool.role](self.context)
+        self._mounting = Mounting()
         role.mount(self._mounting)  # type: ignore[arg-type]
-        self._server.add_generic_rpc_handlers((self._mounting,))
-        control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self), self._server)
-        transfer_pb2_grpc.add_TransferServiceServicer_to_server(
-            TransferServicer(exchange), self._server
-        )
+        server.add_generic_rpc_handlers((self._mounting,))
+        control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self), server)
+        transfer_pb2_grpc.add_TransferServiceServicer_to_server(TransferServicer(exchange), server)
         books = None if tiers is None else tiers.tiers
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(
-            CacheServicer(engine.pool, books), self._server
-        )
-        port = self._server.add_insecure_port(f"{self.settings.host}:0")
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheServicer(engine.pool, books), server)
+        port = server.add_insecure_port(f"{self.settings.host}:0")
         exchange.address = f"{self.settings.host}:{port}"
-        await self._server.start()
-        # serves /metrics from a thread of its own; ended in stop()
-        self._metrics_server, self._metrics_thread = start_http_server(
-            0, self.settings.host, registry=metrics.registry
-        )
-        control.start(role)
-        if tiers is not None:
-            tiers.start()
-        self._role, self._gauges = role, gauges
-        self.record = self._make_record(engine, costs, incarnation, port)
+        control.begin_life(incarnation, role)
+        await server.start()
+        self._server, self._role = server, role
+        self.record = self._make_record(engine, self._costs, incarnation, port)
         index = PrefixIndex(
             self._redis,
             self.settings.cluster_id,
             memory_bytes=self.settings.config.index_mib * MIB,
         )
-        publisher = IndexPublisher(index, books or engine.pool, incarnation)
-        await self._registry.put(self.record, self.settings.config.registry_ttl_s)
-        self._tasks = [
-            asyncio.create_task(self._heartbeat(), name="heartbeat"),
-            asyncio.create_task(self._publish(publisher), name="publish"),
-        ]
-        if tiers is not None:
-            self._tasks.append(asyncio.create_task(tiers.run(), name="tier-spill"))
-        spare_the_interpreter()
-        keep_buffers()
+        self._publisher = IndexPublisher(index, books or engine.pool, incarnation)
+        self._lease.begin()
+        self._leave_by = None
         log.info("%s serves on %s", incarnation, self.record.address)
         return self.record
+
+    async def _end_life(self) -> None:
+        """Leave the registry; whatever runs ends with an error, or has ended."""
+        assert self.context is not None, "not started"
+        with contextlib.suppress(redis.RedisError):
+            await self._registry.remove(self.context.incarnation)
+        await self._role.close()
+        await self.context.exchange.close()
+        await self._server.stop(grace=1.0)
+
+    async def _take_new_life(self, reason: str) -> None:
+        """Begin anew with the same engine. Raises TimeoutError where it cannot be freed."""
+        assert self.context is not None, "not started"
+        context = self.context
+        log.warning("%s ends: %s", context.incarnation, reason)
+        await self._end_life()
+        async with asyncio.timeout(STOP_DEADLINE_S):
+            # Steps and copies that are under way tell the loop when they have ended.
+            while not _is_free(context):  # noqa: ASYNC110
+                await asyncio.sleep(_DRAIN_POLL_S)
+        await self._begin_life(context.control, context.memory, context.metrics, context.tiers)
 
     async def _make_tiers(
         self, control: ControlLoop, costs: StepCosts, metrics: WorkerMetrics
@@ -308,14 +359,10 @@ class WorkerProcess:
         self._stopped.set()
         await end_tasks(self._tasks)
         if self.record is not None:
-            with contextlib.suppress(redis.RedisError):
-                await self._registry.remove(self.record.incarnation)
             assert self.context is not None, "there is a record, so there is a context"
-            await self._role.close()
+            await self._end_life()
             if self.context.tiers is not None:
                 await self.context.tiers.stop(STOP_DEADLINE_S)
-            await self.context.exchange.close()
-            await self._server.stop(grace=1.0)
             await asyncio.to_thread(self.context.control.stop, STOP_DEADLINE_S)
             await asyncio.to_thread(self._metrics_server.shutdown)
             self._metrics_server.server_close()
@@ -402,18 +449,33 @@ class WorkerProcess:
     async def _renew(self, context: WorkerContext) -> None:
         """Say in the registry what this worker is and does."""
         assert self.record is not None, "not started"
+        asked_at = time.monotonic()
         record = replace(self.record, load=context.control.load())
+        renew = self._lease.registered and self._leave_by is None
         try:
-            await self._registry.put(record, self.settings.config.registry_ttl_s)
+            is_there = await self._registry.put(
+                record, self.settings.config.registry_ttl_s, renew=renew
+            )
         except redis.RedisError as error:
             log.warning("the registry cannot be reached: %s", error)
+            return
+        if is_there:
+            self._lease.renewed(asked_at)
+            return
+        log.warning("%s is dead to the registry: it takes nothing new", record.incarnation)
+        context.intake.close()
+        self.record = replace(self.record, state=DRAINING)
+        self._leave_by = asked_at + LEAVE_S
 
     async def _heartbeat(self) -> None:
-        assert self.record is not None, "not started"
-        assert self.context is not None, "not started"
         config = self.settings.config
         while True:
             began = time.monotonic()
+            if not self._changing.locked():
+                # One that is being drained, or changes its role, ends that first.
+                async with self._changing:
+                    await self._live_on(began)
+            assert self.context is not None, "not started"
             exchange = self.context.exchange
             exchange.heartbeat()
             await self._role.heartbeat()
@@ -423,7 +485,27 @@ class WorkerProcess:
             self._gauges.transfers(exchange.pairs(), exchange.in_flight_bytes, exchange.staging())
             await self._renew(self.context)
             self._check_integrity(self.context)
-            await asyncio.sleep(max(0.0, began + config.heartbeat_s - time.monotonic()))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, began + config.heartbeat_s - time.monotonic())):
+                    await self._awake.wait()
+
+    async def _live_on(self, now: float) -> None:
+        """In another life, where this one's lease has lapsed."""
+        assert self.context is not None, "not started"
+        self._awake.clear()
+        if self.drained:
+            return
+        if self._lease.lapsed:
+            await self._take_new_life("it stood still, and its lease lapsed")
+        elif self._leave_by is not None and (now >= self._leave_by or self._is_empty(self.context)):
+            await self._take_new_life("its lease lapsed while Redis was away for it alone")
+
+    async def _watch_itself(self) -> None:
+        """Notice that the process stood still, as soon as it goes on."""
+        while True:
+            await asyncio.sleep(self.settings.config.heartbeat_s / _BEATS)
+            if self._lease.beat(time.monotonic()) and not self._changing.locked():
+                self._awake.set()
 
     def _check_integrity(self, context: WorkerContext) -> None:
         """When nothing runs, nothing is used."""
@@ -434,7 +516,7 @@ class WorkerProcess:
             counts = pool.counts()
             assert counts.used == counts.quarantined == 0, f"blocks leaked: {counts}"
 
-    async def _publish(self, publisher: IndexPublisher) -> None:
+    async def _publish(self) -> None:
         verify_every = max(1, int(self.settings.config.heartbeat_s / PUBLISH_EVERY_S))
         count = 0
         while True:
@@ -442,7 +524,7 @@ class WorkerProcess:
             took = 0.0
             try:
                 began = time.monotonic()
-                await publisher.publish(verify=count % verify_every == 0)
+                await self._publisher.publish(verify=count % verify_every == 0)
                 took = time.monotonic() - began
             except redis.RedisError as error:
                 log.warning("the prefix index cannot be reached: %s", error)
@@ -459,6 +541,14 @@ def pool_for(config: Config, own: PoolConfig, role: str) -> PoolConfig:
     """
     same = (pool.name for pool in config.pools if pool.role == role)
     return own.model_copy(update={"name": next(same, role), "role": role})
+
+
+def _is_free(context: WorkerContext) -> bool:
+    """Whether nothing of a life that has ended is under way."""
+    counts = context.engine.pool.counts()
+    moves = context.tiers is not None and not context.tiers.is_idle
+    idle = context.control.scheduler.is_idle() and not moves
+    return idle and counts.used == counts.quarantined == 0
 
 
 def keep_buffers() -> None:

@@ -33,7 +33,16 @@ class Stage:
 
     def _start(self, role: Role, number: int) -> WorkerChild:
         slot = f"{role}-{number}"
-        job = Job(role, slot, self.transport, str(self._model), self._redis_url, self._cluster_id)
+        # Whoever stood still is to wake in the life in which it made its promises.
+        job = Job(
+            role,
+            slot,
+            self.transport,
+            str(self._model),
+            self._redis_url,
+            self._cluster_id,
+            registry_ttl_s=600.0,
+        )
         return WorkerChild(job, self._folder / f"{slot}.log")
 
     async def ready(self) -> None:

@@ -57,6 +57,7 @@ class Job:
     cluster_id: str
     kv_pool_mib: int = 1
     max_sequences: int = 4
+    registry_ttl_s: float = 4.0
 
     def settings(self) -> WorkerSettings:
         """Many chunks a prompt, and so few blocks that they are soon used again."""
@@ -70,7 +71,13 @@ class Job:
             )
             for role in ("prefill", "decode")
         }
-        config = Config(pools=tuple(pools.values()), dtype="float32", transport=self.transport)
+        config = Config(
+            pools=tuple(pools.values()),
+            dtype="float32",
+            transport=self.transport,
+            registry_ttl_s=self.registry_ttl_s,
+            heartbeat_s=min(1.0, self.registry_ttl_s / 4),
+        )
         return WorkerSettings(
             config=config,
             pool=pools[self.role],
@@ -179,6 +186,7 @@ def _report(process: WorkerProcess) -> dict[str, Any]:
     counts = context.engine.pool.counts()
     context.engine.pool.check()
     return asdict(counts) | {
+        "incarnation": context.incarnation,
         "total": context.engine.pool.total,
         "tickets": len(context.exchange.receiver.book),
         "in_flight_bytes": context.exchange.in_flight_bytes,

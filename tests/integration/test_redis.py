@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
@@ -160,6 +161,35 @@ async def test_a_silent_worker_is_dead_after_its_ttl(store: Store) -> None:
     await store.registry.put(record_of("silent"), 30.0)
     assert set(await store.registry.all()) == {"alive", "silent"}
     assert await store.registry.dead() == set()
+
+
+async def test_who_was_dead_while_others_lived_cannot_renew_its_record(store: Store) -> None:
+    ttl_s = 0.4
+    silent, alive = record_of("silent"), record_of("alive")
+    await store.registry.put(silent, ttl_s)
+    end = time.monotonic() + 3 * ttl_s
+    while time.monotonic() < end:
+        assert await store.registry.put(alive, ttl_s, renew=True)
+        await asyncio.sleep(ttl_s / 20)
+    assert not await store.registry.put(silent, ttl_s, renew=True)
+    assert set(await store.registry.all()) == {"alive"}
+    assert await store.registry.put(silent, ttl_s), "as another one it may come back"
+    assert set(await store.registry.all()) == {"alive", "silent"}
+
+
+async def test_nobody_is_dead_who_was_silent_because_all_were(store: Store) -> None:
+    ttl_s = 0.3
+    records = [record_of("a"), record_of("b")]
+    for record in records:
+        assert await store.registry.put(record, ttl_s)
+    await asyncio.sleep(2 * ttl_s)
+    assert await store.registry.all() == {}
+    for record in records:
+        assert await store.registry.put(record, 30.0, renew=True)
+    await store.client.flushdb()
+    for record in records:
+        assert await store.registry.put(record, 30.0, renew=True)
+    assert len(await store.registry.all()) == 2
 
 
 async def test_a_reader_is_told_what_has_changed(store: Store, own_url: str) -> None:

@@ -6,21 +6,28 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton.redis_client import redis_client
 from baton.registry import WorkerRecord
 from baton.request import Geometry, LoadSnapshot
 from deploy import cluster_state
 from deploy.announcement import announcement
 from deploy.cluster_state import ClusterState, running_clusters
+from deploy.pool_keeper import Phase, SlotState
 from deploy.restarts import Restarts
 from deploy.run_directory import RunDirectory
+from deploy.slot_board import TTL_S, SlotBoard, SlotNews, Supervision
 from deploy.status import (
     PairRow,
+    SlotRow,
     Status,
     WorkerRow,
     pairs_from_metrics,
     pairs_table,
     rows_from_metrics,
     rows_from_registry,
+    slots_of,
+    slots_table,
+    supervisor_line,
     table,
 )
 
@@ -86,6 +93,36 @@ def test_workers_are_read_from_the_registry() -> None:
     )
     expected = WorkerRow("decode-0", "decode", "ready", "127.0.0.1:5", 3, 1, 90, 8, 2)
     assert rows_from_registry([record]) == (expected,)
+
+
+def told(phase: Phase, wait_s: float = 0.0) -> Supervision:
+    state = SlotState(phase, deaths=6, last_error="[no] memory", wait_s=wait_s)
+    return Supervision(7, "127.0.0.1:9", {"decode-0": SlotNews(state, 8, "here")})
+
+
+def test_slots_are_shown_as_the_supervisor_tells_of_them() -> None:
+    (row,) = slots_of(told(Phase.CRASH_LOOP, 4.0))
+    assert row == SlotRow("decode-0", "crash loop for 4 s", 6, "[no] memory")
+    assert slots_of(told(Phase.RUNNING))[0].state == "running"
+    assert slots_of(None) == ()
+    assert "process 7" in supervisor_line(told(Phase.RUNNING))
+    assert "away" in supervisor_line(None)
+    drawn = slots_table(Status("127.0.0.1:1", True, "ok", (), slots=(row,)))
+    assert [str(cell) for column in drawn.columns for cell in column.cells][-1] == "[no] memory"
+
+
+async def test_what_the_supervisor_tells_comes_back_from_redis_and_goes(redis_url: str) -> None:
+    async with redis_client(redis_url) as client:
+        board = SlotBoard(client, "board-test")
+        assert await board.read() is None
+        news = told(Phase.BACKING_OFF, 2.0)
+        await board.write(news)
+        assert await board.read() == news
+        assert 0 < await client.ttl("baton:{board-test}:supervision") <= TTL_S
+        await board.clear()
+        assert await board.read() is None
+        await client.set("baton:{board-test}:supervision", '{"pid": 1}', ex=5)
+        assert await board.read() is None, "another version's"
 
 
 @pytest.fixture

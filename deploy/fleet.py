@@ -1,0 +1,200 @@
+"""What of the workers can be seen through Ray, and what can be done about them.
+
+Calls to living workers go from process to process, so that they need no control store (GCS); to
+find one, to place one and to end one takes it. Those calls block while it is away: they are made on
+a thread of their own, and answers are awaited elsewhere. Owned by the supervisor's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import platform
+import signal
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from baton.errors import WorkerFailed
+from deploy.actor import ActorSettings, WorkerActor
+from deploy.child import last_lines
+from deploy.cluster_mark import CLUSTER_VARIABLE
+from deploy.daemon_thread import DaemonThread
+from deploy.pool_keeper import Sight
+from deploy.ray_worker import RayWorker, find, place, reason
+
+ANSWER_S = 3.0
+"""A worker that has not answered a ping for so long is silent."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is seen of a slot."""
+
+    sight: Sight
+    error: str = ""
+    """Why nobody is there."""
+    pid: int = 0
+    host: str = ""
+
+
+_NOBODY = Seen(Sight.NOBODY)
+
+
+class Fleet:
+    """The workers' slots of one cluster."""
+
+    def __init__(
+        self,
+        settings: Mapping[str, ActorSettings],
+        is_listed: Callable[[str], Awaitable[bool]],
+        actor_class: type = WorkerActor,
+    ) -> None:
+        """``settings`` by slot; ``is_listed`` tells whether the registry lists a slot's worker, or
+
+        cannot be asked.
+        """
+        self._settings = settings
+        self._is_listed = is_listed
+        self._actor_class = actor_class
+        self._thread = DaemonThread("fleet")
+        self._lives: dict[str, _Life] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def recall(self) -> None:
+        """Find the workers that live, whoever has started them. Raises what Ray raises."""
+        for slot in self._settings.keys() - self._lives.keys():
+            worker = await self._thread.call(lambda slot=slot: find(slot))  # type: ignore[misc]
+            if worker is not None:
+                self._lives[slot] = _Life(worker)
+
+    async def look(self, slot: str) -> Seen:
+        """What is there now; does not wait for an answer."""
+        life = self._lives.get(slot)
+        if life is None:
+            return _NOBODY
+        seen = life.look(time.monotonic())
+        if seen.sight is Sight.NOBODY:
+            self._lives.pop(slot).close()
+            if life.failed_to_start:
+                # It stays until it is ended, so that it could say why.
+                self._in_background(self._kill(life))
+            return Seen(Sight.NOBODY, seen.error + self._last_words(slot))
+        if seen.sight is Sight.SILENT and await self._is_listed(slot):
+            return Seen(Sight.SERVING, pid=seen.pid, host=seen.host)
+        return seen
+
+    async def start(self, slot: str) -> None:
+        """Have Ray place a worker. Raises what Ray raises."""
+        settings = self._settings[slot]
+
+        def start() -> RayWorker:
+            try:
+                return place(settings, self._actor_class)
+            except ValueError:
+                # An earlier call was thought to be lost, and was not.
+                found = find(slot)
+                if found is None:
+                    raise
+                return found
+
+        self._lives[slot] = _Life(await self._thread.call(start))
+
+    async def end(self, slot: str) -> None:
+        """End a worker's process, frozen or not; idempotent. Raises what Ray raises."""
+        life = self._lives.get(slot)
+        if life is not None:
+            await self._kill(life)
+
+    async def _kill(self, life: _Life) -> None:
+        if life.host == platform.node():
+            # Ray calls a worker dead that it could not end, because it was stopped (SIGSTOP).
+            _end(life.pid)
+        await self._thread.call(life.worker.kill)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _last_words(self, slot: str) -> str:
+        """The end of the traceback in a worker's log, where it is on this host and ends so."""
+        line = last_lines(Path(self._settings[slot].log_file), 1)
+        # A line of the log begins with a date.
+        return f" ({line.strip()})" if line and not line[0].isdigit() else ""
+
+    def close(self) -> None:
+        """Look no more. The workers go on."""
+        for life in self._lives.values():
+            life.close()
+
+
+class _Life:
+    """One life of a worker, seen by what it answers."""
+
+    def __init__(self, worker: RayWorker) -> None:
+        self.worker = worker
+        self.pid, self.host = 0, ""
+        self.failed_to_start = False
+        self._serves = False
+        self._asked_at = time.monotonic()
+        self._heard_at = self._asked_at
+        self._asking = asyncio.create_task(self._ask())
+
+    def look(self, now: float) -> Seen:
+        """What the last question has brought; asks the next one."""
+        if not self._asking.done():
+            return self._seen(silent=self._serves and now - self._asked_at > ANSWER_S)
+        error = self._asking.exception()
+        if error is None:
+            self._heard(self._asking.result(), now)
+        elif isinstance(error, WorkerFailed):
+            self.failed_to_start = True
+            return Seen(Sight.NOBODY, error.message)
+        elif _is_death(error):
+            return Seen(Sight.NOBODY, reason(error))  # type: ignore[arg-type]
+        self._asked_at = now
+        self._asking = asyncio.create_task(self._ask())
+        return self._seen(silent=self._serves and now - self._heard_at > ANSWER_S)
+
+    async def _ask(self) -> dict[str, Any] | None:
+        if not self._serves:
+            return await self.worker.ready()
+        await self.worker.ping()
+        return None
+
+    def _heard(self, answer: dict[str, Any] | None, now: float) -> None:
+        self._heard_at = now
+        if answer is not None:
+            self._serves = True
+            self.pid, self.host = answer["pid"], answer["host"]
+
+    def _seen(self, *, silent: bool) -> Seen:
+        if not self._serves:
+            return Seen(Sight.STARTING)
+        return Seen(Sight.SILENT if silent else Sight.SERVING, pid=self.pid, host=self.host)
+
+    def close(self) -> None:
+        self._asking.cancel()
+
+
+def _is_death(error: BaseException) -> bool:
+    from ray.exceptions import ActorDiedError  # noqa: PLC0415
+
+    return isinstance(error, ActorDiedError)
+
+
+def _end(pid: int) -> None:
+    # The id may be another's by now: only a process of this cluster is ended.
+    with contextlib.suppress(psutil.Error, OSError):
+        process = psutil.Process(pid)
+        if process.environ().get(CLUSTER_VARIABLE) == os.environ.get(CLUSTER_VARIABLE):
+            process.send_signal(signal.SIGKILL)

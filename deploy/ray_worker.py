@@ -1,0 +1,103 @@
+"""Workers as Ray actors: placed, found by their slot's name, asked, and ended.
+
+They are detached: whoever has placed one, the launcher or the supervisor, may go without taking it
+along. Ray itself starts none again; that is the supervisor's part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, cast
+
+from baton.errors import BatonError, WorkerFailed
+from deploy.actor import ActorSettings, WorkerActor
+
+WORKER_RESOURCE = "baton_worker"
+NAMESPACE = "baton"
+# ready, ping and stop must not wait for one another, whoever calls them.
+_CONCURRENT_CALLS = 8
+
+
+class RayWorker:
+    """One life of a worker, wherever Ray has put it."""
+
+    def __init__(self, slot: str, handle: Any) -> None:
+        self.slot = slot
+        self._handle = handle
+
+    async def ready(self) -> dict[str, Any]:
+        """Wait until it serves: its registry record, ``pid`` and ``node``.
+
+        Raises WorkerFailed with the reason, and what Ray raises where that is no failure.
+        """
+        import ray  # noqa: PLC0415
+
+        try:
+            return cast(dict[str, Any], await result(self._handle.ready.remote()))
+        except ray.exceptions.ActorUnavailableError:
+            raise
+        except Exception as error:
+            raise WorkerFailed(f"worker {self.slot}: {reason(error)}") from error
+
+    async def ping(self) -> None:
+        """Returns when the process has answered, by way of Ray. Raises what Ray raises."""
+        await result(self._handle.ping.remote())
+
+    async def stop(self, deadline_s: float) -> None:
+        """Ask it to leave in order. Raises TimeoutError, or what Ray raises when it is gone."""
+        async with asyncio.timeout(deadline_s):
+            await result(self._handle.stop.remote())
+
+    def kill(self) -> None:
+        """End its process. Blocks while Ray's control store is away."""
+        import ray  # noqa: PLC0415
+
+        ray.kill(self._handle)
+
+
+def place(settings: ActorSettings, actor_class: type = WorkerActor) -> RayWorker:
+    """Have Ray start a worker. Blocks while Ray's control store is away.
+
+    Raises ValueError where its slot's worker lives.
+    """
+    import ray  # noqa: PLC0415
+
+    asked = settings.resources()
+    actor: Any = ray.remote(actor_class).options(
+        name=settings.slot,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        num_cpus=asked.pop("CPU", 0),
+        num_gpus=asked.pop("GPU", 0),
+        resources={WORKER_RESOURCE: 1, **asked},
+        max_restarts=0,
+        max_concurrency=_CONCURRENT_CALLS,
+    )
+    return RayWorker(settings.slot, actor.remote(settings.model_dump_json()))
+
+
+def find(slot: str) -> RayWorker | None:
+    """The worker that lives in a slot, if one does. Blocks while Ray's control store is away."""
+    import ray  # noqa: PLC0415
+
+    try:
+        return RayWorker(slot, ray.get_actor(slot, namespace=NAMESPACE))
+    except ValueError:
+        return None
+
+
+def result(reference: Any) -> Awaitable[Any]:
+    """What a Ray reference stands for."""
+    return asyncio.wrap_future(reference.future())
+
+
+def reason(error: Exception) -> str:
+    """What went wrong in an actor, without Ray's wrapping and tracebacks."""
+    cause = getattr(error, "cause", None) or error
+    if isinstance(cause, BatonError):
+        return cause.message
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    # Ray adds advice to every death.
+    last = lines[-1].partition(" Some common causes")[0] if lines else ""
+    return f"{type(cause).__name__}: {last}"

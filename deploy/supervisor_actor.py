@@ -1,0 +1,145 @@
+"""The Ray actor that houses the supervisor. Ray starts it again whenever it dies.
+
+It imports no torch: a Python process with Ray in it is all that it costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import threading
+from typing import Any
+
+import redis
+from prometheus_client import CollectorRegistry, start_http_server
+from pydantic import BaseModel, ConfigDict
+
+from baton.metrics import SupervisorMetrics
+from baton.redis_client import redis_client
+from baton.registry import Registry
+from deploy.actor import ActorSettings, WorkerActor, end_process, end_with, log_to
+from deploy.fleet import Fleet
+from deploy.ray_worker import NAMESPACE
+from deploy.slot_board import SlotBoard
+from deploy.supervisor import Supervisor
+
+NAME = "supervisor"
+_START_S = 60.0
+_HOST = "127.0.0.1"
+
+log = logging.getLogger(__name__)
+
+
+class SupervisorSettings(BaseModel):
+    """What the launcher tells it; it travels as JSON and holds the store's password."""
+
+    model_config = ConfigDict(frozen=True)
+
+    workers: tuple[ActorSettings, ...]
+    """One of each slot in which a worker is to be."""
+    redis_url: str
+    cluster_id: str
+    log_file: str
+    log_level: str
+    launcher: int
+    """Process id of the launcher."""
+    launcher_started: float
+    """When the launcher started, in Unix seconds."""
+
+
+class SupervisorActor:
+    """Lives in a Ray worker process, and ends that process when the supervisor has failed."""
+
+    worker_class: type = WorkerActor
+
+    def __init__(self, settings_json: str) -> None:
+        self._settings = SupervisorSettings.model_validate_json(settings_json)
+        log_to(self._settings.log_file, self._settings.log_level)
+        self._started: concurrent.futures.Future[int] = concurrent.futures.Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        threading.Thread(target=self._live, name="supervisor", daemon=True).start()
+
+    def ready(self) -> int:
+        """Its process id, once it keeps the workers. Raises TimeoutError."""
+        return self._started.result(timeout=_START_S)
+
+    def stop(self) -> None:
+        """Keep nobody any more: the cluster ends."""
+        if self._loop is not None and self._keeping is not None:
+            self._loop.call_soon_threadsafe(self._keeping.cancel)
+
+    def _live(self) -> None:
+        try:
+            asyncio.run(self._supervise())
+        except BaseException:
+            log.exception("the supervisor has failed")
+            end_process()
+
+    async def _supervise(self) -> None:
+        settings = self._settings
+        self._loop = asyncio.get_running_loop()
+        metrics = SupervisorMetrics(CollectorRegistry())
+        server, _ = start_http_server(0, _HOST, registry=metrics.registry)
+        async with redis_client(settings.redis_url) as client:
+            registry = Registry(client, settings.cluster_id)
+
+            async def is_listed(slot: str) -> bool:
+                try:
+                    records = await registry.all()
+                except redis.RedisError:
+                    return True  # silence in Redis condemns nobody
+                return any(record.slot == slot for record in records.values())
+
+            workers = {worker.slot: worker for worker in settings.workers}
+            supervisor = Supervisor(
+                {slot: worker.pool for slot, worker in workers.items()},
+                Fleet(workers, is_listed, self.worker_class),
+                SlotBoard(client, settings.cluster_id),
+                metrics,
+                f"{_HOST}:{server.server_port}",
+            )
+            async with asyncio.TaskGroup() as group:
+                group.create_task(end_with(settings.launcher, settings.launcher_started))
+                self._keeping = group.create_task(supervisor.run())
+                self._started.set_result(os.getpid())
+
+
+class RaySupervisor:
+    """The launcher's hold on it."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    @classmethod
+    def place(
+        cls, settings: SupervisorSettings, actor_class: type = SupervisorActor
+    ) -> RaySupervisor:
+        """Have Ray start it, and start it again whenever it dies; the one that is there, if one is.
+
+        Blocks while Ray's control store is away.
+        """
+        import ray  # noqa: PLC0415
+
+        actor: Any = ray.remote(actor_class).options(
+            name=NAME,
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=-1,
+            max_concurrency=2,
+        )
+        return cls(actor.remote(settings.model_dump_json()))
+
+    async def ready(self) -> int:
+        """Its process id, once it keeps the workers. Raises what Ray raises."""
+        return int(await asyncio.wrap_future(self._handle.ready.remote().future()))
+
+    async def stop(self, deadline_s: float) -> None:
+        """Have it keep nobody any more. Raises TimeoutError, or what Ray raises."""
+        async with asyncio.timeout(deadline_s):
+            await asyncio.wrap_future(self._handle.stop.remote().future())

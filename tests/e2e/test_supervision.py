@@ -1,0 +1,84 @@
+"""The supervisor goes and comes back; who is killed or frozen meanwhile is replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from deploy.pool_keeper import SILENCE_S
+from deploy.slot_board import TTL_S
+from tests.e2e.cluster import BATON, START_S, UpProcess
+from tests.e2e.load import Load
+
+
+def pid_of(up: UpProcess, name: str, but: int = 0) -> int:
+    """The process id of a part, once it has another one than ``but``."""
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        pid = up.state.processes.get(name, but)
+        if pid != but:
+            return pid
+        time.sleep(0.05)
+    raise AssertionError(f"no {name}: {up.state.processes}")
+
+
+def workers_of(up: UpProcess) -> dict[str, int]:
+    return {slot: pid for slot, pid in up.state.processes.items() if slot.endswith("-0")}
+
+
+def status_of(up: UpProcess) -> str:
+    command = [BATON, "status", "--http", up.state.http]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=START_S, check=True
+    ).stdout
+
+
+def test_a_killed_supervisor_costs_nothing_and_takes_over_when_it_is_back() -> None:
+    with UpProcess() as up:
+        up.wait_ready()
+        supervisor, workers = pid_of(up, "supervisor"), workers_of(up)
+        with Load(up) as load:
+            load.goes_on()
+            os.kill(supervisor, signal.SIGKILL)
+            load.goes_on()
+            up.wait_for("the supervisor was started again")
+            load.goes_on()
+        load.check()
+        assert pid_of(up, "supervisor", supervisor) != supervisor
+        assert workers_of(up) == workers
+        os.kill(workers["prefill-0"], signal.SIGKILL)
+        died = up.wait_for("prefill-0 died")
+        assert "worker process has died" in died
+        up.wait_for("prefill-0 is back")
+        up.wait_healthy()
+        assert workers_of(up)["decode-0"] == workers["decode-0"]
+        told = status_of(up)
+        assert f"supervisor: process {pid_of(up, 'supervisor')}" in told
+        assert "running" in told
+        up.terminate()
+        assert up.wait() == 0, up.text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_worker_that_hangs_for_good_is_replaced_and_ends() -> None:
+    with UpProcess() as up:
+        up.wait_ready()
+        pid_of(up, "supervisor")
+        frozen = psutil.Process(workers_of(up)["prefill-0"])
+        # The supervisor has to have seen it serve.
+        time.sleep(TTL_S)
+        frozen.suspend()
+        died = up.wait_for("prefill-0 died", SILENCE_S + START_S)
+        assert "nothing was heard of it" in died
+        up.wait_for("prefill-0 is back")
+        frozen.wait(START_S)
+        up.wait_healthy()
+        with Load(up) as load:
+            load.goes_on()
+        load.check()

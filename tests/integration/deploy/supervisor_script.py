@@ -1,0 +1,225 @@
+"""A supervisor over workers that load nothing, on a real Ray; prints what was seen, as JSON.
+
+``supervisor_script.py PLAY ID RUN_DIRECTORY REDIS_URL``. In a process of its own: Ray reads its
+environment once, when it is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from baton.config import PoolConfig, load_config
+from baton.redis_client import redis_client
+from deploy.actor import ActorSettings
+from deploy.cluster_mark import ClusterMark
+from deploy.pool_keeper import Phase
+from deploy.ray_cluster import RayCluster
+from deploy.ray_worker import place
+from deploy.run_directory import RunDirectory
+from deploy.slot_board import SlotBoard, SlotNews, Supervision
+from deploy.supervisor_actor import RaySupervisor, SupervisorActor, SupervisorSettings
+
+DEADLINE_S = 100.0
+NODE_SCRIPT = str(Path(__file__).with_name("node_script.py"))
+
+
+class LightWorker:
+    """Answers, and breaks where a file says so."""
+
+    def __init__(self, settings_json: str) -> None:
+        self._settings = ActorSettings.model_validate_json(settings_json)
+
+    def ready(self) -> dict[str, Any]:
+        broken = Path(self._settings.log_file).with_suffix(".broken")
+        if broken.exists():
+            raise ValueError(broken.read_text())
+        return {"pid": os.getpid(), "host": platform.node()}
+
+    def ping(self) -> str:
+        return self._settings.slot
+
+
+class LightSupervisor(SupervisorActor):
+    """Over such workers."""
+
+    worker_class = LightWorker
+
+
+class Stage:
+    """What a play needs."""
+
+    def __init__(self, play: str, cluster_id: str, folder: str, redis_url: str) -> None:
+        self.run = RunDirectory(Path(folder))
+        self.mark = ClusterMark(cluster_id, self.run.path)
+        self.redis_url = redis_url
+        far = {"far": 1.0} if play == "node" else {}
+        # What one machine is to offer; the second pool's workers may need another one.
+        pools = (
+            PoolConfig(name="near", role="prefill", count=2),
+            PoolConfig(name="far", role="decode"),
+        )
+        self.config = load_config().model_copy(update={"pools": pools})
+        wanted = (pools[0], pools[1].model_copy(update={"resources": far}))
+        described = self.config.model_copy(update={"pools": wanted}).model_dump(mode="json")
+        self.settings = tuple(
+            self._settings(described, pool.name, f"{pool.name}-{number}")
+            for pool in wanted
+            for number in range(pool.count)
+        )
+        self.seen: dict[str, Any] = {}
+
+    def _settings(self, config: dict[str, Any], pool: str, slot: str) -> ActorSettings:
+        return ActorSettings(
+            config=config,
+            pool=pool,
+            slot=slot,
+            model_path="",
+            draft_model_path="",
+            model_name="",
+            redis_url=self.redis_url,
+            cluster_id=self.mark.cluster_id,
+            threads=1,
+            core_board="",
+            number=0,
+            workers_here=1,
+            log_file=str(self.run.log(slot)),
+            launcher=os.getpid(),
+            launcher_started=psutil.Process().create_time(),
+        )
+
+    def supervise(self) -> RaySupervisor:
+        settings = SupervisorSettings(
+            workers=self.settings,
+            redis_url=self.redis_url,
+            cluster_id=self.mark.cluster_id,
+            log_file=str(self.run.log("supervisor")),
+            log_level="info",
+            launcher=os.getpid(),
+            launcher_started=psutil.Process().create_time(),
+        )
+        return RaySupervisor.place(settings, LightSupervisor)
+
+    def broken(self, slot: str) -> Path:
+        return self.run.log(slot).with_suffix(".broken")
+
+    async def until(self, holds: Callable[[Supervision], bool]) -> Supervision:
+        """What is told, once it is as it should be."""
+        async with redis_client(self.redis_url) as client:
+            board = SlotBoard(client, self.mark.cluster_id)
+            while True:
+                told = await board.read()
+                if told is not None and holds(told):
+                    return told
+                await asyncio.sleep(0.05)
+
+    async def until_running(self, slot: str, but: int = 0) -> SlotNews:
+        """Until a life with another process id than ``but`` serves."""
+
+        def holds(told: Supervision) -> bool:
+            news = told.slots.get(slot)
+            return (
+                news is not None and news.state.phase is Phase.RUNNING and news.pid not in (0, but)
+            )
+
+        return (await self.until(holds)).slots[slot]
+
+    def pids(self, told: Supervision) -> dict[str, int]:
+        return {slot: news.pid for slot, news in told.slots.items()}
+
+
+async def lives_and_deaths(stage: Stage, cluster: RayCluster) -> None:
+    """The supervisor takes over, replaces, is replaced itself, and does not loop in silence."""
+    for settings in stage.settings:
+        place(settings, LightWorker)
+    supervisor = stage.supervise()
+    pid = await supervisor.ready()
+    maps = [entry.path for entry in psutil.Process(pid).memory_maps()]
+    stage.seen["imports_torch"] = any("torch" in path for path in maps)
+    stage.seen["rss_mib"] = psutil.Process(pid).memory_info().rss >> 20
+    first = [await stage.until_running(settings.slot) for settings in stage.settings]
+    stage.seen["deaths_at_first"] = [news.state.deaths for news in first]
+    os.kill(first[0].pid, signal.SIGKILL)
+    second = await stage.until_running("near-0", first[0].pid)
+    stage.seen["error"] = second.state.last_error
+    before = await stage.until(lambda told: told.pid == pid)
+    os.kill(pid, signal.SIGKILL)
+    after = await stage.until(
+        lambda told: told.pid != pid and stage.pids(told) == stage.pids(before)
+    )
+    stage.seen["supervisor_replaced"] = after.pid != pid
+    stage.seen["deaths_remembered"] = after.slots["near-0"].state.deaths
+    stage.broken("near-1").write_text("there is no such thing")
+    os.kill(after.slots["near-1"].pid, signal.SIGKILL)
+    # Its last life, and then one that cannot start.
+    looping = await stage.until(lambda told: told.slots["near-1"].state.deaths >= 2)
+    stage.seen["cannot_start"] = looping.slots["near-1"].state.last_error
+    stage.seen["others"] = stage.pids(looping)["near-0"] == second.pid
+    stage.broken("near-1").unlink()
+    await stage.until_running("near-1")
+
+
+async def lost_node(stage: Stage, cluster: RayCluster) -> None:
+    """A worker's node is lost, and another one comes: the worker is replaced there."""
+    for settings in stage.settings:
+        place(settings, LightWorker)
+    await stage.supervise().ready()
+    near = await stage.until_running("near-0")
+    waiting = await stage.until(lambda told: "far-0" in told.slots)
+    stage.seen["waits"] = waiting.slots["far-0"].state.phase.value
+    raylet = await second_node(stage)
+    first = await stage.until_running("far-0")
+    raylet.kill()
+    while psutil.pid_exists(first.pid):
+        await asyncio.sleep(0.05)
+    await second_node(stage)
+    second = await stage.until_running("far-0", first.pid)
+    stage.seen["replaced"] = second.pid != first.pid
+    stage.seen["error"] = second.state.last_error
+    stage.seen["near"] = (await stage.until_running("near-0")).pid == near.pid
+
+
+async def second_node(stage: Stage) -> psutil.Process:
+    """The raylet of another node on this machine."""
+    import ray  # noqa: PLC0415
+
+    address = ray.get_runtime_context().gcs_address
+    command = [NODE_SCRIPT, address, '{"far": 1, "baton_worker": 1}']
+    with stage.run.log("node").open("ab") as log:
+        node = await asyncio.create_subprocess_exec(
+            sys.executable, *command, stdout=asyncio.subprocess.PIPE, stderr=log
+        )
+    assert node.stdout is not None
+    return psutil.Process(int(await node.stdout.readline()))
+
+
+PLAYS: dict[str, Callable[[Stage, RayCluster], Awaitable[None]]] = {
+    "lives": lives_and_deaths,
+    "node": lost_node,
+}
+
+
+async def main() -> None:
+    stage = Stage(*sys.argv[1:])
+    cluster = RayCluster(stage.config, stage.mark, stage.run)
+    os.environ.update(stage.mark.variables)
+    async with asyncio.timeout(DEADLINE_S):
+        await cluster.start()
+        try:
+            await PLAYS[sys.argv[1]](stage, cluster)
+        finally:
+            await cluster.stop()
+    sys.stdout.write(f"\n{json.dumps(stage.seen)}\n")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,35 @@
+"""What the launcher says of the supervisor's news."""
+
+from __future__ import annotations
+
+from deploy.part_watch import SlotWatch
+from deploy.pool_keeper import Phase, SlotState
+from deploy.slot_board import SlotNews, Supervision
+
+
+def test_deaths_returns_and_the_supervisors_own_return_are_told_once() -> None:
+    lines: list[str] = []
+    pids: dict[str, int] = {}
+    watch = SlotWatch(lines.append, pids.__setitem__, {"decode-0": 1, "supervisor": 9})
+
+    def take(state: SlotState, pid: int = 0, supervisor: int = 9) -> list[str]:
+        lines.clear()
+        for _ in range(2):
+            watch.take(Supervision(supervisor, "", {"decode-0": SlotNews(state, pid)}))
+        return list(lines)
+
+    assert take(SlotState(Phase.RUNNING), 1) == []
+    (died,) = take(SlotState(Phase.BACKING_OFF, 1, "boom"))
+    assert died == "decode-0 died; it is started again (boom)"
+    assert take(SlotState(Phase.STARTING, 1, "boom")) == []
+    assert take(SlotState(Phase.RUNNING, 1, "boom"), 2) == ["decode-0 is back"]
+    assert pids == {"decode-0": 2}
+    (loops,) = take(SlotState(Phase.CRASH_LOOP, 5, "boom"))
+    assert "keeps dying, 5 times by now: boom" in loops
+    assert take(SlotState(Phase.CRASH_LOOP, 5, "boom"), supervisor=10) == [
+        "the supervisor was started again"
+    ]
+    assert pids["supervisor"] == 10
+    lines.clear()
+    watch.take(None)
+    assert lines == []

@@ -1,0 +1,150 @@
+"""The supervisor's loop over workers that are a dictionary."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+import redis
+from prometheus_client import CollectorRegistry
+
+from baton.background import end_tasks
+from baton.metrics import SupervisorMetrics
+from deploy import supervisor as supervisor_module
+from deploy.fleet import Seen
+from deploy.pool_keeper import Phase, Sight, SlotState
+from deploy.slot_board import SlotBoard, SlotNews, Supervision
+from deploy.supervisor import Supervisor
+
+DEADLINE_S = 10.0
+POOLS = {"decode-0": "decode", "decode-1": "decode"}
+
+
+class FakeWorkers:
+    """Whoever is started serves at once."""
+
+    def __init__(self, **living: Seen) -> None:
+        self.seen = {slot: Seen(Sight.NOBODY) for slot in POOLS} | {
+            slot.replace("_", "-"): seen for slot, seen in living.items()
+        }
+        self.recalls = 0
+        self.started: list[str] = []
+        self.ended: list[str] = []
+        self.failure: Exception | None = None
+        self.closed = False
+
+    async def recall(self) -> None:
+        self.recalls += 1
+        if self.recalls == 1 and self.failure is not None:
+            raise self.failure
+
+    async def look(self, slot: str) -> Seen:
+        return self.seen[slot]
+
+    async def start(self, slot: str) -> None:
+        self.started.append(slot)
+        if self.failure is not None:
+            raise self.failure
+        self.seen[slot] = Seen(Sight.SERVING, pid=len(self.started), host="here")
+
+    async def end(self, slot: str) -> None:
+        self.ended.append(slot)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeBoard:
+    """Keeps what is told, as long as it can be reached."""
+
+    def __init__(self, told: Supervision | None = None) -> None:
+        self.told = told
+        self.away = False
+
+    async def write(self, supervision: Supervision) -> None:
+        if self.away:
+            raise redis.ConnectionError
+        self.told = supervision
+
+    async def read(self) -> Supervision | None:
+        if self.away:
+            raise redis.ConnectionError
+        return self.told
+
+
+class Play:
+    """A supervisor that runs until the test ends."""
+
+    def __init__(self, workers: FakeWorkers, board: FakeBoard) -> None:
+        self.workers, self.board = workers, board
+        self.metrics = SupervisorMetrics(CollectorRegistry())
+        supervisor = Supervisor(POOLS, workers, cast(SlotBoard, board), self.metrics, "here:1")
+        self.task = asyncio.create_task(supervisor.run())
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not holds():
+                if self.task.done():
+                    self.task.result()
+                await asyncio.sleep(0.001)
+
+    def phase(self, slot: str) -> Phase | None:
+        told = self.board.told
+        return None if told is None or slot not in told.slots else told.slots[slot].state.phase
+
+    async def end(self) -> None:
+        await end_tasks([self.task])
+        assert self.workers.closed
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "LOOK_S", 0.001)
+    monkeypatch.setattr(supervisor_module, "_RECALL_AGAIN_S", 0.001)
+
+
+async def test_it_fills_what_is_empty_leaves_who_serves_and_tells() -> None:
+    play = Play(FakeWorkers(decode_0=Seen(Sight.SERVING, pid=77, host="here")), FakeBoard())
+    await play.until(lambda: play.phase("decode-1") is Phase.RUNNING)
+    assert play.workers.started == ["decode-1"]
+    assert play.board.told is not None
+    assert play.board.told.slots["decode-0"] == SlotNews(SlotState(Phase.RUNNING), 77, "here")
+    value = play.metrics.registry.get_sample_value
+    labels = {"worker": "decode-0", "pool": "decode"}
+    assert value("baton_worker_slot_state", labels | {"state": "running"}) == 1
+    assert value("baton_worker_slot_state", labels | {"state": "crash loop"}) == 0
+    play.workers.seen["decode-0"] = Seen(Sight.NOBODY, "killed")
+    await play.until(lambda: play.workers.started == ["decode-1", "decode-0"])
+    await play.until(lambda: play.phase("decode-0") is Phase.RUNNING)
+    assert play.board.told.slots["decode-0"].state.last_error == "killed"
+    assert value("baton_worker_deaths_total", {"worker": "decode-0"}) == 1
+    await play.end()
+
+
+async def test_what_an_earlier_one_told_is_remembered() -> None:
+    known = SlotNews(SlotState(Phase.CRASH_LOOP, 7, "no memory"))
+    earlier = Supervision(1, "", {"decode-0": known, "long-gone-0": known})
+    play = Play(FakeWorkers(), FakeBoard(earlier))
+    await play.until(lambda: play.board.told is not earlier)
+    assert play.board.told is not None
+    assert play.board.told.slots["decode-0"].state.deaths == 7
+    assert "long-gone-0" not in play.board.told.slots
+    await play.end()
+
+
+async def test_without_ray_and_without_redis_it_goes_on_trying_and_blames_no_worker() -> None:
+    workers, board = FakeWorkers(), FakeBoard()
+    workers.failure, board.away = ConnectionError("Ray is away\nfor a while"), True
+    play = Play(workers, board)
+    await play.until(lambda: set(workers.started) == set(POOLS))
+    assert workers.recalls == 2
+    board.away = False
+    await play.until(lambda: board.told is not None)
+    await play.until(lambda: bool(board.told and board.told.slots["decode-0"].state.last_error))
+    assert board.told is not None
+    state = board.told.slots["decode-0"].state
+    assert (state.phase, state.deaths) == (Phase.STARTING, 0)
+    assert state.last_error == "Ray: Ray is away"
+    await play.end()
