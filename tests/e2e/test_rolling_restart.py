@@ -1,0 +1,157 @@
+"""Every worker and router of a cluster is restarted under load, and no client can tell."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import BATON, START_S, UpProcess
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+DEADLINE_S = 120.0
+CLIENTS = 3
+PROMPTS = ("The sea at night", "A list of numbers: 1, 2,", "def main():", "Once upon a time")
+MOST_TRIES = 2
+"""A router's client sees a reset, and one retry succeeds."""
+
+
+@pytest.fixture(scope="module")
+def own_cluster() -> Iterator[UpProcess]:
+    flags = ("--prefill", "2", "--decode", "2", "--routers", "2", "--deterministic")
+    with UpProcess(*flags) as up:
+        yield up.wait_ready()
+
+
+def answer(up: UpProcess, number: int) -> str:
+    """One answer, streamed, seeded by its number."""
+    body = {
+        "model": up.model,
+        "prompt": PROMPTS[number % len(PROMPTS)],
+        "max_tokens": 60,
+        "seed": number,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    text, finish = "", None
+    with (
+        httpx.Client(trust_env=False, timeout=DEADLINE_S) as client,
+        client.stream("POST", f"{up.http}/v1/completions", json=body) as response,
+    ):
+        assert response.status_code == httpx.codes.OK, response.read()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                assert "error" not in chunk, chunk
+                text += chunk["choices"][0]["text"]
+                finish = chunk["choices"][0]["finish_reason"] or finish
+    assert finish == "length"
+    return text
+
+
+@dataclass
+class Load:
+    """Clients that ask one question after the other."""
+
+    up: UpProcess
+    expected: list[str]
+    stop: threading.Event = field(default_factory=threading.Event)
+    answered: int = 0
+    wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def run(self, first: int) -> None:
+        number = first
+        while not self.stop.is_set():
+            self._ask(number % len(self.expected))
+            number += CLIENTS
+
+    def _ask(self, number: int) -> None:
+        for left in reversed(range(MOST_TRIES)):
+            try:
+                text = answer(self.up, number)
+            except (httpx.TransportError, AssertionError) as error:
+                if not left or isinstance(error, AssertionError):
+                    self.failed.append(repr(error))
+                    return
+                time.sleep(0.25)
+                continue
+            self.answered += 1
+            if text != self.expected[number]:
+                self.wrong.append(text)
+            return
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + START_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.2)
+
+
+def addresses(up: UpProcess) -> dict[str, str]:
+    """Where the workers are that routers use; another life has another address."""
+    status = subprocess.run(
+        [BATON, "status", "--http", up.http.removeprefix("http://")],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    ).stdout
+    rows = [line.split() for line in status.splitlines()]
+    return {row[0]: row[3] for row in rows if len(row) > 3 and row[2] == "ready"}
+
+
+def drain(up: UpProcess, name: str) -> None:
+    done = subprocess.run(
+        [BATON, "drain", name, "--http", up.http.removeprefix("http://")],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def restart_router(up: UpProcess, name: str) -> None:
+    old = up.state.processes[name]
+    drain(up, name)
+    until(lambda: up.state.processes[name] != old, f"{name} did not come back")
+    up.wait_healthy()
+
+
+def restart_worker(up: UpProcess, slot: str) -> None:
+    old = addresses(up)[slot]
+    drain(up, slot)
+    until(lambda: addresses(up).get(slot, old) != old, f"{slot} did not come back")
+
+
+def test_everything_is_restarted_and_nothing_is_lost(own_cluster: UpProcess) -> None:
+    up = own_cluster
+    load = Load(up, [answer(up, number) for number in range(8)])
+    workers = sorted(addresses(up))
+    assert len(workers) == 4
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        running = [pool.submit(load.run, first) for first in range(CLIENTS)]
+        try:
+            for slot in workers:
+                restart_worker(up, slot)
+            for name in ("router-0", "router-1"):
+                restart_router(up, name)
+        finally:
+            load.stop.set()
+        for client in running:
+            client.result(DEADLINE_S)
+    assert load.failed == []
+    assert load.wrong == []
+    assert load.answered > len(workers) * CLIENTS
+    up.terminate()
+    assert up.wait() == 0, up.text
