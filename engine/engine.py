@@ -21,6 +21,7 @@ from engine.draft_model import DraftModel
 from engine.draft_vocabulary import check_vocabulary
 from engine.drafter_heads import HEADS, EagleHead, MedusaHeads, Sampler, load_heads
 from engine.filled_slots import FilledSlots
+from engine.embedding import Embedder
 from engine.gpu.decoder import gpu_decoder
 from engine.gpu.graphs import GRAPH_BYTES
 from engine.gpu.runner import GpuRunner
@@ -200,7 +201,7 @@ def _runner(
     step_model = _step_model(model, cache, settings.model_path, name)
     if settings.deterministic:
         _check_deterministic(step_model, settings)
-    return ModelRunner(step_model, cache, device, grammars, speculation)
+    return ModelRunner(step_model, cache, device, grammars, speculation, Embedder(model))
 
 
 def _step_model(model: DecoderModel, cache: KvGroup, folder: Path, name: str) -> StepModel:
