@@ -20,8 +20,8 @@ from engine.draft_length import MOST_IN_A_STEP
 from engine.draft_model import DraftModel
 from engine.draft_vocabulary import check_vocabulary
 from engine.drafter_heads import HEADS, EagleHead, MedusaHeads, Sampler, load_heads
-from engine.filled_slots import FilledSlots
 from engine.embedding import Embedder
+from engine.filled_slots import FilledSlots
 from engine.gpu.decoder import gpu_decoder
 from engine.gpu.graphs import GRAPH_BYTES
 from engine.gpu.runner import GpuRunner

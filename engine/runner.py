@@ -191,12 +191,13 @@ class ModelRunner:
         brought = found_of(plan_rows(rows), work, tokens, found.logits, self._scorer)
         if not work.embedded:
             return brought
-        assert self._embedder is not None and found.hidden is not None
+        assert self._embedder is not None
+        assert found.hidden is not None
         embeddings = self._embedder.embed_rows(found.hidden, layers, work.embedded, len(rows))
         return replace(brought, embeddings=embeddings)
 
     def _layers(self, work: StepWork, drafters: tuple[int, ...]) -> tuple[int, ...]:
-        """Whose states are wanted of a step: those for ``drafters``, and for embeddings one more."""
+        """Whose states are wanted of a step: those for drafters, and for embeddings one more."""
         if not work.embedded:
             return drafters
         if self._embedder is None:

@@ -168,7 +168,7 @@ def make_choices(count: int, stop: tuple[str, ...] = (), *, scores: bool = False
     def assembler() -> OutputAssembler:
         return OutputAssembler(ByteDetokenizer(lambda token: bytes([token])), stop)
 
-    return RequestLife("r", 0, *(assembler() for _ in range(count)), scores_prompt=scores)
+    return RequestLife("r", 0, *(assembler() for _ in range(count)), awaits_prompt=scores)
 
 
 async def read_choices(life: RequestLife) -> dict[int, str]:
