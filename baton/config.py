@@ -333,7 +333,7 @@ class Config(BaseSettings):
 
     @model_validator(mode="after")
     def _drafter_has_its_model(self) -> Config:
-        if self.drafter not in ("none", "ngram") and not self.draft_model:
+        if self.drafter not in ("auto", "none", "ngram") and not self.draft_model:
             raise ValueError(f"drafter: {self.drafter} needs a draft_model")
         return self
 
