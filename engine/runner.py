@@ -117,11 +117,6 @@ class ModelRunner:
         return speculation is not None and speculation.takes_prompt()
 
     @property
-    def embeds(self) -> bool:
-        """Whether sequences can be embedded."""
-        return self._embedder is not None
-
-    @property
     def drafter(self) -> str:
         """The name of what drafts, as the configuration calls it."""
         return "none" if self._speculation is None else self._speculation.drafter
@@ -191,7 +186,7 @@ class ModelRunner:
         brought = found_of(plan_rows(rows), work, tokens, found.logits, self._scorer)
         if not work.embedded:
             return brought
-        assert self._embedder is not None
+        assert self._embedder is not None, "a runner that embeds has one"
         assert found.hidden is not None
         embeddings = self._embedder.embed_rows(found.hidden, layers, work.embedded, len(rows))
         return replace(brought, embeddings=embeddings)
@@ -200,8 +195,7 @@ class ModelRunner:
         """Whose states are wanted of a step: those for drafters, and for embeddings one more."""
         if not work.embedded:
             return drafters
-        if self._embedder is None:
-            raise RuntimeError("this runner embeds nothing")
+        assert self._embedder is not None, "a runner that embeds has one"
         last = self._embedder.layer
         return drafters if last in drafters else (*drafters, last)
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import grpc.aio
 
-from baton.errors import InvalidRequest, UnsupportedParameter
+from baton.errors import InvalidRequest
 from baton.grammar_gate import GrammarGate
 from baton.metrics import WorkerMetrics
 from baton.request import SequenceSpec
@@ -76,8 +76,6 @@ class WorkerContext:
             raise InvalidRequest(
                 f"max_tokens is {spec.sampling.max_tokens}: nothing is left to generate"
             )
-        if spec.embeds and not self.engine.runner.embeds:
-            raise UnsupportedParameter("this server's workers make no embeddings")
 
 
 class Role(SequenceListener, Protocol):

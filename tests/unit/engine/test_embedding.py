@@ -111,12 +111,3 @@ def test_beside_a_drafter_that_takes_hidden_states(model: Path, tmp_path: Path) 
     torch.testing.assert_close(vectors(found[:1])[0], wanted, atol=0.02, rtol=0)
     alone = generate(engine_of(model, "bfloat16"), others)
     assert [o.token_ids for o in found[1:]] == [o.token_ids for o in alone]
-
-
-def test_a_runner_without_an_embedder_says_so(model: Path) -> None:
-    engine = engine_of(model)
-    assert engine.runner.embeds
-    engine.runner._embedder = None
-    assert not engine.runner.embeds
-    with pytest.raises(RuntimeError, match="embeds nothing"):
-        generate(engine, [embedded(0, PROMPTS[0])])

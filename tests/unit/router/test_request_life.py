@@ -230,3 +230,16 @@ async def test_nothing_is_given_before_the_prompts_scores() -> None:
     life.fail(WorkerFailed("gone"))
     with pytest.raises(WorkerFailed):
         await life.next_delta()
+
+
+async def test_nothing_is_given_before_the_prompts_embedding() -> None:
+    """A decode worker that computes the prompt tells of the token by its stream, too."""
+    life = make_choices(1, scores=True)
+    life.accept(choice_output(0, 0, "a", ends=True))
+    waiting = asyncio.ensure_future(life.next_delta())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    life.accept(TokenOutput("r", 0, 0, (97,), STOP, embedding=(0.6, 0.8)), cached_prompt_tokens=3)
+    delta = await waiting
+    assert (delta.embedding, delta.cached_prompt_tokens) == ((0.6, 0.8), 3)
+    assert life.finished
