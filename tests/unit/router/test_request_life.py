@@ -239,7 +239,6 @@ async def test_nothing_is_given_before_the_prompts_embedding() -> None:
     waiting = asyncio.ensure_future(life.next_delta())
     await asyncio.sleep(0)
     assert not waiting.done()
-    life.accept(TokenOutput("r", 0, 0, (97,), STOP, embedding=(0.6, 0.8)), cached_prompt_tokens=3)
-    delta = await waiting
-    assert (delta.embedding, delta.cached_prompt_tokens) == ((0.6, 0.8), 3)
+    life.accept(TokenOutput("r", 0, 0, (97,), STOP, embedding=(0.6, 0.8)))
+    assert (await waiting).embedding == (0.6, 0.8)
     assert life.finished
