@@ -158,10 +158,11 @@ class EagleDrafter:
     def computed(
         self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
     ) -> int:
-        """See ``ModelDrafter``. Tokens that are taken in neither at once nor soon are never: their
+        """See ``ModelDrafter``. What was computed of prompts is taken in at once, always: later it
 
-        features are too large to be kept. Those of answers are when a block of them is full, since
-        then it may be sent, or when many wait.
+        cannot be, since the features are too large to be kept, and it costs a fiftieth of what the
+        model takes. Tokens of answers are when a block of them is full, since then it may be sent,
+        or when many wait.
         """
         assert hidden is not None, "the model was asked for them"
         parts = []
@@ -173,7 +174,7 @@ class EagleDrafter:
             end = row.start + found.right
             self._keep(row, hidden[found.first : found.first + found.right])
             start = self._filled_of(row, end)
-            if (_is_chunk(found) and not prompts) or self._missing(row, start) > _MOST_MISSING:
+            if self._missing(row, start) > _MOST_MISSING:
                 # The last one is what a row behind it needs.
                 self._forget_before(row.sequence_id, end - 1)
             elif start < end and self._is_due(found, end - start):

@@ -90,6 +90,8 @@ class ClusterDispatcher:
             self._links.is_up,
         )
         self._draining = False
+        self._has_view = False
+        """Whether the registry was read."""
         self._active = 0
         """Requests under way, those in line included."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -102,6 +104,12 @@ class ClusterDispatcher:
             asyncio.create_task(self._follow_registry(), name="registry"),
             asyncio.create_task(self._watch(), name="silence"),
         ]
+
+    async def settled(self) -> None:
+        """Wait until the registry was read and, where it lists workers, requests can be served."""
+        # Links come up in many ways, and it is a matter of moments.
+        while not self._has_view or (self._links.all() and self.health()[0] == "down"):  # noqa: ASYNC110
+            await asyncio.sleep(IDLE_POLL_S)
 
     def leave(self) -> None:
         """Say in /health that no request is to come any more; those that do are served."""
@@ -130,6 +138,7 @@ class ClusterDispatcher:
             try:
                 records, dead = await self._registry.read()
                 self._links.update(records)
+                self._has_view = True
                 for link in self._links.all():
                     if link.is_draining:
                         self._moves.worker_drains(link)

@@ -41,8 +41,8 @@ class Leaving:
         self.at_once.set()
         self.told.set()
 
-    async def emptied(self, idle: Coroutine[Any, Any, None], deadline_s: float) -> None:
-        """Wait for it, for the deadline, or for another signal."""
-        waits = [asyncio.create_task(idle), asyncio.create_task(self.at_once.wait())]
+    async def until(self, done: Coroutine[Any, Any, None], deadline_s: float) -> None:
+        """Wait for it, for the deadline, or until the process is to end at once."""
+        waits = [asyncio.create_task(done), asyncio.create_task(self.at_once.wait())]
         await asyncio.wait(waits, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
         await end_tasks(waits)

@@ -50,6 +50,9 @@ log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2
 """How long open connections have to end once the router stops."""
+OTHERS_S, ALONE_S = 20.0, 2.0
+"""How long a router that begins may look for the workers before it listens: where others serve
+meanwhile, and where there are none."""
 PARENT_POLL_S = 2.0
 SWITCH_S = 0.0005
 """How soon the event loop has the interpreter's lock back from a thread that tokenises a long
@@ -141,10 +144,12 @@ async def serve(settings: RouterSettings) -> None:
             WorkerOperatorServicer(control, operators, config),
         ),
     )
-    grpc_server.add_insecure_port(config.grpc)
-    await grpc_server.start()
     leaving = Leaving()
     leaving.take_signals()
+    # The kernel gives a process that listens its share of the connections, whatever it knows.
+    await leaving.until(dispatcher.settled(), OTHERS_S if shares_port else ALONE_S)
+    grpc_server.add_insecure_port(config.grpc)
+    await grpc_server.start()
     listening = _listen(config.http, shares_port=shares_port)
     _keep_collections_short()
     await batches.start()
@@ -178,7 +183,7 @@ async def _let_end(
     dispatcher.leave()
     http.should_exit = True
     closing = asyncio.create_task(grpc_server.stop(deadline_s))
-    await leaving.emptied(dispatcher.until_idle(), deadline_s)
+    await leaving.until(dispatcher.until_idle(), deadline_s)
     await end_tasks([closing])
 
 

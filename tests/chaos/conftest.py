@@ -40,13 +40,11 @@ def reference(model: Path) -> Engine:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the short cases all run on shared memory, and one on each other transport."""
-    here = Path(__file__).parent
+    """Of the signals' short cases all run on shared memory, and one on each other transport."""
+    signals = Path(__file__).with_name("test_signals.py")
     for item in items:
         is_short = "[shm-" in item.name or "SIGSTOP-prefill-receiving" in item.name
-        # Those say themselves which of them take long.
-        has_own_marks = item.path.name == "test_moves.py"
-        if item.path.parent == here and not (is_short or has_own_marks):
+        if item.path == signals and not is_short:
             item.add_marker(pytest.mark.long)
 
 

@@ -128,14 +128,21 @@ def test_in_a_small_pool_with_two_plans_in_flight(bench: Bench, depth: int, prom
     assert found.tokens == expected.tokens
 
 
-def test_a_prompt_that_is_not_taken_in_is_not_drafted_for(benches: dict[str, Bench]) -> None:
-    """The features of its tokens are gone; a short one counts for nothing."""
+def test_a_sequence_of_which_much_is_missing_is_not_drafted_for(
+    benches: dict[str, Bench],
+) -> None:
+    """The features of its tokens are gone; of a few that counts for nothing."""
     bench = benches["plain-eagle"]
-    asked = [some_tokens(40, 1), some_tokens(9, 2)]
-    length = FixedLength(3, prompts=False)
-    found = bench.run(asked[:1], [GREEDY], length)
-    assert found.drafted == 0
-    assert bench.run(asked[1:], [GREEDY], length).drafted > 0
+    for count, drafts in ((40, False), (16, True)):
+        pool = BlockPool(64)
+        prompt = some_tokens(count, 1)
+        bench.run([prompt], [replace(GREEDY, max_tokens=20)], FixedLength(3), pool=pool)
+        group = bench.built.cache.drafter
+        assert group is not None
+        group.filled.zero_()
+        asked = [*prompt, 5, 6, *some_tokens(10, 7)]
+        found = bench.run([asked], [GREEDY], FixedLength(3), pool=pool)
+        assert (found.drafted > 0) == drafts
 
 
 def test_choices_draft_over_shared_blocks(bench: Bench) -> None:

@@ -1,0 +1,70 @@
+"""``python -m tests.chaos --minutes N --seed S --json FILE``: see docs/reliability.md.
+
+The exit code is 1 where a request was lost, an answer wrong, something leaked, or a single fault
+cost an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from tests.chaos.cluster import Cluster
+from tests.chaos.kinds import BY_NAME, KINDS, Kind
+from tests.chaos.questions import questions
+from tests.chaos.report import Report
+from tests.chaos.run import Run
+
+
+async def run(
+    minutes: float,
+    seed: int,
+    kinds: Sequence[Kind],
+    *,
+    most_rounds: int | None = None,
+    names: Collection[str] | None = None,
+    logs: Path | None = None,
+) -> Report:
+    """One run with a cluster of its own, for so many minutes or rounds of faults.
+
+    ``names``: of the questions that are asked; None asks all. ``logs``: a folder into which the
+    cluster's go. Raises ``Unsteady`` or ``NobodyToStrike``.
+    """
+    asked = [one for one in questions(seed) if names is None or one.name in names]
+    async with Cluster() as cluster:
+        try:
+            return await Run(cluster, seed, kinds, asked).go(minutes, most_rounds)
+        finally:
+            if logs is not None:
+                shutil.copytree(cluster.logs, logs, dirs_exist_ok=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=3.0, help="how long faults are injected")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults, prompts and clients")
+    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    parser.add_argument("--logs", type=Path, help="a folder for the cluster's logs")
+    parser.add_argument(
+        "--only", action="append", choices=sorted(BY_NAME), help="a kind of fault; may be repeated"
+    )
+    parser.add_argument("--rounds", type=int, help="end after so many rounds of faults")
+    asked = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    kinds = [BY_NAME[name] for name in asked.only] if asked.only else KINDS
+    report = asyncio.run(
+        run(asked.minutes, asked.seed, kinds, most_rounds=asked.rounds, logs=asked.logs)
+    )
+    asked.json.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    return 0 if report.is_clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

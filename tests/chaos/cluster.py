@@ -1,0 +1,250 @@
+"""The cluster under test: two workers of each role, two routers, and a store behind a proxy.
+
+Owned by one event loop; `baton up` is a child of this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.config import Role
+from baton.registry import Registry, WorkerRecord
+from router.process_number import ROUTER_HEADER
+from tests.chaos.call import Fronts
+from tests.chaos.clock import Clock, NoClock
+from tests.chaos.proxy import Proxy
+from tests.chaos.store import Store
+from tests.e2e.cluster import UpProcess, processes_of
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+COUNT = 2
+"""Of workers of each role, and of routers: one, and a spare."""
+log = logging.getLogger(__name__)
+
+_PAGE_S = 2.0
+_TRIES = 8
+"""Of a front for each router, until all have been met by chance."""
+_POOL_MIB = 96
+"""So few blocks that they are used again and again."""
+_CONFIGURATION = f"""
+# How busy the machine is must not decide which requests get in.
+admission_slo_factor = 0.0
+# Every request is handed off.
+local_prefill = "never"
+deterministic = true
+routers = {COUNT}
+""" + "".join(
+    f"""
+[[pools]]
+name = "{role}"
+role = "{role}"
+count = {COUNT}
+kv_pool_mib = {_POOL_MIB}
+"""
+    for role in ROLES
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker as the registry and the launcher know it now."""
+
+    slot: str
+    role: str
+    pid: int
+    record: WorkerRecord
+
+    @property
+    def port(self) -> int:
+        """Of its gRPC server."""
+        return port_of(self.record.address)
+
+
+class Cluster:
+    """Use it as a context."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="chaos-")
+        self.clock = _clock(Path(self._folder.name))
+        """That of all processes; None where it cannot be made to jump."""
+        self._environment = {} if self.clock is None else self.clock.environment
+        self.store = Store(os.environ | self._environment)
+        self.wire = Proxy(self.store.port)
+        """Between the processes and the store."""
+        self._pages = httpx.AsyncClient(
+            trust_env=False,
+            timeout=_PAGE_S,
+            # The kernel picks a router for each connection.
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
+        self._up: UpProcess | None = None
+        self._cluster_id = ""
+        self._known: dict[str, int] = {}
+        """Process ids by incarnation."""
+        self._workers: dict[str, int] = {}
+        """Process ids by slot, of each worker's present or last life."""
+        self.fronts = Fronts("", "", "")
+
+    @property
+    def up(self) -> UpProcess:
+        """The launcher."""
+        assert self._up is not None, "not started"
+        return self._up
+
+    async def __aenter__(self) -> Self:
+        await self.store.start()
+        await self.wire.start()
+        file = Path(self._folder.name) / "baton.toml"
+        file.write_text(_CONFIGURATION)
+        variables = {
+            "BATON_REDIS_URL": self.store.url(self.wire.port),
+            "BATON_DATA_DIR": str(Path(self._folder.name) / "data"),
+        }
+        self._up = UpProcess("--config", str(file), env=variables | self._environment)
+        try:
+            await asyncio.to_thread(self._up.wait_ready)
+            state = self._up.state
+        except BaseException as error:
+            await self.__aexit__(type(error), error, None)
+            raise
+        self._cluster_id = state.cluster_id
+        self.fronts = Fronts(state.http, state.grpc, state.model)
+        await self.workers()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._up is not None:
+            await asyncio.to_thread(self._up.__exit__, kind, error, trace)
+        await self._pages.aclose()
+        await self.wire.stop()
+        await self.store.stop()
+        self._folder.cleanup()
+
+    @property
+    def key_prefix(self) -> str:
+        """Of the cluster's keys in the store."""
+        return f"baton:{{{self._cluster_id}}}:"
+
+    @property
+    def logs(self) -> Path:
+        """The folder of the processes' logs."""
+        return self.up.logs
+
+    def pids(self) -> dict[str, int]:
+        """Of routers and workers, by name; of workers those that were there when last looked."""
+        routers = {
+            name: pid for name, pid in self.up.state.processes.items() if name.startswith("router")
+        }
+        return routers | self._workers
+
+    def processes(self) -> list[psutil.Process]:
+        """All that belong to the cluster."""
+        return processes_of(self._cluster_id)
+
+    async def workers(self) -> list[Worker]:
+        """Those that are registered and whose process runs. Raises ``redis.RedisError``."""
+        records = await Registry(self.store.client, self._cluster_id).all()
+        found = []
+        for record in sorted(records.values(), key=lambda record: record.slot):
+            pid = self._pid_of(record)
+            if pid is not None and is_alive(pid):
+                self._workers[record.slot] = pid
+                found.append(Worker(record.slot, record.role, pid, record))
+        return found
+
+    def _pid_of(self, record: WorkerRecord) -> int | None:
+        """Who listens at the worker's address: the launcher may not know of a new life yet."""
+        if record.incarnation not in self._known:
+            port = port_of(record.address)
+            for process in self.processes():
+                if port in _listening(process):
+                    self._known[record.incarnation] = process.pid
+        return self._known.get(record.incarnation)
+
+    async def is_healthy(self) -> bool:
+        """Whether every router can use every worker, by their own words."""
+        try:
+            page = await self.page(self.fronts.http)
+            return _all_routable(page) and await self._all_routers_ok()
+        except httpx.HTTPError:
+            return False
+
+    async def _all_routers_ok(self) -> bool:
+        answered: set[str] = set()
+        for _ in range(_TRIES * COUNT):
+            health = await self._pages.get(f"http://{self.fronts.http}/health")
+            if health.json().get("status") != "ok":
+                return False
+            answered.add(health.headers[ROUTER_HEADER])
+            if len(answered) == COUNT:
+                return True
+        return False
+
+    async def page(self, address: str) -> str:
+        """The /metrics page at an address. Raises ``httpx.HTTPError``."""
+        return (await self._pages.get(f"http://{address}/metrics")).text
+
+    def signal(self, pid: int, number: signal.Signals) -> None:
+        """Send a signal to a process of the cluster's, if it is still there."""
+        if any(process.pid == pid for process in self.processes()):
+            os.kill(pid, number)
+
+
+def _all_routable(page: str) -> bool:
+    return all(series(page, "baton_routable_workers", role=role) == COUNT for role in ROLES)
+
+
+def _clock(folder: Path) -> Clock | None:
+    try:
+        return Clock(folder)
+    except NoClock as error:
+        log.warning("the clock will not jump: %s", error)
+        return None
+
+
+def port_of(address: str) -> int:
+    """Of host:port."""
+    return int(address.rpartition(":")[2])
+
+
+def _listening(process: psutil.Process) -> set[int]:
+    try:
+        connections = process.net_connections("tcp")
+    except psutil.Error:
+        return set()
+    return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs, or could if it were not stopped."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def series(page: str, name: str, **labels: str) -> float:
+    """The sum of a page's samples of that name that have these labels."""
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )

@@ -1,0 +1,54 @@
+"""The kinds of faults, and what each needs to be struck. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Target = Literal["prefill", "decode", "router", "store", "cluster"]
+"""Whom it strikes: one worker, one router, the store, or all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """``least_s`` and ``most_s``: how long it lasts, in seconds; 0 for what happens at once."""
+
+    name: str
+    target: Target
+    least_s: float = 0.0
+    most_s: float = 0.0
+    may_restart: bool = False
+    """Whether its victim may end by it, and is started again."""
+
+
+KINDS = (
+    Kind("prefill killed", "prefill", may_restart=True),
+    Kind("decode killed", "decode", may_restart=True),
+    Kind("router killed", "router", may_restart=True),
+    # Some are shorter than any lease, some longer than all.
+    Kind("prefill stopped", "prefill", 1.5, 7.0, may_restart=True),
+    Kind("decode stopped", "decode", 1.5, 7.0, may_restart=True),
+    Kind("router stopped", "router", 1.5, 4.0),
+    Kind("store killed", "store", 1.0, 6.0),
+    Kind("store stopped", "store", 2.0, 7.0),
+    Kind("store flushed", "store"),
+    Kind("store slow", "store", 3.0, 6.0),
+    Kind("store full", "store", 3.0, 7.0),
+    Kind("store password changed", "store", 3.0, 7.0),
+    Kind("store silent", "store", 3.0, 7.0),
+    Kind("store hears nothing", "store", 3.0, 7.0),
+    Kind("store resets", "store", 3.0, 7.0),
+    Kind("prefill cut off", "prefill", 2.0, 7.0, may_restart=True),
+    Kind("decode cut off", "decode", 2.0, 7.0, may_restart=True),
+    Kind("decode hears nothing", "decode", 2.0, 7.0, may_restart=True),
+    Kind("decode is not heard", "decode", 2.0, 7.0, may_restart=True),
+    Kind("decode loses packets", "decode", 3.0, 6.0),
+    Kind("decode without store", "decode", 6.0, 10.0, may_restart=True),
+    Kind("decode without descriptors", "decode", 3.0, 6.0, may_restart=True),
+    Kind("decode without memory", "decode", 3.0, 6.0, may_restart=True),
+    Kind("disk full", "cluster", 3.0, 6.0),
+    Kind("slow clients", "cluster", 6.0, 9.0),
+    Kind("clock an hour ahead", "cluster", 4.0, 8.0),
+    Kind("clock an hour behind", "cluster", 4.0, 8.0),
+)
+BY_NAME = {kind.name: kind for kind in KINDS}

@@ -1,0 +1,233 @@
+"""One run: a cluster, a load, and one round of faults after the other.
+
+A round: wait for streams on those who are to be struck; strike; heal when the time has come; wait
+until the cluster is whole; let the load pause, and look for what has leaked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from signal import SIGABRT
+
+from tests.chaos.cluster import ROLES, Cluster, is_alive
+from tests.chaos.fault import CannotStrike, Fault
+from tests.chaos.faults import FAULTS
+from tests.chaos.footprint import Footprint, footprint, leaks
+from tests.chaos.kinds import Kind, Target
+from tests.chaos.ledger import Ending, Ledger, Phase
+from tests.chaos.load import Load
+from tests.chaos.questions import Question
+from tests.chaos.recovery import MOST_S, until_answered, until_streams_run, until_whole
+from tests.chaos.reference import take_reference
+from tests.chaos.report import Report, RoundReport
+from tests.chaos.schedule import Round, Strike, rounds
+from tests.chaos.victim import NobodyToStrike, Victim, find_victim, is_busy
+
+_CLIENTS = 3
+_SETTLE_S = 3.0
+"""Of load before the first fault."""
+_BETWEEN_S = 1.0
+"""Of load before the next fault."""
+
+_TRIES = 10
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Struck:
+    """A fault that is ready, or has begun."""
+
+    strike: Strike
+    victim: Victim
+    fault: Fault
+
+    @property
+    def target(self) -> Target:
+        """Whom it may meet."""
+        return self.strike.kind.target
+
+
+@dataclass(frozen=True, slots=True)
+class _Recovery:
+    """Seconds from the strike; see ``RoundReport``."""
+
+    streams_s: float
+    answered_s: float
+    whole_s: float
+
+
+@dataclass(slots=True)
+class Run:
+    """``kinds``: the faults that may come. ``asked``: what the clients ask."""
+
+    cluster: Cluster
+    seed: int
+    kinds: Sequence[Kind]
+    asked: Sequence[Question]
+    ledger: Ledger = field(default_factory=Ledger)
+    reports: list[RoundReport] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    _known: set[str] = field(default_factory=set)
+    """Leaks that were told of."""
+    _pids: dict[str, int] = field(default_factory=dict)
+    """Of workers and routers by name, when the last round ended."""
+    _told: int = 0
+    """Requests in trouble that were told of."""
+
+    async def go(self, minutes: float, most_rounds: int | None = None) -> Report:
+        """Until the time is over, or so many rounds. Raises ``Unsteady`` or ``NobodyToStrike``."""
+        fronts, asked = self.cluster.fronts, self.asked
+        reference = await take_reference(fronts, asked)
+        load = Load(fronts, asked, reference, self.ledger, seed=self.seed, clients=_CLIENTS)
+        first = await footprint(self.cluster)
+        self._pids = self.cluster.pids()
+        load.start()
+        try:
+            await self._without_faults(load, first)
+            await self._rounds(load, first, minutes, most_rounds)
+            await load.pause()
+        finally:
+            await load.stop()
+        return self._report(minutes)
+
+    async def _without_faults(self, load: Load, first: Footprint) -> None:
+        """A while of load alone; it is a round only if something is found after it."""
+        await asyncio.sleep(_SETTLE_S)
+        load.check()
+        await load.pause()
+        whole_s = await until_whole(self.cluster, time.monotonic())
+        found = await self._found(first, ())
+        load.resume()
+        if found:
+            self._note((), _Recovery(0.0, 0.0, whole_s), found)
+
+    async def _rounds(
+        self, load: Load, first: Footprint, minutes: float, most_rounds: int | None
+    ) -> None:
+        until = time.monotonic() + 60 * minutes
+        planned: Iterator[Round] = rounds(self.seed, self.kinds)
+        while time.monotonic() < until and len(self.reports) != most_rounds:
+            await asyncio.sleep(_BETWEEN_S)
+            load.check()
+            await self._round(next(planned), load, first)
+
+    async def _round(self, planned: Round, load: Load, first: Footprint) -> None:
+        before = time.monotonic()
+        struck = await self._choose(planned, load)
+        if not struck:
+            return
+        for one in struck:
+            await one.fault.strike()
+        # To strike may take a while: what came meanwhile came before.
+        began = time.monotonic()
+        feeling = asyncio.gather(until_streams_run(load, began), until_answered(load, began))
+        await asyncio.gather(*(self._heal(one, began) for one in struck))
+        whole_s = await until_whole(self.cluster, began)
+        streams_s, answered_s = await feeling
+        kinds = tuple(one.strike.kind.name for one in struck)
+        self.ledger.phases.append(Phase(kinds, before, time.monotonic()))
+        stuck = await self._end_what_hangs() if whole_s >= MOST_S else []
+        await load.pause()
+        found = stuck + await self._found(first, struck)
+        load.resume()
+        self._note(struck, _Recovery(streams_s, answered_s, whole_s), found)
+
+    async def _choose(self, planned: Round, load: Load) -> list[_Struck]:
+        """Faults that are ready, of victims on whom streams run. Raises NobodyToStrike."""
+        for _ in range(_TRIES):
+            chosen = [
+                one for strike in planned.strikes if (one := await self._prepare(strike, load))
+            ]
+            if all([await is_busy(self.cluster, load, one.target, one.victim) for one in chosen]):
+                return chosen
+            for one in chosen:
+                await one.fault.drop()
+        raise NobodyToStrike(f"{planned}: whoever was chosen had nothing to do by then")
+
+    async def _prepare(self, strike: Strike, load: Load) -> _Struck | None:
+        """None where this machine does not let it."""
+        victim = await find_victim(self.cluster, load, strike.kind.target, strike.pick)
+        fault = FAULTS[strike.kind.name](self.cluster, victim)
+        try:
+            await fault.prepare()
+        except CannotStrike as error:
+            self.skipped[strike.kind.name] = str(error)
+            return None
+        return _Struck(strike, victim, fault)
+
+    async def _heal(self, one: _Struck, began: float) -> None:
+        await asyncio.sleep(max(0.0, began + one.strike.seconds - time.monotonic()))
+        await one.fault.heal()
+
+    async def _end_what_hangs(self) -> list[str]:
+        """Workers that live and are not back: they write down what they do, and end (SIGABRT).
+
+        The run goes on with the cluster that comes of it.
+        """
+        serving = {worker.slot for worker in await self.cluster.workers()}
+        found = [f"cluster: not whole after {MOST_S:.0f} s; there are {', '.join(sorted(serving))}"]
+        for name, pid in self.cluster.pids().items():
+            if name.startswith(ROLES) and name not in serving and is_alive(pid):
+                found.append(f"{name}: process {pid} lives, and is not back")
+                self.cluster.signal(pid, SIGABRT)
+        await until_whole(self.cluster, time.monotonic())
+        self._pids = self.cluster.pids()
+        return found
+
+    async def _found(self, first: Footprint, struck: Sequence[_Struck]) -> list[str]:
+        """What the cluster holds that it should not, and has not been told of; who has ended."""
+        found = [line for line in await leaks(self.cluster, first) if line not in self._known]
+        self._known.update(found)
+        return found + self._restarted(struck)
+
+    def _restarted(self, struck: Sequence[_Struck]) -> list[str]:
+        """Who has ended since this was last asked, though no fault should have ended him."""
+        allowed = {one.victim.name for one in struck if one.strike.kind.may_restart}
+        before, self._pids = self._pids, self.cluster.pids()
+        return [
+            f"{name}: process {pid} has ended unasked"
+            for name, pid in before.items()
+            if self._pids.get(name) != pid and name not in allowed
+        ]
+
+    def _note(self, struck: Sequence[_Struck], recovery: _Recovery, found: Sequence[str]) -> None:
+        report = RoundReport(
+            kinds=tuple(one.strike.kind.name for one in struck),
+            victims=tuple(one.victim.name for one in struck),
+            streams=sum(one.victim.streams for one in struck),
+            seconds=max((one.strike.seconds for one in struck), default=0.0),
+            streams_s=round(recovery.streams_s, 3),
+            answered_s=round(recovery.answered_s, 3),
+            whole_s=round(recovery.whole_s, 3),
+            leaks=tuple(found),
+        )
+        self.reports.append(report)
+        log.info("%s", report)
+        for trouble in self.ledger.troubles()[self._told :]:
+            log.info("%s", _line(trouble))
+        self._told = len(self.ledger.troubles())
+
+    def _report(self, minutes: float) -> Report:
+        return Report(
+            seed=self.seed,
+            minutes=minutes,
+            counts=self.ledger.counts(),
+            rounds=tuple(self.reports),
+            skipped=self.skipped,
+            notes=tuple(map(_line, self.ledger.troubles())),
+        )
+
+
+def _line(ending: Ending) -> str:
+    what = "wrong tokens" if ending.is_wrong else "lost" if ending.lost else "error"
+    why = ending.lost or ending.error or "ended well"
+    took = ending.ended - ending.began
+    return (
+        f"{what}: {ending.question!r} over {ending.way}: {why}: {ending.text[:200]}"
+        f" after {took:.1f} s and {ending.answer.token_count} tokens"
+    )

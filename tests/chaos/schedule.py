@@ -1,0 +1,55 @@
+"""Which faults come, in what order and for how long: a pure function of the seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tests.chaos.kinds import Kind
+
+_SIMULTANEOUS = 0.2
+"""Share of the rounds in which two faults come at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """One fault."""
+
+    kind: Kind
+    seconds: float
+    """How long it lasts."""
+    pick: int
+    """Whom it meets of those that it may meet: this number, counted round and round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What is done to the cluster at once, before it may recover."""
+
+    strikes: tuple[Strike, ...]
+
+
+def rounds(seed: int, kinds: Sequence[Kind]) -> Iterator[Round]:
+    """Rounds without end. Every kind comes once before any comes again.
+
+    Two faults at once are never of one target: two dead workers of a role leave no spare, and then
+    there is nothing to be learnt but that.
+    """
+    source = random.Random(seed)
+    deck: list[Kind] = []
+    while True:
+        if not deck:
+            deck = source.sample(kinds, len(kinds))
+        drawn = [deck.pop()]
+        if source.random() < _SIMULTANEOUS:
+            others = [kind for kind in deck if kind.target != drawn[0].target]
+            if others:
+                drawn.append(others[-1])
+                deck.remove(others[-1])
+        yield Round(tuple(_strike(source, kind) for kind in drawn))
+
+
+def _strike(source: random.Random, kind: Kind) -> Strike:
+    seconds = round(source.uniform(kind.least_s, kind.most_s), 2)
+    return Strike(kind, seconds, source.randrange(1 << 16))

@@ -1,0 +1,36 @@
+"""Processes that die, and processes that hang."""
+
+from __future__ import annotations
+
+import asyncio
+from signal import SIGCONT, SIGKILL, SIGSTOP
+
+from tests.chaos.cluster import is_alive
+from tests.chaos.fault import Fault
+
+_DEAD_S = 10.0
+_LOOK_S = 0.01
+
+
+class Killed(Fault):
+    """SIGKILL."""
+
+    async def strike(self) -> None:
+        self.cluster.signal(self.victim.pid, SIGKILL)
+
+    async def heal(self) -> None:
+        """Wait until it is gone; it is started again by others."""
+        # A process of many pages takes a while to die, and looks alive till then.
+        async with asyncio.timeout(_DEAD_S):
+            while is_alive(self.victim.pid):
+                await asyncio.sleep(_LOOK_S)
+
+
+class Stopped(Fault):
+    """SIGSTOP, and SIGCONT if it is still there."""
+
+    async def strike(self) -> None:
+        self.cluster.signal(self.victim.pid, SIGSTOP)
+
+    async def heal(self) -> None:
+        self.cluster.signal(self.victim.pid, SIGCONT)

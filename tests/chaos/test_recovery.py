@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+from tests.chaos.call import Call, Fronts
+from tests.chaos.ledger import Ledger
+from tests.chaos.load import Load
+from tests.chaos.questions import questions
+from tests.chaos.recovery import until_answered, until_streams_run
+
+DEADLINE_S = 20.0
+QUESTION = questions(0)[0]
+
+
+def load_of(*calls: Call) -> Load:
+    load = Load(Fronts("", "", ""), [QUESTION], {}, Ledger(), seed=0, clients=0)
+    load.calls.update(calls)
+    return load
+
+
+async def test_every_request_of_the_moment_must_go_on_or_end() -> None:
+    calls = [Call.of(QUESTION, "http") for _ in range(3)]
+    struck_at = time.monotonic()
+    # It was under way when the fault came: no sign of life.
+    calls[0].heard = struck_at + 0.01
+    waiting = asyncio.create_task(until_streams_run(load_of(*calls), struck_at))
+    for number, call in enumerate(calls):
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        if number:
+            call.heard = struck_at + 1.0
+        else:
+            call.ended = time.monotonic()
+    async with asyncio.timeout(DEADLINE_S):
+        assert await waiting >= 0.3
+
+
+async def test_only_an_answer_to_a_later_request_counts() -> None:
+    load = load_of()
+    struck_at = time.monotonic()
+    load.newest_answered = struck_at - 0.1
+    waiting = asyncio.create_task(until_answered(load, struck_at))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    load.newest_answered = struck_at + 0.05
+    async with asyncio.timeout(DEADLINE_S):
+        assert await waiting >= 0.1

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.chaos.faults import FAULTS
+from tests.chaos.kinds import BY_NAME, KINDS
+from tests.chaos.schedule import Round, rounds
+
+SEEDS = st.integers(min_value=0, max_value=1 << 32)
+
+
+def first(seed: int, count: int = 4 * len(KINDS)) -> list[Round]:
+    return list(itertools.islice(rounds(seed, KINDS), count))
+
+
+@given(SEEDS)
+def test_a_seed_is_a_schedule(seed: int) -> None:
+    assert first(seed) == first(seed)
+
+
+def test_other_seeds_are_other_schedules() -> None:
+    assert len({tuple(first(seed, 5)) for seed in range(20)}) == 20
+
+
+@given(SEEDS)
+def test_every_kind_comes_before_any_comes_again(seed: int) -> None:
+    names = [strike.kind.name for one in first(seed) for strike in one.strikes]
+    decks = [set(names[at : at + len(KINDS)]) for at in range(0, len(names), len(KINDS))]
+    assert decks[0] == decks[1] == set(BY_NAME)
+
+
+@given(SEEDS)
+def test_faults_at_once_are_of_several_targets_and_last_as_long_as_they_may(seed: int) -> None:
+    for one in first(seed):
+        targets = [strike.kind.target for strike in one.strikes]
+        assert 1 <= len(targets) == len(set(targets)) <= 2
+        for strike in one.strikes:
+            assert strike.kind.least_s <= strike.seconds <= strike.kind.most_s
+
+
+def test_most_rounds_have_one_fault() -> None:
+    counts = [len(one.strikes) for one in first(3, 400)]
+    assert 0.7 < counts.count(1) / len(counts) < 0.9
+
+
+def test_every_kind_has_its_fault() -> None:
+    assert set(FAULTS) == set(BY_NAME)
