@@ -138,6 +138,7 @@ def write_sequence(message: worker_pb2.SequenceSpec, spec: SequenceSpec) -> None
     message.priority = spec.priority
     message.preemptions = spec.preemptions
     message.hand_back = spec.hand_back
+    message.embeds = spec.embeds
 
 
 def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
@@ -157,6 +158,7 @@ def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         priority=message.priority,
         preemptions=message.preemptions,
         hand_back=message.hand_back,
+        embeds=message.embeds,
     )
 
 
@@ -229,6 +231,8 @@ def output_to_proto(output: TokenOutput) -> worker_pb2.TokenOutput:
         message.prompt_logprobs.extend(map(logprobs_to_proto, output.prompt_logprobs))
     if output.handed_back:
         message.handed_back = True
+    if output.embedding:
+        message.embedding.extend(output.embedding)
     return message
 
 
@@ -246,6 +250,7 @@ def output_from_proto(message: worker_pb2.TokenOutput) -> TokenOutput:
         logprobs=tuple(map(logprobs_from_proto, scores)) if scores else (),
         prompt_logprobs=tuple(map(logprobs_from_proto, prompt)) if prompt else (),
         handed_back=message.handed_back,
+        embedding=tuple(message.embedding) if message.embedding else (),
     )
 
 

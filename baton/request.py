@@ -55,6 +55,8 @@ class SequenceSpec:
     hand_back: bool = False
     """Its router places it again if a decode worker that runs out of blocks hands it back; else
     that worker computes it again itself."""
+    embeds: bool = False
+    """The prompt's embedding is wanted, beside one token that nobody reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,8 @@ class TokenOutput:
     handed_back: bool = False
     """The sequence has lost its blocks at its worker, which knows nothing of it any more: it is to
     be placed again."""
+    embedding: tuple[float, ...] = ()
+    """fp32 [hidden_size], of length 1; with the first token of a request that wants it."""
 
 
 @dataclass(frozen=True, slots=True)

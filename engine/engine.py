@@ -20,6 +20,7 @@ from engine.draft_length import MOST_IN_A_STEP
 from engine.draft_model import DraftModel
 from engine.draft_vocabulary import check_vocabulary
 from engine.drafter_heads import HEADS, EagleHead, MedusaHeads, Sampler, load_heads
+from engine.embedding import Embedder
 from engine.filled_slots import FilledSlots
 from engine.gpu.decoder import gpu_decoder
 from engine.gpu.graphs import GRAPH_BYTES
@@ -193,14 +194,15 @@ def _runner(
     """With the fastest step model that there is for the device."""
     device = cache.data.device
     most = _most_rows(settings, device)
+    embedder = Embedder(model)
     gpu_model = gpu_decoder(model, cache, most, deterministic=settings.deterministic)
     if gpu_model is not None:
         drafts = make_overlap_speculation(drafter_of(settings, device))
-        return GpuRunner(gpu_model, cache, device, grammars, drafts)
+        return GpuRunner(gpu_model, cache, device, grammars, drafts, embedder)
     step_model = _step_model(model, cache, settings.model_path, name)
     if settings.deterministic:
         _check_deterministic(step_model, settings)
-    return ModelRunner(step_model, cache, device, grammars, speculation)
+    return ModelRunner(step_model, cache, device, grammars, speculation, embedder)
 
 
 def _step_model(model: DecoderModel, cache: KvGroup, folder: Path, name: str) -> StepModel:

@@ -20,8 +20,17 @@ class KnownSequence:
     choice: int
     takes_prompt: bool = True
     """Whether a drafter takes the prompt in as it is computed."""
+    embeds: bool = False
+    """Whether its embedding is wanted, with the next token."""
 
     @classmethod
     def of(cls, new: NewSequence) -> KnownSequence:
         """As it was when it came."""
-        return cls(list(new.token_ids), new.prompt_length, new.sampling, new.stop_ids, new.choice)
+        return cls(
+            list(new.token_ids),
+            new.prompt_length,
+            new.sampling,
+            new.stop_ids,
+            new.choice,
+            embeds=new.embeds,
+        )

@@ -26,6 +26,8 @@ class LocalOutput:
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    embedding: tuple[float, ...] = ()
+    """fp32 [hidden_size], where it is wanted."""
 
 
 def generate(engine: Engine, specs: Iterable[SequenceSpec]) -> list[LocalOutput]:
@@ -89,5 +91,9 @@ def _output(sequence: Sequence, logprobs: list[TokenLogprobs]) -> LocalOutput:
         raise RuntimeError("the scheduler stopped before the sequence ended")
     answer = sequence.token_ids[sequence.prompt_length :]
     return LocalOutput(
-        tuple(answer), sequence.finish_reason, tuple(logprobs), tuple(sequence.prompt_logprobs)
+        tuple(answer),
+        sequence.finish_reason,
+        tuple(logprobs),
+        tuple(sequence.prompt_logprobs),
+        sequence.embedding,
     )

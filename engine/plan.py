@@ -22,6 +22,8 @@ class NewSequence:
     """Which of its request's answers it is: enters the noise."""
     takes_prompt: bool = True
     """Whether a drafter may take the prompt in as it is computed."""
+    embeds: bool = False
+    """Whether its embedding is wanted, with the next token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +92,5 @@ class StepResult:
     """One for each of a row's tokens, None for a row that wants none; empty if no row does."""
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     """One for each token that a row scores; empty if no row does."""
+    embeddings: tuple[tuple[float, ...] | None, ...] = ()
+    """fp32 [hidden_size] of a row whose sequence is embedded; empty if there is none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +12,7 @@ from baton.compiled_grammars import CompiledGrammars
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.logprobs import cpu_logprobs
 from engine.cpu.sampler import cpu_sampler
+from engine.embedding import Embedder
 from engine.grammar_rows import GrammarRows
 from engine.known_sequence import KnownSequence
 from engine.kv_cache import KvCache
@@ -38,10 +40,11 @@ class ModelRunner:
         device: torch.device,
         grammars: CompiledGrammars | None = None,
         speculation: StepSpeculation | None = None,
+        embedder: Embedder | None = None,
     ) -> None:
         """Without ``grammars`` a sequence that has one fails; without ``speculation`` each gets one
 
-        token a step.
+        token a step; without ``embedder`` none can be embedded.
         """
         self.model = model
         self.cache = cache
@@ -52,6 +55,7 @@ class ModelRunner:
         self._scorer = (cpu_logprobs() if device.type == "cpu" else None) or token_logprobs
         self._known: dict[int, KnownSequence] = {}
         self._speculation = speculation
+        self._embedder = embedder
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -165,8 +169,9 @@ class ModelRunner:
     def _compute(self, rows: Sequence[DraftedRow]) -> StepFound:
         work = self._gather(rows)
         speculation = self._speculation
-        hidden_layers = () if speculation is None else speculation.hidden_layers
-        found = self.model.run(step_of(self._step_rows(rows), work, hidden_layers))
+        drafters = () if speculation is None else speculation.hidden_layers
+        layers = self._layers(work, drafters)
+        found = self.model.run(step_of(self._step_rows(rows), work, layers))
         if found.best is not None:
             drawn = work.draw_best(found.best)
         else:
@@ -174,8 +179,25 @@ class ModelRunner:
             drawn = self._sample(work.draw_logits(found.logits), self._masked(rows, work.draws))
         tokens = self._kept(rows, drawn)
         if speculation is not None and speculation.watches:
-            speculation.computed(self._computed(rows, tokens), found.hidden)
-        return found_of(plan_rows(rows), work, tokens, found.logits, self._scorer)
+            own = found.hidden
+            if own is not None and layers != drafters:
+                own = own[:, : len(drafters)].contiguous() if drafters else None
+            speculation.computed(self._computed(rows, tokens), own)
+        brought = found_of(plan_rows(rows), work, tokens, found.logits, self._scorer)
+        if not work.embedded:
+            return brought
+        assert self._embedder is not None, "a runner that embeds has one"
+        assert found.hidden is not None
+        embeddings = self._embedder.embed_rows(found.hidden, layers, work.embedded, len(rows))
+        return replace(brought, embeddings=embeddings)
+
+    def _layers(self, work: StepWork, drafters: tuple[int, ...]) -> tuple[int, ...]:
+        """Whose states are wanted of a step: those for drafters, and for embeddings one more."""
+        if not work.embedded:
+            return drafters
+        assert self._embedder is not None, "a runner that embeds has one"
+        last = self._embedder.layer
+        return drafters if last in drafters else (*drafters, last)
 
     def _step_rows(self, rows: Sequence[DraftedRow]) -> tuple[PlanRow, ...]:
         """The rows as the model is given them: of all together the same tokens in their order."""
@@ -193,13 +215,15 @@ class ModelRunner:
         The first draw's tokens of each row are the list that the runner keeps.
         """
         work = StepWork()
-        for drafted in rows:
+        for place, drafted in enumerate(rows):
             row, draft = drafted.row, drafted.draft
             known = self._known[row.sequence_id]
             work.token_ids += known.token_ids[row.start : row.start + row.count - len(draft)]
             work.token_ids += draft
             if row.scored:
                 work.score(row, known.token_ids, known.sampling.prompt_logprobs or 0)
+            if known.embeds and row.sample:
+                work.embedded[place] = len(work.token_ids) - len(draft) - 1
             if row.choices > 1:
                 work.draw_choices(_choices(known, row.choices))
             elif row.sample:
@@ -300,4 +324,5 @@ def result_of(
         accepted,
         found.logprobs,
         found.prompt_logprobs,
+        found.embeddings,
     )

@@ -473,6 +473,7 @@ class Scheduler:
                         sequence.stop_ids,
                         sequence.choice,
                         sequence.takes_prompt,
+                        sequence.spec.embeds,
                     )
                 )
             if row.sample:
@@ -537,6 +538,8 @@ class Scheduler:
         if row.scored:
             # Also of one that has lost its blocks meanwhile: with its first token it keeps them.
             sequence.prompt_logprobs += result.prompt_logprobs[place]
+        if sequence.spec.embeds and result.embeddings:
+            sequence.embedding = result.embeddings[place] or ()
         begun: list[Sequence] = []
         if row.choices > 1:
             # Before the sequence's own token: with that it may end, and its blocks are needed.

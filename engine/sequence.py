@@ -18,7 +18,8 @@ class Sequence:
     step's time a sequence has the share that it has of its tokens. With plans in flight ``highest``
     is the most tokens that it may have when they have ended, drafts included. ``takes_prompt``:
     whether a drafter may take the prompt in as it is computed. While it is ``returning``, blocks
-    that it lost are on their way back: it keeps its place in line.
+    that it lost are on their way back: it keeps its place in line. ``embedding`` is there with the
+    first token, where it is wanted.
 
     A request's answers share the prompt until the first token of each is drawn, all from the same
     logits: ``siblings`` are those that begin then. A fork writes into a block of its own; if its
@@ -34,6 +35,7 @@ class Sequence:
         "computed_here",
         "copy_of",
         "deadline",
+        "embedding",
         "finish_reason",
         "hash_key",
         "hashes",
@@ -108,6 +110,7 @@ class Sequence:
         self.spare: list[int] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.takes_prompt = True
+        self.embedding: tuple[float, ...] = ()
 
     @property
     def prompt_length(self) -> int:

@@ -33,6 +33,8 @@ class StepWork:
     """How many of them each row has that samples."""
     scored: list[Scored] = field(default_factory=list)
     """The prompts' tokens whose log probabilities are wanted."""
+    embedded: dict[int, int] = field(default_factory=dict)
+    """By row: the token whose embedding is wanted."""
 
     def score(self, row: PlanRow, known: Sequence[int], top: int) -> None:
         """The logits of a row's first tokens, which are the last ones here, score the next."""
@@ -72,8 +74,11 @@ class StepWork:
 
     @property
     def on_device(self) -> bool:
-        """Whether each output has one draw, that a GPU can make without the host, and no score."""
-        if len(self.outputs) != len(self.draws):
+        """Whether each output has one draw, that a GPU can make without the host, and no score, and
+
+        nothing is embedded.
+        """
+        if len(self.outputs) != len(self.draws) or self.embedded:
             return False
         return not any(draw.adjusted or draw.sampling.logprobs is not None for draw in self.draws)
 
@@ -95,6 +100,7 @@ class StepFound:
     token_ids: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    embeddings: tuple[tuple[float, ...] | None, ...] = ()
 
 
 def found_of(

@@ -40,25 +40,36 @@ class Delivery:
         self._clock = clock
 
     async def deliver_all(
-        self, requests: Sequence[GenerationRequest], received_at: float, sink: Sink
+        self,
+        requests: Sequence[GenerationRequest],
+        received_at: float,
+        sink: Sink,
+        at_once: int | None = None,
     ) -> None:
         """Run the prompts of one request side by side, until all have a finish reason.
 
+        ``at_once`` bounds how many of them run at a time; the deadline counts from now for all.
         The first failure ends the others and is raised, a BatonError. When the caller is
         cancelled, every request is aborted on the workers before this returns.
         """
         if len(requests) == 1:
-            await self._deliver(0, requests[0], received_at, sink)
+            await self._deliver(0, requests[0], received_at, sink, asyncio.Semaphore(1))
             return
+        turns = asyncio.Semaphore(at_once or len(requests))
         try:
             async with asyncio.TaskGroup() as group:
                 for place, request in enumerate(requests):
-                    group.create_task(self._deliver(place, request, received_at, sink))
+                    group.create_task(self._deliver(place, request, received_at, sink, turns))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
     async def _deliver(
-        self, place: int, request: GenerationRequest, received_at: float, sink: Sink
+        self,
+        place: int,
+        request: GenerationRequest,
+        received_at: float,
+        sink: Sink,
+        turns: asyncio.Semaphore,
     ) -> None:
         context_class = self._class_of(len(request.prompt_ids))
         recorder = RequestRecorder(
@@ -69,7 +80,7 @@ class Delivery:
             received_at,
         )
         try:
-            await self._within_deadline(place, request, recorder, sink)
+            await self._within_deadline(place, request, recorder, sink, turns)
         except BatonError as error:
             recorder.fail(error)
             raise
@@ -83,11 +94,16 @@ class Delivery:
             raise internal from error
 
     async def _within_deadline(
-        self, place: int, request: GenerationRequest, recorder: RequestRecorder, sink: Sink
+        self,
+        place: int,
+        request: GenerationRequest,
+        recorder: RequestRecorder,
+        sink: Sink,
+        turns: asyncio.Semaphore,
     ) -> None:
         timeout = asyncio.timeout(request.deadline_s)
         try:
-            async with timeout:
+            async with timeout, turns:
                 await self._pump(place, request, recorder, sink)
         except TimeoutError:
             if not timeout.expired():

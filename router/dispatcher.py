@@ -23,7 +23,7 @@ from baton.registry import Registry
 from baton.request import TokenOutput
 from router.admission import Capacity
 from router.attempts import Attempts
-from router.generation import GenerationRequest, OutputDelta
+from router.generation import GenerationRequest, OutputDelta, without_answer
 from router.moves import Moves, poison_error
 from router.output_assembler import OutputAssembler
 from router.planner import Planner
@@ -233,8 +233,7 @@ class ClusterDispatcher:
             request.request_id,
             0,
             *(self._assembler(request) for _ in range(request.choices)),
-            # A prompt's first token has nothing before it.
-            scores_prompt=request.scores_prompt and len(request.prompt_ids) > 1,
+            awaits_prompt=request.awaits_prompt,
         )
         running = RunningRequest(request, life, deadline)
         self._running.add(running)
@@ -246,7 +245,7 @@ class ClusterDispatcher:
                 finished = life.finished
                 if finished:
                     self._leave(running)
-                yield delta
+                yield without_answer(delta) if request.embeds else delta
         finally:
             self._leave(running)
 

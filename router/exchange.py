@@ -17,7 +17,7 @@ from baton.metrics import RouterMetrics
 from router.access import Access
 from router.answer import Choice, choices_for
 from router.api_keys import Caller
-from router.delivery import Delivery
+from router.delivery import Delivery, Sink
 from router.disconnect import unless_disconnected
 from router.generation import Dispatcher, GenerationRequest, OutputDelta
 from router.http_body import read_object
@@ -144,6 +144,23 @@ class Exchange:
                 return JSONResponse(answer.whole(choice), headers=dict(headers))
 
         return await unless_disconnected(request.receive, whole())
+
+    async def collect(
+        self, built: Sequence[GenerationRequest], arrival: Arrival, sink: Sink, at_once: int
+    ) -> Mapping[str, str]:
+        """Run the prompts of one request, ``at_once`` at a time, and give ``sink`` what they bring.
+
+        Returns what is left of the caller's allowance, as headers.
+        """
+        choices = choices_for(built)
+
+        async def keep(place: int, delta: OutputDelta) -> None:
+            choices[place].add(delta, keep_text=False)
+            await sink(place, delta)
+
+        async with self._access.entered(arrival.caller, built, choices) as headers:
+            await self._delivery.deliver_all(built, arrival.at, keep, at_once)
+            return headers
 
     async def stream(
         self,

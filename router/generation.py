@@ -61,11 +61,21 @@ class GenerationRequest:
     choices: int = 1
     """Answers that are drawn from the prompt, side by side. Each ends on its own."""
     shown: ShownText = ShownText()
+    embeds: bool = False
+    """The prompt's embedding is wanted, and no answer."""
 
     @property
     def scores_prompt(self) -> bool:
         """Whether the prompt's log probabilities are wanted."""
         return self.sampling.prompt_logprobs is not None
+
+    @property
+    def awaits_prompt(self) -> bool:
+        """Whether something is to be told of the prompt itself: a prompt's first token has no log
+
+        probability.
+        """
+        return self.embeds or (self.scores_prompt and len(self.prompt_ids) > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +99,8 @@ class OutputDelta:
     first."""
     stop_string: str = ""
     """In the last delta of a choice that a stop string has ended: which one."""
+    embedding: tuple[float, ...] = ()
+    """fp32 [hidden_size], of length 1: where it is wanted, in a request's one delta."""
 
 
 def without_answer(delta: OutputDelta) -> OutputDelta:
@@ -100,6 +112,7 @@ def without_answer(delta: OutputDelta) -> OutputDelta:
         delta.cached_prompt_tokens,
         delta.choice,
         prompt_logprobs=delta.prompt_logprobs,
+        embedding=delta.embedding,
     )
 
 

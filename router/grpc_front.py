@@ -26,6 +26,8 @@ from router.answer import Choice, choices_for
 from router.answer_options import MOST_CHOICES
 from router.chat_options import ChatOptions, checked_variables
 from router.delivery import Delivery
+from router.embeddings.desk import EmbeddingDesk
+from router.embeddings.grpc_service import EmbeddingServicer
 from router.exchange import Exchange
 from router.generation import Dispatcher, GenerationRequest, OutputDelta, ShownText
 from router.grpc_call import Context, Service, arrival_of, check_size, metadata_of
@@ -247,6 +249,7 @@ def add_grpc_front(
     services: tuple[Service, ...] = (
         ResponseServicer(exchange, config, model.id),
         TokenServicer(desk, config, access),
+        EmbeddingServicer(exchange, EmbeddingDesk(exchange, model), config),
         *more,
     )
     names = (

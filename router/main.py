@@ -95,7 +95,7 @@ async def serve(settings: RouterSettings) -> None:
     )
     await dispatcher.start()
     folder = Path(settings.model_path)
-    model = ServedModel(settings.model_name, int(time.time()), _context_length(folder))
+    model = _served(settings.model_name, folder)
     limits = RateLimits(client, settings.cluster_id, metrics)
     access = Access(config, metrics, limits)
     cache = CacheControl(dispatcher.workers.all, index, metrics)
@@ -205,9 +205,11 @@ async def _parent_gone() -> None:
     log.error("the launcher is gone: the router ends")
 
 
-def _context_length(folder: Path) -> int:
-    """The model's own; the workers may have room for less, which they tell."""
-    return int(json.loads((folder / "config.json").read_text())["max_position_embeddings"])
+def _served(name: str, folder: Path) -> ServedModel:
+    """With the model's own context; the workers may have room for less, which they tell."""
+    config = json.loads((folder / "config.json").read_text())
+    context, hidden = config["max_position_embeddings"], config["hidden_size"]
+    return ServedModel(name, int(time.time()), int(context), int(hidden))
 
 
 def _listen(address: str, *, shares_port: bool) -> socket.socket:

@@ -8,6 +8,9 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from router.direct_routes import Handler
+from router.embeddings.api import EmbeddingsApi
+from router.embeddings.desk import EmbeddingDesk
+from router.embeddings.protocol import EmbeddingsRequest, EmbeddingsResponse
 from router.exchange import Exchange
 from router.messages.api import MessagesApi
 from router.messages.protocol import CountTokensRequest, MessagesRequest
@@ -28,10 +31,12 @@ from router.tokenizer import Tokenizer
 BODIES: tuple[type[BaseModel], ...] = (
     CountTokensRequest,
     DetokenizeRequest,
+    EmbeddingsRequest,
     MessagesRequest,
     ResponsesRequest,
     TokenizeRequest,
 )
+EMBEDDINGS = "/v1/embeddings"
 _STREAMS = "The answer; with `stream: true` server-sent events."
 
 
@@ -46,12 +51,15 @@ def add_more_routes(
     responses = ResponsesApi(exchange)
     messages = MessagesApi(exchange)
     tokens = TokenizeApi(exchange, TokenDesk(exchange.builder, tokenizer, model))
+    embeddings = EmbeddingsApi(exchange, EmbeddingDesk(exchange, model))
     direct: dict[str, Handler] = {
+        EMBEDDINGS: embeddings.create,
         "/v1/responses": responses.create,
         "/v1/messages": messages.create,
     }
     described: list[tuple[str, Any, str, type[BaseModel], dict[str, Any]]] = [
         ("/v1/responses", responses.create, "openai", ResponsesRequest, {"description": _STREAMS}),
+        (EMBEDDINGS, embeddings.create, "openai", EmbeddingsRequest, {"model": EmbeddingsResponse}),
         ("/v1/messages", messages.create, "anthropic", MessagesRequest, {"description": _STREAMS}),
         ("/v1/messages/count_tokens", messages.count_tokens, "anthropic", CountTokensRequest, {}),
         ("/tokenize", tokens.tokenize, "tokens", TokenizeRequest, {"model": Tokenized}),

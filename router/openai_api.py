@@ -126,7 +126,7 @@ class OpenAiApi:
             body = validate(CompletionRequest, raw)
             self._builder.check_model(body.model)
             refuse_unsupported_completion(raw)
-            prompts = _prompts(body)
+            prompts = prompts_of(body.prompt)
             options = completion_options(body, len(prompts))
             answer = CompletionAnswer(body.model, include_usage=_include_usage(body))
             arrival = self._arrival(request, caller, answer, arrival_at)
@@ -318,8 +318,8 @@ def _chat_sampling(body: ChatCompletionRequest) -> SamplingInput:
     return sampling_of(body, body.max_completion_tokens)
 
 
-def _prompts(body: CompletionRequest) -> list[Prompt]:
-    prompt = body.prompt
+def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
+    """Each text, and each list of token ids, of what may be one alone."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):

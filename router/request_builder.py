@@ -34,12 +34,15 @@ DEADLINE_HEADER = "x-baton-deadline-ms"
 """How many milliseconds the client gives the whole request; in gRPC, metadata of that name."""
 MOST_PROMPTS = 128
 """Prompts in one request."""
+MOST_EMBEDDED = 2048
+"""Inputs of one request for embeddings, as at OpenAI."""
 _SHOWN_ID_CHARACTERS = 128
 SESSION_HEADER = "x-baton-session"
 """HTTP header, and gRPC metadata, in which a client names its conversation."""
 
 CHAT_DEFAULTS = ChatOptions()
 _NOTHING_ASKED = SamplingInput()
+_EMBEDDED = SamplingInput(temperature=0.0)
 Prompt = str | tuple[int, ...]
 
 
@@ -184,15 +187,23 @@ class RequestBuilder:
         sampling: SamplingInput,
         default_max_tokens: int | None = COMPLETION_MAX_TOKENS,
         priority: int | None = None,
+        *,
+        param: str = "prompt",
+        most: int = MOST_PROMPTS,
     ) -> list[GenerationRequest]:
-        """Plain prompts; ``default_max_tokens`` None takes the rest of the context."""
+        """Plain prompts, ``most`` at most; ``default_max_tokens`` None takes the rest of the
+
+        context. ``param`` is what the client calls them.
+        """
         if not prompts:
-            raise InvalidRequest("prompt must not be empty", param="prompt")
-        if len(prompts) > MOST_PROMPTS:
-            raise InvalidRequest(f"at most {MOST_PROMPTS} prompts are possible", param="prompt")
+            raise InvalidRequest(f"{param} must not be empty", param=param)
+        if len(prompts) > most:
+            raise InvalidRequest(f"at most {most} {param}s are possible", param=param)
         await self._check_grammar(arrival, sampling)
         size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        rows = await off_loop(size, lambda: [self._prompt_ids(p, sampling) for p in prompts])
+        rows = await off_loop(
+            size, lambda: [self._prompt_ids(prompt, sampling, param) for prompt in prompts]
+        )
         return [
             self._request(
                 arrival,
@@ -200,11 +211,20 @@ class RequestBuilder:
                 ids,
                 sampling,
                 default_max_tokens,
-                "prompt",
+                param,
                 priority,
             )
             for place, ids in enumerate(rows)
         ]
+
+    async def embeddings(
+        self, arrival: Arrival, inputs: Sequence[Prompt]
+    ) -> list[GenerationRequest]:
+        """What is to be embedded, each text and each list of ids on its own."""
+        if not all(inputs):
+            raise InvalidRequest("input must not be empty", param="input")
+        built = await self.prompts(arrival, inputs, _EMBEDDED, 1, param="input", most=MOST_EMBEDDED)
+        return [dataclasses.replace(request, embeds=True) for request in built]
 
     async def _check_grammar(self, arrival: Arrival, sampling: SamplingInput) -> None:
         """Raises InvalidGrammar, in the client's words, for one that no worker could follow."""
@@ -240,13 +260,13 @@ class RequestBuilder:
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return truncated(ids, sampling, self.context_length)
 
-    def _prompt_ids(self, prompt: Prompt, sampling: SamplingInput) -> tuple[int, ...]:
+    def _prompt_ids(self, prompt: Prompt, sampling: SamplingInput, param: str) -> tuple[int, ...]:
         if isinstance(prompt, str):
             if sampling.truncate is None:
-                self._check_size(prompt, "prompt")
+                self._check_size(prompt, param)
             ids = self._tokenizer.encode(prompt)
         else:
-            check_token_ids(prompt, self._tokenizer.vocab_size, "prompt")
+            check_token_ids(prompt, self._tokenizer.vocab_size, param)
             ids = prompt
         return truncated(ids, sampling, self.context_length)
 

@@ -32,18 +32,19 @@ class RequestLife:
         request_id: str,
         attempt: int,
         *assemblers: OutputAssembler,
-        scores_prompt: bool = False,
+        awaits_prompt: bool = False,
     ) -> None:
-        """An assembler for each choice. ``scores_prompt``: nothing is given before the prompt's log
+        """An assembler for each choice. ``awaits_prompt``: nothing is given before the prompt's log
 
-        probabilities are there.
+        probabilities are there, or its embedding.
         """
         self.request_id = request_id
-        self.awaits_prompt = scores_prompt
+        self.awaits_prompt = awaits_prompt
         self._choices = [
             ChoiceLife(n, assembler, attempt) for n, assembler in enumerate(assemblers)
         ]
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self._embedding: tuple[float, ...] = ()
         self._error: BatonError | None = None
         self._failed = False
         self._changed = asyncio.Event()
@@ -89,9 +90,10 @@ class RequestLife:
             self._failed = True
             self.fail(error_from_code(output.error_code or "worker_failed", output.error))
             return
-        if output.prompt_logprobs and self.awaits_prompt:
+        if self.awaits_prompt and (output.prompt_logprobs or output.embedding):
             self.awaits_prompt = False
             self._prompt_logprobs = output.prompt_logprobs
+            self._embedding = output.embedding
         choice.accept(output, cached_prompt_tokens)
         if choice.delta is not None and not self.awaits_prompt:
             self._changed.set()
@@ -127,6 +129,9 @@ class RequestLife:
         if self._prompt_logprobs:
             delta = replace(delta, prompt_logprobs=self._prompt_logprobs)
             self._prompt_logprobs = ()
+        if self._embedding:
+            delta = replace(delta, embedding=self._embedding)
+            self._embedding = ()
         if self._error is None and not (self.several and self._waiting()):
             self._changed.clear()
         return delta

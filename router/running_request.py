@@ -53,7 +53,7 @@ class RunningRequest:
         return [(number,) for number in numbers]
 
     def stage(self, group: tuple[int, ...], now: float, *, scored: bool, holder: str = "") -> Stage:
-        """What of a group is to be placed. ``scored``: it finds the prompt's log probabilities.
+        """What of a group is to be placed. ``scored``: it finds what is to be told of the prompt.
 
         ``holder`` has all of its blocks. Raises DeadlineExceeded.
         """
@@ -62,7 +62,8 @@ class RunningRequest:
             self._token_ids(group),
             len(group),
             self._left_s(now),
-            scored,
+            # An embedding is the last token's, which is computed in any case.
+            scored and self.request.scores_prompt,
             is_moved=self.next_attempt > 0,
             holder=holder,
         )
@@ -90,6 +91,7 @@ class RunningRequest:
             priority=LOWEST_PRIORITY if request.background else request.priority,
             preemptions=max(self.life.choices[n].preemptions for n in group),
             hand_back=True,
+            embeds=request.embeds,
         )
 
     def _left_s(self, now: float) -> float:

@@ -14,3 +14,5 @@ class ServedModel:
     """Unix seconds."""
     context_length: int
     """Most tokens of prompt and answer together."""
+    embedding_size: int
+    """Numbers of an embedding."""

@@ -32,6 +32,7 @@ def first_token(
         choice=sequence.choice,
         logprobs=(first.logprobs,) if first.logprobs is not None else (),
         prompt_logprobs=tuple(sequence.prompt_logprobs),
+        embedding=sequence.embedding,
     )
     response = prefill_pb2.PrefillResponse(
         first_token=convert.output_to_proto(output), load=convert.load_to_proto(load)

@@ -16,6 +16,7 @@ from baton.client.http_client import DEFAULT_URL, HttpClient
 from baton.client.values import (
     Answer,
     BatchInfo,
+    Embeddings,
     FileInfo,
     Message,
     ModelInfo,
@@ -34,6 +35,7 @@ __all__ = [
     "AsyncHttpClient",
     "BatchInfo",
     "Client",
+    "Embeddings",
     "FileInfo",
     "Grammar",
     "GrammarKind",

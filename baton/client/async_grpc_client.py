@@ -11,9 +11,10 @@ import grpc.aio
 from baton.client import grpc_wire as wire
 from baton.client.async_grpc_batches import AsyncBatchCalls
 from baton.client.grpc_client import DEADLINE_S, DEFAULT_ADDRESS, MODELS_DEADLINE_S
-from baton.client.values import Answer, Message, ModelInfo, Piece, Sampling
+from baton.client.values import Answer, Embeddings, Message, ModelInfo, Piece, Sampling
 from baton.grpc_channel import open_channel
 from baton.v1 import inference_pb2 as pb
+from baton.v1.embeddings_pb2_grpc import EmbeddingServiceStub
 from baton.v1.inference_pb2_grpc import InferenceServiceStub
 from baton.v1.responses_pb2_grpc import ResponseServiceStub
 from baton.v1.sampling_pb2 import SamplingParameters
@@ -35,6 +36,7 @@ class AsyncClient(AsyncBatchCalls):
         super().__init__(self._channel, address, wire.metadata(api_key))
         self._stub = InferenceServiceStub(self._channel)
         self._responses = ResponseServiceStub(self._channel)
+        self._embeddings = EmbeddingServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -135,6 +137,17 @@ class AsyncClient(AsyncBatchCalls):
             raise wire.meant(error, self._address) from error
         finally:
             call.cancel()
+
+    async def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> Embeddings:
+        """Embed texts, or lists of token ids; ``dimensions``: that many leading numbers alone."""
+        request = wire.embed_request(inputs, self._model, dimensions)
+        return wire.embeddings(await self._ask(self._embeddings.Embed, request, deadline_s))
 
     # Messages of the protocol, as they are
 

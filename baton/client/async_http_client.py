@@ -18,6 +18,7 @@ from baton.client.values import (
     NOTHING,
     Answer,
     BatchInfo,
+    Embeddings,
     FileInfo,
     Message,
     ModelInfo,
@@ -149,6 +150,21 @@ class AsyncHttpClient:
         async with aclosing(pieces):
             async for piece in pieces:
                 yield piece
+
+    async def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        deadline_s: float | None = None,
+    ) -> Embeddings:
+        """Embed texts, or lists of token ids; ``dimensions``: that many leading numbers alone.
+
+        All inputs are of one kind.
+        """
+        body = wire.embeddings_body(inputs, await self._named(), dimensions)
+        response = await self._call("POST", wire.EMBEDDINGS, deadline_s, json=body)
+        return wire.embeddings(response.json())
 
     # Files and batches
 

@@ -10,9 +10,10 @@ import grpc
 
 from baton.client import grpc_wire as wire
 from baton.client.grpc_batches import BatchCalls
-from baton.client.values import Answer, Message, ModelInfo, Piece, Sampling
+from baton.client.values import Answer, Embeddings, Message, ModelInfo, Piece, Sampling
 from baton.grpc_channel import open_blocking_channel
 from baton.v1 import inference_pb2 as pb
+from baton.v1.embeddings_pb2_grpc import EmbeddingServiceStub
 from baton.v1.inference_pb2_grpc import InferenceServiceStub
 from baton.v1.responses_pb2_grpc import ResponseServiceStub
 from baton.v1.sampling_pb2 import SamplingParameters
@@ -39,6 +40,7 @@ class Client(BatchCalls):
         super().__init__(self._channel, address, wire.metadata(api_key))
         self._stub = InferenceServiceStub(self._channel)
         self._responses = ResponseServiceStub(self._channel)
+        self._embeddings = EmbeddingServiceStub(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -136,6 +138,21 @@ class Client(BatchCalls):
             raise wire.meant(error, self._address) from error
         finally:
             call.cancel()
+
+    def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> Embeddings:
+        """Embed texts, or lists of token ids; ``dimensions``: that many leading numbers alone."""
+        request = wire.embed_request(inputs, self._model, dimensions)
+        call = self._embeddings.Embed
+        try:
+            return wire.embeddings(call(request, timeout=deadline_s, metadata=self._metadata))
+        except grpc.RpcError as error:
+            raise wire.meant(error, self._address) from error
 
     # Messages of the protocol, as they are
 

@@ -10,6 +10,7 @@ import grpc
 
 from baton.client.values import (
     BatchInfo,
+    Embeddings,
     FileInfo,
     Message,
     ModelInfo,
@@ -22,7 +23,7 @@ from baton.convert import write_grammar
 from baton.errors import BatonError, Unavailable
 from baton.grpc_errors import CODE_KEY, error_from_rpc
 from baton.sampling_params import SCALAR_FIELDS
-from baton.v1 import batches_pb2, files_pb2, responses_pb2
+from baton.v1 import batches_pb2, embeddings_pb2, files_pb2, responses_pb2
 from baton.v1 import inference_pb2 as pb
 from baton.v1.sampling_pb2 import SamplingParameters
 from baton.v1.tools_pb2 import Tools
@@ -127,6 +128,26 @@ def response_piece(event: responses_pb2.CreateResponseResponse) -> Piece:
         "length" if cut else "stop",
         Usage(usage.input_tokens, usage.output_tokens, usage.cached_input_tokens),
     )
+
+
+def embed_request(
+    inputs: Sequence[str | Sequence[int]], model: str, dimensions: int | None
+) -> embeddings_pb2.EmbedRequest:
+    return embeddings_pb2.EmbedRequest(
+        model=model,
+        inputs=[
+            embeddings_pb2.EmbeddingInput(text=one)
+            if isinstance(one, str)
+            else embeddings_pb2.EmbeddingInput(token_ids=pb.TokenIds(ids=one))
+            for one in inputs
+        ],
+        dimensions=dimensions,
+    )
+
+
+def embeddings(response: embeddings_pb2.EmbedResponse) -> Embeddings:
+    usage = Usage(response.usage.prompt_tokens, 0, response.usage.cached_prompt_tokens)
+    return Embeddings(tuple(tuple(one.values) for one in response.embeddings), usage)
 
 
 def upload_parts(

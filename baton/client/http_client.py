@@ -15,6 +15,7 @@ from baton.client.values import (
     NOTHING,
     Answer,
     BatchInfo,
+    Embeddings,
     FileInfo,
     Message,
     ModelInfo,
@@ -143,6 +144,21 @@ class HttpClient:
             wire.RESPONSES, body, deadline_s, wire.response_piece, wire.is_last_event
         )
         yield from pieces
+
+    def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        deadline_s: float | None = None,
+    ) -> Embeddings:
+        """Embed texts, or lists of token ids; ``dimensions``: that many leading numbers alone.
+
+        All inputs are of one kind.
+        """
+        body = wire.embeddings_body(inputs, self._named(), dimensions)
+        response = self._call("POST", wire.EMBEDDINGS, deadline_s, json=body)
+        return wire.embeddings(response.json())
 
     # Files and batches
 

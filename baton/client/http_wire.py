@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -13,6 +15,7 @@ import httpx
 from baton.client.values import (
     Answer,
     BatchInfo,
+    Embeddings,
     FileInfo,
     Message,
     ModelInfo,
@@ -32,6 +35,7 @@ from baton.errors import (
 from baton.grammar import Grammar, GrammarKind
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+EMBEDDINGS = "/v1/embeddings"
 DEADLINE_HEADER = "x-baton-deadline-ms"
 CONNECT_S = 5.0
 SILENCE_S = 330.0
@@ -191,6 +195,23 @@ def models(body: Mapping[str, Any]) -> tuple[ModelInfo, ...]:
     return tuple(
         ModelInfo(model["id"], model["created"], model.get("max_model_len", 0))
         for model in body["data"]
+    )
+
+
+def embeddings_body(
+    inputs: Sequence[str | Sequence[int]], model: str, dimensions: int | None
+) -> dict[str, Any]:
+    given = [one if isinstance(one, str) else list(one) for one in inputs]
+    body = {"model": model, "input": given, "encoding_format": "base64"}
+    return body if dimensions is None else body | {"dimensions": dimensions}
+
+
+def embeddings(body: Mapping[str, Any]) -> Embeddings:
+    """Of an answer whose vectors are base64."""
+    vectors = (base64.b64decode(one["embedding"]) for one in body["data"])
+    return Embeddings(
+        tuple(struct.unpack(f"<{len(one) // 4}f", one) for one in vectors),
+        Usage(body["usage"]["prompt_tokens"], 0),
     )
 
 

@@ -115,6 +115,15 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Embeddings:
+    """What a request for embeddings has brought."""
+
+    vectors: tuple[tuple[float, ...], ...]
+    """One for each input, in their order: fp32, of length 1."""
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A model that is served."""
 

@@ -23,6 +23,7 @@ from engine.gpu.step_tensors import (
     buffer_bytes,
     fill_step,
     ordered_rows,
+    plan_places,
     step_shape,
     step_tensors,
     table_width,
@@ -95,6 +96,7 @@ class GpuStepModel:
         self._block_size = cache.block_size
         self._singles_first = not deterministic
         self._vocab_size = config.vocab_size
+        self._layers = config.layers
         self._forward = Forward(model, cache, deterministic=deterministic)
         self._drawn = torch.zeros(most_rows, dtype=torch.int64, device=self._device)
         self._graphs: DecodeGraphs | None = None
@@ -118,12 +120,19 @@ class GpuStepModel:
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> StepOutput:
-        """Compute the tokens, and store their KV. Waits for the end of a greedy step."""
+        """Compute the tokens, and store their KV. Waits for the end of a greedy step.
+
+        Of hidden states there is what the last layer puts out, and nothing else: raises ValueError.
+        """
+        draws = [GREEDY] * len(step.outputs) if step.greedy else []
+        hidden = None
+        if step.hidden_layers:
+            logits, tensors, hidden = self._watched(step, draws)
+        else:
+            logits, tensors = self._compute(step, draws)
         if not step.greedy:
-            logits, _ = self._compute(step, ())
-            return StepOutput(None, logits)
-        logits, tensors = self._compute(step, [GREEDY] * len(step.outputs))
-        return StepOutput(self._draw(logits, tensors).tolist(), None)
+            return StepOutput(None, logits, hidden)
+        return StepOutput(self._draw(logits, tensors).tolist(), None, hidden)
 
     @torch.inference_mode()
     def start(
@@ -193,20 +202,40 @@ class GpuStepModel:
         longest = max(row.start + 1 for row in step.rows)
         return self._graphs.bucket(len(step.rows), longest)
 
-    def _eager(self, step: StepInput, draws: Sequence[Draw]) -> tuple[torch.Tensor, StepTensors]:
+    def _eager(
+        self, step: StepInput, draws: Sequence[Draw], states: list[torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, StepTensors]:
         shape = step_shape(
             step.rows, len(step.outputs), self._block_size, singles_first=self._singles_first
         )
         order = ordered_rows(step.rows, singles_first=self._singles_first)
-        return self._run(shape, step, order, draws)
+        return self._run(shape, step, order, draws, states)
+
+    def _watched(
+        self, step: StepInput, draws: Sequence[Draw]
+    ) -> tuple[torch.Tensor, StepTensors, torch.Tensor]:
+        """With ``StepOutput.hidden``; no such step is captured."""
+        if step.hidden_layers != (self._layers,):
+            raise ValueError(f"of hidden states there are those of {self._layers} alone")
+        states: list[torch.Tensor] = []
+        logits, tensors = self._eager(step, draws, states)
+        order = ordered_rows(step.rows, singles_first=self._singles_first)
+        places = torch.from_numpy(plan_places(step.rows, order)).to(self._device)
+        return logits, tensors, states[0][places][:, None]
 
     def _run(
-        self, shape: StepShape, step: StepInput, order: Sequence[int], draws: Sequence[Draw]
+        self,
+        shape: StepShape,
+        step: StepInput,
+        order: Sequence[int],
+        draws: Sequence[Draw],
+        states: list[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, StepTensors]:
         host = self._host_buffer(shape)
         fill_step(step_tensors(host, shape), step, order, self._block_size, draws)
         tensors = step_tensors(host.to(self._device, non_blocking=True), shape)
-        return self._forward.logits(tensors, self._drawn, tensors.outputs).float(), tensors
+        logits = self._forward.logits(tensors, self._drawn, tensors.outputs, states)
+        return logits.float(), tensors
 
     def _replay(self, bucket: Bucket, step: StepInput, draws: Sequence[Draw]) -> StepTensors:
         assert self._graphs is not None, "a bucket comes from them"

@@ -63,12 +63,17 @@ class Forward:
         return any(isinstance(layer.mlp, SeparateExperts) for layer in self._layers)
 
     def logits(
-        self, step: StepTensors, drawn: torch.Tensor, outputs: torch.Tensor | None
+        self,
+        step: StepTensors,
+        drawn: torch.Tensor,
+        outputs: torch.Tensor | None,
+        states: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Compute the tokens and store their KV: fp32 or the weights' type [outputs, vocab_size].
 
         ``drawn`` int64 holds tokens that the host may not know (``engine.gpu.embedding``);
-        ``outputs`` says which tokens' logits are wanted, None: all.
+        ``outputs`` says which tokens' logits are wanted, None: all. ``states`` gets what the last
+        layer puts out, fp32 [tokens, hidden_size].
         """
         residual = self._embed(step.token_ids, drawn)
         added: torch.Tensor | None = None
@@ -78,6 +83,11 @@ class Forward:
             added = layer.output(self._attention(h, layer, number, step))
             h = self._enter(residual, added, layer.attention_post_norm, layer.mlp_norm)
             added, post_norm = self._mlp(h, layer), layer.mlp_post_norm
+        if states is not None:
+            # Entered without a norm, that is, added and nothing more.
+            self._enter(residual, added, post_norm, None)
+            added = post_norm = None
+            states.append(residual)
         if outputs is not None:
             residual, added = residual[outputs], None if added is None else added[outputs]
         found = self._head(self._enter(residual, added, post_norm, self._norm))

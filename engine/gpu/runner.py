@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from baton.compiled_grammars import CompiledGrammars
+from engine.embedding import Embedder
 from engine.gpu.decoder import GpuStepModel, StartedStep
 from engine.gpu.draws import draw_of
 from engine.gpu.speculation import OverlapSpeculation, verification_rows
@@ -79,8 +80,9 @@ class GpuRunner(ModelRunner):
         device: torch.device,
         grammars: CompiledGrammars | None = None,
         speculation: OverlapSpeculation | None = None,
+        embedder: Embedder | None = None,
     ) -> None:
-        super().__init__(model, cache, device, grammars, speculation)
+        super().__init__(model, cache, device, grammars, speculation, embedder)
         self._gpu = model
         self._drafts = speculation
         self._unsettled: list[_Unsettled] = []

@@ -171,6 +171,14 @@ def fill_step(
         host.keys.numpy()[: len(draws)] = [draw.keys for draw in draws]
 
 
+def plan_places(rows: Sequence[PlanRow], order: Sequence[int]) -> npt.NDArray[np.int64]:
+    """For each token of the plan's rows, where it is among those of the step; ``order`` is that of
+
+    ``ordered_rows``.
+    """
+    return np.argsort(_source(rows, order))
+
+
 def _fill(target: torch.Tensor, values: npt.NDArray[Any], rest: int) -> None:
     array = target.numpy()
     array[: len(values)] = values

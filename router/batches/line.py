@@ -8,7 +8,7 @@ from typing import Any
 
 import pydantic_core
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 """What a line may ask for."""
 MOST_LINES = 50_000
 """In a file, as at OpenAI."""

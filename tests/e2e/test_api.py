@@ -330,3 +330,21 @@ def test_choices_differ_and_are_drawn_again(cluster: UpProcess, client: openai.O
     three = texts(3)
     assert len(set(three)) == 3
     assert texts(1) == three[:1]
+
+
+def test_embeddings(cluster: UpProcess, client: openai.OpenAI) -> None:
+    texts = ["A cat sits on the mat.", "A cat sits on the mat.", "Interest rates rose in May."]
+    # The client asks for base64 unless it is told otherwise.
+    coded = client.embeddings.create(model=cluster.model, input=texts)
+    plain = client.embeddings.create(model=cluster.model, input=texts, encoding_format="float")
+    vectors = [one.embedding for one in coded.data]
+    for one, other in zip(vectors, plain.data, strict=True):
+        assert one == pytest.approx(other.embedding, abs=1e-2)
+    assert coded.usage.prompt_tokens == plain.usage.prompt_tokens > len(texts)
+
+    def cosine(one: list[float], other: list[float]) -> float:
+        return sum(a * b for a, b in zip(one, other, strict=True))
+
+    assert cosine(vectors[0], vectors[0]) == pytest.approx(1, abs=1e-5)
+    assert cosine(vectors[0], vectors[1]) == pytest.approx(1, abs=1e-3)
+    assert cosine(vectors[0], vectors[2]) < 0.999

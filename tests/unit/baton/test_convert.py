@@ -83,6 +83,7 @@ SPECS = st.builds(
     priority=st.integers(-(2**31), 2**31 - 1),
     preemptions=U32,
     hand_back=st.booleans(),
+    embeds=st.booleans(),
 )
 LOGPROBS = st.builds(TokenLogprobs, FLOAT, st.lists(st.tuples(U32, FLOAT), max_size=3).map(tuple))
 OUTPUTS = st.builds(
@@ -98,6 +99,7 @@ OUTPUTS = st.builds(
     st.lists(LOGPROBS, max_size=3).map(tuple),
     st.lists(LOGPROBS, max_size=3).map(tuple),
     st.booleans(),
+    st.lists(FLOAT, max_size=3).map(tuple),
 )
 LOADS = st.builds(
     LoadSnapshot, TEXT, U32, U32, U32, U32, U32, U32, U32, U64, U32, FLOAT, FLOAT, FLOAT

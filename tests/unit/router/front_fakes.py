@@ -34,7 +34,7 @@ from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
 
 CONTEXT = 512
-MODEL = ServedModel(id="tiny", created=1_700_000_000, context_length=CONTEXT)
+MODEL = ServedModel(id="tiny", created=1_700_000_000, context_length=CONTEXT, embedding_size=8)
 EOS = "<|im_end|>"
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}<|im_end|>\n"

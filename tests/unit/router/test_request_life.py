@@ -168,7 +168,7 @@ def make_choices(count: int, stop: tuple[str, ...] = (), *, scores: bool = False
     def assembler() -> OutputAssembler:
         return OutputAssembler(ByteDetokenizer(lambda token: bytes([token])), stop)
 
-    return RequestLife("r", 0, *(assembler() for _ in range(count)), scores_prompt=scores)
+    return RequestLife("r", 0, *(assembler() for _ in range(count)), awaits_prompt=scores)
 
 
 async def read_choices(life: RequestLife) -> dict[int, str]:
@@ -230,3 +230,15 @@ async def test_nothing_is_given_before_the_prompts_scores() -> None:
     life.fail(WorkerFailed("gone"))
     with pytest.raises(WorkerFailed):
         await life.next_delta()
+
+
+async def test_nothing_is_given_before_the_prompts_embedding() -> None:
+    """A decode worker that computes the prompt tells of the token by its stream, too."""
+    life = make_choices(1, scores=True)
+    life.accept(choice_output(0, 0, "a", ends=True))
+    waiting = asyncio.ensure_future(life.next_delta())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    life.accept(TokenOutput("r", 0, 0, (97,), STOP, embedding=(0.6, 0.8)))
+    assert (await waiting).embedding == (0.6, 0.8)
+    assert life.finished

@@ -18,6 +18,7 @@ from baton.client import (
     AsyncClient,
     AsyncHttpClient,
     Client,
+    Embeddings,
     Grammar,
     GrammarKind,
     HttpClient,
@@ -38,6 +39,7 @@ from baton.errors import (
     WorkerFailed,
 )
 from baton.grpc_channel import make_server
+from baton.request import FinishReason
 from router.access import Access
 from router.batches.batches import Batches
 from router.generation import GenerationRequest, OutputDelta
@@ -378,3 +380,20 @@ async def test_what_is_no_baton_error_is_one_of_the_same_status() -> None:
     assert type(error_of({"error": {"code": "odd", "message": "m"}}, 429, 2.0)) is Overloaded
     assert type(error_of("<html>", 503, None)) is Unavailable
     assert type(error_of(None, 418, None)) is BatonError
+
+
+@ALL
+async def test_embeddings(kind: str) -> None:
+    async def halves(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+        sign = 1.0 if len(request.prompt_ids) == 2 else -1.0
+        vector = (0.5 * sign, 0.5, 0.5, 0.5)
+        yield OutputDelta("", (), FinishReason.LENGTH, embedding=vector)
+
+    async with fronts(make_front(halves)) as there, there.client(kind) as client:
+        found: Embeddings = await client.embed([(5, 6), (7,)], deadline_s=DEADLINE_S)
+        assert found.vectors == ((0.5, 0.5, 0.5, 0.5), (-0.5, 0.5, 0.5, 0.5))
+        assert found.usage.prompt_tokens == 3
+        short: Embeddings = await client.embed(["Gr"], dimensions=2)
+        assert [len(vector) for vector in short.vectors] == [2]
+        with pytest.raises(InvalidRequest):
+            await client.embed([])

@@ -356,7 +356,7 @@ async def test_forms(tmp_path: Path) -> None:
 
 
 CHANGES: tuple[tuple[dict[str, Any], int], ...] = (
-    ({"endpoint": "/v1/embeddings"}, 400),
+    ({"endpoint": "/v1/moderations"}, 400),
     ({"completion_window": "soon"}, 400),
     ({"completion_window": "31d"}, 400),
     ({"completion_window": "0h"}, 400),

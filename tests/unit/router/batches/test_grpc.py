@@ -15,9 +15,11 @@ import grpc
 
 from baton.config import KeyConfig, TenantConfig
 from baton.grpc_channel import make_server, open_channel
+from baton.request import FinishReason
 from baton.v1 import batches_pb2, batches_pb2_grpc, files_pb2, files_pb2_grpc
 from router.access import Access
 from router.batches.batches import Batches
+from router.generation import GenerationRequest, OutputDelta
 from router.grpc_front import add_grpc_front
 from tests.unit.router.front_fakes import MODEL, Front, make_front
 
@@ -183,6 +185,27 @@ async def test_responses_are_an_endpoint_of_batches(tmp_path: Path) -> None:
         assert body["usage"]["output_tokens"] == 3
         assert (batch.prompt_tokens, batch.completion_tokens) == (body["usage"]["input_tokens"], 3)
         assert there.front.dispatcher.requests[0].background
+
+
+async def test_embeddings_are_an_endpoint_of_batches(tmp_path: Path) -> None:
+    async def embedding(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+        yield OutputDelta("", (), FinishReason.LENGTH, embedding=(1.0, 0.0))
+
+    async with serving(tmp_path) as there:
+        there.front.dispatcher.script = embedding
+        url = "/v1/embeddings"
+        content = line("a", url, input=[[5, 6], [7]]) + line("b", url, input=[])
+        file = await there.upload(content, filename="in.jsonl")
+        begun = await there.batches.CreateBatch(
+            batches_pb2.CreateBatchRequest(input_file_id=file.id, endpoint=url), timeout=DEADLINE_S
+        )
+        batch = await there.ended(begun.batch)
+        assert (batch.completed, batch.failed) == (1, 1)
+        record = json.loads(await there.download(batch.output_file_id))
+        vectors = [one["embedding"] for one in record["response"]["body"]["data"]]
+        assert vectors == [[1.0, 0.0], [1.0, 0.0]]
+        assert (batch.prompt_tokens, batch.completion_tokens) == (3, 0)
+        assert all(request.background for request in there.front.dispatcher.requests)
 
 
 async def test_a_key_sees_its_tenants_alone(tmp_path: Path) -> None:

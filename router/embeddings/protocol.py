@@ -1,0 +1,46 @@
+"""``POST /v1/embeddings``: its request and its response. Unknown fields are ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from router.openai_protocol import Int, Ints, Strings
+
+
+class EmbeddingsRequest(BaseModel):
+    """The body of `POST /v1/embeddings`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
+
+    model: str
+    """The served model's id; see `GET /v1/models`."""
+    input: str | Strings | Ints | Annotated[list[Ints], Field(fail_fast=True)]
+    """Text, a list of texts, a list of token ids, or a list of lists of token ids; up to 2048."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """`float` (the default): a list of numbers; `base64`: of the bytes of little-endian fp32."""
+    dimensions: Int | None = None
+    """So many of the leading numbers alone, scaled to length 1 again. Default: all."""
+    user: str | None = None
+    """Ignored."""
+
+
+class EmbeddingObject(BaseModel):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    """Which of the inputs, from 0."""
+    embedding: list[float] | str
+
+
+class EmbeddingsUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsResponse(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[EmbeddingObject]
+    """One for each input, in their order."""
+    model: str
+    usage: EmbeddingsUsage
