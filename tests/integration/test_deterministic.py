@@ -126,9 +126,17 @@ class Bench:
         return replace(self._built, runner=fresh, pool=pool, scheduler=Scheduler(pool, limits))
 
     def sequence(
-        self, engine: Engine, number: int, tokens: Sequence[int], sampling: SamplingParams
+        self,
+        engine: Engine,
+        number: int,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
     ) -> engine_sequence.Sequence:
-        spec = SequenceSpec(f"{number}", 0, "", tuple(tokens), len(tokens), sampling)
+        spec = SequenceSpec(
+            f"{number}", 0, "", tuple(tokens), len(tokens), sampling, priority=priority
+        )
         return make_sequence(engine, number, spec)
 
     def check(self, engine: Engine, target: engine_sequence.Sequence) -> None:
@@ -253,11 +261,11 @@ def test_drafts_that_are_right(bench: Bench, strangers: int) -> None:
 
 
 def test_preempted_and_computed_again(bench: Bench) -> None:
-    """The pool is so small that sequences which decode push the latest one out."""
+    """The pool is so small that sequences which decode push the least important one out."""
     engine = bench.engine(chunk_tokens=64, blocks=-(-(PROMPT + ANSWER) // BLOCK) + 4)
     long = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
     strangers = [bench.sequence(engine, n, some_tokens(13, n), long) for n in (1, 2)]
-    target = bench.sequence(engine, 0, bench.prompt, SEEDED)
+    target = bench.sequence(engine, 0, bench.prompt, SEEDED, priority=-1)
     run(engine, [*strangers, target], every=1)
     assert engine.scheduler.preemptions
     assert max(map(len, recorded(engine).seen[0].values())) > 1, "nothing was computed again"

@@ -105,7 +105,9 @@ async def ends_clearly(running: Any) -> None:
             end = (await collect(running)).finish_reason
     except BatonError as error:
         end = error.code
-    assert end in ("worker_failed", FinishReason.LENGTH)
+    # Which of the two workers is heard first is chance: the one that ended its life, or the one that
+    # was handing over to it.
+    assert end in ("worker_failed", "handoff_ticket_ended", FinishReason.LENGTH)
 
 
 async def test_who_alone_lost_redis_ends_what_it_runs_and_begins_another_life(
