@@ -265,7 +265,7 @@ def test_preempted_and_computed_again(bench: Bench) -> None:
     engine = bench.engine(chunk_tokens=64, blocks=-(-(PROMPT + ANSWER) // BLOCK) + 4)
     long = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
     strangers = [bench.sequence(engine, n, some_tokens(13, n), long) for n in (1, 2)]
-    target = bench.sequence(engine, 0, bench.prompt, SEEDED, priority=-1)
+    target = bench.sequence(engine, 0, bench.prompt, SEEDED, priority=1)
     run(engine, [*strangers, target], every=1)
     assert engine.scheduler.preemptions
     assert max(map(len, recorded(engine).seen[0].values())) > 1, "nothing was computed again"
