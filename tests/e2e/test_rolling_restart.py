@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
+from router.process_number import ROUTER_HEADER
 from tests.e2e.cluster import BATON, START_S, UpProcess
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -125,7 +126,17 @@ def restart_router(up: UpProcess, name: str) -> None:
     old = up.state.processes[name]
     drain(up, name)
     until(lambda: up.state.processes[name] != old, f"{name} did not come back")
-    up.wait_healthy()
+    # The other one answers meanwhile: it may be next only when this one listens again.
+    until(lambda: answers(up, name.removeprefix("router-")), f"{name} does not answer")
+
+
+def answers(up: UpProcess, number: str) -> bool:
+    """Whether the router of that number has answered one of some new connections, healthy."""
+    with httpx.Client(
+        trust_env=False, timeout=DEADLINE_S, limits=httpx.Limits(max_keepalive_connections=0)
+    ) as client:
+        found = [client.get(f"{up.http}/health") for _ in range(10)]
+    return any(one.is_success and one.headers.get(ROUTER_HEADER) == number for one in found)
 
 
 def restart_worker(up: UpProcess, slot: str) -> None:
