@@ -105,8 +105,8 @@ async def ends_clearly(running: Any) -> None:
             end = (await collect(running)).finish_reason
     except BatonError as error:
         end = error.code
-    # Which of the two workers is heard first is chance: the one that ended its life, or the one that
-    # was handing over to it.
+    # Who is heard first is chance: the worker that ended its life, or the one that was handing over
+    # to it.
     assert end in ("worker_failed", "handoff_ticket_ended", FinishReason.LENGTH)
 
 
