@@ -114,8 +114,13 @@ class PoolKeeper:
         slot = self._slots.setdefault(name, _Slot())
         slot.deaths, slot.last_error = deaths, last_error
 
-    def see(self, name: str, sight: Sight, now: float, error: str = "") -> None:
-        """What is there at the moment; ``error`` says why nobody is.
+    def started(self, name: str) -> None:
+        """An order to start was carried out: somebody is there, however soon that one dies."""
+        if name in self._slots:
+            self._slots[name].occupied = True
+
+    def see(self, name: str, sight: Sight, now: float, error: str = "") -> bool:
+        """What is there at the moment; ``error`` says why nobody is. Whether that is a death.
 
         ``Sight.NOBODY`` is the death of whoever was there before. Seeing it again is none.
         """
@@ -128,8 +133,10 @@ class PoolKeeper:
                 slot.order = None
         elif slot.occupied:
             self._died(slot, now, error)
+            return True
         if sight is Sight.SERVING and now - slot.since >= HEALTHY_S:
             slot.deaths, slot.last_error = 0, ""
+        return False
 
     def _died(self, slot: _Slot, now: float, error: str) -> None:
         reason = slot.last_error if slot.order is Order.END and slot.last_error else error

@@ -21,7 +21,7 @@ import redis
 from baton.background import end_tasks
 from baton.metrics import SupervisorMetrics
 from deploy.fleet import Seen
-from deploy.pool_keeper import Order, Phase, PoolKeeper, Sight, SlotState
+from deploy.pool_keeper import Order, Phase, PoolKeeper, SlotState
 from deploy.slot_board import SlotBoard, SlotNews, Supervision
 
 LOOK_S = 0.5
@@ -108,24 +108,27 @@ class Supervisor:
             known = self._seen.get(slot)
             if known is not None and known.sight is not seen.sight:
                 log.info("%s: %s %s", slot, seen.sight, seen.error)
-                if seen.sight is Sight.NOBODY:
-                    self._metrics.deaths.labels(worker=slot).inc()
             self._seen[slot] = seen
-            self._keeper.see(slot, seen.sight, now, seen.error)
+            if self._keeper.see(slot, seen.sight, now, seen.error):
+                self._metrics.deaths.labels(worker=slot).inc()
         for slot, order in self._keeper.decide(now).items():
             if slot not in self._busy:
                 log.info("%s: %s", slot, order)
                 act = self._workers.start if order is Order.START else self._workers.end
-                task = asyncio.create_task(self._carry_out(slot, act(slot)))
+                task = asyncio.create_task(self._carry_out(slot, order, act(slot)))
                 self._busy[slot] = task
                 task.add_done_callback(lambda _, slot=slot: self._busy.pop(slot))  # type: ignore[misc]
 
-    async def _carry_out(self, slot: str, work: Coroutine[Any, Any, None]) -> None:
+    async def _carry_out(self, slot: str, order: Order, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except Exception as error:
             log.warning("%s: %r", slot, error)
             self._keeper.could_not(slot, f"Ray: {error}".splitlines()[0])
+        else:
+            if order is Order.START:
+                # It may be dead before anybody looks.
+                self._keeper.started(slot)
 
     async def _tell(self, now: float) -> None:
         states = self._keeper.states(now)

@@ -57,6 +57,22 @@ def test_an_order_of_which_nothing_comes_is_given_again() -> None:
     assert (state.deaths, state.last_error) == (0, "Ray is away")
 
 
+def test_who_dies_before_anybody_looks_has_died() -> None:
+    keeper = keeper_of(SLOT)
+    now = 0.0
+    for deaths in range(1, CRASH_LOOP_DEATHS + 1):
+        assert not keeper.see(SLOT, Sight.NOBODY, now)
+        assert keeper.decide(now) == {SLOT: Order.START}
+        keeper.started(SLOT)
+        now += LOOK_S
+        assert keeper.see(SLOT, Sight.NOBODY, now, "cannot start")
+        assert keeper.decide(now) == {}
+        state = keeper.states(now)[SLOT]
+        assert (state.deaths, state.last_error) == (deaths, "cannot start")
+        now += pause_after(deaths)
+    assert keeper.states(now - LOOK_S)[SLOT].phase is Phase.CRASH_LOOP
+
+
 def test_who_serves_is_left_alone_by_a_keeper_that_knows_nothing() -> None:
     keeper = keeper_of(SLOT, "decode-1")
     for slot in (SLOT, "decode-1"):
