@@ -49,10 +49,9 @@ def heals(up: UpProcess, slot: str) -> None:
     up.wait_for(f"{slot} is back")
 
 
-@pytest.mark.parametrize(
-    "outage_s",
-    [OUTAGE_S, pytest.param(LONG_OUTAGE_S, marks=(pytest.mark.long, pytest.mark.timeout(600)))],
-)
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("outage_s", [OUTAGE_S, LONG_OUTAGE_S])
 def test_serving_goes_on_without_the_control_store_and_healing_comes_back_with_it(
     outage_s: float,
 ) -> None:
