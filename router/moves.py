@@ -22,7 +22,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.config import Config
-from baton.errors import BatonError, PoisonRequest, Unavailable, WorkerFailed
+from baton.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    PoisonRequest,
+    Unavailable,
+    WorkerFailed,
+)
 from baton.metrics import RouterMetrics
 from baton.request import TokenOutput
 from router.attempts import Attempts
@@ -273,7 +279,8 @@ class Moves:
                 now = time.monotonic()
                 stage = owner.stage(group, now, scored=scored and place == 0, holder=holder)
                 found.append((group, await self._routes.find(stage, *avoided)))
-        except Unavailable:
+        except (Unavailable, ContextLengthExceeded):
+            # Nobody is there, or nobody with so long a context: it may still end where it is.
             return []
         has_gone = attempt not in owner.attempts or groups != owner.groups(attempt.unfinished)
         return [] if has_gone else found
