@@ -30,6 +30,7 @@ model_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.command()(worker_commands.drain)
 app.command()(worker_commands.role)
+app.command()(worker_commands.scale)
 bench_app = typer.Typer(help="Benchmarks on this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
