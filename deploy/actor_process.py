@@ -42,8 +42,9 @@ def is_alive(pid: int, started: float) -> bool:
 def take_sigterm(handler: Callable[[int, object], None]) -> None:
     """Instead of Ray's handler, by which a worker process ends at once.
 
-    Ray creates actors on the main thread, and runs signal handlers there between its own calls,
-    every 10 ms or so. A process that has the class without Ray is left alone.
+    Ray creates an actor on the main thread, and runs signal handlers there between its own calls,
+    every 10 ms or so; but not one whose class has a single ``async`` method: then this does
+    nothing, as in a process that has the class without Ray.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)

@@ -22,7 +22,8 @@ from typing import Any
 import psutil
 
 from baton.errors import WorkerFailed
-from deploy.actor import ActorSettings, Answer, WorkerActor
+from deploy.actor import Answer, WorkerActor
+from deploy.actor_settings import ActorSettings
 from deploy.child import last_lines
 from deploy.cluster_mark import CLUSTER_VARIABLE
 from deploy.daemon_thread import DaemonThread

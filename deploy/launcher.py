@@ -23,7 +23,7 @@ from baton.config import Config, PoolConfig
 from baton.errors import BatonError
 from baton.redis_client import redis_client
 from deploy import model_store
-from deploy.actor import ActorSettings
+from deploy.actor_settings import ActorSettings
 from deploy.announcement import announcement
 from deploy.child import last_lines
 from deploy.cluster_keys import forget_cluster

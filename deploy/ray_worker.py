@@ -11,7 +11,8 @@ from collections.abc import Awaitable
 from typing import Any, cast
 
 from baton.errors import BatonError, WorkerFailed
-from deploy.actor import ActorSettings, Answer, WorkerActor
+from deploy.actor import Answer, WorkerActor
+from deploy.actor_settings import ActorSettings
 
 WORKER_RESOURCE = "baton_worker"
 NAMESPACE = "baton"

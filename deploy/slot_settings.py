@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.actor import ActorSettings
+from deploy.actor_settings import ActorSettings
 from deploy.wanted_slots import split
 
 CORE_LINES = 8

@@ -20,8 +20,9 @@ from baton.metrics import SupervisorMetrics
 from baton.pool_sizes import PoolSizes
 from baton.redis_client import redis_client
 from baton.registry import Registry
-from deploy.actor import ActorSettings, WorkerActor
+from deploy.actor import WorkerActor
 from deploy.actor_process import end_process, end_with, log_to
+from deploy.actor_settings import ActorSettings
 from deploy.fleet import Fleet
 from deploy.ray_worker import NAMESPACE, SUPERVISOR_NAME
 from deploy.slot_board import SlotBoard

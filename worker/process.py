@@ -348,7 +348,8 @@ class WorkerProcess:
                 [stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
-                if task is not stopped:
+                # Those that stop() has cancelled may have ended before this is woken.
+                if not (task is stopped or (task.cancelled() and self._stopped.is_set())):
                     task.result()
         finally:
             stopped.cancel()

@@ -20,7 +20,8 @@ import psutil
 
 from baton.config import PoolConfig, load_config
 from baton.redis_client import redis_client
-from deploy.actor import ActorSettings, Answer
+from deploy.actor import Answer
+from deploy.actor_settings import ActorSettings
 from deploy.cluster_mark import ClusterMark
 from deploy.pool_keeper import Phase
 from deploy.ray_cluster import RayCluster

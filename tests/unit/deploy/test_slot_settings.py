@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.actor import ActorSettings
+from deploy.actor_settings import ActorSettings
 from deploy.slot_settings import SlotSettings
 
 
