@@ -232,6 +232,9 @@ class Config(BaseSettings):
     hang_s: float = Field(default=1.0, ge=0.1)
     """A worker that runs requests of a router and says nothing to it for this many seconds is taken
     to hang: its requests move to others, if there are any."""
+    engine_hang_s: float = Field(default=10.0, ge=0.1)
+    """The same of a worker that says that it lives, and whose engine has ended no step for this
+    many seconds while it was given one."""
     move_budget_ratio: float = Field(default=0.2, ge=0)
     """Moves because of failures that each request allows a router process, as a fraction."""
     move_budget_per_s: float = Field(default=4.0, ge=0)

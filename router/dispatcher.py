@@ -311,15 +311,19 @@ class ClusterDispatcher:
             self._attempts.end(attempt)
 
     async def _watch(self) -> None:
-        watch = SilenceWatch(self._config.hang_s)
+        words = SilenceWatch(self._config.hang_s)
+        steps = SilenceWatch(self._config.engine_hang_s)
         while True:
             await asyncio.sleep(WATCH_S)
-            expected = self._attempts.expected_to_speak()
-            for name in watch.tick(expected, time.monotonic()):
-                link = self._links.get(name)
-                if link is not None:
+            now = time.monotonic()
+            for name in words.tick(self._attempts.expected_to_speak(), now):
+                if (link := self._links.get(name)) is not None:
                     log.warning("worker %s is silent", name)
                     self._moves.worker_silent(link)
+            for name in steps.tick(self._attempts.expected_to_step(), now):
+                if (link := self._links.get(name)) is not None:
+                    log.warning("the engine of worker %s stands still", name)
+                    self._moves.worker_stalled(link)
 
 
 def _capacity(
