@@ -246,6 +246,10 @@ class Config(BaseSettings):
     drain_deadline_s: float = Field(default=30.0, ge=0)
     """A worker or router that is told to leave, by ``baton drain`` or SIGTERM, gives what runs
     there this many seconds to end or to move; 0 ends it at once."""
+    slow_client_s: float = Field(default=30.0, gt=0)
+    """A client that has not read for this many seconds, while more is there for it than its
+    connection's buffer holds, is cut off, and its request ends; over HTTP also one that reads fewer
+    than 4096 bytes in that time."""
     max_waiting_requests: int = Field(default=256, ge=1)
     """Requests that may wait for their turn, in one router process; more are shed with 429."""
     admission_slo_factor: float = Field(default=0.8, ge=0)
