@@ -90,6 +90,7 @@ class ClusterDispatcher:
             self._links.is_up,
         )
         self._draining = False
+        self._told_health = ("down", "")
         self._has_view = False
         """Whether the registry was read."""
         self._active = 0
@@ -153,7 +154,22 @@ class ClusterDispatcher:
                 log.warning("the registry cannot be read: %s", error)
             for role in ("prefill", "decode"):
                 self._metrics.routable_workers.labels(role=role).set(len(self._links.up(role)))
+            self._tell_health()
             await asyncio.sleep(REGISTRY_POLL_S)
+
+    def _tell_health(self) -> None:
+        """In the log, where it has changed."""
+        health = self.health()
+        if health == self._told_health:
+            return
+        self._told_health = health
+        status, reason = health
+        if status == "ok":
+            log.info("requests are served as meant")
+        elif status == "degraded":
+            log.warning("%s: decode workers compute the prompts", reason)
+        else:
+            log.warning("no request can be served: %s", reason)
 
     # What the fronts ask
 
