@@ -257,7 +257,8 @@ class Moves:
                 scored = owner.life.awaits_prompt and place == 0
                 await self._place(owner, group, loss.tries, scored=scored)
                 self._moved.labels(reason=loss.reason).inc()
-        except Unavailable:
+        except (Unavailable, ContextLengthExceeded):
+            # Those with so long a context may come back: the request itself is in order.
             owner.life.fail(_with_retry(loss.failure))
 
     async def _place(

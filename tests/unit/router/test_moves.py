@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from baton.config import Config
 from baton.errors import (
     BatonError,
+    ContextLengthExceeded,
     DeadlineExceeded,
     GrammarFailed,
     HandoffError,
@@ -435,6 +436,46 @@ async def test_a_silent_worker_keeps_what_nobody_else_can_take() -> None:
     assert world.at(running) == [(0, "p0", "d0")]
     assert not running.moves
     world.close(running)
+
+
+def short_contexts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody that is left could take what the request has become."""
+
+    async def find(stage: Stage, *excluded: frozenset[str]) -> Route:
+        await asyncio.sleep(0)
+        raise ContextLengthExceeded("too long for all that are left")
+
+    monkeypatch.setattr(world, "find", find)
+
+
+@pytest.mark.parametrize("way", ["worker_silent", "worker_stalled", "worker_drains"])
+async def test_what_is_too_long_for_the_others_ends_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    world = World()
+    running = await world.run()
+    world.tell(running, 5)
+    short_contexts(world, monkeypatch)
+    getattr(world.moves, way)(world.links["d0"])
+    await world.settle()
+    assert world.at(running) == [(0, "p0", "d0")]
+    assert not running.moves
+    world.tell(running, 1, ends=True)
+    assert (await running.life.next_delta()).finish_reason is FinishReason.LENGTH
+    world.close(running)
+
+
+async def test_what_is_too_long_for_the_others_may_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not the client's fault."""
+    world = World()
+    running = await world.run()
+    short_contexts(world, monkeypatch)
+    world.moves.worker_broken("d0", GONE)
+    with pytest.raises(WorkerFailed) as caught:
+        await running.life.next_delta()
+    assert caught.value.retry_after
 
 
 async def test_a_silent_worker_keeps_what_no_budget_is_left_for() -> None:
