@@ -92,6 +92,18 @@ class Trace:
         )
         return Trace(tuple(requests), max(1, round(self.block_tokens / scale_length)))
 
+    def within(self, most_tokens: int) -> Trace:
+        """Cut so that prompt and answer fit in a context of so many tokens, at least 2.
+
+        An answer keeps at most half of them.
+        """
+        requests = []
+        for request in self.requests:
+            answer = min(request.output_tokens, most_tokens // 2)
+            prompt = min(request.input_tokens, most_tokens - answer)
+            requests.append(replace(request, input_tokens=prompt, output_tokens=answer))
+        return replace(self, requests=tuple(requests))
+
     def at_rate(self, rate: float, seconds: float) -> Iterator[TracedRequest]:
         """As many rows as make ``rate`` requests a second, with gaps scaled to fill ``seconds``.
 

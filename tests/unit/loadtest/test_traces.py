@@ -77,6 +77,16 @@ def test_scales_are_above_zero(tmp_path: Path, scale: float) -> None:
         read_trace(path, scale_length=scale)
 
 
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(2, 4096))
+def test_what_is_too_long_is_cut(prompt: int, answer: int, most: int) -> None:
+    (cut,) = Trace((TracedRequest(0.0, prompt, answer),)).within(most).requests
+    assert 1 <= cut.input_tokens <= prompt
+    assert 1 <= cut.output_tokens <= answer
+    assert cut.input_tokens + cut.output_tokens <= most
+    if prompt + answer <= most and answer <= most // 2:
+        assert (cut.input_tokens, cut.output_tokens) == (prompt, answer)
+
+
 def test_the_rate_is_what_was_asked_for() -> None:
     trace = Trace(tuple(TracedRequest(float(at * at), at + 1, 1) for at in range(10)))
     rows = list(trace.at_rate(5.0, 10.0))
