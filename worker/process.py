@@ -84,6 +84,9 @@ _TRANSFER_THREADS = 2
 _BEATS = 4
 """So many times in a heartbeat the event loop looks whether it stood still."""
 _DRAIN_POLL_S = 0.02
+SEEN_S = 1.0
+"""Routers read the registry four times a second. Until they have seen that a worker leaves, it is
+there to refuse what they send: to somebody who finds nobody, it has died."""
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -390,7 +393,7 @@ class WorkerProcess:
             self.leave_by = time.monotonic() + deadline_s
         async with self._changing:
             if self._ending is None:
-                self._left_nothing = await self._empty(lambda: self.leave_by or 0.0)
+                self._left_nothing = await self._empty(lambda: self.leave_by or 0.0, SEEN_S)
                 self.drained = True
                 # By itself: whoever has asked is still to be answered, by the server that stops.
                 self._ending = asyncio.create_task(self.stop(), name="stop")
@@ -413,21 +416,24 @@ class WorkerProcess:
                 raise Unavailable("this worker is stopping")
             if role != self.settings.pool.role:
                 end = time.monotonic() + deadline_s
-                await self._empty(lambda: end)
+                await self._empty(lambda: end, 0.0)
                 await self._turn(role)
         return time.monotonic() - began
 
-    async def _empty(self, deadline: Callable[[], float]) -> bool:
+    async def _empty(self, deadline: Callable[[], float], at_least_s: float) -> bool:
         """Whether nothing is left by the deadline, which may change, of what was taken before."""
         assert self.context is not None, "not started"
         assert self.record is not None, "not started"
         self.context.intake.close()
         self.record = replace(self.record, state=DRAINING)
         await self._renew(self.context)
+        seen_at = time.monotonic() + at_least_s
         # Sequences, tickets, calls and readers end in many places, and nobody hurries.
-        while not (empty := self._is_empty(self.context)) and time.monotonic() < deadline():  # noqa: ASYNC110
+        while (now := time.monotonic()) < deadline():
+            if now >= seen_at and self._is_empty(self.context):
+                break
             await asyncio.sleep(_DRAIN_POLL_S)
-        return empty
+        return self._is_empty(self.context)
 
     def _is_empty(self, context: WorkerContext) -> bool:
         idle = context.control.scheduler.is_idle() and context.exchange.is_idle()
