@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
@@ -112,6 +113,8 @@ async def test_prefills_run_side_by_side_and_each_hears_its_own() -> None:
         (NoRoom("no room", retry_after=1.5), NoRoom, 1.5),
         (BatonError("broken"), BatonError, None),
         (ValueError("a secret prompt"), BatonError, None),
+        (OSError(errno.EMFILE, "a secret path"), WorkerFailed, 1.0),
+        (MemoryError("a secret prompt"), WorkerFailed, 1.0),
     ],
 )
 async def test_a_failure_is_that_prefills_alone(
