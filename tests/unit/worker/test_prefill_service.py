@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
+from baton import convert
 from baton.errors import BatonError, NoRoom, WorkerFailed
 from baton.grpc_channel import make_server, open_channel
 from baton.request import LoadSnapshot
@@ -228,7 +229,8 @@ async def test_what_a_worker_says_has_what_it_does() -> None:
         prefill = world.stream.run(request_of("a"))
         async with aclosing(prefill), asyncio.timeout(DEADLINE_S):
             await anext(prefill)
-            assert world.stream.load == LoadSnapshot("p", running=3)
+            assert world.stream.load is not None
+            assert convert.load_from_proto(world.stream.load) == LoadSnapshot("p", running=3)
 
 
 async def test_a_stream_that_ends_with_prefills_on_it_has_broken() -> None:
