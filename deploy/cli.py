@@ -9,6 +9,7 @@ import typer
 from deploy import (
     bench_cluster_commands,
     bench_engine_commands,
+    bench_load_commands,
     bench_part_commands,
     client_commands,
     doctor_command,
@@ -30,6 +31,7 @@ bench_app = typer.Typer(help="Benchmarks on this machine.", no_args_is_help=True
 # In the order in which --help shows them.
 app.command()(worker_commands.drain)
 app.command()(worker_commands.role)
+app.command()(worker_commands.scale)
 app.command()(up_command.up)
 app.command()(client_commands.chat)
 app.command()(client_commands.batch)
@@ -40,6 +42,8 @@ app.add_typer(model_app, name="model")
 app.add_typer(bench_app, name="bench")
 model_app.command()(model_commands.pull)
 model_app.command("list")(model_commands.list_models)
+bench_app.command()(bench_load_commands.serve)
+bench_app.command()(bench_load_commands.goodput)
 bench_app.command()(bench_cluster_commands.peers)
 bench_app.command()(bench_engine_commands.quality)
 bench_app.command()(bench_part_commands.transfer)

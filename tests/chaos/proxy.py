@@ -61,6 +61,10 @@ class Proxy:
         self._server.close()
         await end_tasks(list(self._open))
 
+    def lead_to(self, port: int) -> None:
+        """From now on new connections go there."""
+        self._to = port
+
     def lay(self, wire: Wire) -> None:
         """From now on bytes cross so. What was swallowed is lost: its connections are reset."""
         lost = not (self._wire.there and self._wire.back)

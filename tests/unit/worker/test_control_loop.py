@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from baton.errors import WorkerFailed
 from baton.request import SequenceSpec
 from engine.sequence import Sequence
 from engine.sequence_update import SequenceUpdate
@@ -180,3 +181,20 @@ async def test_a_prompt_is_chunked_by_what_the_others_can_bear(
     world.control.remove(alone)
     await world.drain()
     world.check_nothing_is_held()
+
+
+async def test_an_engine_that_ends_no_step_ends_the_worker(world: World) -> None:
+    """Its event loop beats all the while."""
+    world.add(spec_of(length=40))
+    for _ in range(59):
+        world.now += 1.0
+        world.control.beat(world.now)
+    assert world.control.load().steps_in_flight
+    await world.step()
+    assert world.control.load().engine_steps == 1
+    for _ in range(60):
+        world.now += 1.0
+        world.control.beat(world.now)
+    world.now += 1.0
+    with pytest.raises(WorkerFailed, match="engine"):
+        world.control.beat(world.now)
