@@ -81,7 +81,9 @@ async def _abort(
         trailers.append((RETRY_KEY, str(int(error.retry_after * 1000))))
     if isinstance(error, errors.RateLimitExceeded):
         trailers.extend(error.facts.items())
-    await context.abort(grpc.StatusCode[error.grpc_status], error.message, tuple(trailers))
+    # A status waits for what was written before it, which may be until the connection has gone.
+    with contextlib.suppress(grpc.aio.InternalError):
+        await context.abort(grpc.StatusCode[error.grpc_status], error.message, tuple(trailers))
 
 
 def error_from_code(

@@ -90,6 +90,7 @@ class ClusterDispatcher:
             self._links.is_up,
         )
         self._draining = False
+        self._told_health = ("down", "")
         self._has_view = False
         """Whether the registry was read."""
         self._active = 0
@@ -153,7 +154,22 @@ class ClusterDispatcher:
                 log.warning("the registry cannot be read: %s", error)
             for role in ("prefill", "decode"):
                 self._metrics.routable_workers.labels(role=role).set(len(self._links.up(role)))
+            self._tell_health()
             await asyncio.sleep(REGISTRY_POLL_S)
+
+    def _tell_health(self) -> None:
+        """In the log, where it has changed."""
+        health = self.health()
+        if health == self._told_health:
+            return
+        self._told_health = health
+        status, reason = health
+        if status == "ok":
+            log.info("requests are served as meant")
+        elif status == "degraded":
+            log.warning("%s: decode workers compute the prompts", reason)
+        else:
+            log.warning("no request can be served: %s", reason)
 
     # What the fronts ask
 
@@ -311,15 +327,19 @@ class ClusterDispatcher:
             self._attempts.end(attempt)
 
     async def _watch(self) -> None:
-        watch = SilenceWatch(self._config.hang_s)
+        words = SilenceWatch(self._config.hang_s)
+        steps = SilenceWatch(self._config.engine_hang_s)
         while True:
             await asyncio.sleep(WATCH_S)
-            expected = self._attempts.expected_to_speak()
-            for name in watch.tick(expected, time.monotonic()):
-                link = self._links.get(name)
-                if link is not None:
+            now = time.monotonic()
+            for name in words.tick(self._attempts.expected_to_speak(), now):
+                if (link := self._links.get(name)) is not None:
                     log.warning("worker %s is silent", name)
                     self._moves.worker_silent(link)
+            for name in steps.tick(self._attempts.expected_to_step(), now):
+                if (link := self._links.get(name)) is not None:
+                    log.warning("the engine of worker %s stands still", name)
+                    self._moves.worker_stalled(link)
 
 
 def _capacity(
