@@ -46,6 +46,8 @@ admission_slo_factor = 0.0
 # the time without one.
 local_prefill = "auto"
 policy = "least_loaded"
+# An engine that hangs is left while it does; no step of so small a model takes as long.
+engine_hang_s = 3.0
 # Ray's control store may die, and the store behind it.
 gcs_store = "embedded"
 deterministic = true

@@ -99,9 +99,10 @@ class Proxy:
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await end_tasks(ways)
+            # First: who waits for the tasks may be cancelled.
             self._writers.discard(onward)
             onward.transport.abort()
+            await end_tasks(ways)
 
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, there: bool
