@@ -224,9 +224,8 @@ async def test_a_connected_prefill_worker_that_the_registry_lost_is_left_alone()
         assert world.links.up("prefill")
 
 
-async def test_a_prefill_worker_that_speaks_is_kept_while_nobody_can_write_to_the_registry() -> (
-    None
-):
+async def test_a_prefill_worker_that_speaks_is_kept_while_nobody_can_write() -> None:
+    """To the registry, that is."""
     async with open_world() as world:
         world.links.update({"d": replace(world.record, role="prefill")})
         await world.until(lambda: world.links.up("prefill"))
@@ -236,8 +235,8 @@ async def test_a_prefill_worker_that_speaks_is_kept_while_nobody_can_write_to_th
         for _ in range(9):
             link.prefills.messages += 1
             world.links.update({})
-            await asyncio.sleep(0.01)
             assert world.links.up("prefill")
+            await asyncio.sleep(0.01)
         await world.until(lambda: world.links.update({}) or not world.links.up("prefill"))
 
 
