@@ -27,8 +27,8 @@ from decode_worker.local_prefill import LocalPrefill
 from decode_worker.outbox import Outbox
 from decode_worker.receiver import HandoffReceiver, Offer
 from decode_worker.service import DecodeServicer
-from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
+from engine.sequence_update import SequenceUpdate
 from kvtransfer.ticket import Attempt, Ticket
 from worker.beats import Beats
 from worker.fetch import Fetcher

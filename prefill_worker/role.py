@@ -17,8 +17,8 @@ from baton.config import MIB
 from baton.errors import BatonError, DeadlineExceeded, WorkerFailed
 from baton.request import FinishReason, FirstToken, SequenceSpec
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
-from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
+from engine.sequence_update import SequenceUpdate
 from kvtransfer.transport import Peer
 from prefill_worker.handoff import Handoff
 from worker.beats import Beats

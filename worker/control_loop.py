@@ -16,8 +16,8 @@ from baton.errors import GrammarFailed, WorkerFailed
 from baton.request import LoadSnapshot
 from engine.engine import Engine
 from engine.plan import StepPlan, StepResult
-from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
+from engine.sequence_update import SequenceUpdate
 from worker.chunk_slack import ChunkSlack
 from worker.cores import CoreBoard
 from worker.engine_thread import EngineThread

@@ -21,7 +21,8 @@ from decode_worker.receiver import Offer
 from decode_worker.role import ROUTER_GRACE_S, DecodeRole
 from engine.block_pool import BlockPool
 from engine.plan import StepPlan, StepResult
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler import Scheduler
+from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
 from worker.block_receiver import BlockReceiver
 from worker.intake import Intake

@@ -8,8 +8,8 @@ import pytest
 
 from baton.errors import WorkerFailed
 from baton.request import SequenceSpec
-from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
+from engine.sequence_update import SequenceUpdate
 from tests.unit.engine.fake_engine import kv_of, next_token
 from tests.unit.worker.manual_worker import SIZE, ManualWorker, settle, spec_of
 from worker.chunk_slack import LEAST_TOKENS, ChunkSlack
