@@ -10,12 +10,11 @@ PINS := pyproject.toml requirements.lock Makefile
 # Flags for `baton up`, for example: make up ARGS="--decode 2"
 ARGS ?=
 # What `make test` runs, for example: make test TESTS=tests/unit
-# What is killed on time runs one after another, whole clusters two at a time, and the rest four at a
-# time: on two cores, since most of it waits more than it computes.
+# Whole clusters, and what is killed on time, run one after another; the rest four at a time: on two
+# cores, since much of it waits more than it computes.
 TESTS ?=
 SIDE_BY_SIDE = tests/unit tests/kernels tests/transports tests/integration
-CLUSTERS = tests/e2e
-IN_TURN = tests/chaos
+IN_TURN = tests/e2e tests/chaos
 # The slowest are shown, so that they stay in view.
 QUICK = -m "not long" --durations=15
 
@@ -64,7 +63,6 @@ up: install
 test: install-dev
 ifeq ($(strip $(TESTS)),)
 	@$(BIN)/python -m pytest $(QUICK) -n 4 --dist worksteal $(SIDE_BY_SIDE)
-	@$(BIN)/python -m pytest $(QUICK) -n 2 --dist loadgroup $(CLUSTERS)
 	@$(BIN)/python -m pytest $(QUICK) $(IN_TURN)
 else
 	@$(BIN)/python -m pytest $(QUICK) $(TESTS)

@@ -36,6 +36,10 @@ _BY_STATUS: dict[grpc.StatusCode, type[errors.BatonError]] = {
 }
 
 
+LACKING_RETRY_S = 1.0
+"""When to come back to a process that has run out of something."""
+
+
 @contextlib.asynccontextmanager
 async def grpc_boundary(
     context: grpc.aio.ServicerContext[object, object],
@@ -50,10 +54,17 @@ async def grpc_boundary(
 
 
 def as_baton_error(failure: Exception) -> errors.BatonError:
-    """What a caller is told of a failure; one that was not meant is logged."""
+    """What a caller is told of a failure; one that was not meant is logged.
+
+    Who has no descriptors, no memory or no room left can do nothing for this request at this
+    moment, and another may: that is WorkerFailed.
+    """
     if isinstance(failure, errors.BatonError):
         return failure
     log.error("unexpected error in a gRPC call", exc_info=failure)
+    if isinstance(failure, OSError | MemoryError):
+        lacking = f"the process lacks what the request takes: {type(failure).__name__}"
+        return errors.WorkerFailed(lacking, retry_after=LACKING_RETRY_S)
     return errors.BatonError(f"internal error: {type(failure).__name__}")
 
 

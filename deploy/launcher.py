@@ -48,6 +48,7 @@ from deploy.supervisor_actor import RaySupervisor, SupervisorSettings
 from deploy.valkey import EmbeddedValkey, check_redis
 
 _WORKER_STOP_S = 5.0
+_SUPERVISOR_START_S = 60.0
 _SUPERVISOR_AGAIN_S = 10.0
 _FIND_S = 3.0
 
@@ -329,10 +330,15 @@ class Launcher:
             try:
                 supervisor = await self._calls.call(lambda: RaySupervisor.place(settings))
                 self._parts.supervisor = supervisor
-                return await supervisor.ready()
+                async with asyncio.timeout(_SUPERVISOR_START_S):
+                    return await supervisor.ready()
             except Exception as error:
                 self._report(f"the supervisor does not start yet: {reason(error)}")
                 await asyncio.sleep(_SUPERVISOR_AGAIN_S)
+            if self._parts.supervisor is not None:
+                # A control store that died may have lost track of it, and it would never come; its
+                # name would be in the way of the next one.
+                await self._calls.call(self._parts.supervisor.kill)
 
     def _report(self, text: str) -> None:
         log.warning("%s", text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import os
 import threading
@@ -145,6 +146,13 @@ class RaySupervisor:
     async def ready(self) -> int:
         """Its process id, once it keeps the workers. Raises what Ray raises."""
         return int(await asyncio.wrap_future(self._handle.ready.remote().future()))
+
+    def kill(self) -> None:
+        """End it for good; idempotent. Blocks while Ray's control store is away."""
+        import ray  # noqa: PLC0415
+
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(self._handle)
 
     async def stop(self, deadline_s: float) -> None:
         """Have it keep nobody any more. Raises TimeoutError, or what Ray raises."""

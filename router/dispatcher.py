@@ -91,6 +91,8 @@ class ClusterDispatcher:
         )
         self._draining = False
         self._told_health = ("down", "")
+        self._dead_since: dict[str, float] = {}
+        """Since when the registry lists a worker as dead."""
         self._has_view = False
         """Whether the registry was read."""
         self._active = 0
@@ -134,28 +136,33 @@ class ClusterDispatcher:
         await self._links.close()
 
     async def _follow_registry(self) -> None:
-        dead_since: dict[str, float] = {}
         while True:
             try:
-                records, dead = await self._registry.read()
-                self._links.update(records)
-                self._has_view = True
-                for link in self._links.all():
-                    if link.is_draining:
-                        self._moves.worker_drains(link)
-                now = time.monotonic()
-                dead_since = {name: dead_since.get(name, now) for name in dead}
-                for incarnation, since in dead_since.items():
-                    if now - since > COLLECT_AFTER_S:
-                        await self._index.collect(incarnation)
-                        await self._registry.forget(incarnation)
-            except redis.RedisError as error:
+                await self._read_registry()
+            except (redis.RedisError, OSError) as error:
                 # Serving goes on with the last view; broken streams tell of dead workers.
                 log.warning("the registry cannot be read: %s", error)
+            except Exception:
+                # A router that follows its workers no more would be worse than what this is.
+                log.exception("the registry could not be followed")
             for role in ("prefill", "decode"):
                 self._metrics.routable_workers.labels(role=role).set(len(self._links.up(role)))
             self._tell_health()
             await asyncio.sleep(REGISTRY_POLL_S)
+
+    async def _read_registry(self) -> None:
+        records, dead = await self._registry.read()
+        self._links.update(records)
+        self._has_view = True
+        for link in self._links.all():
+            if link.is_draining:
+                self._moves.worker_drains(link)
+        now = time.monotonic()
+        self._dead_since = {name: self._dead_since.get(name, now) for name in dead}
+        for incarnation, since in self._dead_since.items():
+            if now - since > COLLECT_AFTER_S:
+                await self._index.collect(incarnation)
+                await self._registry.forget(incarnation)
 
     def _tell_health(self) -> None:
         """In the log, where it has changed."""

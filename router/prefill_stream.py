@@ -15,12 +15,10 @@ from collections.abc import AsyncGenerator
 
 import grpc.aio
 
-from baton import convert
 from baton.background import end_tasks
 from baton.errors import BatonError, WorkerFailed
 from baton.grpc_errors import error_from_code, error_from_rpc
-from baton.request import LoadSnapshot
-from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +43,7 @@ class PrefillStream:
         """That have come, those that say nothing included."""
         self.breaks = 0
         """How often the stream has ended while prefills were on it."""
-        self.load: LoadSnapshot | None = None
+        self.load: worker_pb2.LoadSnapshot | None = None
         """What the worker did when its latest message left, while the stream is open."""
 
     async def run(
@@ -121,7 +119,7 @@ class PrefillStream:
                 return
             self.messages += 1
             if message.HasField("load"):
-                self.load = convert.load_from_proto(message.load)
+                self.load = message.load
             for event in message.events:
                 waiting = self._events.get((event.request_id, event.attempt))
                 # What was cancelled here may have gone on there for a moment.

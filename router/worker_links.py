@@ -32,7 +32,7 @@ from baton.grpc_channel import open_channel
 from baton.grpc_errors import error_from_rpc
 from baton.registry import DRAINING, WorkerRecord
 from baton.request import LoadSnapshot, TokenOutput
-from baton.v1 import decode_pb2, decode_pb2_grpc
+from baton.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
 from router.breaker import Breaker
 from router.prefill_stream import PrefillStream
 
@@ -109,8 +109,11 @@ class WorkerLink:
         return now < self._suspected_until and self.messages == self._suspected_at
 
     @property
-    def engine_load(self) -> LoadSnapshot:
-        """The latest that a stream has told, or the registry where there is none."""
+    def engine_load(self) -> LoadSnapshot | worker_pb2.LoadSnapshot:
+        """The latest that a stream has told, or the registry where there is none; both kinds have
+
+        what the engine does.
+        """
         if self.record.role == "decode" or self.prefills.load is None:
             return self.load
         return self.prefills.load
@@ -121,6 +124,8 @@ class WorkerLink:
 
     def is_stalled(self) -> bool:
         """Whether it says that it lives, and still computes the step at which it was found."""
+        if self._stalled_at is None:
+            return False
         load = self.engine_load
         return load.steps_in_flight > 0 and load.engine_steps == self._stalled_at
 

@@ -26,6 +26,7 @@ import grpc.aio
 from baton import convert
 from baton.background import end_tasks
 from baton.errors import BatonError
+from baton.grpc_errors import as_baton_error
 from baton.request import LoadSnapshot
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from worker.beats import DEFAULT_BEATS, Beats
@@ -137,11 +138,8 @@ class _Prefills:
             async with aclosing(self._run(request)) as responses:
                 async for response in responses:
                     self._say(name, response=response)
-        except BatonError as error:
-            end = _end(error)
         except Exception as error:
-            log.exception("unexpected error in a prefill")
-            end = _end(BatonError(f"internal error: {type(error).__name__}"))
+            end = _end(as_baton_error(error))
         self._say(name, end=end)
 
     def _say(

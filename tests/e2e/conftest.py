@@ -7,17 +7,6 @@ import pytest
 from tests.e2e.answers import end_amid_an_answer
 from tests.e2e.cluster import UpProcess
 
-SHARED = ("cluster", "rough_cluster")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Side by side (``--dist loadgroup``), tests that share a cluster run in one process."""
-    for item in items:
-        for name in SHARED:
-            if name in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.xdist_group(name))
-
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:

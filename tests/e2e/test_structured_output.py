@@ -35,13 +35,7 @@ SHORT = "Describe Paris as JSON."
 LONG = "Paris is the capital of France, and it lies on the river Seine. " * 60 + SHORT
 
 
-@pytest.fixture(
-    params=[
-        # It asks for the shared cluster by name.
-        pytest.param("never", marks=pytest.mark.xdist_group("rough_cluster")),
-        pytest.param("always", marks=pytest.mark.long),
-    ]
-)
+@pytest.fixture(params=["never", pytest.param("always", marks=pytest.mark.long)])
 def paths(request: pytest.FixtureRequest) -> Iterator[UpProcess]:
     """A cluster that hands everything off, and one that hands nothing off; in bf16 both."""
     if request.param == "never":

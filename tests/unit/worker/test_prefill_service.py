@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
+from baton import convert
 from baton.errors import BatonError, NoRoom, WorkerFailed
 from baton.grpc_channel import make_server, open_channel
 from baton.request import LoadSnapshot
@@ -112,6 +114,8 @@ async def test_prefills_run_side_by_side_and_each_hears_its_own() -> None:
         (NoRoom("no room", retry_after=1.5), NoRoom, 1.5),
         (BatonError("broken"), BatonError, None),
         (ValueError("a secret prompt"), BatonError, None),
+        (OSError(errno.EMFILE, "a secret path"), WorkerFailed, 1.0),
+        (MemoryError("a secret prompt"), WorkerFailed, 1.0),
     ],
 )
 async def test_a_failure_is_that_prefills_alone(
@@ -225,7 +229,8 @@ async def test_what_a_worker_says_has_what_it_does() -> None:
         prefill = world.stream.run(request_of("a"))
         async with aclosing(prefill), asyncio.timeout(DEADLINE_S):
             await anext(prefill)
-            assert world.stream.load == LoadSnapshot("p", running=3)
+            assert world.stream.load is not None
+            assert convert.load_from_proto(world.stream.load) == LoadSnapshot("p", running=3)
 
 
 async def test_a_stream_that_ends_with_prefills_on_it_has_broken() -> None:
