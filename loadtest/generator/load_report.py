@@ -103,10 +103,8 @@ def _record_fields(record: RequestRecord) -> dict[str, Any]:
 
 def show(console: Console, report: LoadReport) -> None:
     """The tables, the warnings, and what it was measured on."""
-    if len(report.runs) > 1:
-        print_whole(console, rates_table(report.runs))
-    for run in report.runs[-1:] if report.attainment is None else _best(report):
-        print_whole(console, rates_table([run]))
+    print_whole(console, rates_table(report.runs))
+    for run in report.runs if report.attainment is None else _best(report):
         print_whole(console, latency_table(run))
     for run in report.runs:
         for warning in run.warnings:
@@ -157,7 +155,7 @@ def latency_table(run: LoadRun) -> Table:
     """Percentiles by input length: a line for each bucket and measure."""
     table = whole_table(
         *("input tokens", "measure", "requests", "attainment", "mean, ms", "p50", "p95", "p99"),
-        title="",
+        title=run.title,
     )
     for bucket, name, found in latency_rows(run):
         table.add_row(
