@@ -63,9 +63,9 @@ def bench_serve(
     for number, rate in enumerate(rates or (settings.pace.rate,)):
         runs.append(drive(_at_rate(settings, rate), number))
         say(_line(runs[-1]))
-    return _told(
+    return tell(
         settings,
-        LoadReport(_title(settings), settings.slo, this_machine(), tuple(runs)),
+        LoadReport(load_title(settings), settings.slo, this_machine(), tuple(runs)),
         outputs,
         console,
     )
@@ -83,9 +83,9 @@ def bench_goodput(
     settings, drive = _prepared(settings, console, say)
     runs, rate = search_rate(settings, search, drive, say)
     report = LoadReport(
-        _title(settings), settings.slo, this_machine(), tuple(runs), search.attainment, rate
+        load_title(settings), settings.slo, this_machine(), tuple(runs), search.attainment, rate
     )
-    return _told(settings, report, outputs, console)
+    return tell(settings, report, outputs, console)
 
 
 def search_rate(
@@ -123,7 +123,7 @@ def _at_rate(settings: LoadSettings, rate: float | None) -> LoadSettings:
     return replace(settings, pace=replace(settings.pace, rate=rate))
 
 
-def _title(settings: LoadSettings) -> str:
+def load_title(settings: LoadSettings) -> str:
     """Who was driven, with what."""
     server, traffic, pace = settings.server, settings.traffic, settings.pace
     where = f"gRPC {server.grpc}" if server.grpc else f"{server.url} {server.endpoint}"
@@ -150,9 +150,10 @@ def _line(run: LoadRun) -> str:
     )
 
 
-def _told(
+def tell(
     settings: LoadSettings, report: LoadReport, outputs: Outputs, console: Console
 ) -> LoadReport:
+    """Print it, and write it where it is to go. Raises ConfigError."""
     show(console, report)
     if outputs.json is not None:
         write_report(outputs.json, report)
