@@ -89,4 +89,4 @@ def growing(samples: Sequence[Footprint]) -> list[str]:
 
 def _median(part: Sequence[Footprint], name: str) -> float:
     values = [one.resident_bytes[name] for one in part if name in one.resident_bytes]
-    return statistics.median(values) if values else 0.0
+    return statistics.median_low(values) if values else 0.0
