@@ -73,6 +73,9 @@ class LoadRun:
 
 async def run_load(settings: LoadSettings, traffic: Traffic, console: Console, say: Say) -> LoadRun:
     """Drive the server. ``console`` shows the progress. Raises ConfigError."""
+    if traffic.seconds < math.inf:
+        # Whether anything counts is better known before than after.
+        counted(settings.pace, traffic.seconds)
     target = make_target(settings.server)
     driver: LoadDriver[Any] = LoadDriver(target)
     driver.counts.planned = len(traffic.times_s) or settings.pace.requests
