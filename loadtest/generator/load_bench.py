@@ -63,6 +63,8 @@ def bench_serve(
     for number, rate in enumerate(rates or (settings.pace.rate,)):
         runs.append(drive(_at_rate(settings, rate), number))
         say(_line(runs[-1]))
+        if runs[-1].stopped:
+            break
     return tell(
         settings,
         LoadReport(load_title(settings), settings.slo, this_machine(), tuple(runs)),
@@ -102,6 +104,8 @@ def search_rate(
     while (rate := searching.next_rate()) is not None:
         runs.append(drive(_at_rate(settings, rate), len(runs)))
         say(_line(runs[-1]))
+        if runs[-1].stopped:
+            break
         searching.tell(rate, runs[-1].summary.all.attainment)
     return runs, searching.best
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -178,6 +181,25 @@ def test_no_server() -> None:
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 1
     assert "lists no model" in result.output
+
+
+def test_ctrl_c_keeps_what_was_measured(server: Server, tmp_path: Path) -> None:
+    def interrupt() -> None:
+        while len(posts(server)) < 5:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    output = bench(
+        server,
+        *("serve", "--rate", "50,60", "--seconds", "3600", "--warm-up", "0", "--input", "4"),
+        *("--output", "2", "--json", str(tmp_path / "json")),
+    )
+    interrupting.join(20)
+    (run,) = json.loads((tmp_path / "json").read_text())["runs"]
+    assert 5 <= run["summary"]["all"]["ok"] < 1000
+    assert "stopping" in output
 
 
 def test_soak(server: Server, tmp_path: Path) -> None:
