@@ -65,12 +65,7 @@ def bench_serve(
         say(_line(runs[-1]))
         if runs[-1].stopped:
             break
-    return tell(
-        settings,
-        LoadReport(load_title(settings), settings.slo, this_machine(), tuple(runs)),
-        outputs,
-        console,
-    )
+    return tell(settings, make_report(settings, runs), outputs, console)
 
 
 def bench_goodput(
@@ -84,9 +79,7 @@ def bench_goodput(
     outputs.check()
     settings, drive = _prepared(settings, console, say)
     runs, rate = search_rate(settings, search, drive, say)
-    report = LoadReport(
-        load_title(settings), settings.slo, this_machine(), tuple(runs), search.attainment, rate
-    )
+    report = replace(make_report(settings, runs), attainment=search.attainment, goodput_rate=rate)
     return tell(settings, report, outputs, console)
 
 
@@ -127,7 +120,18 @@ def _at_rate(settings: LoadSettings, rate: float | None) -> LoadSettings:
     return replace(settings, pace=replace(settings.pace, rate=rate))
 
 
-def load_title(settings: LoadSettings) -> str:
+def make_report(settings: LoadSettings, runs: Sequence[LoadRun]) -> LoadReport:
+    """Of those runs, made with those settings, now and here."""
+    return LoadReport(
+        command=_title(settings),
+        slo=settings.slo,
+        machine=this_machine(),
+        runs=tuple(runs),
+        settings=settings.fields(),
+    )
+
+
+def _title(settings: LoadSettings) -> str:
     """Who was driven, with what."""
     server, traffic, pace = settings.server, settings.traffic, settings.pace
     where = f"gRPC {server.grpc}" if server.grpc else f"{server.url} {server.endpoint}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,14 @@ class LoadReport:
     """That a search for the highest rate asked for; None where there was none."""
     goodput_rate: float | None = None
     """What it found: requests a second, or 0."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """All of them, for JSON."""
 
     def fields(self) -> dict[str, Any]:
         """For JSON. Without the requests, which ``write_records`` writes."""
         fields: dict[str, Any] = {
             "command": self.command,
+            "settings": dict(self.settings),
             "machine": asdict(self.machine),
             "slo": self.slo.bounds(),
             "runs": [_run_fields(run) for run in self.runs],

@@ -24,11 +24,10 @@ from rich.console import Console
 from baton.errors import Unavailable
 from baton.redis_client import redis_client
 from loadtest.generator.footprint import Footprint, growing, measure_processes, still_held
-from loadtest.generator.load_bench import Outputs, load_title, tell
+from loadtest.generator.load_bench import Outputs, make_report, tell
 from loadtest.generator.load_report import LoadReport
 from loadtest.generator.load_run import LoadRun, first_model, run_load
 from loadtest.generator.load_settings import LoadSettings, make_traffic, open_trace
-from loadtest.machine import this_machine
 from loadtest.transfer_rows import write_json
 
 Say = Callable[[str], None]
@@ -93,7 +92,7 @@ def bench_soak(
         server = replace(settings.server, model=first_model(settings.server))
         settings = replace(settings, server=server)
     report = uvloop.run(soak(settings, cluster, every_s, console, say))
-    shown = LoadReport(load_title(settings), settings.slo, this_machine(), (report.run,))
+    shown = make_report(settings, [report.run])
     tell(settings, shown, outputs, console)
     if outputs.json is not None:
         _write(outputs.json, shown, report)

@@ -109,6 +109,8 @@ def test_serve(server: Server, tmp_path: Path) -> None:
     assert {len(fields["prompt"]) for fields in asked} == {20}
     assert len({tuple(fields["prompt"]) for fields in asked}) == 60
     found = json.loads(files["json"].read_text())
+    assert found["settings"]["traffic"]["inputs"]["first"] == 20
+    assert "api_key" not in files["json"].read_text()
     counts = [run["summary"]["all"]["requests"] for run in found["runs"]]
     assert counts == [12, 24]
     assert [run["summary"]["all"]["ok"] for run in found["runs"]] == counts
