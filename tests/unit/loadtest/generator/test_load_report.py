@@ -40,7 +40,7 @@ def make_run(rate: float, *, loop_lag_ms: float = 0.0) -> LoadRun:
         )
         for number in range(10)
     )
-    series = {
+    series: dict[str, tuple[float, ...]] = {
         "baton_sequences decode running": (1.0, 2.0),
         "baton_kv_blocks decode used": (5.0, 6.0),
         "baton_waiting_requests": (0.0, 0.0),
