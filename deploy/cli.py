@@ -31,6 +31,7 @@ bench_app = typer.Typer(help="Benchmarks on this machine.", no_args_is_help=True
 # In the order in which --help shows them.
 app.command()(worker_commands.drain)
 app.command()(worker_commands.role)
+app.command()(worker_commands.scale)
 app.command()(up_command.up)
 app.command()(client_commands.chat)
 app.command()(client_commands.batch)

@@ -18,7 +18,7 @@ import grpc.aio
 from baton.background import end_tasks
 from baton.errors import BatonError, WorkerFailed
 from baton.grpc_errors import error_from_code, error_from_rpc
-from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class PrefillStream:
         """That have come, those that say nothing included."""
         self.breaks = 0
         """How often the stream has ended while prefills were on it."""
+        self.load: worker_pb2.LoadSnapshot | None = None
+        """What the worker did when its latest message left, while the stream is open."""
 
     async def run(
         self, request: prefill_pb2.PrefillRequest
@@ -97,6 +99,7 @@ class PrefillStream:
             # Nothing is awaited before the stream is seen as closed, and its writer is cancelled:
             # whoever comes opens another, with commands of its own.
             self._life = None
+            self.load = None
             self._commands.clear()
             self._commanded.clear()
             events, self._events = self._events, {}
@@ -115,6 +118,8 @@ class PrefillStream:
             if not isinstance(message, prefill_pb2.PrefillsResponse):
                 return
             self.messages += 1
+            if message.HasField("load"):
+                self.load = message.load
             for event in message.events:
                 waiting = self._events.get((event.request_id, event.attempt))
                 # What was cancelled here may have gone on there for a moment.

@@ -17,6 +17,7 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.local import LocalOutput, generate
 from router.generation import GenerationRequest
+from router.poison import PROGRESS_TOKENS
 from tests.integration.test_handoff import prompt_of, reference
 from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 from tests.models import make_tiny_model
@@ -129,6 +130,33 @@ async def test_a_decode_worker_stops_amid_answers(tiny_model: Path, redis_url: s
     for each in asked:
         each.check(tiny_model)
         assert each.cached == []
+
+
+async def test_the_worker_that_they_have_moved_to_stops_as_well(
+    tiny_model: Path, redis_url: str
+) -> None:
+    """And so does the prefill worker on their way."""
+    sampling = replace(LONG, max_tokens=300)
+    asked = [
+        Asked(prompt_of(40, 1), replace(GREEDY, max_tokens=300)),
+        Asked(prompt_of(30, 2), sampling, 2),
+        Asked(prompt_of(50, 4), sampling),
+    ]
+    async with mini_cluster(
+        tiny_model, redis_url, prefill=2, decode=3, kv_pool_mib=8, policy="round_robin"
+    ) as cluster:
+        tasks = [asyncio.create_task(each.run(cluster)) for each in asked]
+        before = 4
+        for slot in ("prefill-0", "", ""):
+            await cluster.until(lambda: all(each.has(before) for each in asked))  # noqa: B023
+            await cluster.workers.pop(slot or busiest_decode(cluster)).stop()
+            # Who dies twice at one place of an answer may be its victim.
+            before += 2 * PROGRESS_TOKENS
+        await asyncio.gather(*tasks)
+        assert moved(cluster, "decode_failed") >= 3
+        await cluster.until_idle()
+    for each in asked:
+        each.check(tiny_model)
 
 
 async def test_a_prefill_worker_stops_amid_a_prompt(tiny_model: Path, redis_url: str) -> None:
