@@ -20,12 +20,12 @@ def sizes(*mebibytes: int) -> list[Footprint]:
 
 def test_what_is_still_held() -> None:
     first = Footprint(0.0, {}, {"router": 20}, {"blocks": 0.0}, {"registry": 2})
-    same = Footprint(9.0, {}, {"router": 36, "new": 90}, {"blocks": 0.0}, {"registry": 2})
+    same = Footprint(9.0, {}, {"router": 36, "new": 90}, {"blocks": 0.0}, {"registry": 2, "new": 1})
     assert still_held(first, same) == []
-    worse = Footprint(9.0, {}, {"router": 37}, {"blocks": 3.0}, {"registry": 2, "odd": 1})
+    worse = Footprint(9.0, {}, {"router": 37}, {"blocks": 3.0}, {"registry": 2, "odd": 17})
     assert still_held(first, worse) == [
         "3 blocks are held",
-        "the store has 1 keys odd, at first 0",
+        "the store has 17 keys odd, at first 0",
         "router has 37 descriptors, at first 20",
     ]
 
