@@ -178,6 +178,14 @@ def test_what_is_wrong_is_said(server: Server, words: tuple[str, ...], says: str
     assert not posts(server)
 
 
+def test_a_url_may_end_as_for_other_clients(server: Server) -> None:
+    words = ["bench", "serve", "--concurrency", "1", "--requests", "1", "--warm-up", "0"]
+    url = f"{server.fake.url}/v1/"
+    result = CliRunner().invoke(app, [*words, "--cool-down", "0", "--url", url])
+    assert result.exit_code == 0, result.output
+    assert [a.line.split()[1] for a in server.fake.asked if "POST" in a.line] == ["/v1/completions"]
+
+
 def test_no_server() -> None:
     words = ["bench", "serve", "--rate", "1", "--url", "http://127.0.0.1:1"]
     result = CliRunner().invoke(app, words)
