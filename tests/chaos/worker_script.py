@@ -27,7 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 import prefill_worker.role
-import worker.process
+import worker.life
 from baton.config import Config, PoolConfig, Role, TransportName
 from baton.v1 import transfer_pb2
 from decode_worker.receiver import Offer
@@ -223,7 +223,7 @@ if __name__ == "__main__":
     with (
         patch.object(prefill_worker.role, "Handoff", HaltingHandoff),
         patch.object(outbound, "Push", HaltingPush),
-        patch.object(worker.process, "BlockReceiver", HaltingReceiver),
-        patch.object(worker.process, "TransferServicer", HaltingTransferServicer),
+        patch.object(worker.life, "BlockReceiver", HaltingReceiver),
+        patch.object(worker.life, "TransferServicer", HaltingTransferServicer),
     ):
         asyncio.run(main(Job(**json.loads(sys.argv[1]))))
