@@ -242,6 +242,7 @@ async def test_embeddings_are_computed_again_elsewhere(chat_model: Path, redis_u
             for worker in cluster.workers.values():
                 assert worker.context is not None
                 worker.context.engine.pool.drop_cache()
+            await cluster.until(lambda: len(cluster.dispatcher.workers.up("prefill")) == 2)
             computed = cluster.value("prefill-0", "baton_computed_prompt_tokens_total")
             asking = asyncio.create_task(http.post("/v1/embeddings", json=body))
             await cluster.until(
