@@ -67,6 +67,7 @@ async def test_answers_leave_an_engine_that_stands_still(
         engine_hang_s=HANG_S,
         heartbeat_s=0.2,
     ) as cluster:
+        await cluster.until(lambda: len(cluster.dispatcher.workers.up("decode")) == 2)
         tasks = [asyncio.create_task(each.run(cluster)) for each in asked]
         await cluster.until(lambda: all(each.has(4) for each in asked))
         slot = busiest_decode(cluster)
@@ -98,6 +99,7 @@ async def test_prompts_leave_an_engine_that_stands_still(
         engine_hang_s=HANG_S,
         heartbeat_s=0.2,
     ) as cluster:
+        await cluster.until(lambda: len(cluster.dispatcher.workers.up("prefill")) == 2)
         asked = [Asked(prompt_of(60, n), replace(LONG, max_tokens=6)) for n in range(4)]
         with standing_engine(cluster, "prefill-0", monkeypatch):
             await asyncio.gather(*(each.run(cluster) for each in asked))

@@ -127,8 +127,10 @@ class Fronts:
         return [steady(json.loads(row)["response"]["body"]) for row in content.text.splitlines()]
 
     def all(self) -> dict[str, Callable[[], Coroutine[Any, Any, Any]]]:
-        posts = {name: partial(self.post, name) for name in BODIES}
-        return {**posts, "generate": self.generate, "respond": self.respond, "batch": self.batch}
+        asked: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+            name: partial(self.post, name) for name in BODIES
+        }
+        return asked | {"generate": self.generate, "respond": self.respond, "batch": self.batch}
 
 
 def steady(value: Any) -> Any:
@@ -240,6 +242,7 @@ async def test_embeddings_are_computed_again_elsewhere(chat_model: Path, redis_u
             for worker in cluster.workers.values():
                 assert worker.context is not None
                 worker.context.engine.pool.drop_cache()
+            await cluster.until(lambda: len(cluster.dispatcher.workers.up("prefill")) == 2)
             computed = cluster.value("prefill-0", "baton_computed_prompt_tokens_total")
             asking = asyncio.create_task(http.post("/v1/embeddings", json=body))
             await cluster.until(

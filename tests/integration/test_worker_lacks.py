@@ -42,12 +42,13 @@ async def test_what_a_worker_lacks_costs_no_request(
     async with mini_cluster(
         tiny_model, redis_url, prefill=2, decode=2, kv_pool_mib=8, policy="round_robin"
     ) as cluster:
+        links = cluster.dispatcher.workers
+        await cluster.until(lambda: len(links.up("prefill") + links.up("decode")) == 4)
         asked = [Asked(prompt_of(60, number), SHORT) for number in range(9)]
         with pytest.MonkeyPatch.context() as patch:
             exhaust(cluster, slot, patch)
             await asyncio.gather(*(each.run(cluster) for each in asked[:8]))
             assert moved(cluster, "handoff_failed") > 0
-        links = cluster.dispatcher.workers
         (link,) = (one for one in links.all() if one.record.slot == slot)
         await cluster.until(lambda: links.is_up(link))
         await asked[8].run(cluster)
