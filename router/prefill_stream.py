@@ -1,10 +1,10 @@
 """One stream to a worker that computes prompts, for all requests that this router places there.
 
-    closed ─a request→ open ─broken, or ended by the worker→ closed: its requests fail
+    closed ─a request, ``open``→ open ─broken, or ended by the worker→ closed: its requests fail
     closed, open ─close()→ gone: its requests fail, and so does every other
 
-It is opened by the first request, and again by the first after it broke. Owned by the router's
-event loop.
+It is opened by the first request, and again by the first after it broke, or to listen to a worker.
+Owned by the router's event loop.
 """
 
 from __future__ import annotations
@@ -83,7 +83,11 @@ class PrefillStream:
     def _command(self, command: prefill_pb2.PrefillCommand) -> None:
         self._commands.append(command)
         self._commanded.set()
-        if self._life is None:
+        self.open()
+
+    def open(self) -> None:
+        """Open the stream, where it is closed: the worker says on it that it lives."""
+        if self._life is None and not self._is_gone:
             self._life = asyncio.create_task(self._live(), name=f"prefills {self._incarnation}")
 
     async def _live(self) -> None:

@@ -82,8 +82,9 @@ class WorkerLink:
         """Reads the token stream of a decode worker, watches the channel of a prefill worker."""
         self.connected = False
         self.missing_since: float | None = None
-        """Since when the registry, which can be read, does not list a prefill worker. A decode
-        worker's stream tells more than the registry does."""
+        """Since when neither the registry, which can be read, nor the stream of its prefills knows
+        of a prefill worker. A decode worker's stream is always there."""
+        self._heard_missing = 0
         self.token_messages = 0
         """That have come on the token stream, those that say nothing included."""
         self.owed: deque[_Abort] = deque(maxlen=_MOST_OWED)
@@ -98,6 +99,12 @@ class WorkerLink:
     def messages(self) -> int:
         """How many messages have come of the worker."""
         return self.token_messages + self.prefills.messages
+
+    def miss(self, now: float) -> None:
+        """The registry does not list it, maybe since nobody can write there: it is listened to."""
+        if self.missing_since is None or self.messages != self._heard_missing:
+            self.missing_since, self._heard_missing = now, self.messages
+        self.prefills.open()
 
     def suspect(self, now: float) -> None:
         """It is silent, and should not be: nothing more goes there until it is heard."""
@@ -219,8 +226,8 @@ class WorkerLinks:
         for incarnation in self._links.keys() - records.keys():
             link = self._links[incarnation]
             if link.connected:
-                if link.record.role != "decode" and link.missing_since is None:
-                    link.missing_since = time.monotonic()
+                if link.record.role != "decode":
+                    link.miss(time.monotonic())
                 continue
             log.info("worker %s has left", incarnation)
             self._let_go(incarnation)

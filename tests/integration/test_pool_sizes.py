@@ -19,7 +19,7 @@ async def test_sizes_are_kept_while_somebody_reads_them(redis_url: str) -> None:
         await client.expire(KEY, 5)
         assert await sizes.read() == {"decode": 3, "prefill": 0}
         assert 5 < await client.ttl(KEY) <= TTL_S
-        await client.hset(KEY, "decode", "many")  # type: ignore[misc]
+        await client.hset(KEY, "decode", "many")
         assert await sizes.read() == {"prefill": 0}
         await sizes.clear()
         assert await client.exists(KEY) == 0

@@ -32,7 +32,7 @@ def exhaust(cluster: MiniCluster, slot: str, patch: pytest.MonkeyPatch) -> None:
     if slot.startswith("prefill"):
         patch.setattr(worker.context.exchange, "outbound", no_descriptor)
     else:
-        patch.setattr(worker._role, "reserve", no_memory)
+        patch.setattr(worker.life.role, "reserve", no_memory)
 
 
 @pytest.mark.parametrize("slot", ["prefill-0", "decode-0"])

@@ -224,6 +224,27 @@ async def test_a_connected_prefill_worker_that_the_registry_lost_is_left_alone()
         assert world.links.up("prefill")
 
 
+async def test_a_prefill_worker_that_speaks_is_kept_while_nobody_can_write() -> None:
+    """To the registry, that is."""
+    async with open_world() as world:
+        world.links.update({"d": replace(world.record, role="prefill")})
+        await world.until(lambda: world.links.up("prefill"))
+        link = world.links.get("d")
+        assert link is not None
+        # Three times as long as one that is silent is kept.
+        for _ in range(9):
+            link.prefills.messages += 1
+            world.links.update({})
+            assert world.links.up("prefill")
+            await asyncio.sleep(0.01)
+
+        def is_gone() -> bool:
+            world.links.update({})
+            return not world.links.up("prefill")
+
+        await world.until(is_gone)
+
+
 async def test_aborts_say_why_and_never_raise() -> None:
     async with open_world() as world:
         await world.links.abort("unknown", "r", 0, stop=True)
