@@ -69,10 +69,10 @@ def assert_equal(one: SimulationResult, other: SimulationResult) -> None:
         assert mine.preemptions == theirs.preemptions
         assert mine.ended_s == pytest.approx(theirs.ended_s, abs=1e-9)
         assert mine.token_times_s == pytest.approx(theirs.token_times_s, abs=1e-9)
-    for mine, theirs in zip(one.workers, other.workers, strict=True):
-        assert mine.work.steps == theirs.work.steps
-        assert mine.work.decoded_tokens == theirs.work.decoded_tokens
-        assert mine.work.busy_s == pytest.approx(theirs.work.busy_s, abs=1e-6)
+    for worker, twin in zip(one.workers, other.workers, strict=True):
+        assert worker.work.steps == twin.work.steps
+        assert worker.work.decoded_tokens == twin.work.decoded_tokens
+        assert worker.work.busy_s == pytest.approx(twin.work.busy_s, abs=1e-6)
 
 
 @settings(max_examples=25, deadline=None)
