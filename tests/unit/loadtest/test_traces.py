@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from pathlib import Path
 
@@ -74,6 +75,32 @@ def test_scales_are_above_zero(tmp_path: Path, scale: float) -> None:
         read_trace(path, scale_time=scale)
     with pytest.raises(ConfigError, match="scale of length"):
         read_trace(path, scale_length=scale)
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(2, 4096))
+def test_what_is_too_long_is_cut(prompt: int, answer: int, most: int) -> None:
+    (cut,) = Trace((TracedRequest(0.0, prompt, answer),)).within(most).requests
+    assert 1 <= cut.input_tokens <= prompt
+    assert 1 <= cut.output_tokens <= answer
+    assert cut.input_tokens + cut.output_tokens <= most
+    if prompt + answer <= most and answer <= most // 2:
+        assert (cut.input_tokens, cut.output_tokens) == (prompt, answer)
+
+
+def test_the_rate_is_what_was_asked_for() -> None:
+    trace = Trace(tuple(TracedRequest(float(at * at), at + 1, 1) for at in range(10)))
+    rows = list(trace.at_rate(5.0, 10.0))
+    assert len(rows) == 50
+    assert rows[0].arrival_s == 0
+    assert all(a.arrival_s <= b.arrival_s for a, b in itertools.pairwise(rows))
+    assert rows[-1].arrival_s < 10.0
+    assert [row.input_tokens for row in rows[8:12]] == [9, 10, 1, 2]
+
+
+def test_what_came_at_once_has_no_rate() -> None:
+    trace = Trace((TracedRequest(0.0, 1, 1), TracedRequest(0.0, 2, 1)))
+    with pytest.raises(ConfigError, match="came at once"):
+        list(trace.at_rate(1.0, 1.0))
 
 
 @given(st.lists(st.integers(0, 1 << 20), min_size=1), st.floats(0.01, 100), st.integers(1, 1 << 10))
