@@ -226,7 +226,7 @@ def splitwise(trace: Trace) -> list[Finding]:
         )
         return rate(shape), f"{shape.prefill}+{shape.decode}"
 
-    base_h = rate(ClusterShape(0, 6, h100, h100, paces_chunks=False))
+    base_h = rate(ClusterShape(0, 2, h100, h100, paces_chunks=False))
     base_a = rate(ClusterShape(0, int(budget), a100, a100, paces_chunks=False))
     split_a, shape_a = split(a100, a100)
     split_h, shape_h = split(h100, h100)
