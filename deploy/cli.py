@@ -11,9 +11,11 @@ from deploy import (
     bench_engine_commands,
     bench_load_commands,
     bench_part_commands,
+    calibrate_command,
     client_commands,
     doctor_command,
     model_commands,
+    simulate_command,
     up_command,
     worker_commands,
 )
@@ -37,6 +39,8 @@ app.command()(client_commands.chat)
 app.command()(client_commands.batch)
 app.command()(client_commands.status)
 app.command()(bench_engine_commands.profile)
+app.command()(simulate_command.simulate)
+app.command()(calibrate_command.calibrate)
 app.command()(doctor_command.doctor)
 app.add_typer(model_app, name="model")
 app.add_typer(bench_app, name="bench")
