@@ -32,7 +32,6 @@ from functools import partial
 from pathlib import Path
 
 import redis
-import torch
 from prometheus_client import CollectorRegistry, start_http_server
 
 from baton.background import end_tasks
@@ -44,16 +43,17 @@ from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import DRAINING, Registry, WorkerRecord
 from baton.v1 import cache_pb2_grpc, control_pb2_grpc, transfer_pb2_grpc
-from engine.engine import Engine, EngineSettings, build_engine, warm_up
+from engine.engine import Engine
 from kvtransfer.memory import BlockMemory
 from kvtransfer.pair import Identity, PairLimits
 from worker.block_receiver import BlockReceiver
 from worker.cache_service import CacheServicer
-from worker.calibration import alone, calibrate
+from worker.calibration import Measure, alone, calibrate
 from worker.chunk_slack import ChunkSlack
 from worker.control_loop import ControlLoop
 from worker.control_service import ControlServicer
 from worker.cores import CoreBoard, host_cores
+from worker.engine_builder import BuildEngine, build_worker_engine
 from worker.engine_thread import run_sharing
 from worker.exchange import Exchange
 from worker.gauges import WorkerGauges
@@ -62,7 +62,6 @@ from worker.intake import Intake
 from worker.kv_tiers import KvTiers, make_storages
 from worker.mounting import Mounting
 from worker.own_lease import OwnLease
-from worker.placement import place
 from worker.pool_memory import PoolMemory
 from worker.role import RoleFactory, WorkerContext
 from worker.settings import WorkerSettings
@@ -95,9 +94,19 @@ wait the default 5 ms for the event loop to let go."""
 class WorkerProcess:
     """Builds the engine, serves gRPC and metrics, and keeps the registry entry alive."""
 
-    def __init__(self, settings: WorkerSettings, roles: Mapping[str, RoleFactory]) -> None:
-        """``roles`` maps a pool's role to what is mounted for it."""
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        roles: Mapping[str, RoleFactory],
+        build: BuildEngine = build_worker_engine,
+        measure: Measure = calibrate,
+    ) -> None:
+        """``roles`` maps a pool's role to what is mounted for it; ``build`` makes the engine, and
+
+        ``measure`` tells what its steps cost.
+        """
         self.settings = settings
+        self._build, self._measure = build, measure
         self.record: WorkerRecord | None = None
         self.context: WorkerContext | None = None
         self._roles = roles
@@ -120,7 +129,7 @@ class WorkerProcess:
     async def start(self) -> WorkerRecord:
         """Load the model, serve, register. Raises BatonError or ``redis.RedisError``."""
         board = self._cores = self._board()
-        engine = await asyncio.to_thread(self._build)
+        engine = await asyncio.to_thread(self._build, self.settings, self._memory.allocate)
         costs = await asyncio.to_thread(self._calibrate, engine, board)
         metrics = WorkerMetrics(CollectorRegistry())
         gauges = WorkerGauges(metrics, self.settings.slot, self.settings.pool.role)
@@ -271,46 +280,13 @@ class WorkerProcess:
             yields=settings.pool.role == "prefill",
         )
 
-    def _build(self) -> Engine:
-        pool, config = self.settings.pool, self.settings.config
-        placement = place(
-            pool.device,
-            pool.gpu_memory_fraction,
-            number=self.settings.number,
-            workers_here=self.settings.workers_here,
-            gpus=torch.cuda.device_count(),
-        )
-        engine = build_engine(
-            EngineSettings(
-                model_path=Path(self.settings.model_path),
-                dtype=config.dtype,
-                device=placement.device,
-                threads=self.settings.threads,
-                block_size=config.block_size_of(pool),
-                hash_block_size=config.block_size,
-                kv_pool_bytes=pool.kv_pool_mib << 20,
-                gpu_memory_fraction=placement.memory_fraction,
-                chunk_tokens=pool.chunk_tokens,
-                max_sequences=pool.max_sequences,
-                quantization=config.quantization,
-                kv_dtype=config.kv_dtype_of(pool),
-                lossiest_kv_dtype=config.lossiest_kv_dtype,
-                deterministic=config.deterministic,
-                drafter=config.drafter,
-                draft_model=Path(draft) if (draft := self.settings.draft_model_path) else None,
-            ),
-            self._memory.allocate,
-        )
-        warm_up(engine)
-        return engine
-
     def _calibrate(self, engine: Engine, board: CoreBoard | None) -> StepCosts:
         """Measure the engine's steps as the engine thread, which has not started, will run them."""
         lock = None
         if board is not None:
             lock = Path(f"{self.settings.core_board}.calibration")
         with alone(lock):
-            costs = calibrate(engine, partial(run_sharing, engine.runner, board))
+            costs = self._measure(engine, partial(run_sharing, engine.runner, board))
         log.info("%s: steps cost %s", self.settings.slot, costs)
         return costs
 
