@@ -24,7 +24,6 @@ from rich.table import Table
 
 from baton.config import Config
 from baton.errors import Unavailable
-from loadtest.arrivals import Arrival, at_rate, read_arrivals
 from loadtest.handoff_bench import random_prompt
 from loadtest.machine import this_machine
 from loadtest.peer_servers import (
@@ -35,6 +34,7 @@ from loadtest.peer_servers import (
     free_port,
     serving,
 )
+from loadtest.traces import Trace, TracedRequest, read_trace
 from loadtest.transfer_rows import write_json
 from loadtest.whole_table import print_whole, whole_table
 
@@ -117,7 +117,7 @@ def bench_overload(
 
     ConfigError, before anything is measured, where a file cannot be read or written.
     """
-    trace = read_arrivals(settings.trace, settings.scale_length)
+    trace = read_trace(settings.trace, scale_length=settings.scale_length)
     if output is not None:
         write_json(output, "{}\n")
     port, grpc = free_port(), free_port()
@@ -142,9 +142,7 @@ def bench_overload(
         write_json(output, json.dumps(fields, indent=1) + "\n")
 
 
-async def measure(
-    settings: OverloadSettings, trace: Sequence[Arrival], base_url: str, say: Say
-) -> Overload:
+async def measure(settings: OverloadSettings, trace: Trace, base_url: str, say: Say) -> Overload:
     """Drive the cluster at ``base_url``, whose SLOs are those of the defaults.
 
     Raises Unavailable where it answers nothing well.
@@ -182,7 +180,7 @@ class _Driver:
     def __init__(
         self,
         http: httpx.AsyncClient,
-        trace: Sequence[Arrival],
+        trace: Trace,
         config: Config,
         most_tokens: int,
         say: Say,
@@ -198,12 +196,12 @@ class _Driver:
         """Offer ``rate`` requests a second for so long, and wait until all have ended."""
         before = await self._shed()
         # From the same row each time: pieces of a trace differ by more than rates do.
-        arrivals = list(at_rate(self._trace, rate, seconds))
+        arrivals = list(self._trace.at_rate(rate, seconds))
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
             tasks = []
             for arrival in arrivals:
-                await asyncio.sleep(began + arrival.at_s - time.monotonic())
+                await asyncio.sleep(began + arrival.arrival_s - time.monotonic())
                 tasks.append(group.create_task(self._ask(arrival)))
         endings = [task.result() for task in tasks]
         load = load_of(endings, seconds, self._config, await self._shed() - before)
@@ -214,9 +212,9 @@ class _Driver:
         )
         return load
 
-    async def _ask(self, arrival: Arrival) -> Ending:
-        answer = min(arrival.answer_tokens, self._most_tokens // 2)
-        prompt = min(arrival.prompt_tokens, self._most_tokens - answer - 1)
+    async def _ask(self, arrival: TracedRequest) -> Ending:
+        answer = min(arrival.output_tokens, self._most_tokens // 2)
+        prompt = min(arrival.input_tokens, self._most_tokens - answer - 1)
         body = {
             "model": SERVED_NAME,
             "prompt": random_prompt(self._dice, prompt, _VOCABULARY),

@@ -36,7 +36,7 @@ from baton.request import Geometry, LoadSnapshot
 from loadtest.bench_store import bench_store
 from loadtest.lru_cache import LruCache
 from loadtest.machine import this_machine
-from loadtest.mooncake_trace import TraceRow, read_trace, scaled
+from loadtest.traces import MOONCAKE_BLOCK_TOKENS, TracedRequest, read_trace
 from loadtest.transfer_rows import write_json
 from loadtest.whole_table import print_whole, whole_table
 from router.cost_model import PREFILL_DEFAULT, mean_context
@@ -44,8 +44,6 @@ from router.planner import Planner, Promise
 from router.policies import make_policy
 from router.policy import ClassRoute, RouteRequest, RouteSettings
 
-TRACE_BLOCK_TOKENS = 512
-"""Tokens in a block of Mooncake's traces."""
 PUBLISH_S = 0.05
 """From a prompt's end to its events, as ``worker.process`` publishes."""
 HEARTBEAT_S = 1.0
@@ -68,7 +66,7 @@ class PolicyBenchSettings:
     """Lengths, and the tokens of a block, are divided by this."""
     cache_blocks: int | None = None
     """Most blocks in a worker's cache; None: no bound."""
-    block_tokens: int = TRACE_BLOCK_TOKENS
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
     """Tokens in a block of the trace."""
     routers: int = 1
 
@@ -144,9 +142,9 @@ class Replayer:
         self._ends: list[tuple[float, int, Promise, int, float]] = []
         self._counter = itertools.count()
 
-    async def run(self, rows: Sequence[TraceRow]) -> Replay:
+    async def run(self, rows: Sequence[TracedRequest]) -> Replay:
         """Raises ``redis.RedisError``, ConfigError where the rows have no blocks."""
-        result = Replay(asked=sum(len(row.hash_ids) for row in rows))
+        result = Replay(asked=sum(len(row.block_hashes) for row in rows))
         if not result.asked:
             raise ConfigError("no row of the trace has hash_ids")
         for worker in self._workers.values():
@@ -155,19 +153,19 @@ class Replayer:
         self._join("decode-0", "decode")
         uncached = dict.fromkeys(self._workers, 0)
         for row, planner in zip(rows, itertools.cycle(self._planners), strict=False):
-            hashes = row.hashes()
-            self._catch_up(row.at_s)
-            self._tell_loads(row.at_s)
-            await self._publish(row.at_s)
+            hashes = row.chained_hashes()
+            self._catch_up(row.arrival_s)
+            self._tell_loads(row.arrival_s)
+            await self._publish(row.arrival_s)
             held = await self._index.lookup(hashes)
-            request = RouteRequest(row.prompt_tokens, session=row.session)
+            request = RouteRequest(row.input_tokens, session=row.session)
             began = time.perf_counter()
-            decision = planner.decide(request, hashes, held, row.at_s)
+            decision = planner.decide(request, hashes, held, row.arrival_s)
             result.decision_us.append((time.perf_counter() - began) * 1e6)
-            promise = planner.promise(decision, request, hashes, row.at_s)
+            promise = planner.promise(decision, request, hashes, row.arrival_s)
             worker = self._workers[decision.prefill]
             found = self._compute(worker, row, hashes, promise)
-            result.ttft_ms.append((worker.free_at - row.at_s) * 1e3)
+            result.ttft_ms.append((worker.free_at - row.arrival_s) * 1e3)
             result.found += found
             uncached[worker.name] += len(hashes) - found
         result.uncached = list(uncached.values())
@@ -204,16 +202,16 @@ class Replayer:
                 planner.table.set_load(worker.name, load, now * 1e3)
 
     def _compute(
-        self, worker: _Worker, row: TraceRow, hashes: list[bytes], promise: Promise
+        self, worker: _Worker, row: TracedRequest, hashes: list[bytes], promise: Promise
     ) -> int:
         """Queue a prompt. First come, first served: what comes before it is in the cache then."""
         found = worker.cache.leading(hashes)
         worker.cache.use(hashes)
-        cached = min(found * self._hash_block, row.prompt_tokens - 1)
-        count = row.prompt_tokens - cached
+        cached = min(found * self._hash_block, row.input_tokens - 1)
+        count = row.input_tokens - cached
         a, b, c = PREFILL_DEFAULT
-        took_ms = a + b * count + c * count * mean_context(row.prompt_tokens, cached)
-        worker.free_at = max(worker.free_at, row.at_s) + took_ms / 1e3
+        took_ms = a + b * count + c * count * mean_context(row.input_tokens, cached)
+        worker.free_at = max(worker.free_at, row.arrival_s) + took_ms / 1e3
         worker.waiting.append((worker.free_at, count))
         worker.changes.append((worker.free_at + PUBLISH_S, *worker.cache.drain_changes()))
         end = (worker.free_at, next(self._counter), promise, count, took_ms)
@@ -244,7 +242,7 @@ def bench_policy(
     settings: PolicyBenchSettings, say: Say, console: Console, output: Path | None
 ) -> None:
     """Replay, print a table, write JSON. Raises ConfigError, Unavailable."""
-    rows = scaled(read_trace(settings.trace), settings.scale_length)
+    rows = read_trace(settings.trace, scale_length=settings.scale_length).requests
     if output is not None:
         write_json(output, "{}\n")
     say(f"{len(rows)} requests, {settings.workers} workers, policy {settings.policy}")
@@ -278,6 +276,6 @@ def bench_policy(
         write_json(output, json.dumps(figures | details, indent=1) + "\n")
 
 
-async def _replay(settings: PolicyBenchSettings, rows: Sequence[TraceRow], url: str) -> Replay:
+async def _replay(settings: PolicyBenchSettings, rows: Sequence[TracedRequest], url: str) -> Replay:
     async with redis_client(url, timeout_s=_REDIS_S) as client:
         return await Replayer(settings, PrefixIndex(client, "bench")).run(rows)

@@ -13,13 +13,14 @@ from baton.errors import ConfigError
 
 Kind = Literal["random", "shared-prefixes", "chat"]
 
-_VOCABULARY = (
+VOCABULARY = (
     "time year people way day man thing woman life child world school state family student group "
     "country problem hand part place case week company system program question work government "
     "number night point home water room mother area money story fact month lot right study book "
     "eye job word business issue side kind head house service friend father power hour game line "
     "end member law car city community"
 )
+"""Words that are a token each in most vocabularies, with the space in front."""
 _PREFIXES = 8
 
 
@@ -99,7 +100,7 @@ def choose_workloads(names: Sequence[str]) -> tuple[Workload, ...]:
 def write_chats(path: Path, count: int, seed: int) -> None:
     """Prompts and answers of log-normal lengths, as conversations have them; JSON lines."""
     dice = random.Random(seed)  # noqa: S311 - lengths and words, no secret
-    vocabulary = _VOCABULARY.split()
+    vocabulary = VOCABULARY.split()
     with path.open("w") as file:
         for _ in range(count):
             words = _length(dice, 4.9, 0.9, 1024)

@@ -13,15 +13,15 @@ from baton import errors
 from baton.config import Config
 from baton.request import FinishReason
 from loadtest import overload
-from loadtest.arrivals import Arrival
 from loadtest.overload import Ending, Overload, draw, load_of, percentile
 from loadtest.peer_servers import SERVED_NAME
+from loadtest.traces import Trace, TracedRequest
 from router.generation import GenerationRequest, OutputDelta
 from router.http_app import create_app
 from router.served_model import ServedModel
 from tests.unit.router.front_fakes import CONTEXT, make_front
 
-TRACE = tuple(Arrival(number * 0.01, 20, 3) for number in range(50))
+TRACE = Trace(tuple(TracedRequest(number * 0.01, 20, 3) for number in range(50)))
 
 
 def test_figures() -> None:

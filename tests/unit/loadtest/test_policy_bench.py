@@ -111,7 +111,8 @@ def test_what_is_wrong_is_said(tmp_path: Path, flags: tuple[str, ...], says: str
 
 def test_a_trace_without_blocks_or_not_there(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
-    empty.write_text('{"timestamp": 0, "input_length": 5, "hash_ids": []}\n')
+    row = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": []}
+    empty.write_text(json.dumps(row))
     for trace, says in ((empty, "hash_ids"), (tmp_path / "none", "cannot be read")):
         result = CliRunner().invoke(app, ["bench", "policy", "--trace", str(trace)])
         assert result.exit_code == 1

@@ -1,0 +1,180 @@
+"""HTTP/1.1 for many streamed answers at once, at little cost: a protocol, a C parser, callbacks.
+
+A client library that wakes a task for each piece of each answer costs more than a fast server does,
+and what is measured then is the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import time
+from dataclasses import dataclass
+from typing import Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from baton.errors import ConfigError
+
+_IDLE_S = 1.0
+"""A connection that has been idle for longer may be closed by its server at any moment."""
+
+
+class Exchange(Protocol):
+    """A request's answer, as it comes."""
+
+    def head(self, status: int, headers: dict[bytes, bytes]) -> None:
+        """Its status and headers, with names in lower case."""
+
+    def body(self, data: bytes, now: float) -> None:
+        """A piece of its body, which came at ``now`` by ``time.perf_counter``."""
+
+    def end(self, fault: str) -> None:
+        """It is complete, or will never be: then ``fault`` says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where requests go."""
+
+    host: str
+    port: int
+    tls: bool
+    path: str
+    """In front of each request's own; empty, or without a slash at its end."""
+
+    @classmethod
+    def parse(cls, url: str) -> Origin:
+        """``http://host:port``, with a path or none. Raises ConfigError."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"{url!r} is no URL: {error}") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+            raise ConfigError(f"{url!r} is no URL as in http://127.0.0.1:8000")
+        tls = parts.scheme == "https"
+        return cls(parts.hostname, port or (443 if tls else 80), tls, parts.path.rstrip("/"))
+
+    @property
+    def authority(self) -> str:
+        """For the Host header."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class HttpPool:
+    """Connections to one origin; those that are idle are used again. Owned by one event loop."""
+
+    def __init__(self, origin: Origin) -> None:
+        self._origin = origin
+        self._tls = ssl.create_default_context() if origin.tls else None
+        self._idle: list[HttpConnection] = []
+        self._all: set[HttpConnection] = set()
+
+    async def take(self) -> HttpConnection:
+        """One that has nothing under way. Raises OSError."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_fresh:
+                return connection
+            connection.close()
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            lambda: HttpConnection(self._idle, self._all),
+            self._origin.host,
+            self._origin.port,
+            ssl=self._tls,
+        )
+        return connection
+
+    def close(self) -> None:
+        """Close all."""
+        for connection in list(self._all):
+            connection.close()
+
+
+class HttpConnection(asyncio.Protocol):
+    """One connection: idle, or with one exchange under way."""
+
+    def __init__(self, idle: list[HttpConnection], all_: set[HttpConnection]) -> None:
+        self._idle, self._all = idle, all_
+        self._transport: asyncio.Transport | None = None
+        self._socket: socket.socket | None = None
+        self._exchange: Exchange | None = None
+        self._parser: httptools.HttpResponseParser
+        self._headers: dict[bytes, bytes] = {}
+        self._came_at = 0.0
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the server is not likely to have closed it."""
+        return self._transport is not None and time.perf_counter() - self._came_at < _IDLE_S
+
+    def send(self, request: bytes, exchange: Exchange) -> None:
+        """Send a request, whose answer comes next."""
+        assert self._transport is not None, "connected"
+        self._exchange = exchange
+        self._headers = {}
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport.write(request)
+        # A server that writes an answer's head and first event apart, with Nagle's algorithm on,
+        # would wait 40 ms for this end's acknowledgement. The flag is the next packets' alone.
+        if self._socket is not None:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+
+    def close(self) -> None:
+        """Close it; what is under way ends."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's is none of asyncio's classes, and does what they do.
+        self._transport = cast(asyncio.Transport, transport)
+        if hasattr(socket, "TCP_QUICKACK"):
+            self._socket = transport.get_extra_info("socket")
+        self._all.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._came_at = time.perf_counter()
+        if self._exchange is None:
+            self.close()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._finish(f"not HTTP: {error}")
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = self._socket = None
+        self._all.discard(self)
+        self._finish("the connection was lost")
+
+    def _finish(self, fault: str) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.end(fault)
+
+    # httptools' callbacks
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        if self._exchange is not None:
+            self._exchange.head(self._parser.get_status_code(), self._headers)
+
+    def on_body(self, body: bytes) -> None:
+        if self._exchange is not None:
+            self._exchange.body(body, self._came_at)
+
+    def on_message_complete(self) -> None:
+        self._finish("")
+        if self._parser.should_keep_alive():
+            self._idle.append(self)
+        else:
+            self.close()

@@ -1,0 +1,141 @@
+"""Sends requests when they are due, and gathers what comes of them.
+
+Owned by one event loop. In an open loop requests go when they are due, whatever became of those
+before; in a closed one as many as are allowed are under way, and the next goes when one has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from loadtest.generator.planned_request import PlannedRequest
+from loadtest.generator.request_record import Outcome, RequestRecord
+from loadtest.generator.target import RunClock, Target
+from loadtest.generator.traffic import Source
+
+P = TypeVar("P")
+
+_AHEAD = 128
+"""Requests that are made before they are due."""
+_PROBE_S = 0.02
+
+
+@dataclass(slots=True)
+class LiveCounts:
+    """What a run has come to; its driver writes it, others look at it."""
+
+    planned: int | None = None
+    """Requests in all; None where time alone ends the run."""
+    sent: int = 0
+    ended: int = 0
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    output_tokens: int = 0
+    late_s: float = 0.0
+    """How late the latest send was."""
+
+    @property
+    def under_way(self) -> int:
+        """Sent and not ended."""
+        return self.sent - self.ended
+
+
+class LoadDriver(Generic[P]):
+    """One run against one target."""
+
+    def __init__(self, target: Target[P]) -> None:
+        self.clock = RunClock()
+        self.counts = LiveCounts()
+        self.loop_lag_s: list[float] = []
+        """How late this process's event loop ran what was due: by so much times may be wrong."""
+        self._target = target
+        self._records: list[RequestRecord] = []
+
+    async def open_loop(self, requests: Iterator[PlannedRequest]) -> list[RequestRecord]:
+        """Send each when it is due. Returns when all have ended."""
+        ready: asyncio.Queue[tuple[PlannedRequest, P] | None] = asyncio.Queue(_AHEAD)
+        for request in itertools.islice(requests, _AHEAD):
+            ready.put_nowait((request, self._target.prepare(request)))
+        async with self._watching(), asyncio.TaskGroup() as group:
+            group.create_task(self._prepare(requests, ready), name="prepare")
+            self.clock.start()
+            while (item := await ready.get()) is not None:
+                request, prepared = item
+                if (wait_s := request.due_s - self.clock.now()) > 0:
+                    await asyncio.sleep(wait_s)
+                self._sent(request.due_s)
+                group.create_task(self._ask(request, prepared, request.due_s))
+        return self._records
+
+    async def closed_loop(
+        self, source: Source, concurrency: int, seconds: float, most_requests: int | None
+    ) -> list[RequestRecord]:
+        """Keep so many under way; after ``seconds``, or so many requests, none is sent any more.
+
+        A request is due when it is sent: in a closed loop the server sets the pace, and what would
+        have come while it stalled was never to come. Compare by an open loop.
+        """
+        numbers = iter(range(most_requests)) if most_requests is not None else itertools.count()
+        async with self._watching(), asyncio.TaskGroup() as group:
+            self.clock.start()
+            for _ in range(concurrency):
+                group.create_task(self._one_after_another(source, numbers, seconds))
+        return self._records
+
+    async def _one_after_another(
+        self, source: Source, numbers: Iterator[int], seconds: float
+    ) -> None:
+        while self.clock.now() < seconds and (number := next(numbers, None)) is not None:
+            request = source.request(number, 0.0)
+            prepared = self._target.prepare(request)
+            due_s = self.clock.now()
+            self._sent(due_s)
+            await self._ask(request, prepared, due_s)
+
+    async def _prepare(
+        self,
+        requests: Iterator[PlannedRequest],
+        ready: asyncio.Queue[tuple[PlannedRequest, P] | None],
+    ) -> None:
+        for request in requests:
+            await ready.put((request, self._target.prepare(request)))
+            # One at a time: sends that are due, and answers, go first.
+            await asyncio.sleep(0)
+        await ready.put(None)
+
+    def _sent(self, due_s: float) -> None:
+        self.counts.sent += 1
+        self.counts.late_s = self.clock.now() - due_s
+
+    async def _ask(self, request: PlannedRequest, prepared: P, due_s: float) -> None:
+        record = await self._target.ask(request, prepared, due_s, self.clock)
+        self._records.append(record)
+        self.counts.ended += 1
+        self.counts.outcomes[record.outcome] += 1
+        self.counts.output_tokens += record.output_tokens
+
+    @contextlib.asynccontextmanager
+    async def _watching(self) -> AsyncIterator[None]:
+        """Inside: the loop's lag is measured, and what exists already is not collected again."""
+        gc.collect()
+        gc.freeze()
+        probe = asyncio.create_task(self._probe(), name="lag probe")
+        try:
+            yield
+        finally:
+            probe.cancel()
+            await asyncio.gather(probe, return_exceptions=True)
+            gc.unfreeze()
+
+    async def _probe(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _PROBE_S
+            await asyncio.sleep(_PROBE_S)
+            self.loop_lag_s.append(max(0.0, loop.time() - due))

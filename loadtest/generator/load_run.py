@@ -1,0 +1,154 @@
+"""One run of a load against one server, and what is known of it afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from baton.errors import ConfigError, Unavailable
+from loadtest.generator.grpc_target import GrpcTarget
+from loadtest.generator.live_progress import LiveProgress, Say
+from loadtest.generator.load_driver import LoadDriver
+from loadtest.generator.load_settings import LoadSettings, ServerSettings, Traffic, counted
+from loadtest.generator.metrics_timeline import MetricsReader, Timeline
+from loadtest.generator.openai_target import OpenAiTarget
+from loadtest.generator.request_record import RequestRecord
+from loadtest.generator.summary import Distribution, Summary, summarise
+from loadtest.generator.target import AskOptions, Target
+from loadtest.generator.traffic import planned
+
+HONEST_LAG_MS = 10.0
+"""p99 of the client's lag from which on its figures are not to be trusted."""
+_HONEST_CORE = 0.9
+_MODELS_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRun:
+    """What came of a run."""
+
+    rate: float | None
+    """Requests a second that were asked for; None in a closed loop and with a trace's own times."""
+    concurrency: int | None
+    summary: Summary
+    loop_lag: Distribution
+    """How late the client's event loop was: an answer's times are wrong by so much at most."""
+    client_core: float
+    """Share of a core that the client used while it sent."""
+    timeline: Timeline
+    records: tuple[RequestRecord, ...]
+    """Of all requests, those outside the window too."""
+
+    @property
+    def title(self) -> str:
+        """For a heading."""
+        if self.concurrency is not None:
+            return f"{self.concurrency} at a time"
+        return "as recorded" if self.rate is None else f"{self.rate:g} requests/s"
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Why these figures are not to be trusted; empty where they are."""
+        found = []
+        for what, lag in (("sent requests", self.summary.lag), ("heard answers", self.loop_lag)):
+            if lag.p99_ms > HONEST_LAG_MS:
+                found.append(
+                    f"the client {what} late: {lag.p99_ms:.0f} ms at p99, {lag.max_ms:.0f} ms at"
+                    " most; it measures itself. Give it a core of its own, or a lower rate"
+                )
+        if self.client_core > _HONEST_CORE:
+            found.append(f"the client used {self.client_core:.0%} of a core, all that it can")
+        if not self.summary.all.requests:
+            found.append("no request was due between warm-up and cool-down")
+        return tuple(found)
+
+
+async def run_load(settings: LoadSettings, traffic: Traffic, console: Console, say: Say) -> LoadRun:
+    """Drive the server. ``console`` shows the progress. Raises ConfigError."""
+    target = make_target(settings.server)
+    driver: LoadDriver[Any] = LoadDriver(target)
+    driver.counts.planned = len(traffic.times_s) or settings.pace.requests
+    seconds = traffic.seconds if traffic.seconds < math.inf else 0.0
+    progress = LiveProgress(driver.counts, driver.clock, seconds, console, say)
+    reader = MetricsReader(settings.server.metrics or settings.server.url, driver.clock)
+    used, began = time.process_time(), time.perf_counter()
+    try:
+        async with _beside(progress.run()), _beside(reader.run()):
+            records = await _drive(driver, settings, traffic)
+    finally:
+        await target.close()
+    core = (time.process_time() - used) / (time.perf_counter() - began)
+    records.sort(key=lambda record: record.number)
+    window = counted(settings.pace, _sending_s(settings, traffic, records))
+    return LoadRun(
+        rate=settings.pace.rate,
+        concurrency=settings.pace.concurrency,
+        summary=summarise(records, window, settings.slo, settings.bounds),
+        loop_lag=Distribution.of(driver.loop_lag_s),
+        client_core=core,
+        timeline=reader.timeline(),
+        records=tuple(records),
+    )
+
+
+async def _drive(
+    driver: LoadDriver[Any], settings: LoadSettings, traffic: Traffic
+) -> list[RequestRecord]:
+    pace = settings.pace
+    if pace.concurrency is None:
+        return await driver.open_loop(planned(traffic.source, traffic.times_s))
+    return await driver.closed_loop(
+        traffic.source, pace.concurrency, traffic.seconds, pace.requests
+    )
+
+
+def _sending_s(settings: LoadSettings, traffic: Traffic, records: list[RequestRecord]) -> float:
+    """A closed loop that its number of requests ends lasts until the last of them has ended."""
+    if settings.pace.concurrency is None or not records:
+        return traffic.seconds
+    return min(traffic.seconds, max(record.ended_s for record in records))
+
+
+@contextlib.asynccontextmanager
+async def _beside(work: Any) -> AsyncIterator[None]:
+    """Inside, ``work`` goes on; what it failed of is raised at the end."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def make_target(server: ServerSettings) -> Target[Any]:
+    """Owned by the running loop. Raises ConfigError."""
+    options = AskOptions(server.model, server.temperature, server.ignore_eos, server.timeout_s)
+    if server.grpc:
+        return GrpcTarget(server.grpc, options, server.api_key)
+    return OpenAiTarget(server.url, server.endpoint, options, server.api_key)
+
+
+def first_model(server: ServerSettings) -> str:
+    """The first model that the server lists. Raises Unavailable where it does not answer so."""
+    if server.grpc:
+        return ""
+    headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+    url = f"{server.url.rstrip('/')}/v1/models"
+    try:
+        with httpx.Client(trust_env=False, timeout=_MODELS_S, headers=headers) as client:
+            return str(client.get(url).raise_for_status().json()["data"][0]["id"])
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{server.url!r} is no URL: {error}") from None
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise Unavailable(
+            f"{url} lists no model ({type(error).__name__}); is the server up?"
+        ) from None

@@ -1,0 +1,186 @@
+"""What is to be sent, to whom, and which of it counts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from baton.errors import ConfigError
+from loadtest.generator.arrival_process import ArrivalProcess, Kind
+from loadtest.generator.lengths import Lengths
+from loadtest.generator.openai_target import Endpoint
+from loadtest.generator.prompts import Form, read_prompts
+from loadtest.generator.slo import Slo
+from loadtest.generator.summary import DEFAULT_BOUNDS, Window
+from loadtest.generator.traffic import DrawnLengths, PromptList, Source, TraceRows
+from loadtest.traces import Trace, read_trace
+
+Arrivals = Kind | Literal["trace"]
+
+_ARRIVALS = 5
+_WARM_UP_SHARE, _MOST_WARM_UP_S = 0.1, 10.0
+_COOL_DOWN_SHARE, _MOST_COOL_DOWN_S = 0.1, 5.0
+_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Who is driven, and how it is asked."""
+
+    url: str = "http://127.0.0.1:8000"
+    """Of an OpenAI server, with a path in front of /v1 or none."""
+    grpc: str = ""
+    """host:port of a Baton router's gRPC front; then that is driven."""
+    endpoint: Endpoint = "completions"
+    model: str = ""
+    """Empty: the first that the server lists."""
+    api_key: str = field(default="", repr=False)
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    timeout_s: float = 300.0
+    metrics: str = ""
+    """URL of the server, or of the very page, whose metrics are read; empty: ``url``."""
+
+    @property
+    def form(self) -> Form:
+        """Of prompts that are made up: token ids have their exact length; chats take text alone."""
+        return "text" if self.endpoint == "chat" and not self.grpc else "tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficSettings:
+    """What requests are."""
+
+    inputs: Lengths = field(default_factory=lambda: Lengths("fixed", 128))
+    outputs: Lengths = field(default_factory=lambda: Lengths("fixed", 128))
+    prompts: Path | None = None
+    """A file or a folder of prompts, instead of ``inputs``."""
+    trace: Path | None = None
+    """A trace, instead of lengths."""
+    scale_time: float = 1.0
+    scale_length: float = 1.0
+    most_tokens: int | None = None
+    """A trace's prompts and answers are cut to fit together."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PaceSettings:
+    """When they are sent, and which of them count."""
+
+    rate: float | None = None
+    """Requests a second of an open loop; None: the trace's own."""
+    arrivals: Arrivals | None = None
+    """None: the trace's where there is one, otherwise poisson."""
+    burstiness: float = 1.0
+    first_rate: float = 0.0
+    concurrency: int | None = None
+    """A closed loop, instead of an open one."""
+    seconds: float | None = None
+    """In which requests are sent; None: a minute, or until the trace or ``requests`` end."""
+    requests: int | None = None
+    """Most that are sent."""
+    warm_up_s: float | None = None
+    """Seconds at the beginning that do not count; None: a tenth, at most 10."""
+    cool_down_s: float | None = None
+    """Seconds at the end of sending that do not count; None: a tenth, at most 5."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """A run."""
+
+    server: ServerSettings
+    traffic: TrafficSettings
+    pace: PaceSettings
+    slo: Slo = field(default_factory=Slo)
+    bounds: tuple[int, ...] = DEFAULT_BOUNDS
+    """Input tokens up to which each bucket of the summary reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The requests of a run: all times of an open loop, or none of a closed one."""
+
+    source: Source
+    times_s: tuple[float, ...]
+    seconds: float
+    """In which requests are sent; infinite where their number alone ends the run."""
+
+
+def open_trace(settings: TrafficSettings) -> Trace | None:
+    """The trace that is replayed. Raises ConfigError."""
+    if settings.trace is None:
+        return None
+    trace = read_trace(settings.trace, settings.scale_time, settings.scale_length)
+    return trace if settings.most_tokens is None else trace.within(settings.most_tokens)
+
+
+def make_traffic(settings: LoadSettings, trace: Trace | None, run: int = 0) -> Traffic:
+    """What is sent in a run; ``trace`` as ``open_trace`` gave it. Raises ConfigError.
+
+    Another ``run`` has prompts of other text, unless they come from a file.
+    """
+    source = _source(settings, trace, run)
+    pace = settings.pace
+    if pace.concurrency is not None:
+        if pace.requests is not None:
+            return Traffic(source, (), pace.seconds or math.inf)
+        return Traffic(source, (), pace.seconds or _SECONDS)
+    times, seconds = _times(pace, trace, settings.traffic.seed)
+    if pace.requests is not None and pace.requests < len(times):
+        times, seconds = times[: pace.requests], times[pace.requests]
+    return Traffic(source, tuple(times), seconds)
+
+
+def _source(settings: LoadSettings, trace: Trace | None, run: int) -> Source:
+    traffic, form = settings.traffic, settings.server.form
+    if trace is not None:
+        return TraceRows(trace, form, seed=traffic.seed, run=run)
+    if traffic.prompts is not None:
+        return PromptList(read_prompts(traffic.prompts), traffic.outputs, seed=traffic.seed)
+    return DrawnLengths(traffic.inputs, traffic.outputs, form, seed=traffic.seed, run=run)
+
+
+def _times(pace: PaceSettings, trace: Trace | None, seed: int) -> tuple[list[float], float]:
+    """When requests are due, and the seconds that they fill."""
+    arrivals = pace.arrivals or ("poisson" if trace is None else "trace")
+    if arrivals != "trace":
+        if pace.rate is None:
+            raise ConfigError(f"arrivals of the kind {arrivals} need a rate")
+        seconds = pace.seconds or _SECONDS
+        process = ArrivalProcess(arrivals, pace.rate, pace.burstiness, pace.first_rate)
+        generator = np.random.default_rng((seed, _ARRIVALS))
+        return process.times(seconds, generator).tolist(), seconds
+    if trace is None:
+        raise ConfigError("arrivals of the kind trace need a trace")
+    if pace.rate is not None:
+        seconds = pace.seconds or _SECONDS
+        return [row.arrival_s for row in trace.at_rate(pace.rate, seconds)], seconds
+    count = len(trace.requests)
+    whole_s = trace.span_s * count / max(1, count - 1)
+    seconds = pace.seconds or whole_s
+    times = [row.arrival_s for row in trace.requests if row.arrival_s < max(seconds, 1e-9)]
+    return times, min(seconds, whole_s)
+
+
+def counted(pace: PaceSettings, sending_s: float) -> Window:
+    """What counts of ``sending_s`` seconds in which requests were sent. Raises ConfigError where
+
+    nothing is left.
+    """
+    warm_up_s, cool_down_s = pace.warm_up_s, pace.cool_down_s
+    if warm_up_s is None:
+        warm_up_s = min(_WARM_UP_SHARE * sending_s, _MOST_WARM_UP_S)
+    if cool_down_s is None:
+        cool_down_s = min(_COOL_DOWN_SHARE * sending_s, _MOST_COOL_DOWN_S)
+    if warm_up_s + cool_down_s >= sending_s > 0:
+        raise ConfigError(
+            f"a warm-up of {warm_up_s:g} s and a cool-down of {cool_down_s:g} s leave nothing of"
+            f" {sending_s:.1f} s"
+        )
+    return Window(warm_up_s, sending_s - cool_down_s)

@@ -1,0 +1,121 @@
+"""What a server says of its queues and batches while it is driven: its metrics, again and again.
+
+Pages are read as they come and understood afterwards: to parse one takes long enough to delay what
+is measured. Owned by the event loop of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from loadtest.generator.http_connection import HttpPool, Origin
+from loadtest.generator.target import RunClock
+
+EVERY_S = 1.0
+_PAGE_S = 5.0
+_PATHS = ("/metrics/cluster", "/metrics")
+"""Baton's page of the whole cluster; everybody's."""
+_OK = 200
+_SERIES: dict[str, tuple[str, ...]] = {
+    "baton_sequences": ("role", "state"),
+    "baton_waiting_requests": (),
+    "baton_kv_blocks": ("role", "state"),
+    "vllm:num_requests_running": (),
+    "vllm:num_requests_waiting": (),
+    "llamacpp:requests_processing": (),
+    "llamacpp:requests_deferred": (),
+}
+"""What is kept, and by which labels; over others it is summed."""
+_KEPT = re.compile(rb"^(?:%s)[{ ].*$" % b"|".join(map(str.encode, _SERIES)), re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Series by name, as in ``baton_sequences prefill running``, one value for each time."""
+
+    times_s: tuple[float, ...]
+    series: dict[str, tuple[float, ...]]
+
+
+class MetricsReader:
+    """Reads a server's page of metrics every ``EVERY_S`` seconds."""
+
+    def __init__(self, url: str, clock: RunClock) -> None:
+        """``url`` of the server, or of the very page."""
+        origin = Origin.parse(url)
+        self._origin = origin
+        self._pool = HttpPool(origin)
+        self._clock = clock
+        self._paths = [origin.path] if "/metrics" in origin.path else [*_PATHS]
+        self._pages: list[tuple[float, bytes]] = []
+
+    async def run(self) -> None:
+        """Until it is cancelled; a server that has no such page is asked no more."""
+        try:
+            while self._paths:
+                now = self._clock.now()
+                page = await self._page(self._paths[0])
+                if page is not None:
+                    self._pages.append((now, b"\n".join(_KEPT.findall(page))))
+                elif not self._pages:
+                    del self._paths[0]
+                    continue
+                await asyncio.sleep(EVERY_S)
+        finally:
+            self._pool.close()
+
+    def timeline(self) -> Timeline:
+        """What was read so far."""
+        rows = [read_page(page.decode(errors="replace")) for _, page in self._pages]
+        names = sorted({name for row in rows for name in row})
+        return Timeline(
+            tuple(now for now, _ in self._pages),
+            {name: tuple(row.get(name, 0.0) for row in rows) for name in names},
+        )
+
+    async def _page(self, path: str) -> bytes | None:
+        try:
+            async with asyncio.timeout(_PAGE_S):
+                page = _Page()
+                connection = await self._pool.take()
+                head = f"GET {path} HTTP/1.1\r\nhost: {self._origin.authority}\r\n\r\n"
+                connection.send(head.encode(), page)
+                return await page.whole
+        except (TimeoutError, OSError):
+            return None
+
+
+class _Page:
+    """A whole page, or None."""
+
+    def __init__(self) -> None:
+        self.whole: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        self._status = 0
+        self._parts: list[bytes] = []
+
+    def head(self, status: int, headers: dict[bytes, bytes]) -> None:
+        self._status = status
+
+    def body(self, data: bytes, now: float) -> None:
+        self._parts.append(data)
+
+    def end(self, fault: str) -> None:
+        if not self.whole.done():
+            is_well = not fault and self._status == _OK
+            self.whole.set_result(b"".join(self._parts) if is_well else None)
+
+
+def read_page(page: str) -> dict[str, float]:
+    """The series that are kept, of a page in Prometheus' text format."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            labels = _SERIES.get(sample.name)
+            if labels is not None:
+                name = " ".join((sample.name, *(sample.labels.get(label, "") for label in labels)))
+                found[name] = found.get(name, 0.0) + sample.value
+    return found

@@ -1,0 +1,206 @@
+"""Recorded traffic: when requests came, how long they were, and which prompts begin alike.
+
+Two formats, told apart by their first character; each plain or gzipped:
+
+- Mooncake's, a JSON object a line: ``timestamp`` in milliseconds, ``input_length`` and
+  ``output_length`` in tokens, and, where it is known, ``hash_ids``: a number for each block of
+  ``MOONCAKE_BLOCK_TOKENS`` of the prompt; equal leading numbers are equal prefixes. ``session_id``
+  is read where it is given. Mooncake: Trading More Storage for Less Computation, Qin et al., FAST
+  2025.
+- Azure's, CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens. Splitwise: Efficient
+  generative LLM inference using phase splitting, Patel et al., ISCA 2024.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from baton.errors import ConfigError
+from baton.hashing import block_hashes, hash_key
+
+MOONCAKE_BLOCK_TOKENS = 512
+"""Tokens of the prompt that one number of ``hash_ids`` stands for."""
+_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_GZIP_MAGIC = b"\x1f\x8b"
+_LEAST_SPAN_S = 1e-9
+_ID_TOKENS = 2
+"""A number of 64 bits is hashed as so many token ids of 32."""
+_KEY = hash_key("trace")
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """A request of a trace."""
+
+    arrival_s: float
+    """Seconds after the trace's first request."""
+    input_tokens: int
+    """Of the prompt; at least 1."""
+    output_tokens: int
+    """Of the answer; at least 1."""
+    block_hashes: tuple[int, ...] = ()
+    """A number of at most 64 bits for each block of the prompt, the last one perhaps not full;
+    equal leading numbers are equal prefixes. Empty where the trace says nothing of prefixes."""
+    session: str = ""
+    """The conversation that it belongs to; empty where the trace says nothing of it."""
+
+    def chained_hashes(self) -> list[bytes]:
+        """The hashes of its blocks, 16 bytes each, as the prefix index knows them."""
+        packed = [part for one in self.block_hashes for part in (one & 0xFFFFFFFF, one >> 32)]
+        return block_hashes(packed, _ID_TOKENS, _KEY)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """All requests, in the order of their times; at least one."""
+
+    requests: tuple[TracedRequest, ...]
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    """Tokens that one number of ``block_hashes`` stands for, after scaling."""
+
+    @property
+    def span_s(self) -> float:
+        """From the first request to the last."""
+        return self.requests[-1].arrival_s
+
+    def scaled(self, scale_time: float, scale_length: float) -> Trace:
+        """Times divided by the one, lengths (rounded up) and blocks (rounded) by the other.
+
+        So twice ``scale_time`` is twice the rate. Raises ConfigError unless both are above 0.
+        """
+        for name, scale in (("time", scale_time), ("length", scale_length)):
+            if not 0 < scale < math.inf:
+                raise ConfigError(f"the scale of {name} is a number above 0, not {scale:g}")
+        requests = (
+            replace(
+                request,
+                arrival_s=request.arrival_s / scale_time,
+                input_tokens=math.ceil(request.input_tokens / scale_length),
+                output_tokens=math.ceil(request.output_tokens / scale_length),
+            )
+            for request in self.requests
+        )
+        return Trace(tuple(requests), max(1, round(self.block_tokens / scale_length)))
+
+    def within(self, most_tokens: int) -> Trace:
+        """Cut so that prompt and answer fit in a context of so many tokens, at least 2.
+
+        An answer keeps at most half of them.
+        """
+        requests = []
+        for request in self.requests:
+            answer = min(request.output_tokens, most_tokens // 2)
+            prompt = min(request.input_tokens, most_tokens - answer)
+            requests.append(replace(request, input_tokens=prompt, output_tokens=answer))
+        return replace(self, requests=tuple(requests))
+
+    def at_rate(self, rate: float, seconds: float) -> Iterator[TracedRequest]:
+        """As many rows as make ``rate`` requests a second, with gaps scaled to fill ``seconds``.
+
+        From its first row on; at its end the trace begins anew. Raises ConfigError where all came
+        at once.
+        """
+        size = len(self.requests)
+        if self.span_s <= 0:
+            raise ConfigError("a trace whose requests came at once has no rate that can be changed")
+        # Behind the last row comes a gap as long as the others.
+        turn_s = self.span_s * size / (size - 1)
+        places = [divmod(number, size) for number in range(max(1, round(rate * seconds)) + 1)]
+        times = [turn * turn_s + self.requests[place].arrival_s for turn, place in places]
+        scale = seconds / max(times[-1], _LEAST_SPAN_S)
+        for (_, place), at_s in zip(places[:-1], times, strict=False):
+            yield replace(self.requests[place], arrival_s=at_s * scale)
+
+
+def read_trace(path: Path, scale_time: float = 1.0, scale_length: float = 1.0) -> Trace:
+    """A trace of either format; both scales divide, see ``Trace.scaled``.
+
+    Raises ConfigError that names the file, and the line at fault.
+    """
+    text = _text(path)
+    rows = _mooncake(path, text) if text.lstrip().startswith("{") else _azure(path, text)
+    requests = sorted(rows, key=lambda request: request.arrival_s)
+    if not requests:
+        raise ConfigError(f"the trace {path} has no rows")
+    first_s = requests[0].arrival_s
+    whole = Trace(
+        tuple(replace(request, arrival_s=request.arrival_s - first_s) for request in requests)
+    )
+    return whole.scaled(scale_time, scale_length)
+
+
+def _text(path: Path) -> str:
+    try:
+        content = path.read_bytes()
+        return (gzip.decompress(content) if content.startswith(_GZIP_MAGIC) else content).decode()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ConfigError(f"the trace {path} cannot be read: {error}") from error
+
+
+def _mooncake(path: Path, text: str) -> Iterator[TracedRequest]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                yield _mooncake_row(json.loads(line))
+            except ValueError as error:
+                raise ConfigError(f"{path}, line {number}: {error}") from error
+
+
+def _mooncake_row(fields: Any) -> TracedRequest:
+    if not isinstance(fields, dict):
+        raise ValueError("a row is a JSON object")
+    at: Any = fields.get("timestamp")
+    if not _is_number(at) or not 0 <= at < math.inf:
+        raise ValueError(f"timestamp must be a number of milliseconds from 0 on, not {at!r}")
+    prompt = _length("input_length", fields.get("input_length"))
+    answer = _length("output_length", fields.get("output_length"))
+    ids = fields.get("hash_ids", [])
+    if not isinstance(ids, list) or not all(_is_id(one) for one in ids):
+        raise ValueError("hash_ids must be a list of whole numbers from 0 to 2^64-1")
+    session = fields.get("session_id")
+    name = "" if session is None else str(session)
+    return TracedRequest(at / 1e3, prompt, answer, tuple(ids), name)
+
+
+def _length(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name} must be a whole number of tokens, not {value!r}")
+    return max(1, value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 64
+
+
+def _azure(path: Path, text: str) -> Iterator[TracedRequest]:
+    rows = csv.DictReader(io.StringIO(text))
+    if not set(_AZURE_COLUMNS) <= set(rows.fieldnames or ()):
+        raise ConfigError(
+            f"{path} is no trace: neither rows of JSON nor the columns {', '.join(_AZURE_COLUMNS)}"
+        )
+    first: datetime | None = None
+    for row in rows:
+        try:
+            at = datetime.fromisoformat(row["TIMESTAMP"])
+            first = first or at
+            yield TracedRequest(
+                (at - first).total_seconds(),
+                _length("ContextTokens", int(row["ContextTokens"])),
+                _length("GeneratedTokens", int(row["GeneratedTokens"])),
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{path}, line {rows.line_num}: {error}") from error
