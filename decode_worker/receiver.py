@@ -7,20 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.errors import BatonError, ContextLengthExceeded, HandoffError, NoRoom, TicketEnded
+from baton.errors import BatonError, ContextLengthExceeded, HandoffError, TicketEnded
 from baton.hashing import block_hashes, hash_key, last_hashes
 from baton.request import Geometry, SequenceSpec
-from decode_worker.claims import Claims
+from decode_worker.room import Room
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
 from kvtransfer.pair import Identity, check_peer
 from kvtransfer.ticket import Ticket
 from worker.block_receiver import BlockReceiver
-
-RETRY_AFTER_S = 0.05
-"""How soon a writer that found no room may ask again: about one decode step."""
-_SHARE_OF_PLACES = 0.25
-"""Of a worker's places: so many must be free for a request of as many choices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +70,7 @@ class HandoffReceiver:
         self._geometry = geometry
         self._incarnation = incarnation
         self._promised: dict[str, _Promised] = {}
-        self._claims = Claims()
+        self._room = Room(scheduler)
         blocks.listeners.append(self)
 
     def reserve(self, offer: Offer, now: float) -> Ticket:
@@ -119,48 +114,9 @@ class HandoffReceiver:
             raise HandoffError("the first token is the last: nothing is left to generate here")
 
     def check_room(self, count: int, pinned: list[int], spec: SequenceSpec, now: float) -> None:
-        """For one more sequence, of the cached blocks ``pinned`` and ``count`` more.
-
-        Those that have lost their blocks before come first, in the order in which they ask. Raises
-        NoRoom, and HandoffError where there will never be any.
-        """
-        total = self._pool.total
-        if count + len(pinned) > total:
-            raise HandoffError(f"{count + len(pinned)} blocks wanted: this worker has {total}")
-        attempt = (spec.request_id, spec.attempt)
-        if not self._claims.may_go(attempt, now):
-            if spec.preemptions:
-                self._claims.make(attempt, now)
-            raise NoRoom("preempted sequences come first", retry_after=RETRY_AFTER_S)
-        try:
-            self._check_room(count, pinned, spec.choices)
-        except NoRoom:
-            if spec.preemptions:
-                self._claims.make(attempt, now)
-            raise
-        self._claims.drop(attempt)
-
-    def _check_room(self, count: int, pinned: list[int], choices: int) -> None:
-        """A sequence that becomes ``choices`` sequences need not have a place for all at once, or a
-
-        request for many would wait until nothing else runs: beyond a share of the places they take
-        turns. Raises NoRoom.
-        """
-        scheduler = self._scheduler
-        sequences = len(scheduler.running) + len(scheduler.waiting)
-        most = scheduler.limits.max_sequences
-        promised = len(self.blocks.book) + sum(
-            len(promised.spare) for promised in self._promised.values()
-        )
-        wanted = min(choices, max(1, int(most * _SHARE_OF_PLACES)))
-        if sequences + promised + wanted > most:
-            raise NoRoom("every sequence's place is taken", retry_after=RETRY_AFTER_S)
-        if scheduler.has_preempted:
-            raise NoRoom("preempted sequences come first", retry_after=RETRY_AFTER_S)
-        # One block more for each sequence, so that a new one does not preempt the running ones.
-        available = self._pool.available - self._pool.evictable(pinned)
-        if count + sequences > available:
-            raise NoRoom(f"{count} blocks wanted, {available} available", retry_after=RETRY_AFTER_S)
+        """See ``Room.check``. Raises NoRoom, HandoffError."""
+        spare = sum(len(promised.spare) for promised in self._promised.values())
+        self._room.check(count, pinned, spec, promised=len(self.blocks.book) + spare, now=now)
 
     def promised(self, ticket_id: str) -> SequenceSpec | None:
         """What an open ticket is for."""

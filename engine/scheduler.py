@@ -18,6 +18,7 @@ engine may still write to them. Plain Python, owned by the control loop; up to t
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -489,6 +490,58 @@ class Scheduler:
         self._copied[self._step] = [source for source, _ in copies]
         return StepPlan(
             self._step, tuple(new), dropped, tuple(row for _, row in rows), tuple(copies)
+        )
+
+    # Many steps at once
+
+    def identical_steps(self) -> int:
+        """How many steps lie ahead that bring each running sequence its next token, and nothing
+
+        else: so many results may come, and as many plans be made, with the very rows that are in
+        flight now, while nobody comes or goes from outside. 0 where there is none.
+        """
+        if not self._is_steady():
+            return 0
+        most = min(self._most_tokens(s) - s.target for s in self.running)
+        if most <= 0 or self._growth(most) <= self.pool.available:
+            return max(0, most)
+        return bisect_right(range(most + 1), self.pool.available, key=self._growth) - 1
+
+    def leap(self, steps: int, token_of: Callable[[Sequence], int]) -> None:
+        """Take in ``steps`` results and make as many plans, of ``identical_steps`` ahead.
+
+        Each of a sequence's tokens is ``token_of`` it. The plans in flight stay what they are, but
+        for their rows, which begin as many tokens later. For simulators: no engine hears of it.
+        """
+        for sequence in self.running:
+            sequence.token_ids.extend((token_of(sequence),) * steps)
+            sequence.scheduled += steps
+            sequence.highest += steps
+            sequence.computed = len(sequence.token_ids) - 1
+            missing = self._blocks_for(sequence.target - 1) - len(sequence.block_table)
+            if missing > 0:
+                sequence.block_table.extend(self.pool.allocate(missing))
+            self._register(sequence)
+
+    def _is_steady(self) -> bool:
+        """Whether each plan in flight brings every running sequence its next token."""
+        depth, count = len(self._plans), len(self.running)
+        if not depth or self.waiting or self._leaving or self.limits.draft_tokens:
+            return False
+        if any(len(plan) != count for plan in self._plans.values()):
+            return False
+        return count <= self.limits.chunk_tokens and all(
+            s.in_flight == s.pending == depth
+            and s.scheduled - depth >= len(s.spec.token_ids)
+            and not (s.prefill_only or s.siblings or s.stop_ids)
+            for s in self.running
+        )
+
+    def _growth(self, steps: int) -> int:
+        """Blocks that the running sequences are given in so many ``identical_steps``."""
+        size = self.limits.block_size
+        return sum(
+            max(0, -(-(s.target - 1 + steps) // size) - len(s.block_table)) for s in self.running
         )
 
     # Results

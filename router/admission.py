@@ -428,7 +428,12 @@ class Admission:
         return need <= min(free, max(capacity.available_blocks, default=0))
 
     def _prefill_full(self, capacity: Capacity) -> bool:
-        """Whether the prefill workers have enough to do."""
+        """Whether the prefill workers have enough to do: each a prompt, and the window's tokens.
+
+        By tokens alone one long prompt, which a single worker computes, would keep the others idle.
+        """
+        if len(self._sent) < capacity.prefill_workers:
+            return False
         least = LEAST_WINDOW_TOKENS * capacity.prefill_workers
         return self._in_flight_tokens >= max(least, WINDOW_S * (self.tokens_per_s or 0.0))
 

@@ -57,6 +57,18 @@ class ChunkSlack:
             chunk_ms = sum(self._costs.chunk_ms(row.count, row.start) for row in chunks)
             _learn(self._chunk, chunk_ms, ms - self._step.unit_s * step_ms)
 
+    def observe_run(
+        self, batch: int, context_tokens: int, steps: int, ms: float, growth_ms: float
+    ) -> None:
+        """Several steps ended in which the same sequences got one token each.
+
+        The first attended to ``context_tokens`` in all and took ``ms``; each took ``growth_ms``
+        more than the one before it. None of them was held up.
+        """
+        predicted = self._costs.step_ms(batch, context_tokens)
+        growth = self._costs.step_ms(batch, context_tokens + batch) - predicted
+        self._step.observe_run(steps, (predicted, growth), (ms, growth_ms))
+
 
 def _learn(pace: Pace, predicted_ms: float, ms: float) -> None:
     pace.observe(predicted_ms, min(ms, _MOST * pace.unit_s * predicted_ms))

@@ -23,10 +23,8 @@ from worker.cores import CoreBoard
 from worker.engine_thread import EngineThread
 from worker.gauges import WorkerGauges
 from worker.pace import Pace
-from worker.step_history import StepHistory
+from worker.step_planner import StepPlanner
 
-_DEPTH = 2
-"""Most plans in flight."""
 STEP_TOKENS = 32
 """What a step costs beside its tokens, as so many of them: weights are read for one as for all."""
 _CPU_TOKEN_S = 1e-3
@@ -109,13 +107,11 @@ class ControlLoop:
         self._is_cpu = engine.runner.device.type == "cpu"
         self.prompt_pace = Pace(_CPU_TOKEN_S if self._is_cpu else _GPU_TOKEN_S, _PACE_TOKENS)
         """Of computing prompt tokens, and of ``STEP_TOKENS`` more for each step."""
-        self._slack = slack
-        self._history = StepHistory()
+        self._planner = StepPlanner(self.scheduler, slack, is_cpu=self._is_cpu)
         self._asked_at: dict[int, float] = {}
         """When each step in flight was handed over."""
         self._ended_at = 0.0
         """When the last one ended."""
-        self._last_plan: StepPlan | None = None
         self._listener: SequenceListener | None = None
         self._next_id = 0
 
@@ -171,35 +167,12 @@ class ControlLoop:
             self._listener.on_expired(expired)
         if self.tiers is not None:
             self.tiers.before_plan()
-        while self._may_plan():
-            plan = self.scheduler.schedule(self._most_prompt_tokens())
-            if plan is None:
-                break
+        while (plan := self._planner.next_plan()) is not None:
             self._note_plan(plan, now)
-            self._last_plan = plan
             self._thread.submit(plan)
         self._gauges.refresh(self.scheduler, self.pool)
         if self.tiers is not None:
             self.tiers.after_plan()
-
-    def _may_plan(self) -> bool:
-        """The next step is planned while one runs, so that the engine never waits for its plan.
-
-        On a CPU not behind a long step: whoever comes meanwhile would wait for the next one too.
-        """
-        in_flight = self.scheduler.plans_in_flight
-        if in_flight != 1 or not self._is_cpu:
-            return in_flight < _DEPTH
-        return self._last_plan is not None and self._last_plan.decodes_only
-
-    def _most_prompt_tokens(self) -> int | None:
-        """What the next step may compute of prompts; None where no sequence waits beside them."""
-        decoding = self.scheduler.decoding
-        start = self.scheduler.next_chunk_start
-        if self._slack is None or not decoding or start is None:
-            return None
-        context_tokens = sum(sequence.target for sequence in decoding)
-        return self._slack.most_tokens(len(decoding), context_tokens, start)
 
     def _note_plan(self, plan: StepPlan, now: float) -> None:
         self._asked_at[plan.step] = now
@@ -235,7 +208,7 @@ class ControlLoop:
             if result.drafted:
                 drafter = self.engine.runner.drafter
                 self._gauges.speculated(drafter, result.drafted, result.accepted)
-            self._learn(plan, result, wall_s * 1e3)
+            self._planner.observe(plan, result, wall_s * 1e3)
             if computed:
                 self.prompt_pace.observe(computed + STEP_TOKENS, result.seconds)
             # Planned first: the engine computes while the tokens are handed out.
@@ -249,11 +222,6 @@ class ControlLoop:
         for update in failed:
             self._listener.on_lost([update.sequence], GrammarFailed(update.failure))
         self._listener.on_step([u for u in updates if not u.failure] if failed else updates)
-
-    def _learn(self, plan: StepPlan, result: StepResult, wall_ms: float) -> None:
-        self._history.observe(plan, result, wall_ms)
-        if self._slack is not None:
-            self._slack.observe(plan, wall_ms)
 
     def progress(self, sequence: Sequence) -> Progress | None:
         """How far the step that runs has come with a sequence; None where it is not in one."""
@@ -269,7 +237,7 @@ class ControlLoop:
     def load(self) -> LoadSnapshot:
         """What this worker is doing right now."""
         counts = self.pool.counts()
-        step = self._history.mean()
+        step = self._planner.mean_step()
         in_tiers = {} if self.tiers is None else self.tiers.counts()
         return LoadSnapshot(
             incarnation=self.incarnation,

@@ -38,6 +38,18 @@ class StepHistory:
             batch = len(plan.rows)
             self._steps.append((ms, batch, context_tokens, batch + result.accepted))
 
+    def observe_run(
+        self, batch: int, context_tokens: int, steps: int, ms: float, growth_ms: float
+    ) -> None:
+        """Several steps ended in which the same sequences got one token each.
+
+        The first attended to ``context_tokens`` in all and took ``ms``; each took ``growth_ms``
+        more than the one before it.
+        """
+        for step in range(max(0, steps - _KEPT), steps):
+            context = context_tokens + step * batch
+            self._steps.append((ms + step * growth_ms, batch, context, batch))
+
     def mean(self) -> MeanStep:
         """Of the kept steps."""
         if not self._steps:

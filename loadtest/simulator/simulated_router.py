@@ -1,0 +1,276 @@
+"""One router without connections: the real admission, planner and policy in virtual time.
+
+arrived ─no place, no hope→ refused
+arrived → waiting ─its turn→ placed ─first token→ begun ─last token→ done
+placed, begun ─handed back→ placed again;  ─deadline, no room for ever→ failed
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from baton.config import DEFAULT_TENANT, Config
+from baton.errors import BatonError, DeadlineExceeded, Overloaded
+from baton.registry import WorkerRecord
+from baton.request import Geometry
+from loadtest.simulator.attempt import Attempt
+from loadtest.simulator.event_queue import EventQueue
+from loadtest.simulator.prefix_directory import PrefixDirectory
+from loadtest.simulator.simulated_request import SimulatedRequest
+from loadtest.simulator.simulated_worker import SimulatedWorker
+from loadtest.simulator.workers_side import WorkersSide
+from router.admission import Admission, Applicant, Capacity
+from router.forecast import forecast_by_rate
+from router.planner import Planner
+from router.policy import Policy, RouteRequest
+
+TICK_S = 0.05
+CAPACITY_AGE_S = 0.02
+"""How often the waiting room is looked at while nothing happens, and how old its view of the
+workers may be, as ``router.waiting_room`` has them."""
+REFRESH_S = 0.05
+"""How old the table of workers may be, as ``router.roster`` has it."""
+GENERATED_EVERY_S = 0.25
+"""How often admission hears, while requests wait, how many tokens were generated: a live router
+tells it with each of them."""
+
+
+class SimulatedRouter:
+    """Implements ``loadtest.simulator.workers_side.RouterSide``. Owned by the simulation."""
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        workers: Sequence[SimulatedWorker],
+        block_tokens: int,
+        directory: PrefixDirectory,
+        side: WorkersSide,
+        events: EventQueue,
+    ) -> None:
+        self._config = config
+        self._events = events
+        self._directory = directory
+        self._side = side
+        self._workers = {worker.name: worker for worker in workers}
+        self._block_tokens = block_tokens
+        self._planner = Planner(policy, block_tokens)
+        self._admission = Admission(
+            config.tenant_weights,
+            config.max_waiting_requests,
+            config.priority_step_s,
+            config.slo_tpot_s if config.admission_slo_factor else math.inf,
+            self._refused,
+        )
+        self._requests: dict[str, SimulatedRequest] = {}
+        """Under way."""
+        self._begun: dict[str, SimulatedRequest] = {}
+        self._deadlines: dict[str, float] = {}
+        self._attempts: dict[str, Attempt] = {}
+        self._capacity: Capacity | None = None
+        self._capacity_at = -math.inf
+        self._generated_at = -math.inf
+        self._refreshed_at = -math.inf
+        self._seen: dict[str, int] = {}
+        """Of each worker the change that the table has seen last."""
+        self._ticks = False
+        self._prefill = [worker for worker in workers if worker.role == "prefill"]
+        self._decode = [worker for worker in workers if worker.role == "decode"]
+        for worker in workers:
+            self._join(worker)
+
+    def _join(self, worker: SimulatedWorker) -> None:
+        costs = worker.step_costs
+        table = self._planner.table
+        table.add(
+            WorkerRecord(
+                incarnation=worker.name,
+                slot=worker.name,
+                role=worker.role,
+                address="",
+                metrics_address="",
+                model="",
+                fingerprint="",
+                geometry=Geometry(self._block_tokens, 1, 1, 1, ""),
+                context_length=worker.context_length,
+                total_blocks=worker.pool.total,
+                max_sequences=worker.profile.max_sequences,
+                pool=worker.role,
+                prefill_cost=costs.prefill,
+                step_cost=costs.step,
+            )
+        )
+        table.set_load(worker.name, worker.load(), 0.0)
+        table.set_up(worker.name, True)
+
+    # Admission
+
+    def arrive(self, request: SimulatedRequest) -> None:
+        """A client asks."""
+        now = self._events.now
+        self._requests[request.name] = request
+        self._deadlines[request.name] = now + self._config.request_deadline_s
+        applicant = self._applicant(request)
+        admission, capacity = self._admission, self._current_capacity(now)
+        forecast = forecast_by_rate(
+            applicant.prompt_tokens,
+            admission.in_flight_tokens,
+            capacity.prefill_workers,
+            admission.tokens_per_s,
+            admission.tpot_s,
+        )
+        try:
+            admission.offer(applicant, forecast, capacity, now)
+        except Overloaded as error:
+            self._refused(request.name, error)
+        self._pump()
+
+    def _applicant(self, request: SimulatedRequest) -> Applicant:
+        config, tokens = self._config, request.traced.input_tokens
+        slo_s = config.slo_ttft_of(config.class_of(tokens))
+        factor = config.admission_slo_factor
+        return Applicant(
+            request_id=request.name,
+            tenant=DEFAULT_TENANT,
+            priority=0,
+            prompt_tokens=tokens,
+            max_tokens=request.output_tokens,
+            first_token_s=slo_s * factor if factor else math.inf,
+            give_up_s=slo_s * max(1.0, factor) if factor else math.inf,
+            deadline_s=config.request_deadline_s,
+        )
+
+    def _refused(self, name: str, error: BatonError) -> None:
+        self._end(self._requests[name], error.code or "overloaded")
+
+    def _pump(self) -> None:
+        now = self._events.now
+        for name in self._admission.release(self._current_capacity(now), now):
+            self._place(self._requests[name])
+        if self._admission.waiting_requests and not self._ticks:
+            self._ticks = True
+            self._events.after(TICK_S, self._on_tick)
+
+    def _on_tick(self) -> None:
+        self._ticks = False
+        self._pump()
+
+    def _current_capacity(self, now: float) -> Capacity:
+        if self._capacity is None or now - self._capacity_at > CAPACITY_AGE_S:
+            self._capacity, self._capacity_at = self._read_capacity(), now
+            if self._admission.waiting_requests and now - self._generated_at > GENERATED_EVERY_S:
+                self._generated_at = now
+                for request in self._begun.values():
+                    self._tell_generated(request)
+        return self._capacity
+
+    def _read_capacity(self) -> Capacity:
+        decode = self._decode
+        for worker in decode:
+            worker.catch_up()
+        return Capacity(
+            block_size=self._block_tokens,
+            prefill_workers=len(self._prefill or decode),
+            decode_sequences=sum(
+                len(worker.scheduler.running) + len(worker.scheduler.waiting) for worker in decode
+            ),
+            most_sequences=sum(worker.profile.max_sequences for worker in decode),
+            available_blocks=tuple(worker.pool.available for worker in decode),
+            total_blocks=tuple(worker.pool.total for worker in decode),
+        )
+
+    def _tell_generated(self, request: SimulatedRequest) -> None:
+        more = request.generated - request.told
+        if more > 0:
+            request.told += more
+            self._admission.generated(request.name, more)
+
+    # Routing
+
+    def _place(self, request: SimulatedRequest) -> None:
+        now = self._events.now
+        if request.sent_s is None:
+            request.sent_s = now
+        left_s = self._deadlines[request.name] - now
+        tokens = len(request.token_ids)
+        context_class = self._config.class_of(request.traced.input_tokens)
+        asked = RouteRequest(tokens, context_class, request.traced.session, left_s * 1e3)
+        self._refresh(now)
+        hashes = request.hashes
+        held = self._directory.lookup(hashes)
+        try:
+            if left_s <= 0:
+                raise DeadlineExceeded("the request's deadline passed while it waited")
+            decision = self._planner.decide(asked, hashes, held, now)
+            if decision.shed and not request.attempt:
+                raise Overloaded("the first token would come after the deadline")
+        except BatonError as error:
+            self._end(request, error.code or "unavailable")
+            return
+        promise = self._planner.promise(decision, asked, hashes, now)
+        source, target = self._workers[decision.prefill], self._workers[decision.decode]
+        request.prefill, request.decode = source.number, target.number
+        request.is_local = decision.local
+        spec = request.spec(left_s, context_class)
+        attempt = Attempt(request, spec, source, target, promise, now + left_s)
+        self._attempts[request.name] = attempt
+        self._events.after(source.profile.call_s, lambda: self._side.begin(attempt))
+
+    def _refresh(self, now: float) -> None:
+        """Read the workers' loads, where the table is old."""
+        if now - self._refreshed_at < REFRESH_S:
+            return
+        self._refreshed_at = now
+        table = self._planner.table
+        for worker in self._workers.values():
+            if not worker.is_idle or self._seen.get(worker.name) != worker.changes:
+                self._seen[worker.name] = worker.changes
+                table.set_load(worker.name, worker.load(), now * 1e3)
+
+    # What workers tell
+
+    def computed(self, attempt: Attempt, computed_tokens: int, compute_s: float) -> None:
+        """See ``RouterSide``."""
+        now, request = self._events.now, attempt.request
+        if request.name not in self._requests:
+            return
+        attempt.promise.computed(now, computed_tokens=computed_tokens, compute_ms=compute_s * 1e3)
+        if request.first_token_s is None:
+            request.first_token_s = now
+            self._begun[request.name] = request
+        if self._admission.first_token(request.name, now):
+            self._pump()
+
+    def committed(self, attempt: Attempt, transfer_s: float) -> None:
+        """See ``RouterSide``."""
+        attempt.promise.committed(pinned_blocks=len(attempt.pinned), transfer_ms=transfer_s * 1e3)
+
+    def finished(self, attempt: Attempt) -> None:
+        """See ``RouterSide``."""
+        if attempt.request.name in self._requests:
+            self._end(attempt.request, "")
+            self._pump()
+
+    def handed_back(self, attempt: Attempt) -> None:
+        """See ``RouterSide``."""
+        attempt.promise.ended(self._events.now)
+        if attempt.request.name in self._requests:
+            self._place(attempt.request)
+
+    def failed(self, attempt: Attempt, error: BatonError) -> None:
+        """See ``RouterSide``."""
+        if attempt.request.name in self._requests:
+            self._end(attempt.request, error.code or "unavailable")
+            self._pump()
+
+    def _end(self, request: SimulatedRequest, code: str) -> None:
+        now = self._events.now
+        request.ended_s, request.code = now, code
+        self._tell_generated(request)
+        attempt = self._attempts.pop(request.name, None)
+        if attempt is not None:
+            attempt.promise.ended(now)
+        self._admission.left(request.name, now, finished=not code)
+        for known in (self._requests, self._begun, self._deadlines):
+            known.pop(request.name, None)

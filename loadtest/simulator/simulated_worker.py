@@ -1,0 +1,328 @@
+"""One worker without an engine: the real scheduler, block pool and step planner in virtual time.
+
+    idle ─a plan→ stepping ─its end, nothing to plan→ idle
+    stepping ─every plan in flight is alike→ leaping ─the last alike, or somebody comes→ stepping
+
+While it leaps nothing is done until something but the next token happens: then the scheduler takes
+in, at once, the steps that have ended meanwhile. That gives what single steps give.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.request import LoadSnapshot
+from engine.block_pool import BlockPool
+from engine.plan import StepPlan, StepResult
+from engine.scheduler import Scheduler, SchedulerLimits, SequenceUpdate
+from engine.sequence import Sequence as EngineSequence
+from loadtest.simulator.event_queue import STEP_END, EventQueue
+from loadtest.simulator.simulated_request import TOKEN_IDS, SimulatedRequest, SimulatedSequence
+from loadtest.simulator.step_log import StepLog, StepRun
+from loadtest.simulator.step_model import StepShape, shape_of
+from loadtest.simulator.wire import Wire
+from loadtest.simulator.worker_profile import WorkerProfile
+from worker.chunk_slack import ChunkSlack
+from worker.step_planner import StepPlanner
+
+PUBLISH_S = 0.05
+"""From a prompt's coming or going to its events, as ``worker.process`` publishes."""
+
+
+class WorkerListener(Protocol):
+    """Whoever handles what runs on a worker."""
+
+    def on_step(self, worker: SimulatedWorker, updates: list[SequenceUpdate]) -> None:
+        """A step that was not leapt over has ended."""
+
+    def on_expired(self, worker: SimulatedWorker, sequences: list[EngineSequence]) -> None:
+        """These sequences' deadlines have passed; they have ended."""
+
+
+Publish = Callable[[str, Sequence[bytes], Sequence[bytes]], None]
+"""Hears of a worker the hashes that it has stored and removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """How a worker is run."""
+
+    block_tokens: int
+    slo_tpot_s: float | None
+    """A step with prompts and sequences that decode is to take no longer; None: nobody looks."""
+    leaps: bool = True
+
+
+@dataclass(slots=True)
+class Work:
+    """What a worker has done, in seconds of its engine and in tokens."""
+
+    steps: int = 0
+    busy_s: float = 0.0
+    decode_s: float = 0.0
+    """Of ``busy_s``: steps in which all decoded."""
+    decoded_tokens: int = 0
+    prompt_tokens: int = 0
+    """Computed in chunks."""
+
+
+class SimulatedWorker:
+    """See the module's text. Owned by the simulation."""
+
+    def __init__(
+        self,
+        number: int,
+        role: str,
+        profile: WorkerProfile,
+        settings: WorkerSettings,
+        events: EventQueue,
+        listener: WorkerListener,
+        publish: Publish,
+    ) -> None:
+        self.number = number
+        self.name = f"{role}-{number}"
+        self.role = role
+        self.profile = profile
+        self.pool = BlockPool(max(1, profile.kv_tokens // settings.block_tokens))
+        self.context_length = min(profile.context_length, self.pool.total * settings.block_tokens)
+        limits = SchedulerLimits(
+            block_size=settings.block_tokens,
+            chunk_tokens=profile.chunk_tokens,
+            max_sequences=profile.max_sequences,
+            context_length=self.context_length,
+            chunk_keys=profile.chunk_keys,
+        )
+        self.scheduler = Scheduler(self.pool, limits)
+        self.step_costs = profile.costs.step_costs()
+        slo_s = settings.slo_tpot_s
+        slack = None if slo_s is None else ChunkSlack(self.step_costs, slo_s)
+        self._planner = StepPlanner(self.scheduler, slack, is_cpu=profile.is_cpu)
+        self.wire = Wire(profile.wire_bytes_per_s)
+        self.log = StepLog()
+        self.work = Work()
+        self._events = events
+        self._listener = listener
+        self._publish = publish
+        self._publishes = False
+        self._leaps = settings.leaps
+        self._plans: deque[tuple[StepPlan, int]] = deque()
+        """In flight, the first of them runs; and how many steps were leapt over when each came."""
+        self._run: StepRun | None = None
+        """The running step, and, while it leaps, those after it."""
+        self._shape = StepShape(0, 0)
+        """Of the first step of ``_run``."""
+        self._leapt = 0
+        """Steps of ``_run`` that have ended."""
+        self._most_leaps = 0
+        """Steps of ``_run`` that are not to be seen one by one."""
+        self._leapt_ever = 0
+        self.changes = 0
+        """Grows with whatever changes what runs here, or its blocks."""
+        self.last_step_s = 0.0
+        """What the step took that ended last."""
+        self._alarm = 0
+        self._deadline = math.inf
+        """The first of all that are here."""
+
+    # What runs here
+
+    def add(self, sequence: SimulatedSequence) -> None:
+        """Queue a sequence whose KV is to be computed. Raises InvalidRequest, see ``Scheduler``."""
+        self.catch_up()
+        self._deadline = min(self._deadline, sequence.deadline)
+        self.scheduler.add(sequence)
+        self.settle()
+
+    def add_computed(self, sequence: SimulatedSequence, blocks: list[int], computed: int) -> None:
+        """Queue one whose first ``computed`` tokens are in ``blocks``."""
+        self.catch_up()
+        self._deadline = min(self._deadline, sequence.deadline)
+        self.scheduler.add_computed(sequence, blocks, computed)
+        self.changed()
+        self.settle()
+
+    def remove(self, sequence: EngineSequence) -> None:
+        """End a sequence; idempotent."""
+        self.catch_up()
+        self.scheduler.remove(sequence)
+        self.changed()
+        self.settle()
+
+    def changed(self) -> None:
+        """Blocks came or went of which the prefix index is to be told."""
+        if not self._publishes:
+            self._publishes = True
+            self._events.after(PUBLISH_S, self._tell_index)
+
+    def _tell_index(self) -> None:
+        self._publishes = False
+        self.catch_up()
+        stored, removed = self.pool.drain_changes()
+        self._publish(self.name, stored, removed)
+
+    # Steps
+
+    def settle(self) -> None:
+        """Plan what can be planned, after whatever has changed. ``catch_up`` comes before that."""
+        now = self._events.now
+        self.changes += 1
+        if now >= self._deadline:
+            expired = self.scheduler.expire(now)
+            rest = (*self.scheduler.waiting, *self.scheduler.running)
+            self._deadline = min((s.deadline for s in rest), default=math.inf)
+            if expired:
+                self._listener.on_expired(self, expired)
+        while (plan := self._planner.next_plan()) is not None:
+            self._plans.append((plan, self._leapt_ever))
+            if len(self._plans) == 1:
+                self._begin(now)
+        self._set_alarm()
+
+    def _begin(self, now: float) -> None:
+        """Run the first plan in flight."""
+        plan, leapt = self._plans[0]
+        shape = shape_of(plan)
+        missed = self._leapt_ever - leapt
+        if missed:
+            shape = StepShape(shape.decodes, shape.context_tokens + missed * shape.decodes)
+        line = self.profile.costs.decode_line(shape.decodes) if not shape.chunks else None
+        growth_s = 0.0 if line is None else line.per_token_s * shape.decodes
+        step_s = self.profile.costs.seconds(shape)
+        self._shape, self._leapt, self._most_leaps = shape, 0, 0
+        self._run = StepRun(self.work.steps, now, step_s, growth_s)
+        self.log.add(self._run)
+
+    def _set_alarm(self) -> None:
+        """For the next step's end that is more than the next token of each."""
+        run = self._run
+        if run is None:
+            return
+        self._most_leaps = self._leapt
+        if self._leaps and not self._shape.chunks:
+            steps = self.scheduler.identical_steps()
+            if math.isfinite(self._deadline):
+                steps = min(steps, max(0, run.ended_at(self._deadline) - 1 - self._leapt))
+            self._most_leaps += steps
+        self._alarm += 1
+        alarm = self._alarm
+        end_s = run.end_s(self._most_leaps + 1)
+        self._events.at(end_s, lambda: self._on_alarm(alarm), STEP_END)
+
+    def _on_alarm(self, alarm: int) -> None:
+        if alarm == self._alarm:
+            self.catch_up()
+            self._end_step()
+
+    def catch_up(self) -> None:
+        """Take in what was leapt over until now."""
+        run = self._run
+        if run is None or self._most_leaps <= self._leapt:
+            return
+        steps = min(run.ended_at(self._events.now), self._most_leaps) - self._leapt
+        if steps <= 0:
+            return
+        shape = self._shape
+        before, self._leapt = self._leapt, self._leapt + steps
+        self._leapt_ever += steps
+        self.scheduler.leap(steps, _token_of)
+        context_tokens = shape.context_tokens + before * shape.decodes
+        first_ms = (run.step_s + before * run.growth_s) * 1e3
+        self._planner.observe_run(
+            shape.decodes, context_tokens, steps, first_ms, run.growth_s * 1e3
+        )
+        first = self.work.steps
+        for sequence in self.scheduler.running:
+            _owner(sequence).took_run(self.number, first, steps)
+        self._count(steps, run.end_s(self._leapt) - run.end_s(before), shape)
+
+    def _end_step(self) -> None:
+        run = self._run
+        assert run is not None, "no step runs"
+        now = self._events.now
+        plan, leapt = self._plans.popleft()
+        step_s = run.step_s + self._leapt * run.growth_s
+        shape = StepShape(
+            self._shape.decodes,
+            self._shape.context_tokens + self._leapt * self._shape.decodes,
+            self._shape.chunks,
+        )
+        step, self.last_step_s = self.work.steps, step_s
+        self._count(1, step_s, shape)
+        self._run = None
+        if self._plans:
+            self._begin(now)
+        result = StepResult(plan.step, _sampled(plan), step_s)
+        updates = self.scheduler.complete(plan, result)
+        self._observe(plan, result, shape)
+        for update in updates:
+            if update.token_ids:
+                _owner(update.sequence).took_token(self.number, step)
+        # As in ``worker.control_loop``: planned first, then told.
+        self.settle()
+        self._listener.on_step(self, updates)
+        self.catch_up()
+        self.settle()
+
+    def _observe(self, plan: StepPlan, result: StepResult, shape: StepShape) -> None:
+        """What the worker learns of its own steps."""
+        if shape.chunks:
+            self._planner.observe(plan, result, result.seconds * 1e3)
+        else:
+            ms = result.seconds * 1e3
+            self._planner.observe_run(shape.decodes, shape.context_tokens, 1, ms, 0.0)
+
+    def _count(self, steps: int, seconds: float, shape: StepShape) -> None:
+        work = self.work
+        work.steps += steps
+        work.busy_s += seconds
+        work.decoded_tokens += steps * shape.decodes
+        if shape.chunks:
+            work.prompt_tokens += shape.tokens - shape.decodes
+        else:
+            work.decode_s += seconds
+
+    # What others see
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step runs."""
+        return self._run is None
+
+    def load(self) -> LoadSnapshot:
+        """As its messages tell it, now."""
+        self.catch_up()
+        counts = self.pool.counts()
+        step = self._planner.mean_step()
+        running = self.scheduler.running
+        return LoadSnapshot(
+            incarnation=self.name,
+            running=len(running),
+            waiting=len(self.scheduler.waiting),
+            waiting_tokens=self.scheduler.waiting_tokens,
+            free_blocks=counts.free,
+            cached_blocks=counts.cached,
+            used_blocks=counts.used,
+            engine_steps=self.work.steps,
+            context_tokens=sum(sequence.computed for sequence in running),
+            step_ms=step.ms,
+            step_batch=step.batch,
+            step_context_tokens=step.context_tokens,
+        )
+
+
+def _owner(sequence: EngineSequence) -> SimulatedRequest:
+    assert isinstance(sequence, SimulatedSequence), "no sequence of the simulation's"
+    return sequence.owner
+
+
+def _token_of(sequence: EngineSequence) -> int:
+    return _owner(sequence).token_id
+
+
+def _sampled(plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each row: a sequence has its request's number."""
+    return tuple((row.sequence_id % TOKEN_IDS,) if row.sample else () for row in plan.rows)

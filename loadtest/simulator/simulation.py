@@ -1,0 +1,116 @@
+"""A cluster serves a trace in virtual time.
+
+A discrete-event simulation around the objects that a live cluster runs: the router's admission,
+planner and policy, the workers' schedulers, block pools, step planners and rule for room. Only the
+engine's time and the wire's are a model, and Redis a directory in memory. docs/simulator.md says
+what is assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from baton.config import Config
+from baton.errors import ConfigError
+from loadtest.simulator.cluster_shape import ClusterShape
+from loadtest.simulator.event_queue import EventQueue
+from loadtest.simulator.prefix_directory import PrefixDirectory
+from loadtest.simulator.results import SimulationResult, WorkerResult, result_of
+from loadtest.simulator.simulated_request import SimulatedRequest
+from loadtest.simulator.simulated_router import SimulatedRouter
+from loadtest.simulator.simulated_worker import SimulatedWorker, WorkerSettings
+from loadtest.simulator.worker_profile import WorkerProfile
+from loadtest.simulator.workers_side import WorkersSide
+from loadtest.traces import TracedRequest
+from router.policies import make_policy
+from router.policy import RouteSettings, route_settings
+
+FINE_BLOCK_TOKENS = 64
+"""Of a KV block where the trace says nothing of prefixes."""
+
+
+def simulate(
+    requests: Sequence[TracedRequest],
+    shape: ClusterShape,
+    config: Config,
+    *,
+    trace_block: int = 512,
+    block_tokens: int = 0,
+    seed: int = 0,
+    leaps: bool = True,
+) -> SimulationResult:
+    """Serve ``requests``, which come in the order of their times.
+
+    ``config`` is that of `baton up`: policy, classes, SLOs, admission, local prefill; its pools are
+    not asked. ``trace_block``: tokens of a block of the trace's hashes. ``block_tokens``: tokens of
+    a KV block and of the index, which divide that; 0 takes the trace's own where it has hashes, and
+    64 where it has none. ``seed`` is for policies that draw. ``leaps`` False sees every step for
+    itself: slower by far, the same result. Raises ConfigError.
+    """
+    block = block_tokens or _usual_block(requests, trace_block)
+    hashed = any(request.block_hashes for request in requests)
+    if hashed and trace_block % block:
+        raise ConfigError(f"{block} tokens of a KV block do not divide the trace's {trace_block}")
+    events, directory = EventQueue(), PrefixDirectory()
+    side = WorkersSide(events)
+    own = WorkerSettings(block, config.slo_tpot_s if shape.paces_chunks else None, leaps)
+    workers = [
+        SimulatedWorker(number, role, profile, own, events, side, directory.apply)
+        for number, (role, profile) in enumerate(_places(shape))
+    ]
+    policy = make_policy(config.policy, _routes(config, shape, block), seed)
+    router = SimulatedRouter(config, policy, workers, block, directory, side, events)
+    side.router = router
+    each = [
+        SimulatedRequest(number, traced, trace_block if hashed else block, block)
+        for number, traced in enumerate(requests)
+    ]
+    for request in each:
+        events.at(request.traced.arrival_s, partial(router.arrive, request))
+    events.run()
+    return _result(each, workers)
+
+
+def _usual_block(requests: Sequence[TracedRequest], trace_block: int) -> int:
+    hashed = any(request.block_hashes for request in requests)
+    return trace_block if hashed else FINE_BLOCK_TOKENS
+
+
+def _places(shape: ClusterShape) -> Iterator[tuple[str, WorkerProfile]]:
+    """Role and kind of each worker."""
+    yield from (("prefill", shape.prefill_profile) for _ in range(shape.prefill))
+    yield from (("decode", shape.decode_profile) for _ in range(shape.decode))
+
+
+def _routes(config: Config, shape: ClusterShape, block: int) -> RouteSettings:
+    """Nothing is fetched from other workers; colocated workers compute what they decode."""
+    settings = replace(route_settings(config), hash_block=block, pulls=False)
+    if not shape.is_colocated:
+        return settings
+    classes = {
+        name: replace(route, local_prefill="always") for name, route in settings.classes.items()
+    }
+    return replace(settings, classes=classes)
+
+
+def _result(
+    requests: Sequence[SimulatedRequest], workers: Sequence[SimulatedWorker]
+) -> SimulationResult:
+    found = tuple(result_of(request, workers) for request in requests)
+    return SimulationResult(
+        requests=found,
+        workers=tuple(
+            WorkerResult(
+                worker.name,
+                worker.role,
+                worker.work,
+                worker.scheduler.preemptions,
+                worker.wire.sent_bytes,
+                worker.wire.busy_s,
+            )
+            for worker in workers
+        ),
+        span_s=max((result.ended_s for result in found), default=0.0),
+    )

@@ -1,0 +1,77 @@
+"""When a worker's steps ended: a line for each run of steps that followed one another alike."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """Steps without a pause, each a constant longer than the one before it."""
+
+    first: int
+    """Number of the first of them, counted from 0 over the worker's life."""
+    begun_s: float
+    step_s: float
+    """Of the first step."""
+    growth_s: float = 0.0
+
+    def end_s(self, steps: int) -> float:
+        """When so many of them have ended."""
+        return self.begun_s + steps * self.step_s + self.growth_s * (steps * (steps - 1) / 2)
+
+    def ended_at(self, now: float) -> int:
+        """How many of them have ended at ``now``, were there no end to them."""
+        left = now - self.begun_s
+        if left < self.step_s:
+            return 0
+        if self.growth_s <= 0.0:
+            steps = int(left / self.step_s)
+        else:
+            # n*step + growth*n*(n-1)/2 = left
+            half = self.step_s - self.growth_s / 2
+            root = (half * half + 2 * self.growth_s * left) ** 0.5
+            steps = int(2 * left / (half + root))
+        # Rounding may be off by one.
+        while steps > 0 and self.end_s(steps) > now:
+            steps -= 1
+        while self.end_s(steps + 1) <= now:
+            steps += 1
+        return steps
+
+
+class StepLog:
+    """All steps of a worker, in their order."""
+
+    def __init__(self) -> None:
+        self._runs: list[StepRun] = []
+        self._firsts: list[int] = []
+
+    def add(self, run: StepRun) -> None:
+        """The steps from ``run.first`` on, until the next one that is added."""
+        if self._firsts and self._firsts[-1] == run.first:
+            self._runs[-1] = run
+            return
+        self._runs.append(run)
+        self._firsts.append(run.first)
+
+    def ends_s(self, first: int, last: int) -> Floats:
+        """When the steps ``first`` to ``last``, this one included, ended. fp64 [steps]."""
+        parts: list[Floats] = []
+        place = bisect_right(self._firsts, first) - 1
+        while first <= last:
+            run = self._runs[place]
+            ends = self._firsts[place + 1] if place + 1 < len(self._firsts) else last + 1
+            until = min(last + 1, ends)
+            steps = np.arange(first - run.first + 1, until - run.first + 1, dtype=np.float64)
+            parts.append(
+                run.begun_s + steps * run.step_s + run.growth_s * (steps * (steps - 1) / 2)
+            )
+            first, place = until, place + 1
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)

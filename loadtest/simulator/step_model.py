@@ -1,0 +1,64 @@
+"""What a step costs: what every cost model is asked. No clock, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.plan import StepPlan
+from worker.step_costs import StepCosts
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What of a step its time depends on."""
+
+    decodes: int
+    """Rows of one token."""
+    context_tokens: int
+    """Tokens that these attend to in all, each its own included."""
+    chunks: tuple[tuple[int, int], ...] = ()
+    """Of each other row the tokens that are computed, and those before them."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed."""
+        return self.decodes + sum(count for count, _ in self.chunks)
+
+
+def shape_of(plan: StepPlan) -> StepShape:
+    """What a plan's time depends on."""
+    decodes = context_tokens = 0
+    chunks = []
+    for row in plan.rows:
+        if row.count == 1:
+            decodes += 1
+            context_tokens += row.start + 1
+        else:
+            chunks.append((row.count, row.start))
+    return StepShape(decodes, context_tokens, tuple(chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLine:
+    """Seconds of a step in which all of a batch decode: a line in the tokens attended to."""
+
+    base_s: float
+    per_token_s: float
+
+    def seconds(self, context_tokens: float) -> float:
+        """Of one step."""
+        return self.base_s + self.per_token_s * context_tokens
+
+
+class StepModel(Protocol):
+    """Pure: the same shape always costs the same."""
+
+    def seconds(self, shape: StepShape) -> float:
+        """A step's time, positive; of one without chunks what ``decode_line`` says."""
+
+    def decode_line(self, batch: int) -> DecodeLine:
+        """Of steps in which ``batch`` sequences decode and nothing else is computed."""
+
+    def step_costs(self) -> StepCosts:
+        """What a worker's calibration would find: what the policy and the workers predict by."""
