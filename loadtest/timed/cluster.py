@@ -31,7 +31,7 @@ from loadtest.line_service import Fields, Helper, helper
 from loadtest.peer_servers import SERVED_NAME
 from loadtest.router_child import RouterChild, router_child
 from loadtest.timed.model_folder import write_model_folder
-from loadtest.timed.step_times import FittedTimes
+from worker.step_costs import StepCosts
 
 Process = TypeVar("Process")
 
@@ -48,7 +48,7 @@ class TimedSettings:
     prefill: int
     decode: int
     """How many workers begin in each role."""
-    times: FittedTimes
+    costs: StepCosts
     """Of every worker's steps."""
     max_sequences: int = 64
     """Most sequences in a worker's step."""
@@ -144,8 +144,8 @@ class TimedCluster:
             "cluster_id": self.cluster_id,
             "number": len(self.workers),
             "workers_here": sum(pool.count for pool in self.config.pools),
-            "prefill": self.settings.times.prefill,
-            "step": self.settings.times.step,
+            "prefill": self.settings.costs.prefill,
+            "step": self.settings.costs.step,
         }
         log = self._folder / f"{slot}.log"
         worker = helper("loadtest.timed.worker", start, log, ready_s=_READY_S)

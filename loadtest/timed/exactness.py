@@ -25,10 +25,10 @@ from loadtest.machine import this_machine
 from loadtest.peer_servers import SERVED_NAME
 from loadtest.stream_client import HttpTarget
 from loadtest.timed.cluster import Steps, TimedCluster, TimedSettings, timed_cluster
-from loadtest.timed.step_times import FittedTimes
 from loadtest.whole_table import print_whole, whole_table
+from worker.step_costs import StepCosts
 
-_TIMES = FittedTimes(prefill=(10.0, 0.2, 0.0), step=(50.0, 0.0, 0.0))
+_COSTS = StepCosts(prefill=(10.0, 0.2, 0.0), step=(50.0, 0.0, 0.0))
 """20 tokens a second of each sequence, whatever their number."""
 _PROMPT_TOKENS = 64
 _IDLE_S = 5.0
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=16, help="of each decode worker")
     parser.add_argument("--seconds", type=float, default=20.0, help="that answers take")
     given = parser.parse_args()
-    settings = TimedSettings(given.prefill, given.decode, _TIMES, config={"local_prefill": "never"})
+    settings = TimedSettings(given.prefill, given.decode, _COSTS, config={"local_prefill": "never"})
     steps, footprints = asyncio.run(measure(settings, given.sequences, given.seconds))
     _print(steps, footprints)
 
@@ -70,7 +70,7 @@ async def measure(
         idle_cores = idle.shares()
         target = HttpTarget(cluster.router.http, SERVED_NAME)
         dice = random.Random(0)  # noqa: S311 - prompts, no secret
-        tokens = max(2, int(seconds / (settings.times.step[0] / 1e3)))
+        tokens = max(2, int(seconds / (settings.costs.step[0] / 1e3)))
         busy = _Use(cluster)
         answers = []
         for _ in range(sequences * settings.decode):

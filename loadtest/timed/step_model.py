@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.step import StepInput, StepOutput
-from loadtest.timed.step_times import StepTimes
+from loadtest.simulator.step_model import StepModel as CostModel
+from loadtest.simulator.step_model import shape_of_rows
 
 PLANNED_AHEAD_S = 0.01
 """A step that is asked for so soon after the last one's end counts as planned before it: its time
@@ -41,7 +42,7 @@ class TimedStepModel:
 
     def __init__(
         self,
-        times: StepTimes,
+        costs: CostModel,
         vocab_size: int,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -50,7 +51,7 @@ class TimedStepModel:
         """``clock`` gives seconds; ``sleep`` takes some, and may take more."""
         self.layers_done = 0
         self._timings: list[StepTiming] = []
-        self._times = times
+        self._costs = costs
         self._vocab_size = vocab_size
         self._clock, self._sleep = clock, sleep
         self._due = 0.0
@@ -74,7 +75,7 @@ class TimedStepModel:
 
         So a sequence that is computed again, or elsewhere, gets the tokens that it had.
         """
-        self._wait(self._times.seconds(step.rows))
+        self._wait(self._costs.seconds(shape_of_rows(step.rows)))
         best = [FIRST_TOKEN_ID + place % TOKEN_IDS for place in _places(step)]
         if step.greedy:
             return StepOutput(best, None)

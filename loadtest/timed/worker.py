@@ -25,9 +25,9 @@ from engine.engine import Engine
 from engine.kv_cache import Allocate
 from engine.model_config import load_model_config
 from loadtest.line_service import Asker, Fields, run_helper
+from loadtest.simulator.fitted_costs import FittedCosts
 from loadtest.timed.engine import build_timed_engine
 from loadtest.timed.step_model import TimedStepModel
-from loadtest.timed.step_times import FittedTimes
 from prefill_worker.role import PrefillRole
 from worker.calibration import Run
 from worker.process import WorkerProcess
@@ -42,9 +42,9 @@ class TimedWorker:
     def __init__(self, start: Fields) -> None:
         """``start``: see the module's text. Raises ConfigError for a folder that is no model's."""
         settings = _settings(start)
-        times = self._times = FittedTimes(tuple(start["prefill"]), tuple(start["step"]))
+        self._costs = StepCosts(tuple(start["prefill"]), tuple(start["step"]))
         vocabulary = load_model_config(Path(settings.model_path)).vocab_size
-        self._model = TimedStepModel(times, vocabulary)
+        self._model = TimedStepModel(FittedCosts(self._costs), vocabulary)
         roles: dict[str, RoleFactory] = {"prefill": PrefillRole, "decode": DecodeRole}
         self.process = WorkerProcess(settings, roles, self._build, self._calibrate)
 
@@ -53,7 +53,7 @@ class TimedWorker:
 
     def _calibrate(self, engine: Engine, run: Run) -> StepCosts:
         """What the cost model says, without a step: others may be starting on the same cores."""
-        return StepCosts(self._times.prefill, self._times.step)
+        return self._costs
 
     async def answer(self, question: Fields) -> Fields:
         """The steps since the last question, or since it serves: a list of each column."""

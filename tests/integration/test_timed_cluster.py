@@ -8,12 +8,12 @@ import pytest
 
 from loadtest.peer_servers import SERVED_NAME
 from loadtest.timed.cluster import TimedCluster, TimedSettings, timed_cluster
-from loadtest.timed.step_times import FittedTimes
+from worker.step_costs import StepCosts
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 DEADLINE_S = 60.0
-TIMES = FittedTimes(prefill=(5.0, 0.02, 0.0), step=(5.0, 0.5, 0.0))
+COSTS = StepCosts(prefill=(5.0, 0.02, 0.0), step=(5.0, 0.5, 0.0))
 
 
 async def answer(cluster: TimedCluster, prompt: str, tokens: int = 12) -> str:
@@ -25,7 +25,7 @@ async def answer(cluster: TimedCluster, prompt: str, tokens: int = 12) -> str:
 
 
 async def test_its_workers_answer_change_roles_leave_and_end() -> None:
-    settings = TimedSettings(2, 1, TIMES, config={"local_prefill": "never"})
+    settings = TimedSettings(2, 1, COSTS, config={"local_prefill": "never"})
     prompt = "a" * 700
     async with timed_cluster(settings) as cluster:
         first = await answer(cluster, prompt)

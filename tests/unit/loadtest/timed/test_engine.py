@@ -12,14 +12,15 @@ from baton.sampling_params import SamplingParams
 from engine.engine import Engine
 from engine.kv_cache import allocate_plain
 from engine.local import generate
+from loadtest.simulator.fitted_costs import FittedCosts
 from loadtest.timed.engine import CHUNK_TOKENS, build_timed_engine
 from loadtest.timed.model_folder import VOCABULARY, write_model_folder
 from loadtest.timed.step_model import FIRST_TOKEN_ID, TOKEN_IDS, TimedStepModel
-from loadtest.timed.step_times import FittedTimes
 from router.tokenizer import Tokenizer
 from worker.settings import WorkerSettings
+from worker.step_costs import StepCosts
 
-TIMES = FittedTimes(prefill=(1.0, 0.01, 0.0), step=(2.0, 0.1, 0.0))
+COSTS = FittedCosts(StepCosts(prefill=(1.0, 0.01, 0.0), step=(2.0, 0.1, 0.0)))
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model() -> TimedStepModel:
-    return TimedStepModel(TIMES, VOCABULARY)
+    return TimedStepModel(COSTS, VOCABULARY)
 
 
 @pytest.fixture
