@@ -9,12 +9,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCABULARY = 2048
 CONTEXT_TOKENS = 131_072
+KV_TOKEN_BYTES = 32
+"""Of one layer with one head of eight, in bfloat16."""
 _BEGIN, _END = "<|begin|>", "<|end|>"
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def write_model_folder(folder: Path, context_tokens: int = CONTEXT_TOKENS) -> Path:
-    """Config and tokenizer of a Llama whose KV takes 32 bytes a token; the folder itself.
+    """Config and tokenizer of a Llama whose KV takes ``KV_TOKEN_BYTES`` a token; the folder itself.
 
     A byte of text is a token: a prompt of n letters has n tokens.
     """
