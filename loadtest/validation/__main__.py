@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -74,6 +75,7 @@ async def validate(
     name = f"{settings.prefill}P{settings.decode}D"
     slo = Slo(SLO_TTFT_S, SLO_TPOT_S)
     async with timed_cluster(settings) as cluster:
+        began = time.monotonic()
         url = f"http://{cluster.router.http}"
         # The first requests pay for first uses.
         await measured(PROBE, url, SERVED_NAME, run=1)
@@ -81,12 +83,15 @@ async def validate(
         shape = with_call_time(shape_of(cluster), cluster.config, PROBE, seen)
         call_ms = shape.prefill_profile.call_s * 1e3
         console.print(f"{name}: a message takes {call_ms:.2f} ms", highlight=False)
-        found = []
+        begun, runs = [], []
         for run, load in enumerate(loads, start=3):
-            said = predicted(load, shape, cluster.config)
-            seen, late_s = await measured(load, url, SERVED_NAME, run=run)
-            found.append(compare(name, load, slo, said, seen, late_s))
-        return found
+            begun.append((time.monotonic() - began, load))
+            runs.append(await measured(load, url, SERVED_NAME, run=run))
+    said = predicted(begun, shape, cluster.config)
+    return [
+        compare(name, load, slo, ours, seen, late_s)
+        for load, ours, (seen, late_s) in zip(loads, said, runs, strict=True)
+    ]
 
 
 def shape_of(cluster: TimedCluster) -> ClusterShape:
@@ -111,7 +116,7 @@ def table_of(found: Sequence[Comparison]) -> Table:
     """A line for each load: predicted / measured, and the error."""
     names = [figure.name for figure in found[0].figures]
     table = whole_table(
-        *("shape", "requests/s", "counted", *names, "met the SLOs", "client late, ms"),
+        *("shape", "requests/s", "counted", *names, "met the SLOs", "refused", "client late, ms"),
         title="Predicted / measured; times in ms",
     )
     for one in found:
@@ -120,6 +125,7 @@ def table_of(found: Sequence[Comparison]) -> Table:
             *(one.shape, f"{one.rate:g}", str(one.requests)),
             *(_cell(figure) for figure in one.figures),
             f"{said:.0%} / {seen:.0%}",
+            "{} / {}".format(*one.refused),
             f"{one.late_ms:.0f}",
         )
     return table

@@ -49,6 +49,8 @@ class Comparison:
     figures: tuple[Figure, ...]
     attainment: tuple[float, float]
     """Share of the requests that met every SLO, predicted and measured."""
+    refused: tuple[int, int]
+    """Requests that the router turned away, predicted and measured."""
     late_ms: float
     """p99 of the client's event loop."""
 
@@ -71,6 +73,7 @@ def compare(
         requests=seen.all.requests,
         figures=(*figures, goodput),
         attainment=(said.all.attainment, seen.all.attainment),
+        refused=(said.all.shed, seen.all.shed),
         late_ms=late_s * 1e3,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
@@ -18,10 +19,24 @@ from loadtest.validation.offered_load import OfferedLoad
 _TRIAL_CALL_S = 1e-3
 
 
-def predicted(load: OfferedLoad, shape: ClusterShape, config: Config) -> list[RequestRecord]:
-    """A record of each request, in their order."""
-    found = simulate(load.traced(), shape, config, block_tokens=config.block_size)
-    return [_record(result) for result in found.requests]
+def predicted(
+    loads: Sequence[tuple[float, OfferedLoad]], shape: ClusterShape, config: Config
+) -> list[list[RequestRecord]]:
+    """Records of each load's requests, in their order, in seconds from that load's beginning.
+
+    ``loads`` with the second at which each begins, in order: one cluster serves one after another,
+    as a live one does, because its router and workers learn from what they served before.
+    """
+    requests = [
+        replace(request, arrival_s=begin_s + request.arrival_s)
+        for begin_s, load in loads
+        for request in load.traced()
+    ]
+    results = iter(simulate(requests, shape, config, block_tokens=config.block_size).requests)
+    return [
+        [_record(result, begin_s) for result in islice(results, len(load.traced()))]
+        for begin_s, load in loads
+    ]
 
 
 def with_call_time(
@@ -31,8 +46,10 @@ def with_call_time(
 
     The probe is to be so light that no request meets another: then all but messages is computing.
     """
-    none = _median_ttft(predicted(probe, _with_call(shape, 0.0), config))
-    trial = _median_ttft(predicted(probe, _with_call(shape, _TRIAL_CALL_S), config))
+    none, trial = (
+        _median_ttft(predicted([(0.0, probe)], _with_call(shape, call_s), config)[0])
+        for call_s in (0.0, _TRIAL_CALL_S)
+    )
     messages = (trial - none) / _TRIAL_CALL_S
     return _with_call(shape, max(0.0, (_median_ttft(measured) - none) / messages))
 
@@ -49,18 +66,18 @@ def _median_ttft(records: Sequence[RequestRecord]) -> float:
     return float(np.median([record.ttft_s for record in records if record.outcome == "ok"]))
 
 
-def _record(result: RequestResult) -> RequestRecord:
+def _record(result: RequestResult, begin_s: float) -> RequestRecord:
     return RequestRecord(
         number=result.number,
-        due_s=result.arrival_s,
-        sent_s=result.arrival_s,
-        ended_s=result.ended_s,
+        due_s=result.arrival_s - begin_s,
+        sent_s=result.arrival_s - begin_s,
+        ended_s=result.ended_s - begin_s,
         outcome=_outcome(result),
         code=result.code,
         input_tokens=result.input_tokens,
         output_tokens=result.output_tokens,
         cached_tokens=result.cached_tokens,
-        token_times_s=array("d", result.token_times_s),
+        token_times_s=array("d", result.token_times_s - begin_s),
     )
 
 
