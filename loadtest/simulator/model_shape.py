@@ -1,4 +1,4 @@
-"""The sizes of a model that its costs depend on, from its config.json. Plain Python but for reading."""
+"""The sizes of a model that its costs depend on, from its config.json."""
 
 from __future__ import annotations
 

@@ -94,6 +94,11 @@ class SimulationResult:
     """From the first arrival until the last request had ended."""
 
     @property
+    def arrivals_s(self) -> float:
+        """From the first arrival until the last."""
+        return max((request.arrival_s for request in self.requests), default=0.0)
+
+    @property
     def output_tokens(self) -> int:
         """Of all requests."""
         return sum(request.output_tokens for request in self.requests)

@@ -243,7 +243,7 @@ class SimulatedWorker:
         run = self._run
         assert run is not None, "no step runs"
         now = self._events.now
-        plan, leapt = self._plans.popleft()
+        plan, _ = self._plans.popleft()
         step_s = run.step_s + self._leapt * run.growth_s
         shape = StepShape(
             self._shape.decodes,

@@ -1,4 +1,4 @@
-"""Workers by the name of their accelerator, or by the profile that `baton calibrate` has written."""
+"""Workers by the name of their accelerator, or by a profile that `baton calibrate` has written."""
 
 from __future__ import annotations
 
