@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from deploy import simulate_command, worker_commands
+from deploy import calibrate_command, simulate_command, worker_commands
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -31,6 +31,7 @@ app.add_typer(model_app, name="model")
 app.command()(worker_commands.drain)
 app.command()(worker_commands.role)
 app.command()(simulate_command.simulate)
+app.command()(calibrate_command.calibrate)
 bench_app = typer.Typer(help="Benchmarks on this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 

@@ -133,17 +133,27 @@ class SimulatedWorker:
     def add(self, sequence: SimulatedSequence) -> None:
         """Queue a sequence whose KV is to be computed. Raises InvalidRequest, see ``Scheduler``."""
         self.catch_up()
-        self._deadline = min(self._deadline, sequence.deadline)
+        self._note_deadline(sequence)
         self.scheduler.add(sequence)
         self.settle()
 
     def add_computed(self, sequence: SimulatedSequence, blocks: list[int], computed: int) -> None:
         """Queue one whose first ``computed`` tokens are in ``blocks``."""
         self.catch_up()
-        self._deadline = min(self._deadline, sequence.deadline)
+        self._note_deadline(sequence)
         self.scheduler.add_computed(sequence, blocks, computed)
         self.changed()
         self.settle()
+
+    def _note_deadline(self, sequence: SimulatedSequence) -> None:
+        self._deadline = min(self._deadline, sequence.deadline)
+        if math.isfinite(sequence.deadline):
+            self._events.at(sequence.deadline, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        if self._events.now >= self._deadline:
+            self.catch_up()
+            self.settle()
 
     def remove(self, sequence: EngineSequence) -> None:
         """End a sequence; idempotent."""

@@ -267,6 +267,19 @@ def test_prompts_come_no_faster_than_tokens_allow() -> None:
     assert len(in_time) >= 0.75 * 13 * 40
 
 
+def test_a_long_prompt_leaves_the_other_prefill_workers_theirs() -> None:
+    """One worker computes it: the others would have nothing to do until it is done."""
+    admission = Admission(WEIGHTS, 100, 1.0, math.inf, lambda name, error: None)
+    capacity = Capacity(BLOCK, 3, 0, 64, (100_000,), (100_000,))
+    for number, tokens in enumerate((90_000, 2000, 2000, 2000)):
+        name = f"r{number}"
+        applicant = Applicant(name, "default", 0, tokens, 10, math.inf, math.inf, math.inf)
+        admission.offer(applicant, Forecast(), capacity, 0.0)
+    assert admission.release(capacity, 0.0) == ["r0", "r1", "r2"]
+    admission.first_token("r1", 0.1)
+    assert admission.release(capacity, 0.1) == ["r3"]
+
+
 def test_a_slow_reader_slows_nobody_down() -> None:
     cluster = Cluster(slo_tpot_s=0.1)
     cluster.learn()

@@ -57,8 +57,8 @@ def config(
 
 @st.composite
 def traces(draw: st.DrawFn) -> list[TracedRequest]:
-    """Up to 25 requests with prefixes in common."""
-    count = draw(st.integers(1, 25))
+    """Up to a dozen requests with prefixes in common."""
+    count = draw(st.integers(1, 12))
     at_s = 0.0
     requests = []
     for _ in range(count):

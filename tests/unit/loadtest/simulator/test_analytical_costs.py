@@ -39,7 +39,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def work_s(folder: Path, rows: list[PlanRow]) -> tuple[float, float, float]:
-    """Seconds of the weights and of the KV at an H100's bandwidth, of the arithmetic at its peak."""
+    """Seconds of weights and of KV at an H100's bandwidth, of the arithmetic at its peak."""
     storage = Storage(2.0, 2.0, MODELS["llama-3.1-8b"].kv_token_bytes(2.0))
     work = step_work(load_model_config(folder), storage, rows)
     rate = H100.memory_bytes_per_s

@@ -75,7 +75,7 @@ def assert_equal(one: SimulationResult, other: SimulationResult) -> None:
         assert mine.work.busy_s == pytest.approx(theirs.work.busy_s, abs=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     traces(),
     st.integers(0, 2),
@@ -111,7 +111,7 @@ def test_a_leap_is_as_good_as_single_steps(
     assert_equal(leapt, simulated(leaps=False))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(traces(), st.sampled_from(LOCAL))
 def test_who_is_refused_is_refused_either_way(
     requests: list[TracedRequest], local: LocalPrefill

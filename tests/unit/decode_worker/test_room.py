@@ -1,0 +1,47 @@
+"""The rule for room, for whoever asks."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.errors import HandoffError, NoRoom
+from baton.request import SequenceSpec
+from baton.sampling_params import SamplingParams
+from decode_worker.room import Room
+from engine.block_pool import BlockPool
+from engine.scheduler import Scheduler, SchedulerLimits
+
+
+def spec(name: str = "r", *, choices: int = 1, preemptions: int = 0) -> SequenceSpec:
+    return SequenceSpec(
+        name, 0, "router", (1, 2, 3), 3, SamplingParams(), choices=choices, preemptions=preemptions
+    )
+
+
+def room(blocks: int = 10, places: int = 4) -> tuple[Room, BlockPool]:
+    pool = BlockPool(blocks)
+    return Room(Scheduler(pool, SchedulerLimits(4, 64, places, 1000))), pool
+
+
+def test_blocks_and_places_are_counted() -> None:
+    rule, pool = room()
+    rule.check(10, [], spec(), promised=3, now=0.0)
+    with pytest.raises(NoRoom, match="place"):
+        rule.check(1, [], spec(), promised=4, now=0.0)
+    pool.allocate(8)
+    with pytest.raises(NoRoom, match="3 blocks wanted, 2 available"):
+        rule.check(3, [], spec(), promised=0, now=0.0)
+    with pytest.raises(HandoffError, match="this worker has 10"):
+        rule.check(11, [], spec(), promised=0, now=0.0)
+
+
+def test_who_was_preempted_comes_first() -> None:
+    rule, pool = room()
+    blocks = pool.allocate(9)
+    with pytest.raises(NoRoom):
+        rule.check(2, [], spec("old", preemptions=1), promised=0, now=0.0)
+    pool.release(blocks)
+    with pytest.raises(NoRoom, match="preempted"):
+        rule.check(1, [], spec("new"), promised=0, now=0.1)
+    rule.check(2, [], spec("old", preemptions=1), promised=0, now=0.2)
+    rule.check(1, [], spec("new"), promised=0, now=0.2)
