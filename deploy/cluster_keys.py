@@ -7,6 +7,7 @@ import logging
 
 import redis
 
+from baton.pool_sizes import PoolSizes
 from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry
@@ -27,6 +28,7 @@ async def forget_cluster(url: str, cluster_id: str) -> None:
         async with asyncio.timeout(_FORGET_S), redis_client(url) as client:
             registry, index = Registry(client, cluster_id), PrefixIndex(client, cluster_id)
             await SlotBoard(client, cluster_id).clear()
+            await PoolSizes(client, cluster_id).clear()
             for incarnation in await registry.dead():
                 await index.collect(incarnation)
                 await registry.forget(incarnation)

@@ -14,7 +14,7 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,19 @@ from typing import Any
 import psutil
 
 from baton.errors import WorkerFailed
-from deploy.actor import ActorSettings, WorkerActor
+from deploy.actor import Answer, WorkerActor
+from deploy.actor_settings import ActorSettings
 from deploy.child import last_lines
 from deploy.cluster_mark import CLUSTER_VARIABLE
 from deploy.daemon_thread import DaemonThread
 from deploy.pool_keeper import Sight
-from deploy.ray_worker import RayWorker, find, place, reason
+from deploy.ray_worker import RayWorker, find, find_all, place, reason
 
 ANSWER_S = 3.0
 """A worker that has not answered a ping for so long is silent."""
+_LONGEST_GAP_S = 5.0
+"""Between two looks at the registry no more is counted as time without an entry: the supervisor may
+have stood still itself."""
 
 log = logging.getLogger(__name__)
 
@@ -54,16 +58,18 @@ class Fleet:
 
     def __init__(
         self,
-        settings: Mapping[str, ActorSettings],
-        is_listed: Callable[[str], Awaitable[bool]],
+        settings: Callable[[str], ActorSettings],
+        roll: Callable[[], Awaitable[Collection[str] | None]],
         actor_class: type = WorkerActor,
     ) -> None:
-        """``settings`` by slot; ``is_listed`` tells whether the registry lists a slot's worker, or
+        """``settings`` are those of a slot; ``roll`` tells whose workers the registry lists, None
 
-        cannot be asked.
+        where it cannot be asked.
         """
         self._settings = settings
-        self._is_listed = is_listed
+        self._roll = roll
+        self._listed: Collection[str] | None = None
+        self._refreshed_at = time.monotonic()
         self._actor_class = actor_class
         self._thread = DaemonThread("fleet")
         self._lives: dict[str, _Life] = {}
@@ -71,10 +77,25 @@ class Fleet:
 
     async def recall(self) -> None:
         """Find the workers that live, whoever has started them. Raises what Ray raises."""
-        for slot in self._settings.keys() - self._lives.keys():
-            worker = await self._thread.call(lambda slot=slot: find(slot))  # type: ignore[misc]
-            if worker is not None:
-                self._lives[slot] = _Life(worker)
+        for worker in await self._thread.call(find_all):
+            if worker.slot not in self._lives:
+                self._lives[worker.slot] = _Life(worker)
+
+    @property
+    def slots(self) -> Collection[str]:
+        """Where somebody is."""
+        return self._lives.keys()
+
+    async def refresh(self) -> None:
+        """See whom the registry lists."""
+        self._listed = await self._roll()
+        now = time.monotonic()
+        passed = min(now - self._refreshed_at, _LONGEST_GAP_S)
+        self._refreshed_at = now
+        for slot, life in self._lives.items():
+            # Where nobody is listed, the registry is to blame.
+            lost = self._listed is not None and slot not in self._listed and len(self._listed) > 0
+            life.unlisted_s = life.unlisted_s + passed if lost else 0.0
 
     async def look(self, slot: str) -> Seen:
         """What is there now; does not wait for an answer."""
@@ -88,13 +109,14 @@ class Fleet:
                 # It stays until it is ended, so that it could say why.
                 self._in_background(self._kill(life))
             return Seen(Sight.NOBODY, seen.error + self._last_words(slot))
-        if seen.sight is Sight.SILENT and await self._is_listed(slot):
+        if seen.sight is Sight.SILENT and (self._listed is None or slot in self._listed):
+            # Silence in Redis condemns nobody.
             return Seen(Sight.SERVING, pid=seen.pid, host=seen.host)
         return seen
 
     async def start(self, slot: str) -> None:
         """Have Ray place a worker. Raises what Ray raises."""
-        settings = self._settings[slot]
+        settings = self._settings(slot)
 
         def start() -> RayWorker:
             try:
@@ -107,6 +129,13 @@ class Fleet:
                 return found
 
         self._lives[slot] = _Life(await self._thread.call(start))
+
+    async def drain(self, slot: str, deadline_s: float) -> None:
+        """Have a worker take nothing more, and end by itself. Raises what Ray raises."""
+        life = self._lives.get(slot)
+        if life is not None:
+            async with asyncio.timeout(ANSWER_S):
+                await life.worker.drain(deadline_s)
 
     async def end(self, slot: str) -> None:
         """End a worker's process, frozen or not; idempotent. Raises what Ray raises."""
@@ -126,10 +155,12 @@ class Fleet:
         task.add_done_callback(self._tasks.discard)
 
     def _last_words(self, slot: str) -> str:
-        """The end of the traceback in a worker's log, where it is on this host and ends so."""
-        line = last_lines(Path(self._settings[slot].log_file), 1)
+        """What a worker's log ends with, where it is on this host: an error, or a traceback."""
+        line = last_lines(Path(self._settings(slot).log_file), 1)
         # A line of the log begins with a date.
-        return f" ({line.strip()})" if line and not line[0].isdigit() else ""
+        if line and line[0].isdigit():
+            line = line.partition(" ERROR ")[2].partition(": ")[2]
+        return f" ({line.strip()})" if line else ""
 
     def close(self) -> None:
         """Look no more. The workers go on."""
@@ -144,7 +175,10 @@ class _Life:
         self.worker = worker
         self.pid, self.host = 0, ""
         self.failed_to_start = False
+        self.unlisted_s = 0.0
+        """For how long the registry has not listed it, though it lists others."""
         self._serves = False
+        self._leaves = False
         self._asked_at = time.monotonic()
         self._heard_at = self._asked_at
         self._asking = asyncio.create_task(self._ask())
@@ -165,22 +199,24 @@ class _Life:
         self._asking = asyncio.create_task(self._ask())
         return self._seen(silent=self._serves and now - self._heard_at > ANSWER_S)
 
-    async def _ask(self) -> dict[str, Any] | None:
+    async def _ask(self) -> dict[str, Any] | Answer:
         if not self._serves:
             return await self.worker.ready()
-        await self.worker.ping()
-        return None
+        return await self.worker.ping(self.unlisted_s)
 
-    def _heard(self, answer: dict[str, Any] | None, now: float) -> None:
+    def _heard(self, answer: dict[str, Any] | Answer, now: float) -> None:
         self._heard_at = now
-        if answer is not None:
-            self._serves = True
-            self.pid, self.host = answer["pid"], answer["host"]
+        if isinstance(answer, Answer):
+            self._leaves = answer is Answer.LEAVING
+            return
+        self._serves, self.unlisted_s = True, 0.0
+        self.pid, self.host = answer["pid"], answer["host"]
 
     def _seen(self, *, silent: bool) -> Seen:
         if not self._serves:
             return Seen(Sight.STARTING)
-        return Seen(Sight.SILENT if silent else Sight.SERVING, pid=self.pid, host=self.host)
+        sight = Sight.LEAVING if self._leaves else Sight.SERVING
+        return Seen(Sight.SILENT if silent else sight, pid=self.pid, host=self.host)
 
     def close(self) -> None:
         self._asking.cancel()

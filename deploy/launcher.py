@@ -13,7 +13,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from baton.config import Config, PoolConfig
 from baton.errors import BatonError
 from baton.redis_client import redis_client
 from deploy import model_store
-from deploy.actor import ActorSettings
+from deploy.actor_settings import ActorSettings
 from deploy.announcement import announcement
 from deploy.child import last_lines
 from deploy.cluster_keys import forget_cluster
@@ -38,16 +38,19 @@ from deploy.part_watch import GCS, SUPERVISOR, PartWatch
 from deploy.ports import choose_ports, reachable
 from deploy.progress import Progress
 from deploy.ray_cluster import RayCluster
-from deploy.ray_worker import RayWorker, place, reason
+from deploy.ray_worker import RayWorker, find_all, place, reason
 from deploy.reaper import GRACE_S, sweep
 from deploy.router_process import RouterProcess
 from deploy.run_directory import RunDirectory
 from deploy.slot_board import SlotBoard
+from deploy.slot_settings import CORE_LINES
 from deploy.supervisor_actor import RaySupervisor, SupervisorSettings
 from deploy.valkey import EmbeddedValkey, check_redis
 
 _WORKER_STOP_S = 5.0
+_SUPERVISOR_START_S = 60.0
 _SUPERVISOR_AGAIN_S = 10.0
+_FIND_S = 3.0
 
 Result = TypeVar("Result")
 
@@ -280,6 +283,7 @@ class Launcher:
             cluster_id=self._mark.cluster_id,
             threads=pool.threads or _share_of_cores(self._config),
             core_board="" if pool.threads else str(self._run.path / "cores"),
+            core_lines=workers_here + CORE_LINES,
             number=number,
             workers_here=workers_here,
             log_file=str(self._run.log(slot)),
@@ -307,6 +311,7 @@ class Launcher:
         """
         settings = SupervisorSettings(
             workers=self._slots,
+            drain_s=self._config.drain_deadline_s,
             redis_url=self._redis_url,
             cluster_id=self._mark.cluster_id,
             log_file=str(self._run.log(SUPERVISOR)),
@@ -325,17 +330,25 @@ class Launcher:
             try:
                 supervisor = await self._calls.call(lambda: RaySupervisor.place(settings))
                 self._parts.supervisor = supervisor
-                return await supervisor.ready()
+                async with asyncio.timeout(_SUPERVISOR_START_S):
+                    return await supervisor.ready()
             except Exception as error:
                 self._report(f"the supervisor does not start yet: {reason(error)}")
                 await asyncio.sleep(_SUPERVISOR_AGAIN_S)
+            if self._parts.supervisor is not None:
+                # A control store that died may have lost track of it, and it would never come; its
+                # name would be in the way of the next one.
+                await self._calls.call(self._parts.supervisor.kill)
 
     def _report(self, text: str) -> None:
         log.warning("%s", text)
         self._progress.line(text, "yellow")
 
     def _note_pid(self, name: str, pid: int) -> None:
-        self._pids[name] = pid
+        if pid:
+            self._pids[name] = pid
+        else:
+            self._pids.pop(name, None)
         if self._ready:
             self._save_state()
 
@@ -400,8 +413,9 @@ class Launcher:
             # Before the workers leave: it would start others.
             stops.append(parts.supervisor.stop(_WORKER_STOP_S))
         await asyncio.gather(*stops, return_exceptions=True)
+        workers = await self._living_workers()
         await asyncio.gather(
-            *(worker.stop(_WORKER_STOP_S) for worker in parts.workers), return_exceptions=True
+            *(worker.stop(_WORKER_STOP_S) for worker in workers), return_exceptions=True
         )
         if self._config.redis_url:
             await forget_cluster(self._config.redis_url, self._mark.cluster_id)
@@ -412,6 +426,17 @@ class Launcher:
         for valkey in (parts.valkey, parts.gcs_valkey):
             if valkey is not None:
                 await valkey.stop()
+
+    async def _living_workers(self) -> Sequence[RayWorker]:
+        """Those that the supervisor has started, too; the first ones where Ray does not tell."""
+        if not self._ready:
+            return self._parts.workers
+        try:
+            async with asyncio.timeout(_FIND_S):
+                return await self._calls.call(find_all)
+        except Exception as error:
+            log.warning("the workers cannot be found: %s", reason(error))
+            return self._parts.workers
 
 
 async def _together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:

@@ -41,7 +41,10 @@ class PartWatch:
     """Each method watches one part, until it is cancelled or raises."""
 
     def __init__(self, report: Callable[[str], None], note_pid: Callable[[str, int], None]) -> None:
-        """``report`` shows a line; ``note_pid`` learns a part's new process id."""
+        """``report`` shows a line; ``note_pid`` learns a part's new process id, 0 once it is gone
+
+        for good.
+        """
         self._report = report
         self._note_pid = note_pid
 
@@ -124,10 +127,16 @@ class SlotWatch:
             known = self._known.get(slot)
             self._known[slot] = news
             if news.state.phase is Phase.RUNNING:
+                was_there = slot in self._pids
                 if self._is_new(slot, news.pid):
-                    self._report(f"{slot} is back")
+                    self._report(f"{slot} is back" if was_there else f"{slot} has joined")
             elif known is not None and known.state.deaths < news.state.deaths:
                 self._report(self._obituary(slot, news))
+        for slot in self._known.keys() - told.slots.keys():
+            del self._known[slot]
+            if self._pids.pop(slot, 0):
+                self._note_pid(slot, 0)
+                self._report(f"{slot} has left")
 
     def _is_new(self, name: str, pid: int) -> bool:
         if not pid or self._pids.get(name) == pid:

@@ -6,11 +6,14 @@ A slot is a place in a pool, ``prefill-0``; lives of workers follow one another 
     starting, running ─gone→ waiting (backing off, or in a crash loop) ─its pause is over→ starting
     starting ─for START_S→ ending;  running ─silent for SILENCE_S→ ending
     ending ─gone→ waiting
-    any ─not wanted→ leaving ─gone→ forgotten
+    running ─it drains→ draining ─gone→ starting, at once: no death
+    running ─not wanted→ leaving (drained; ended after LEAVE_S) ─gone→ forgotten
+    starting, or silent ─not wanted→ leaving (ended at once) ─gone→ forgotten
 
-Whoever owns a keeper tells it what is there, asks it what to do, does that, and looks again. It
-takes over what it finds: a keeper that was made a moment ago restarts nobody who serves. An order
-whose effect is not seen within ``PATIENCE_S`` is given again.
+What is wanted may change at any time (``want``). Whoever owns a keeper tells it what is there, asks
+it what to do, does that, and looks again. It takes over what it finds: a keeper that was made a
+moment ago restarts nobody who serves. An order whose effect is not seen within ``PATIENCE_S`` is
+given again.
 
 Times are seconds on the owner's monotonic clock.
 """
@@ -37,6 +40,8 @@ SILENCE_S = 30.0
 """A worker of which neither Ray nor the registry has heard for this long hangs for good: it is
 ended and replaced. Requests have left it long before that."""
 PATIENCE_S = 10.0
+LEAVE_S = 20.0
+"""How much later than the deadline of its drain a worker that is not wanted may end by itself."""
 
 
 class Sight(StrEnum):
@@ -49,6 +54,8 @@ class Sight(StrEnum):
     SERVING = "serving"
     SILENT = "silent"
     """One is there and should serve, and nothing is heard of it."""
+    LEAVING = "leaving"
+    """One is there, takes nothing more, and will end by itself."""
 
 
 class Phase(StrEnum):
@@ -58,7 +65,10 @@ class Phase(StrEnum):
     RUNNING = "running"
     BACKING_OFF = "backing off"
     CRASH_LOOP = "crash loop"
+    DRAINING = "draining"
+    """Whoever is there leaves; another one follows."""
     LEAVING = "leaving"
+    """Nobody is wanted there any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,8 @@ class Order(StrEnum):
     """What to do about a slot."""
 
     START = "start"
+    DRAIN = "drain"
+    """Have it take nothing more, and end by itself."""
     END = "end"
 
 
@@ -94,12 +106,16 @@ class _Slot:
     """Not to be started before this."""
     order: Order | None = None
     ordered_at: float = 0.0
+    unwanted_since: float | None = None
+    """When it was decided first that nobody is to be there."""
 
 
 class PoolKeeper:
     """See the module's text. No I/O, no clock; owned by one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, drain_s: float) -> None:
+        """``drain_s``: how long a worker that is not wanted may take to end what it runs."""
+        self._leave_s = drain_s + LEAVE_S
         self._slots: dict[str, _Slot] = {}
         self._wanted: frozenset[str] = frozenset()
 
@@ -122,9 +138,11 @@ class PoolKeeper:
     def see(self, name: str, sight: Sight, now: float, error: str = "") -> bool:
         """What is there at the moment; ``error`` says why nobody is. Whether that is a death.
 
-        ``Sight.NOBODY`` is the death of whoever was there before. Seeing it again is none.
+        ``Sight.NOBODY`` is the death of whoever was there before, unless that one was leaving, or
+        not wanted. Seeing it again is none.
         """
         slot = self._slots.setdefault(name, _Slot())
+        left = slot.sight is Sight.LEAVING or name not in self._wanted
         if sight is not slot.sight:
             slot.sight, slot.since = sight, now
         if sight is not Sight.NOBODY:
@@ -132,6 +150,9 @@ class PoolKeeper:
             if slot.order is Order.START:
                 slot.order = None
         elif slot.occupied:
+            if left:
+                slot.occupied, slot.order = False, None
+                return False
             self._died(slot, now, error)
             return True
         if sight is Sight.SERVING and now - slot.since >= HEALTHY_S:
@@ -154,6 +175,10 @@ class PoolKeeper:
         """What to do now, by slot. Each order is given once, and again if nothing comes of it."""
         orders: dict[str, Order] = {}
         for name, slot in list(self._slots.items()):
+            if name in self._wanted:
+                slot.unwanted_since = None
+            elif slot.unwanted_since is None:
+                slot.unwanted_since = now
             order = self._order(name, slot, now)
             if order is None:
                 if name not in self._wanted and not slot.occupied:
@@ -166,8 +191,8 @@ class PoolKeeper:
         return orders
 
     def _order(self, name: str, slot: _Slot, now: float) -> Order | None:
-        if name not in self._wanted:
-            return Order.END if slot.occupied else None
+        if slot.unwanted_since is not None:
+            return self._farewell(slot, now - slot.unwanted_since) if slot.occupied else None
         if slot.sight is Sight.NOBODY:
             return Order.START if now >= slot.start_at else None
         if slot.sight is Sight.STARTING and now - slot.since >= START_S:
@@ -177,6 +202,11 @@ class PoolKeeper:
             slot.last_error = f"nothing was heard of it for {SILENCE_S:.0f} s"
             return Order.END
         return None
+
+    def _farewell(self, slot: _Slot, unwanted_s: float) -> Order | None:
+        if unwanted_s >= self._leave_s or slot.sight not in (Sight.SERVING, Sight.LEAVING):
+            return Order.END
+        return Order.DRAIN if slot.sight is Sight.SERVING else None
 
     def states(self, now: float) -> dict[str, SlotState]:
         """What is to be shown, by slot."""
@@ -188,6 +218,8 @@ class PoolKeeper:
             return replace(shown, phase=Phase.LEAVING)
         if slot.sight in (Sight.SERVING, Sight.SILENT):
             return shown
+        if slot.sight is Sight.LEAVING:
+            return replace(shown, phase=Phase.DRAINING)
         if slot.deaths >= CRASH_LOOP_DEATHS:
             wait_s = max(0.0, slot.start_at - now) if slot.sight is Sight.NOBODY else 0.0
             return replace(shown, phase=Phase.CRASH_LOOP, wait_s=wait_s)

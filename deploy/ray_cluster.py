@@ -25,6 +25,8 @@ from deploy.run_directory import RunDirectory
 
 _OBJECT_STORE_BYTES = 80 << 20  # Ray's least, about: nothing of ours goes through it
 _DAEMONS = ("gcs_server", "raylet")
+_PLACES = 1024
+"""For workers: a pool may grow while the cluster runs."""
 _POLL_S = 0.5
 _START_S = 60.0
 _SHUTDOWN_S = 10.0
@@ -128,9 +130,9 @@ class RayCluster:
         ray.init(
             address="local",
             # As many as workers: Ray starts a process ahead for each, which saves a second.
-            num_cpus=max(totals.pop("CPU", 0), totals[WORKER_RESOURCE]),
+            num_cpus=max(totals.pop("CPU", 0), sum(pool.count for pool in self._config.pools)),
             num_gpus=_gpus(totals.pop("GPU", 0)),
-            resources=dict[str, float](totals),
+            resources={WORKER_RESOURCE: _PLACES, **totals},
             object_store_memory=_OBJECT_STORE_BYTES,
             include_dashboard=False,
             namespace=NAMESPACE,
@@ -146,8 +148,8 @@ _DAEMON_NAMES = {"gcs_server": "Ray's control store", "raylet": "Ray's node mana
 
 
 def _totals(config: Config) -> dict[str, int]:
-    """What all workers together ask of Ray; one machine offers just that."""
-    totals: dict[str, float] = {WORKER_RESOURCE: sum(pool.count for pool in config.pools)}
+    """What the workers ask of Ray beside places, all together; one machine offers just that."""
+    totals: dict[str, float] = {}
     for pool in config.pools:
         for name, amount in pool.resources.items():
             totals[name] = totals.get(name, 0) + amount * pool.count

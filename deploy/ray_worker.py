@@ -11,10 +11,12 @@ from collections.abc import Awaitable
 from typing import Any, cast
 
 from baton.errors import BatonError, WorkerFailed
-from deploy.actor import ActorSettings, WorkerActor
+from deploy.actor import Answer, WorkerActor
+from deploy.actor_settings import ActorSettings
 
 WORKER_RESOURCE = "baton_worker"
 NAMESPACE = "baton"
+SUPERVISOR_NAME = "supervisor"
 # ready, ping and stop must not wait for one another, whoever calls them.
 _CONCURRENT_CALLS = 8
 
@@ -40,9 +42,16 @@ class RayWorker:
         except Exception as error:
             raise WorkerFailed(f"worker {self.slot}: {reason(error)}") from error
 
-    async def ping(self) -> None:
-        """Returns when the process has answered, by way of Ray. Raises what Ray raises."""
-        await result(self._handle.ping.remote())
+    async def ping(self, unlisted_s: float = 0.0) -> Answer:
+        """What the process answers, by way of Ray; see ``WorkerActor.ping``. Raises what Ray
+
+        raises.
+        """
+        return Answer(await result(self._handle.ping.remote(unlisted_s)))
+
+    async def drain(self, deadline_s: float) -> None:
+        """Have it take nothing more, and end by itself. Raises what Ray raises."""
+        await result(self._handle.drain.remote(deadline_s))
 
     async def stop(self, deadline_s: float) -> None:
         """Ask it to leave in order. Raises TimeoutError, or what Ray raises when it is gone."""
@@ -85,6 +94,14 @@ def find(slot: str) -> RayWorker | None:
         return RayWorker(slot, ray.get_actor(slot, namespace=NAMESPACE))
     except ValueError:
         return None
+
+
+def find_all() -> list[RayWorker]:
+    """All workers that live, whatever their slots. Blocks while Ray's control store is away."""
+    from ray.util import list_named_actors  # noqa: PLC0415
+
+    found = (find(name) for name in list_named_actors() if name != SUPERVISOR_NAME)
+    return [worker for worker in found if worker is not None]
 
 
 def result(reference: Any) -> Awaitable[Any]:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 import redis.asyncio
 
+from baton.supervision_page import supervision_key
 from deploy.pool_keeper import Phase, SlotState
 
 TTL_S = 15
@@ -44,7 +45,7 @@ class SlotBoard:
 
     def __init__(self, client: redis.asyncio.Redis, cluster_id: str) -> None:
         self._client = client
-        self._key = f"baton:{{{cluster_id}}}:supervision"
+        self._key = supervision_key(cluster_id)
 
     async def write(self, supervision: Supervision) -> None:
         """Replace it, for ``TTL_S`` seconds."""

@@ -59,7 +59,8 @@ class SlotRow:
 
     slot: str
     state: str
-    """``running``, ``starting``, ``backing off for 4 s``, ``crash loop``, ``leaving``."""
+    """``running``, ``starting``, ``backing off for 4 s``, ``crash loop``, ``draining``,
+    ``leaving``."""
     deaths: int
     """Since it was last healthy for a while."""
     last_error: str

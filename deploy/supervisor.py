@@ -1,8 +1,9 @@
 """The supervisor: keeps a worker in every slot, and says how each is doing.
 
-It holds no truth of its own. Who lives is known to Ray and to the registry, what is wanted stands
-in its settings; it may be killed at any time and started again, and takes over what it finds. While
-it is away workers and routers serve on, and nobody is replaced.
+It holds no truth of its own. Who lives is known to Ray and to the registry; what is wanted stands
+in its settings, and in Redis once an operator has changed it. It may be killed at any time and
+started again, and takes over what it finds. While it is away workers and routers serve on, and
+nobody is replaced.
 
     recalling ─the living are found→ keeping ─stop()→ stopped
 """
@@ -10,19 +11,22 @@ it is away workers and routers serve on, and nobody is replaced.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Coroutine, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping
+from typing import Protocol
 
 import redis
 
 from baton.background import end_tasks
 from baton.metrics import SupervisorMetrics
+from baton.pool_sizes import PoolSizes
 from deploy.fleet import Seen
 from deploy.pool_keeper import Order, Phase, PoolKeeper, SlotState
 from deploy.slot_board import SlotBoard, SlotNews, Supervision
+from deploy.wanted_slots import WantedSlots, split
 
 LOOK_S = 0.5
 """How often it looks at the workers."""
@@ -36,11 +40,18 @@ log = logging.getLogger(__name__)
 class Workers(Protocol):
     """What it looks after; ``deploy.fleet.Fleet`` with Ray behind it."""
 
+    @property
+    def slots(self) -> Collection[str]: ...
+
     async def recall(self) -> None: ...
+
+    async def refresh(self) -> None: ...
 
     async def look(self, slot: str) -> Seen: ...
 
     async def start(self, slot: str) -> None: ...
+
+    async def drain(self, slot: str, deadline_s: float) -> None: ...
 
     async def end(self, slot: str) -> None: ...
 
@@ -52,19 +63,28 @@ class Supervisor:
 
     def __init__(
         self,
-        pools: Mapping[str, str],
+        pools: Mapping[str, int],
         workers: Workers,
         board: SlotBoard,
+        sizes: PoolSizes,
         metrics: SupervisorMetrics,
         metrics_address: str,
+        *,
+        drain_s: float,
     ) -> None:
-        """``pools``: the pool of each slot in which a worker is to be."""
+        """``pools``: how many workers each has by the configuration. ``drain_s``: how long one that
+
+        is not wanted any more may take to end what it runs.
+        """
         self._pools = pools
         self._workers = workers
         self._board = board
+        self._sizes = sizes
         self._metrics = metrics
         self._metrics_address = metrics_address
-        self._keeper = PoolKeeper()
+        self._drain_s = drain_s
+        self._keeper = PoolKeeper(drain_s)
+        self._wanted = WantedSlots(pools)
         self._seen: dict[str, Seen] = {}
         self._busy: dict[str, asyncio.Task[None]] = {}
         """The order that is being carried out for a slot."""
@@ -77,6 +97,7 @@ class Supervisor:
             await self._recall()
             while True:
                 began = time.monotonic()
+                await self._want()
                 await self._look(began)
                 await self._tell(began)
                 await asyncio.sleep(max(0.0, began + LOOK_S - time.monotonic()))
@@ -85,7 +106,6 @@ class Supervisor:
             self._workers.close()
 
     async def _recall(self) -> None:
-        self._keeper.want(self._pools.keys())
         while True:
             try:
                 await self._workers.recall()
@@ -94,19 +114,31 @@ class Supervisor:
                 # Without Ray's control store nobody can be found, nor started.
                 log.warning("the workers cannot be found yet: %s", error)
                 await asyncio.sleep(_RECALL_AGAIN_S)
+        self._wanted = WantedSlots(self._pools, self._workers.slots)
         try:
             known = await self._board.read()
         except redis.RedisError:
             known = None
         for slot, news in known.slots.items() if known is not None else ():
-            if slot in self._pools:
+            if split(slot)[0] in self._pools:
                 self._keeper.remember(slot, news.state.deaths, news.state.last_error)
 
+    async def _want(self) -> None:
+        """Learn how many workers each pool is to have; what is lost in Redis is written again."""
+        try:
+            for pool, count in self._wanted.choose(await self._sizes.read()).items():
+                await self._sizes.write(pool, count)
+        except redis.RedisError as error:
+            log.info("the pools' sizes cannot be read: %s", error)
+        self._keeper.want(self._wanted.slots())
+
     async def _look(self, now: float) -> None:
-        for slot in self._pools:
+        await self._workers.refresh()
+        known = self._keeper.states(now).keys() | self._workers.slots
+        for slot in sorted(slot for slot in known if split(slot)[0] in self._pools):
             seen = await self._workers.look(slot)
-            known = self._seen.get(slot)
-            if known is not None and known.sight is not seen.sight:
+            before = self._seen.get(slot)
+            if before is not None and before.sight is not seen.sight:
                 log.info("%s: %s %s", slot, seen.sight, seen.error)
             self._seen[slot] = seen
             if self._keeper.see(slot, seen.sight, now, seen.error):
@@ -114,29 +146,31 @@ class Supervisor:
         for slot, order in self._keeper.decide(now).items():
             if slot not in self._busy:
                 log.info("%s: %s", slot, order)
-                act = self._workers.start if order is Order.START else self._workers.end
-                task = asyncio.create_task(self._carry_out(slot, order, act(slot)))
+                task = asyncio.create_task(self._carry_out(slot, order))
                 self._busy[slot] = task
                 task.add_done_callback(lambda _, slot=slot: self._busy.pop(slot))  # type: ignore[misc]
 
-    async def _carry_out(self, slot: str, order: Order, work: Coroutine[Any, Any, None]) -> None:
+    async def _carry_out(self, slot: str, order: Order) -> None:
         try:
-            await work
+            await self._act(slot, order)
         except Exception as error:
             log.warning("%s: %r", slot, error)
             self._keeper.could_not(slot, f"Ray: {error}".splitlines()[0])
+
+    async def _act(self, slot: str, order: Order) -> None:
+        if order is Order.START:
+            await self._workers.start(slot)
+            # It may be dead before anybody looks.
+            self._keeper.started(slot)
+        elif order is Order.DRAIN:
+            await self._workers.drain(slot, self._drain_s)
         else:
-            if order is Order.START:
-                # It may be dead before anybody looks.
-                self._keeper.started(slot)
+            await self._workers.end(slot)
 
     async def _tell(self, now: float) -> None:
         states = self._keeper.states(now)
+        self._show(states)
         news = {slot: self._news(slot, state) for slot, state in states.items()}
-        for slot, state in states.items():
-            for phase in Phase:
-                labels = {"worker": slot, "pool": self._pools[slot], "state": phase.value}
-                self._metrics.slots.labels(**labels).set(phase is state.phase)
         told = Supervision(os.getpid(), self._metrics_address, news)
         if told == self._told and now - self._told_at < _TELL_S:
             return
@@ -146,6 +180,19 @@ class Supervisor:
             log.info("the news cannot be told: %s", error)
         else:
             self._told, self._told_at = told, now
+
+    def _show(self, states: Mapping[str, SlotState]) -> None:
+        for slot, state in states.items():
+            for phase in Phase:
+                self._metrics.slots.labels(slot, split(slot)[0], phase.value).set(
+                    phase is state.phase
+                )
+        for slot in self._seen.keys() - states.keys():
+            del self._seen[slot]
+            for phase in Phase:
+                # One that was seen and went in the same look was never shown.
+                with contextlib.suppress(KeyError):
+                    self._metrics.slots.remove(slot, split(slot)[0], phase.value)
 
     def _news(self, slot: str, state: SlotState) -> SlotNews:
         seen = self._seen[slot]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import os
 import threading
@@ -17,15 +18,18 @@ from prometheus_client import CollectorRegistry, start_http_server
 from pydantic import BaseModel, ConfigDict
 
 from baton.metrics import SupervisorMetrics
+from baton.pool_sizes import PoolSizes
 from baton.redis_client import redis_client
 from baton.registry import Registry
-from deploy.actor import ActorSettings, WorkerActor, end_process, end_with, log_to
+from deploy.actor import WorkerActor
+from deploy.actor_process import end_process, end_with, log_to
+from deploy.actor_settings import ActorSettings
 from deploy.fleet import Fleet
-from deploy.ray_worker import NAMESPACE
+from deploy.ray_worker import NAMESPACE, SUPERVISOR_NAME
 from deploy.slot_board import SlotBoard
+from deploy.slot_settings import SlotSettings
 from deploy.supervisor import Supervisor
 
-NAME = "supervisor"
 _START_S = 60.0
 _HOST = "127.0.0.1"
 
@@ -38,7 +42,9 @@ class SupervisorSettings(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     workers: tuple[ActorSettings, ...]
-    """One of each slot in which a worker is to be."""
+    """One of each slot with which the cluster came up; further ones are made like them."""
+    drain_s: float
+    """How long a worker of a pool that shrinks may take to end what it runs."""
     redis_url: str
     cluster_id: str
     log_file: str
@@ -86,20 +92,22 @@ class SupervisorActor:
         async with redis_client(settings.redis_url) as client:
             registry = Registry(client, settings.cluster_id)
 
-            async def is_listed(slot: str) -> bool:
+            async def roll() -> frozenset[str] | None:
                 try:
                     records = await registry.all()
                 except redis.RedisError:
-                    return True  # silence in Redis condemns nobody
-                return any(record.slot == slot for record in records.values())
+                    return None
+                return frozenset(record.slot for record in records.values())
 
-            workers = {worker.slot: worker for worker in settings.workers}
+            slots = SlotSettings(settings.workers)
             supervisor = Supervisor(
-                {slot: worker.pool for slot, worker in workers.items()},
-                Fleet(workers, is_listed, self.worker_class),
+                slots.pools,
+                Fleet(slots.of, roll, self.worker_class),
                 SlotBoard(client, settings.cluster_id),
+                PoolSizes(client, settings.cluster_id),
                 metrics,
                 f"{_HOST}:{server.server_port}",
+                drain_s=settings.drain_s,
             )
             async with asyncio.TaskGroup() as group:
                 group.create_task(end_with(settings.launcher, settings.launcher_started))
@@ -124,7 +132,7 @@ class RaySupervisor:
         import ray  # noqa: PLC0415
 
         actor: Any = ray.remote(actor_class).options(
-            name=NAME,
+            name=SUPERVISOR_NAME,
             namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
@@ -138,6 +146,13 @@ class RaySupervisor:
     async def ready(self) -> int:
         """Its process id, once it keeps the workers. Raises what Ray raises."""
         return int(await asyncio.wrap_future(self._handle.ready.remote().future()))
+
+    def kill(self) -> None:
+        """End it for good; idempotent. Blocks while Ray's control store is away."""
+        import ray  # noqa: PLC0415
+
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(self._handle)
 
     async def stop(self, deadline_s: float) -> None:
         """Have it keep nobody any more. Raises TimeoutError, or what Ray raises."""

@@ -1,4 +1,4 @@
-"""`baton drain` and `baton role`: what operators tell the workers and routers of a cluster."""
+"""`baton drain`, `baton role` and `baton scale`: what operators tell a running cluster."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def drain(
     if worker.startswith("router"):
         _drain_router(worker, cluster)
         return
-    answer = _post(cluster, http, api_key, f"{worker}/drain", {"deadline_s": deadline})
+    answer = _post(cluster, http, api_key, f"workers/{worker}/drain", {"deadline_s": deadline})
     left = "" if answer["empty"] else "; what was left is placed elsewhere"
     typer.echo(f"{worker} is drained{left}")
 
@@ -62,8 +62,22 @@ def role(
 ) -> None:
     """Have a worker play the other role, with the weights and the cached blocks that it has."""
     body = {"role": to, "deadline_s": deadline}
-    answer = _post(_cluster(http), http, api_key, f"{worker}/role", body)
+    answer = _post(_cluster(http), http, api_key, f"workers/{worker}/role", body)
     typer.echo(f"{worker} is a {to} worker now; it took {answer['took_s']:.2f} s")
+
+
+def scale(
+    pool: Annotated[str, typer.Argument(help="Its name; `prefill` and `decode` by default.")],
+    count: Annotated[int, typer.Argument(min=0, max=1024, help="Workers that it is to have.")],
+    http: Http = None,
+    api_key: ApiKey = "",
+) -> None:
+    """Choose how many workers a pool has: others are started, or the newest ones are drained.
+
+    Does not wait until they are there or gone: `baton status` shows each.
+    """
+    answer = _post(_cluster(http), http, api_key, f"pools/{pool}/scale", {"count": count})
+    typer.echo(f"{pool} is to have {count} workers; until now {answer['previous']}")
 
 
 def _cluster(http: str | None) -> ClusterState | None:
@@ -88,9 +102,9 @@ def _post(
 
     address = http or (cluster.http if cluster is not None else "127.0.0.1:8000")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    url = f"http://{address}/v1/workers/{path}"
+    url = f"http://{address}/v1/{path}"
     try:
-        timeout = float(body["deadline_s"]) + _ANSWER_S
+        timeout = float(body.get("deadline_s", 0.0)) + _ANSWER_S
         answer = httpx.post(url, json=body, headers=headers, timeout=timeout, trust_env=False)
     except httpx.HTTPError as error:
         _fail(f"no router answers at {address} ({error}); is `baton up` running?")

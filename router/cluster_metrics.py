@@ -17,14 +17,19 @@ _PREFIX = "baton_"
 _SUMMED = frozenset({"counter", "histogram", "summary"})
 
 
-async def cluster_page(own: CollectorRegistry, addresses: Sequence[str]) -> bytes:
-    """The router's own series and those of every worker that answers, in Prometheus' text format.
+async def cluster_page(
+    own: CollectorRegistry, addresses: Sequence[str], supervisor: str | None = None
+) -> bytes:
+    """The router's own series, and those of the supervisor and of every worker that answers, in
 
-    ``addresses`` are host:port. A worker that does not answer is left out and named in a comment.
+    Prometheus' text format. ``addresses`` of workers are host:port, as the ``supervisor``'s. Who
+    does not answer is left out and named in a comment.
     """
-    pages, failures = await _fetch_all(addresses)
+    others = () if supervisor is None else (supervisor,)
+    pages, failures = await _fetch_all((*addresses, *others))
     texts = [generate_latest(own).decode(), *pages]
-    comments = [f"# {len(pages)} of {len(addresses)} workers answered\n"]
+    answered = len([address for address in addresses if address not in failures])
+    comments = [f"# {answered} of {len(addresses)} workers answered\n"]
     comments += [f"# {address} did not answer: {why}\n" for address, why in failures.items()]
     return "".join(comments).encode() + merge_pages(texts)
 

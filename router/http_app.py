@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -61,6 +61,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+SupervisorPage = Callable[[], Awaitable[str | None]]
+"""host:port, None where there is none."""
+
+
 class Mountable(Protocol):
     """Endpoints that are made elsewhere."""
 
@@ -77,12 +81,14 @@ def create_app(
     access: Access | None = None,
     *,
     number: int = 0,
+    supervisor: SupervisorPage | None = None,
     more: Sequence[Mountable] = (),
 ) -> ASGIApp:
     """The app of one router process; its life is that of what it is given.
 
     Without ``access``, keys are those of ``config``, and their limits are not kept. ``number``
-    tells the process from the others that share its port. ``more`` endpoints are added: those of
+    tells the process from the others that share its port. ``supervisor`` tells where the
+    supervisor's metrics are. ``more`` endpoints are added: those of
     batches, and the operators'.
     """
     access = access or Access(config, metrics)
@@ -95,7 +101,7 @@ def create_app(
     app.add_middleware(HttpEdge)
     add_error_handlers(app)
     _add_openai(app, api, model.id)
-    _add_operations(app, dispatcher, metrics, number)
+    _add_operations(app, dispatcher, metrics, number, supervisor)
     direct = add_more_routes(app, exchange, tokenizer, model, _ERRORS)
     for endpoints in more:
         endpoints.mount(app)
@@ -150,7 +156,11 @@ def _body(name: str, example: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_operations(
-    app: FastAPI, dispatcher: Dispatcher, metrics: RouterMetrics, number: int
+    app: FastAPI,
+    dispatcher: Dispatcher,
+    metrics: RouterMetrics,
+    number: int,
+    supervisor: SupervisorPage | None,
 ) -> None:
     async def health() -> Response:
         """Whether requests can be served: 200 with `ok` or `degraded`, otherwise 503."""
@@ -170,7 +180,8 @@ def _add_operations(
 
     async def all_metrics() -> Response:
         """Everything of the cluster in one page, for people."""
-        page = await cluster_page(metrics.shown(), dispatcher.metrics_addresses())
+        told = None if supervisor is None else await supervisor()
+        page = await cluster_page(metrics.shown(), dispatcher.metrics_addresses(), told)
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     for path, handler in (

@@ -15,10 +15,12 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import redis.asyncio
 import uvicorn
 import uvloop
 from prometheus_client import CollectorRegistry
@@ -28,9 +30,11 @@ from baton.background import end_tasks
 from baton.config import Config, split_host_port
 from baton.grpc_channel import make_server
 from baton.metrics import RouterMetrics
+from baton.pool_sizes import PoolSizes
 from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry
+from baton.supervision_page import supervision_page
 from router.access import Access
 from router.batches.batches import Batches
 from router.cache_control import CacheControl
@@ -40,6 +44,7 @@ from router.http_app import create_app
 from router.http_protocol import BoundedHttpProtocol
 from router.leaving import Leaving
 from router.operator_api import OperatorApi, Operators, OperatorServicer
+from router.pool_scaling import PoolScaling
 from router.rate_limits import RateLimits
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
@@ -54,6 +59,8 @@ OTHERS_S, ALONE_S = 20.0, 2.0
 """How long a router that begins may look for the workers before it listens: where others serve
 meanwhile, and where there are none."""
 PARENT_POLL_S = 2.0
+PAGE_S = 0.5
+"""The longest that a page of metrics waits for Redis."""
 SWITCH_S = 0.0005
 """How soon the event loop has the interpreter's lock back from a thread that tokenises a long
 prompt or draws a metrics page; the default of 5 ms is longer than all else that a router adds."""
@@ -101,6 +108,7 @@ async def serve(settings: RouterSettings) -> None:
     cache = CacheControl(dispatcher.workers.all, index, metrics)
     operators = Operators(config, access)
     control = WorkerControl(dispatcher.workers.all, dispatcher.workers.is_up)
+    scaling = PoolScaling(config.pools, PoolSizes(client, settings.cluster_id))
     batches = Batches(dispatcher, tokenizer, model, metrics, config, access)
     app = create_app(
         dispatcher,
@@ -110,10 +118,11 @@ async def serve(settings: RouterSettings) -> None:
         config,
         access,
         number=settings.number,
+        supervisor=partial(supervisor_page, client, settings.cluster_id),
         more=(
             batches.api,
             OperatorApi(cache, operators),
-            WorkerOperations(control, operators, config),
+            WorkerOperations(control, scaling, operators, config),
         ),
     )
     http = _Server(
@@ -141,7 +150,7 @@ async def serve(settings: RouterSettings) -> None:
         more=(
             *batches.services,
             OperatorServicer(cache, operators),
-            WorkerOperatorServicer(control, operators, config),
+            WorkerOperatorServicer(control, scaling, operators, config),
         ),
     )
     leaving = Leaving()
@@ -170,6 +179,15 @@ async def serve(settings: RouterSettings) -> None:
         await batches.close()
         await limits.close()
         await client.aclose()
+
+
+async def supervisor_page(client: redis.asyncio.Redis, cluster_id: str) -> str | None:
+    """Where the supervisor's metrics are, None where that is not known."""
+    try:
+        async with asyncio.timeout(PAGE_S):
+            return await supervision_page(client, cluster_id)
+    except (redis.RedisError, TimeoutError):
+        return None
 
 
 async def _let_end(

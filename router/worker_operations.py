@@ -1,4 +1,7 @@
-"""Operators' endpoints for workers: draining them, and changing their roles. HTTP and gRPC."""
+"""Operators' endpoints for workers: draining them, changing their roles, choosing how many there
+
+are. HTTP and gRPC.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from baton.config import Config
 from baton.grpc_errors import guarded
+from baton.pool_sizes import MOST_WORKERS
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.grpc_call import metadata_of
 from router.operator_api import Operators
+from router.pool_scaling import PoolScaling
 from router.worker_control import WorkerControl
 
 Context = grpc.aio.ServicerContext[object, object]
@@ -35,6 +40,14 @@ class RoleRequest(DrainRequest):
     role: Literal["prefill", "decode"]
 
 
+class ScaleRequest(BaseModel):
+    """How many workers a pool is to have."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    count: int = Field(ge=0, le=MOST_WORKERS)
+
+
 class Drained(BaseModel):
     object: str = "worker.drained"
     slot: str
@@ -50,11 +63,23 @@ class RoleChanged(BaseModel):
     """From taking no more work to serving again."""
 
 
+class PoolScaled(BaseModel):
+    object: str = "pool.scaled"
+    pool: str
+    count: int
+    """How many workers it is to have."""
+    previous: int
+    """How many it was to have until now."""
+
+
 class WorkerOperations:
     """HTTP."""
 
-    def __init__(self, control: WorkerControl, operators: Operators, config: Config) -> None:
+    def __init__(
+        self, control: WorkerControl, scaling: PoolScaling, operators: Operators, config: Config
+    ) -> None:
         self._control = control
+        self._scaling = scaling
         self._operators = operators
         self._deadline_s = config.drain_deadline_s
 
@@ -64,6 +89,7 @@ class WorkerOperations:
         tags: list[str | None] = ["operations"]
         app.add_api_route(f"{path}/drain", self.drain, methods=["POST"], tags=tags)  # type: ignore[arg-type]
         app.add_api_route(f"{path}/role", self.change_role, methods=["POST"], tags=tags)  # type: ignore[arg-type]
+        app.add_api_route("/v1/pools/{pool}/scale", self.scale, methods=["POST"], tags=tags)  # type: ignore[arg-type]
 
     async def drain(self, slot: str, request: Request, body: DrainRequest | None = None) -> Drained:
         """Have a worker leave: no new work, and what runs ends or moves. Needs an admin's key."""
@@ -77,6 +103,12 @@ class WorkerOperations:
         took_s = await self._control.change_role(slot, body.role, self._deadline(body))
         return RoleChanged(slot=slot, role=body.role, took_s=took_s)
 
+    async def scale(self, pool: str, request: Request, body: ScaleRequest) -> PoolScaled:
+        """Choose how many workers a pool is to have. Needs an admin's key."""
+        self._operators.check(request.headers)
+        previous = await self._scaling.scale(pool, body.count)
+        return PoolScaled(pool=pool, count=body.count, previous=previous)
+
     def _deadline(self, body: DrainRequest) -> float:
         return self._deadline_s if body.deadline_s is None else body.deadline_s
 
@@ -84,8 +116,11 @@ class WorkerOperations:
 class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
     """gRPC."""
 
-    def __init__(self, control: WorkerControl, operators: Operators, config: Config) -> None:
+    def __init__(
+        self, control: WorkerControl, scaling: PoolScaling, operators: Operators, config: Config
+    ) -> None:
         self._control = control
+        self._scaling = scaling
         self._operators = operators
         self._deadline_s = config.drain_deadline_s
 
@@ -112,6 +147,15 @@ class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
         deadline_s = self._deadline(request)
         took_s = await self._control.change_role(request.slot, request.role, deadline_s)
         return control_pb2.ChangeWorkerRoleResponse(took_ms=int(took_s * 1e3))
+
+    @guarded
+    async def ScalePool(  # noqa: N802 - gRPC's name
+        self, request: control_pb2.ScalePoolRequest, context: Context
+    ) -> control_pb2.ScalePoolResponse:
+        """See control.proto."""
+        self._operators.check(metadata_of(context))
+        previous = await self._scaling.scale(request.pool, request.count)
+        return control_pb2.ScalePoolResponse(previous=previous)
 
     def _deadline(
         self, request: control_pb2.DrainWorkerRequest | control_pb2.ChangeWorkerRoleRequest

@@ -25,7 +25,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -83,6 +83,9 @@ _TRANSFER_THREADS = 2
 _BEATS = 4
 """So many times in a heartbeat the event loop looks whether it stood still."""
 _DRAIN_POLL_S = 0.02
+SEEN_S = 1.0
+"""Routers read the registry four times a second. Until they have seen that a worker leaves, it is
+there to refuse what they send: to somebody who finds nobody, it has died."""
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -114,6 +117,11 @@ class WorkerProcess:
         self._ending: asyncio.Task[None] | None = None
         self.drained = False
         """Whether it ends because it was told to by way of a drain."""
+        self.leave_by: float | None = None
+        """Once a drain has begun: until when what is here may run; monotonic, in seconds."""
+        self._left_nothing = False
+        self.beats = 0
+        """Heartbeats so far; other threads may look at it."""
         self._redis = redis_client(settings.redis_url)
         self._registry = Registry(self._redis, settings.cluster_id)
         self._lease = OwnLease(settings.config.registry_ttl_s, settings.config.heartbeat_s)
@@ -146,8 +154,9 @@ class WorkerProcess:
         control.start(self._role)
         if tiers is not None:
             tiers.start()
-        await self._registry.put(record, self.settings.config.registry_ttl_s)
-        self._lease.renewed(time.monotonic())
+        assert self.context is not None, "its life has begun"
+        # Where Redis is away, a heartbeat registers it later.
+        await self._renew(self.context)
         self._tasks = [
             asyncio.create_task(self._heartbeat(), name="heartbeat"),
             asyncio.create_task(self._publish(), name="publish"),
@@ -275,7 +284,7 @@ class WorkerProcess:
         return CoreBoard(
             path,
             settings.number,
-            settings.workers_here,
+            settings.core_lines or settings.workers_here,
             host_cores(),
             yields=settings.pool.role == "prefill",
         )
@@ -318,7 +327,8 @@ class WorkerProcess:
                 [stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
-                if task is not stopped:
+                # Those that stop() has cancelled may have ended before this is woken.
+                if not (task is stopped or (task.cancelled() and self._stopped.is_set())):
                     task.result()
         finally:
             stopped.cancel()
@@ -355,13 +365,19 @@ class WorkerProcess:
         Returns whether nothing was left by the deadline. What is left ends with an error, after
         which routers place it elsewhere.
         """
+        if self.leave_by is None:
+            self.leave_by = time.monotonic() + deadline_s
         async with self._changing:
-            empty = await self._empty(deadline_s)
-            self.drained = True
             if self._ending is None:
+                self._left_nothing = await self._empty(lambda: self.leave_by or 0.0, SEEN_S)
+                self.drained = True
                 # By itself: whoever has asked is still to be answered, by the server that stops.
                 self._ending = asyncio.create_task(self.stop(), name="stop")
-        return empty
+        return self._left_nothing
+
+    def hurry(self) -> None:
+        """Have a drain end now."""
+        self.leave_by = time.monotonic()
 
     async def change_role(self, role: str, deadline_s: float) -> float:
         """Come back as the other role, with what is loaded and cached; the seconds that it took.
@@ -375,22 +391,25 @@ class WorkerProcess:
             if self._stopped.is_set() or self.drained:
                 raise Unavailable("this worker is stopping")
             if role != self.settings.pool.role:
-                await self._empty(deadline_s)
+                end = time.monotonic() + deadline_s
+                await self._empty(lambda: end, 0.0)
                 await self._turn(role)
         return time.monotonic() - began
 
-    async def _empty(self, deadline_s: float) -> bool:
-        """Whether nothing is left by the deadline of what was taken before now."""
+    async def _empty(self, deadline: Callable[[], float], at_least_s: float) -> bool:
+        """Whether nothing is left by the deadline, which may change, of what was taken before."""
         assert self.context is not None, "not started"
         assert self.record is not None, "not started"
         self.context.intake.close()
         self.record = replace(self.record, state=DRAINING)
         await self._renew(self.context)
-        end = time.monotonic() + deadline_s
+        seen_at = time.monotonic() + at_least_s
         # Sequences, tickets, calls and readers end in many places, and nobody hurries.
-        while not (empty := self._is_empty(self.context)) and time.monotonic() < end:  # noqa: ASYNC110
+        while (now := time.monotonic()) < deadline():
+            if now >= seen_at and self._is_empty(self.context):
+                break
             await asyncio.sleep(_DRAIN_POLL_S)
-        return empty
+        return self._is_empty(self.context)
 
     def _is_empty(self, context: WorkerContext) -> bool:
         idle = context.control.scheduler.is_idle() and context.exchange.is_idle()
@@ -461,6 +480,7 @@ class WorkerProcess:
             self._gauges.transfers(exchange.pairs(), exchange.in_flight_bytes, exchange.staging())
             await self._renew(self.context)
             self._check_integrity(self.context)
+            self.beats += 1
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, began + config.heartbeat_s - time.monotonic())):
                     await self._awake.wait()

@@ -22,6 +22,8 @@ class WorkerSettings:
     """Compute threads on the CPU, where the engine cannot change them from step to step."""
     core_board: str = ""
     """The host's board: a file by which its workers share the cores. None: ``threads`` holds."""
+    core_lines: int = 0
+    """How many workers have a place on it; 0 takes ``workers_here``."""
     draft_model_path: str = ""
     """The drafter's folder; empty where it has none."""
     number: int = 0

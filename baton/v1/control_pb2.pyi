@@ -194,3 +194,47 @@ class ChangeWorkerRoleResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChangeWorkerRoleResponse: _TypeAlias = ChangeWorkerRoleResponse  # noqa: Y015
+
+@_typing.final
+class ScalePoolRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """The pool's name."""
+    count: _builtins.int
+    """How many workers it is to have."""
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScalePoolRequest: _TypeAlias = ScalePoolRequest  # noqa: Y015
+
+@_typing.final
+class ScalePoolResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREVIOUS_FIELD_NUMBER: _builtins.int
+    previous: _builtins.int
+    """How many it was to have until now."""
+    def __init__(
+        self,
+        *,
+        previous: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["previous", b"previous"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScalePoolResponse: _TypeAlias = ScalePoolResponse  # noqa: Y015

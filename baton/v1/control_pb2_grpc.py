@@ -167,6 +167,11 @@ class WorkerOperatorServiceStub(object):
                 request_serializer=baton_dot_v1_dot_control__pb2.ChangeWorkerRoleRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_control__pb2.ChangeWorkerRoleResponse.FromString,
                 _registered_method=True)
+        self.ScalePool = channel.unary_unary(
+                '/baton.v1.WorkerOperatorService/ScalePool',
+                request_serializer=baton_dot_v1_dot_control__pb2.ScalePoolRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.ScalePoolResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerOperatorServiceServicer(object):
@@ -187,6 +192,14 @@ class WorkerOperatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ScalePool(self, request, context):
+        """Chooses how many workers a pool is to have. Answers once that is written down; the supervisor
+        starts workers, and drains those with the highest numbers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerOperatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -199,6 +212,11 @@ def add_WorkerOperatorServiceServicer_to_server(servicer, server):
                     servicer.ChangeWorkerRole,
                     request_deserializer=baton_dot_v1_dot_control__pb2.ChangeWorkerRoleRequest.FromString,
                     response_serializer=baton_dot_v1_dot_control__pb2.ChangeWorkerRoleResponse.SerializeToString,
+            ),
+            'ScalePool': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScalePool,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.ScalePoolRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.ScalePoolResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -256,6 +274,33 @@ class WorkerOperatorService(object):
             '/baton.v1.WorkerOperatorService/ChangeWorkerRole',
             baton_dot_v1_dot_control__pb2.ChangeWorkerRoleRequest.SerializeToString,
             baton_dot_v1_dot_control__pb2.ChangeWorkerRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScalePool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerOperatorService/ScalePool',
+            baton_dot_v1_dot_control__pb2.ScalePoolRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.ScalePoolResponse.FromString,
             options,
             channel_credentials,
             insecure,

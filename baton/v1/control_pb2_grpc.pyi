@@ -92,6 +92,10 @@ class WorkerOperatorServiceStub:
     """ControlService.Drain at the worker of that name."""
     ChangeWorkerRole: _grpc.UnaryUnaryMultiCallable[_control_pb2.ChangeWorkerRoleRequest, _control_pb2.ChangeWorkerRoleResponse]
     """ControlService.ChangeRole at the worker of that name."""
+    ScalePool: _grpc.UnaryUnaryMultiCallable[_control_pb2.ScalePoolRequest, _control_pb2.ScalePoolResponse]
+    """Chooses how many workers a pool is to have. Answers once that is written down; the supervisor
+    starts workers, and drains those with the highest numbers.
+    """
 
 @_typing.type_check_only
 class WorkerOperatorServiceAsyncStub(WorkerOperatorServiceStub):
@@ -102,6 +106,10 @@ class WorkerOperatorServiceAsyncStub(WorkerOperatorServiceStub):
     """ControlService.Drain at the worker of that name."""
     ChangeWorkerRole: _aio.UnaryUnaryMultiCallable[_control_pb2.ChangeWorkerRoleRequest, _control_pb2.ChangeWorkerRoleResponse]  # type: ignore[assignment]
     """ControlService.ChangeRole at the worker of that name."""
+    ScalePool: _aio.UnaryUnaryMultiCallable[_control_pb2.ScalePoolRequest, _control_pb2.ScalePoolResponse]  # type: ignore[assignment]
+    """Chooses how many workers a pool is to have. Answers once that is written down; the supervisor
+    starts workers, and drains those with the highest numbers.
+    """
 
 class WorkerOperatorServiceServicer(metaclass=_abc_1.ABCMeta):
     """What operators ask of a router: with an admin's API key, or on loopback where there are no keys."""
@@ -121,5 +129,15 @@ class WorkerOperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ChangeWorkerRoleResponse, _abc.Awaitable[_control_pb2.ChangeWorkerRoleResponse]]:
         """ControlService.ChangeRole at the worker of that name."""
+
+    @_abc_1.abstractmethod
+    def ScalePool(
+        self,
+        request: _control_pb2.ScalePoolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ScalePoolResponse, _abc.Awaitable[_control_pb2.ScalePoolResponse]]:
+        """Chooses how many workers a pool is to have. Answers once that is written down; the supervisor
+        starts workers, and drains those with the highest numbers.
+        """
 
 def add_WorkerOperatorServiceServicer_to_server(servicer: WorkerOperatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

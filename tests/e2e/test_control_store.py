@@ -19,6 +19,8 @@ from tests.mini_cluster import free_port, valkey
 
 OUTAGE_S = 6.0
 LONG_OUTAGE_S = 120.0
+EARLY_OUTAGE_S = 75.0
+"""Longer than the launcher waits for the supervisor."""
 
 
 @contextmanager
@@ -96,6 +98,32 @@ def test_serving_goes_on_without_the_store_of_the_control_store(tmp_path: Path) 
                 load.goes_on()
             with valkey(port, folder=tmp_path):
                 load.goes_on()
+                heals(up, "prefill-0")
+                load.goes_on()
+        load.check()
+        up.terminate()
+        assert up.wait() == 0, up.text
+    finally:
+        up.__exit__(None, None, None)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_store_that_is_lost_as_soon_as_it_is_ready_costs_no_supervisor(tmp_path: Path) -> None:
+    port = free_port()
+    with valkey(port, folder=tmp_path) as url:
+        up = UpProcess("--gcs-store", url)
+        up.__enter__()
+        up.wait_ready()
+    try:
+        with Load(up) as load:
+            end = time.monotonic() + EARLY_OUTAGE_S
+            while time.monotonic() < end:
+                load.goes_on()
+            with valkey(port, folder=tmp_path):
+                end = time.monotonic() + 2 * START_S
+                while "supervisor" not in up.state.processes and time.monotonic() < end:
+                    load.goes_on()
                 heals(up, "prefill-0")
                 load.goes_on()
         load.check()

@@ -20,7 +20,8 @@ import psutil
 
 from baton.config import PoolConfig, load_config
 from baton.redis_client import redis_client
-from deploy.actor import ActorSettings
+from deploy.actor import Answer
+from deploy.actor_settings import ActorSettings
 from deploy.cluster_mark import ClusterMark
 from deploy.pool_keeper import Phase
 from deploy.ray_cluster import RayCluster
@@ -45,8 +46,8 @@ class LightWorker:
             raise ValueError(broken.read_text())
         return {"pid": os.getpid(), "host": platform.node()}
 
-    def ping(self) -> str:
-        return self._settings.slot
+    def ping(self, unlisted_s: float) -> str:
+        return Answer.SERVING.value
 
 
 class LightSupervisor(SupervisorActor):
@@ -90,6 +91,7 @@ class Stage:
             cluster_id=self.mark.cluster_id,
             threads=1,
             core_board="",
+            core_lines=0,
             number=0,
             workers_here=1,
             log_file=str(self.run.log(slot)),
@@ -100,6 +102,7 @@ class Stage:
     def supervise(self) -> RaySupervisor:
         settings = SupervisorSettings(
             workers=self.settings,
+            drain_s=0.0,
             redis_url=self.redis_url,
             cluster_id=self.mark.cluster_id,
             log_file=str(self.run.log("supervisor")),

@@ -11,6 +11,7 @@ from deploy.pool_keeper import (
     CRASH_LOOP_DEATHS,
     FIRST_PAUSE_S,
     HEALTHY_S,
+    LEAVE_S,
     LONGEST_PAUSE_S,
     PATIENCE_S,
     SILENCE_S,
@@ -24,10 +25,11 @@ from deploy.pool_keeper import (
 
 SLOT = "decode-0"
 LOOK_S = 0.5
+DRAIN_S = 30.0
 
 
 def keeper_of(*slots: str) -> PoolKeeper:
-    keeper = PoolKeeper()
+    keeper = PoolKeeper(DRAIN_S)
     keeper.want(slots)
     return keeper
 
@@ -141,16 +143,63 @@ def test_who_does_not_come_to_serve_is_ended() -> None:
     assert keeper.decide(START_S) == {SLOT: Order.END}
 
 
-def test_who_is_not_wanted_any_more_is_ended_and_forgotten() -> None:
+def test_who_is_not_wanted_any_more_is_drained_and_forgotten() -> None:
     keeper = keeper_of(SLOT, "decode-1")
     for slot in (SLOT, "decode-1"):
         keeper.see(slot, Sight.SERVING, 0.0)
     keeper.want([SLOT])
-    assert keeper.decide(1.0) == {"decode-1": Order.END}
+    assert keeper.decide(1.0) == {"decode-1": Order.DRAIN}
     assert keeper.states(1.0)["decode-1"].phase is Phase.LEAVING
-    keeper.see("decode-1", Sight.NOBODY, 2.0)
+    keeper.see("decode-1", Sight.LEAVING, 1.5)
+    assert keeper.decide(1.0 + PATIENCE_S) == {}
+    assert not keeper.see("decode-1", Sight.NOBODY, 12.0)
+    assert keeper.decide(12.0) == {}
+    assert set(keeper.states(12.0)) == {SLOT}
+
+
+@pytest.mark.parametrize("sight", [Sight.SERVING, Sight.LEAVING])
+def test_who_is_not_wanted_and_does_not_go_is_ended(sight: Sight) -> None:
+    keeper = keeper_of(SLOT)
+    keeper.see(SLOT, Sight.SERVING, 0.0)
+    keeper.want([])
+    assert keeper.decide(0.0) == {SLOT: Order.DRAIN}
+    keeper.see(SLOT, sight, 1.0)
+    again = {SLOT: Order.DRAIN} if sight is Sight.SERVING else {}
+    assert keeper.decide(DRAIN_S + LEAVE_S - 1) == again
+    assert keeper.decide(DRAIN_S + LEAVE_S) == {SLOT: Order.END}
+
+
+@pytest.mark.parametrize("sight", [Sight.STARTING, Sight.SILENT])
+def test_who_is_not_wanted_and_runs_nothing_is_ended_at_once(sight: Sight) -> None:
+    keeper = keeper_of(SLOT)
+    keeper.see(SLOT, sight, 0.0)
+    keeper.want([])
+    assert keeper.decide(0.0) == {SLOT: Order.END}
+
+
+def test_a_drained_worker_is_no_death_and_another_one_is_started_at_once() -> None:
+    keeper = keeper_of(SLOT)
+    die(keeper, 0.0)
+    keeper.see(SLOT, Sight.SERVING, 1.0)
+    keeper.see(SLOT, Sight.LEAVING, 2.0)
     assert keeper.decide(2.0) == {}
-    assert set(keeper.states(2.0)) == {SLOT}
+    assert keeper.states(2.0)[SLOT].phase is Phase.DRAINING
+    assert not keeper.see(SLOT, Sight.NOBODY, 3.0, "its process has died")
+    assert keeper.decide(3.0) == {SLOT: Order.START}
+    state = keeper.states(3.0)[SLOT]
+    assert (state.phase, state.deaths, state.wait_s) == (Phase.STARTING, 1, 0.0)
+
+
+def test_who_leaves_may_be_wanted_again_and_is_replaced() -> None:
+    keeper = keeper_of(SLOT)
+    keeper.see(SLOT, Sight.SERVING, 0.0)
+    keeper.want([])
+    keeper.decide(0.0)
+    keeper.see(SLOT, Sight.LEAVING, 1.0)
+    keeper.want([SLOT])
+    assert keeper.decide(2.0) == {}
+    assert not keeper.see(SLOT, Sight.NOBODY, 3.0)
+    assert keeper.decide(3.0) == {SLOT: Order.START}
 
 
 def test_an_earlier_keepers_memory_goes_on() -> None:
@@ -160,6 +209,10 @@ def test_an_earlier_keepers_memory_goes_on() -> None:
     assert keeper.states(0.0)[SLOT].phase is Phase.CRASH_LOOP
     die(keeper, 0.0)
     assert keeper.decide(pause_after(CRASH_LOOP_DEATHS + 1) - 0.01) == {}
+
+
+AFTER = {Order.START: Sight.STARTING, Order.DRAIN: Sight.LEAVING, Order.END: Sight.NOBODY}
+"""What becomes of a slot by an order."""
 
 
 class Cluster(RuleBasedStateMachine):
@@ -193,10 +246,16 @@ class Cluster(RuleBasedStateMachine):
                 assert self.world[slot] is Sight.NOBODY, "nobody is placed beside somebody"
             else:
                 assert slot not in self.wanted or self.world[slot] is not Sight.SERVING
+            if order is Order.DRAIN:
+                assert slot not in self.wanted
+                assert self.world[slot] is Sight.SERVING
             if obey:
-                self.world[slot] = Sight.STARTING if order is Order.START else Sight.NOBODY
+                self.world[slot] = AFTER[order]
 
-    @rule(slot=st.sampled_from(slots), sight=st.sampled_from((Sight.SERVING, Sight.SILENT)))
+    @rule(
+        slot=st.sampled_from(slots),
+        sight=st.sampled_from((Sight.SERVING, Sight.SILENT, Sight.LEAVING)),
+    )
     def change(self, slot: str, sight: Sight) -> None:
         if self.world[slot] is not Sight.NOBODY:
             self.world[slot] = sight
@@ -217,7 +276,7 @@ class Cluster(RuleBasedStateMachine):
             for slot, sight in self.world.items():
                 if sight is Sight.STARTING:
                     self.world[slot] = Sight.SERVING
-                if sight is Sight.SILENT:
+                if sight in (Sight.SILENT, Sight.LEAVING):
                     self.world[slot] = Sight.NOBODY
         serving = {slot for slot, sight in self.world.items() if sight is Sight.SERVING}
         assert serving == self.wanted

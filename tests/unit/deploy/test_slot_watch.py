@@ -33,3 +33,25 @@ def test_deaths_returns_and_the_supervisors_own_return_are_told_once() -> None:
     lines.clear()
     watch.take(None)
     assert lines == []
+
+
+def test_whoever_joins_and_leaves_is_told_of_and_a_drain_is_no_death() -> None:
+    lines: list[str] = []
+    pids: dict[str, int] = {}
+    watch = SlotWatch(lines.append, pids.__setitem__, {"decode-0": 1, "supervisor": 9})
+
+    def take(**news: tuple[Phase, int]) -> list[str]:
+        lines.clear()
+        told = {
+            slot.replace("_", "-"): SlotNews(SlotState(phase), pid)
+            for slot, (phase, pid) in news.items()
+        }
+        for _ in range(2):
+            watch.take(Supervision(9, "", told))
+        return list(lines)
+
+    assert take(decode_0=(Phase.RUNNING, 1), decode_1=(Phase.STARTING, 0)) == []
+    assert take(decode_0=(Phase.RUNNING, 1), decode_1=(Phase.RUNNING, 2)) == ["decode-1 has joined"]
+    assert take(decode_0=(Phase.DRAINING, 1), decode_1=(Phase.LEAVING, 2)) == []
+    assert take(decode_0=(Phase.RUNNING, 3)) == ["decode-0 is back", "decode-1 has left"]
+    assert pids == {"decode-0": 3, "decode-1": 0}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import cast
 
 import pytest
@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.background import end_tasks
 from baton.metrics import SupervisorMetrics
+from baton.pool_sizes import PoolSizes
 from deploy import supervisor as supervisor_module
 from deploy.fleet import Seen
 from deploy.pool_keeper import Phase, Sight, SlotState
@@ -19,18 +20,20 @@ from deploy.slot_board import SlotBoard, SlotNews, Supervision
 from deploy.supervisor import Supervisor
 
 DEADLINE_S = 10.0
-POOLS = {"decode-0": "decode", "decode-1": "decode"}
+DRAIN_S = 7.0
+POOLS = {"decode": 2}
+SLOTS = ("decode-0", "decode-1")
 
 
 class FakeWorkers:
     """Whoever is started serves at once."""
 
     def __init__(self, **living: Seen) -> None:
-        self.seen = {slot: Seen(Sight.NOBODY) for slot in POOLS} | {
-            slot.replace("_", "-"): seen for slot, seen in living.items()
-        }
+        self.seen = {slot.replace("_", "-"): seen for slot, seen in living.items()}
         self.recalls = 0
+        self.refreshed = 0
         self.started: list[str] = []
+        self.drained: list[tuple[str, float]] = []
         self.ended: list[str] = []
         self.failure: Exception | None = None
         self.closed = False
@@ -40,14 +43,25 @@ class FakeWorkers:
         if self.recalls == 1 and self.failure is not None:
             raise self.failure
 
+    @property
+    def slots(self) -> Collection[str]:
+        return [slot for slot, seen in self.seen.items() if seen.sight is not Sight.NOBODY]
+
+    async def refresh(self) -> None:
+        self.refreshed += 1
+
     async def look(self, slot: str) -> Seen:
-        return self.seen[slot]
+        return self.seen.get(slot, Seen(Sight.NOBODY))
 
     async def start(self, slot: str) -> None:
         self.started.append(slot)
         if self.failure is not None:
             raise self.failure
         self.seen[slot] = Seen(Sight.SERVING, pid=len(self.started), host="here")
+
+    async def drain(self, slot: str, deadline_s: float) -> None:
+        self.drained.append((slot, deadline_s))
+        self.seen[slot] = Seen(Sight.LEAVING)
 
     async def end(self, slot: str) -> None:
         self.ended.append(slot)
@@ -74,13 +88,39 @@ class FakeBoard:
         return self.told
 
 
+class FakeSizes:
+    """Keeps what is chosen, as long as it can be reached."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.sizes = sizes
+        self.away = False
+
+    async def read(self) -> dict[str, int]:
+        if self.away:
+            raise redis.ConnectionError
+        return dict(self.sizes)
+
+    async def write(self, pool: str, count: int) -> None:
+        self.sizes[pool] = count
+
+
 class Play:
     """A supervisor that runs until the test ends."""
 
-    def __init__(self, workers: FakeWorkers, board: FakeBoard) -> None:
-        self.workers, self.board = workers, board
+    def __init__(
+        self, workers: FakeWorkers, board: FakeBoard, sizes: FakeSizes | None = None
+    ) -> None:
+        self.workers, self.board, self.sizes = workers, board, sizes or FakeSizes()
         self.metrics = SupervisorMetrics(CollectorRegistry())
-        supervisor = Supervisor(POOLS, workers, cast(SlotBoard, board), self.metrics, "here:1")
+        supervisor = Supervisor(
+            POOLS,
+            workers,
+            cast(SlotBoard, board),
+            cast(PoolSizes, self.sizes),
+            self.metrics,
+            "here:1",
+            drain_s=DRAIN_S,
+        )
         self.task = asyncio.create_task(supervisor.run())
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -138,7 +178,7 @@ async def test_without_ray_and_without_redis_it_goes_on_trying_and_blames_no_wor
     workers, board = FakeWorkers(), FakeBoard()
     workers.failure, board.away = ConnectionError("Ray is away\nfor a while"), True
     play = Play(workers, board)
-    await play.until(lambda: set(workers.started) == set(POOLS))
+    await play.until(lambda: set(workers.started) == set(SLOTS))
     assert workers.recalls == 2
     board.away = False
     await play.until(lambda: board.told is not None)
@@ -148,3 +188,58 @@ async def test_without_ray_and_without_redis_it_goes_on_trying_and_blames_no_wor
     assert (state.phase, state.deaths) == (Phase.STARTING, 0)
     assert state.last_error == "Ray: Ray is away"
     await play.end()
+
+
+def state_of(play: Play, slot: str) -> float | None:
+    labels = {"worker": slot, "pool": "decode", "state": "running"}
+    return play.metrics.registry.get_sample_value("baton_worker_slot_state", labels)
+
+
+async def test_a_pool_grows_and_shrinks_by_the_newest_and_nobody_has_died() -> None:
+    play = Play(FakeWorkers(), FakeBoard())
+    await play.until(lambda: play.phase("decode-1") is Phase.RUNNING)
+    play.sizes.sizes["decode"] = 4
+    await play.until(lambda: play.phase("decode-3") is Phase.RUNNING)
+    assert sorted(play.workers.started) == ["decode-0", "decode-1", "decode-2", "decode-3"]
+    assert state_of(play, "decode-3") == 1
+    play.sizes.sizes["decode"] = 1
+    await play.until(lambda: len(play.workers.drained) == 3)
+    assert sorted(play.workers.drained) == [(f"decode-{n}", DRAIN_S) for n in (1, 2, 3)]
+    assert play.phase("decode-3") is Phase.LEAVING
+    for slot in ("decode-1", "decode-2", "decode-3"):
+        play.workers.seen[slot] = Seen(Sight.NOBODY, "it ended")
+    await play.until(lambda: play.board.told is not None and len(play.board.told.slots) == 1)
+    assert state_of(play, "decode-3") is None
+    value = play.metrics.registry.get_sample_value
+    assert value("baton_worker_deaths_total", {"worker": "decode-3"}) is None
+    assert len(play.workers.started) == 4
+    await play.end()
+
+
+async def test_a_drained_worker_is_followed_by_another_one_and_is_no_death() -> None:
+    play = Play(FakeWorkers(), FakeBoard())
+    await play.until(lambda: play.phase("decode-1") is Phase.RUNNING)
+    play.workers.seen["decode-1"] = Seen(Sight.LEAVING)
+    await play.until(lambda: play.phase("decode-1") is Phase.DRAINING)
+    play.workers.seen["decode-1"] = Seen(Sight.NOBODY, "it ended")
+    await play.until(lambda: play.workers.started.count("decode-1") == 2)
+    await play.until(lambda: play.phase("decode-1") is Phase.RUNNING)
+    assert play.board.told is not None
+    assert play.board.told.slots["decode-1"].state.deaths == 0
+    await play.end()
+
+
+async def test_a_chosen_size_outlives_the_supervisor_and_the_store() -> None:
+    grown = {f"decode_{n}": Seen(Sight.SERVING, pid=n, host="here") for n in range(3)}
+    sizes = FakeSizes()
+    sizes.away = True
+    play = Play(FakeWorkers(**grown), FakeBoard(), sizes)
+    await play.until(lambda: play.phase("decode-2") is Phase.RUNNING)
+    # The store is back, and empty: what had been chosen is written there again.
+    sizes.away = False
+    await play.until(lambda: sizes.sizes == {"decode": 3})
+    assert play.workers.drained == []
+    await play.end()
+    again = Play(FakeWorkers(**grown), FakeBoard(), FakeSizes(decode=1))
+    await again.until(lambda: len(again.workers.drained) == 2)
+    await again.end()

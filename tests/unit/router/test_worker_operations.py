@@ -9,14 +9,17 @@ from typing import Any, cast
 
 import grpc
 import httpx
+import redis
 
 from baton.errors import NotFound
 from baton.grpc_channel import make_server, open_channel
+from baton.pool_sizes import PoolSizes
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.access import Access
 from router.grpc_front import add_grpc_front
 from router.http_app import create_app
 from router.operator_api import Operators
+from router.pool_scaling import PoolScaling
 from router.worker_control import WorkerControl
 from router.worker_operations import WorkerOperations, WorkerOperatorServicer
 from tests.unit.router.front_fakes import MODEL, check_schema, make_front, serve
@@ -42,25 +45,43 @@ class FakeControl:
         return 0.25
 
 
+class FakeSizes:
+    """Stands for ``baton.pool_sizes.PoolSizes``."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+        self.away = False
+
+    async def read(self) -> dict[str, int]:
+        if self.away:
+            raise redis.ConnectionError
+        return dict(self.sizes)
+
+    async def write(self, pool: str, count: int) -> None:
+        self.sizes[pool] = count
+
+
 @dataclass
 class Fronts:
     http: httpx.AsyncClient
     grpc: Any
     control: FakeControl = field(default_factory=FakeControl)
+    sizes: FakeSizes = field(default_factory=FakeSizes)
 
 
 @asynccontextmanager
 async def fronts(**config: Any) -> AsyncIterator[Fronts]:
-    front, control = make_front(**config), FakeControl()
+    front, control, sizes = make_front(**config), FakeControl(), FakeSizes()
+    scaling = PoolScaling(front.config.pools, cast(PoolSizes, sizes))
     access = Access(front.config, front.metrics)
     operators, real = Operators(front.config, access), cast(WorkerControl, control)
     parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
     server = make_server()
-    servicer = WorkerOperatorServicer(real, operators, front.config)
+    servicer = WorkerOperatorServicer(real, scaling, operators, front.config)
     add_grpc_front(server, *parts, more=(servicer,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    api = WorkerOperations(real, operators, front.config)
+    api = WorkerOperations(real, scaling, operators, front.config)
     try:
         async with (
             serve(create_app(*parts, more=(api,))) as address,
@@ -68,7 +89,7 @@ async def fronts(**config: Any) -> AsyncIterator[Fronts]:
             open_channel(f"127.0.0.1:{port}") as channel,
         ):
             stub: Any = control_pb2_grpc.WorkerOperatorServiceStub(channel)
-            yield Fronts(client, stub, control)
+            yield Fronts(client, stub, control, sizes)
     finally:
         await server.stop(0)
 
@@ -105,6 +126,41 @@ async def test_roles() -> None:
         ]
 
 
+async def test_pools_are_scaled() -> None:
+    async with fronts() as there:
+        answer = await there.http.post("/v1/pools/decode/scale", json={"count": 3})
+        assert answer.json() == {
+            "object": "pool.scaled",
+            "pool": "decode",
+            "count": 3,
+            "previous": 1,
+        }
+        request = control_pb2.ScalePoolRequest(pool="decode", count=2)
+        assert (await there.grpc.ScalePool(request, timeout=DEADLINE_S)).previous == 3
+        # Decode workers prefill where nobody else does.
+        answer = await there.http.post("/v1/pools/prefill/scale", json={"count": 0})
+        assert answer.is_success
+        assert there.sizes.sizes == {"decode": 2, "prefill": 0}
+
+
+async def test_what_cannot_be_scaled_is_left_as_it_is() -> None:
+    async with fronts() as there:
+        for pool, body, status in (
+            ("decode", {"count": 0}, 400),
+            ("decode", {"count": 2000}, 400),
+            ("decode", {}, 400),
+            ("encode", {"count": 1}, 404),
+        ):
+            answer = await there.http.post(f"/v1/pools/{pool}/scale", json=body)
+            assert answer.status_code == status, answer.text
+        request = control_pb2.ScalePoolRequest(pool="decode", count=5000)
+        assert await there.grpc.ScalePool(request).code() is grpc.StatusCode.INVALID_ARGUMENT
+        there.sizes.away = True
+        answer = await there.http.post("/v1/pools/decode/scale", json={"count": 1})
+        assert answer.status_code == 503
+        assert there.sizes.sizes == {}
+
+
 async def test_what_is_wrong_is_said() -> None:
     async with fronts() as there:
         for path, body, status in (
@@ -130,7 +186,13 @@ async def test_an_admin_is_needed() -> None:
             headers = {"authorization": f"Bearer {name}"}
             answer = await there.http.post("/v1/workers/decode-0/drain", headers=headers)
             assert answer.status_code == status
+            answer = await there.http.post(
+                "/v1/pools/decode/scale", headers=headers, json={"count": 1}
+            )
+            assert answer.status_code == status
         request = control_pb2.ChangeWorkerRoleRequest(slot="decode-0", role="prefill")
         call = there.grpc.ChangeWorkerRole(request, timeout=DEADLINE_S)
+        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+        call = there.grpc.ScalePool(control_pb2.ScalePoolRequest(pool="decode", count=1))
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
         assert len(there.control.told) == 1

@@ -1,0 +1,56 @@
+"""The sizes of pools that an operator has chosen at run time: one hash in Redis.
+
+Routers write what is asked of them, the supervisor reads it and acts. A pool that is not in it has
+the size that the configuration says. What is in it goes an hour after nobody has read it: with the
+cluster, that is.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, cast
+
+import redis.asyncio
+
+log = logging.getLogger(__name__)
+
+TTL_S = 3600
+MOST_WORKERS = 1024
+"""Of a pool."""
+
+
+class PoolSizes:
+    """Raises ``redis.RedisError``. Owned by one event loop."""
+
+    def __init__(self, client: redis.asyncio.Redis, cluster_id: str) -> None:
+        self._client = client
+        self._key = f"baton:{{{cluster_id}}}:pool-sizes"
+
+    async def read(self) -> dict[str, int]:
+        """Workers by pool, of the pools whose size was chosen; keeps them for another hour."""
+        async with self._client.pipeline(transaction=False) as calls:
+            calls.hgetall(self._key)
+            calls.expire(self._key, TTL_S)
+            told, _ = await calls.execute()
+        return dict(_sizes(told))
+
+    async def write(self, pool: str, count: int) -> None:
+        """Choose a pool's size."""
+        async with self._client.pipeline(transaction=True) as calls:
+            calls.hset(self._key, pool, str(count))
+            calls.expire(self._key, TTL_S)
+            await calls.execute()
+
+    async def clear(self) -> None:
+        """The cluster ends."""
+        await cast(Any, self._client.delete(self._key))
+
+
+def _sizes(told: dict[bytes, bytes]) -> list[tuple[str, int]]:
+    sizes = []
+    for pool, count in told.items():
+        try:
+            sizes.append((pool.decode(), int(count)))
+        except ValueError:
+            log.warning("a pool's size cannot be read")
+    return sizes

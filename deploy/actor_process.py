@@ -1,0 +1,81 @@
+"""The Ray worker process in which an actor lives: its log, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+import psutil
+
+_LAUNCHER_POLL_S = 2.0
+
+log = logging.getLogger(__name__)
+
+
+async def end_with(launcher: int, started: float) -> NoReturn:
+    """End this process when the launcher of this process id has gone.
+
+    The guardian ends orphans; this is for the case that it was killed as well.
+    """
+    # Not our child, so only asking again tells.
+    while is_alive(launcher, started):  # noqa: ASYNC110
+        await asyncio.sleep(_LAUNCHER_POLL_S)
+    log.error("the launcher is gone: this process ends")
+    end_process()
+
+
+def is_alive(pid: int, started: float) -> bool:
+    """Whether the process of that id that began then, in Unix seconds, lives."""
+    try:
+        return psutil.Process(pid).create_time() == started
+    except psutil.Error:
+        return False
+
+
+def take_sigterm(handler: Callable[[int, object], None]) -> None:
+    """Instead of Ray's handler, by which a worker process ends at once.
+
+    Ray creates an actor on the main thread, and runs signal handlers there between its own calls,
+    every 10 ms or so; but not one whose class has a single ``async`` method: then this does
+    nothing, as in a process that has the class without Ray.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def log_to(file: str, level: str) -> TextIO:
+    """Have this process's log, and crashes inside native code, written to ``file``. Returns it."""
+    # Kept open for the life of the process.
+    stream = Path(file).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
+    faulthandler.enable(stream)
+    logging.basicConfig(
+        stream=stream,
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
+    return stream
+
+
+def fail(reason: str) -> NoReturn:
+    """End at once, and say why, even where there is no memory to say it."""
+    try:
+        log.error("%s", reason)
+    finally:
+        end_process()
+
+
+def end_process(code: int = 1) -> NoReturn:
+    """At once, whatever its threads do."""
+    # Not sys.exit: Ray would catch it, and threads inside torch would keep the process.
+    try:
+        logging.shutdown()
+    finally:
+        os._exit(code)

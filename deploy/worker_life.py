@@ -1,0 +1,230 @@
+"""A worker's life in its Ray worker process: a thread with the worker's event loop, and its end.
+
+    starting ─serves→ serving
+    starting ─fails→ failed to start (the process stays, so that it can say why)
+    serving ─stop()→ stopping → gone
+    serving ─drain(), SIGTERM, or an operator by way of a router→ leaving
+    leaving ─nothing left, the deadline, or another SIGTERM→ gone (0), once the supervisor was told
+    serving ─it fails; its loop does nothing for STUCK_S; nobody can find it→ gone (1)
+    any ─SIGTERM, where there is nothing to wait for→ gone (0)
+
+Methods are called by Ray's threads and, ``on_sigterm``, by the main thread. What needs torch is
+imported on the worker's own thread alone, which owns the event loop and all that runs there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import faulthandler
+import logging
+import os
+import platform
+import threading
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TextIO
+
+import psutil
+
+from baton.config import Config
+from deploy.actor_process import end_process, end_with, fail, is_alive
+from deploy.actor_settings import ActorSettings
+from deploy.life_watch import LOOK_S, LifeWatch
+
+if TYPE_CHECKING:
+    from worker.process import WorkerProcess
+
+UNLISTED_S = 60.0
+"""A worker that the registry has not listed for this long, while it listed others, and to which
+nobody is connected, is of no use."""
+_STOP_S = 10.0
+_TELL_S = 2.0
+"""How long a worker that was drained waits for the supervisor to ask."""
+_ANSWER_S = 0.1
+"""For an answer to leave this process."""
+
+log = logging.getLogger(__name__)
+
+
+class WorkerLife:
+    """See the module's text."""
+
+    def __init__(self, settings: ActorSettings, log_file: TextIO) -> None:
+        self._settings = settings
+        self._log = log_file
+        self._started: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+        self._stopping = False
+        self._left = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._process: WorkerProcess | None = None
+        self._drains: set[asyncio.Task[bool]] = set()
+        self._leaving_told = threading.Event()
+        self._terms = 0
+        self._leave_by: float | None = None
+        """Until when it may run what it has, once this process was told to leave; monotonic."""
+        self._life = threading.Thread(target=self._live, name="worker", daemon=True)
+
+    def begin(self) -> None:
+        """Once."""
+        self._life.start()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def record(self, timeout_s: float) -> dict[str, Any]:
+        """The worker's registry record, ``pid`` and ``host``, once it serves.
+
+        Raises what kept it from starting, or TimeoutError.
+        """
+        return self._started.result(timeout=timeout_s)
+
+    def ask(self, unlisted_s: float) -> bool:
+        """Whether it leaves. One that was not listed for so long, and is of no use, ends."""
+        process = self._process
+        if process is not None and process.leave_by is not None:
+            self._leaving_told.set()
+            return True
+        if unlisted_s > UNLISTED_S and self._serves() and not self._is_reached():
+            fail(
+                f"worker {self._settings.slot} ends: for {unlisted_s:.0f} s it was not in the"
+                " registry, though others were, and nobody was connected to it"
+            )
+        return False
+
+    def drain(self, deadline_s: float) -> None:
+        """Have the worker take nothing more, and end once nothing is left; does not wait."""
+        loop, process = self._loop, self._process
+        if loop is None or process is None or not self._serves():
+            end_process(0)
+        self._leave_by = time.monotonic() + deadline_s
+        loop.call_soon_threadsafe(self._begin_drain, process, deadline_s)
+
+    def _begin_drain(self, process: WorkerProcess, deadline_s: float) -> None:
+        task = asyncio.get_running_loop().create_task(process.drain(deadline_s))
+        self._drains.add(task)
+        task.add_done_callback(self._drains.discard)
+
+    def on_sigterm(self, number: int, frame: object) -> None:
+        """Instead of Ray's, by which the process would end at once. On the main thread."""
+        launcher = self._settings.launcher, self._settings.launcher_started
+        self._terms += 1
+        loop, process = self._loop, self._process
+        if loop is None or process is None or not (self._serves() and is_alive(*launcher)):
+            end_process(0)
+        if self._terms == 1:
+            log.info("worker %s was told to leave (SIGTERM)", self._settings.slot)
+            self.drain(float(self._settings.config["drain_deadline_s"]))
+        else:
+            self._leave_by = time.monotonic()
+            loop.call_soon_threadsafe(process.hurry)
+
+    def _serves(self) -> bool:
+        return self._started.done() and not self._failed() and not self._stopping
+
+    def _failed(self) -> bool:
+        """Whether it could not start: then the process stays, and can be asked why."""
+        return self._started.done() and self._started.exception() is not None
+
+    def _is_reached(self) -> bool:
+        """Whether anybody is connected to the worker's server."""
+        process = self._process
+        assert process is not None, "it serves"
+        assert process.record is not None, "it serves"
+        try:
+            open_ones = psutil.Process().net_connections(kind="tcp")
+        except (psutil.Error, OSError):
+            return False  # it cannot open so much as a file
+        port = int(process.record.address.rpartition(":")[2])
+        return any(
+            one.status == psutil.CONN_ESTABLISHED and one.laddr.port == port for one in open_ones
+        )
+
+    def _watch(self) -> None:
+        watch = LifeWatch()
+        while True:
+            time.sleep(LOOK_S)
+            process = self._process
+            reason = watch.look(
+                time.monotonic(),
+                beats=process.beats if process is not None and self._serves() else None,
+                ended=not self._life.is_alive() and not self._stopping and not self._failed(),
+                leave_by=self._leave_by or (process.leave_by if process is not None else None),
+            )
+            if reason is not None:
+                faulthandler.dump_traceback(self._log)
+                fail(f"worker {self._settings.slot} ends: {reason}")
+
+    def stop(self) -> None:
+        """Let the worker leave in order; returns when it has, within 10 seconds."""
+        self._stopping = True
+        if self._loop is not None and self._process is not None:
+            leaving = asyncio.run_coroutine_threadsafe(self._leave(self._process), self._loop)
+            leaving.result(timeout=_STOP_S)
+
+    async def _leave(self, process: WorkerProcess) -> None:
+        try:
+            await process.stop()
+        finally:
+            self._left.set()
+
+    def _live(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            if self._stopping:
+                return
+            log.exception("worker %s has failed", self._settings.slot)
+            if not self._started.done():
+                self._started.set_exception(error)
+                return
+            end_process()
+        if self._stopping:
+            return
+        if self._process is not None and self._process.drained:
+            log.info("worker %s was drained", self._settings.slot)
+            # Its end is a death to a supervisor that does not know.
+            self._leaving_told.wait(_TELL_S)
+            time.sleep(_ANSWER_S)
+            end_process(0)
+        log.error("worker %s ended unasked", self._settings.slot)
+        end_process()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._process = _build(self._settings)
+        record = await self._process.start()
+        self._started.set_result({**asdict(record), "pid": os.getpid(), "host": platform.node()})
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(
+                end_with(self._settings.launcher, self._settings.launcher_started)
+            )
+            await self._process.run()
+            watch.cancel()
+        await self._process.ended()
+        if self._stopping:
+            # The loop must not end under it; stop() itself holds the deadline.
+            await self._left.wait()
+
+
+def _build(settings: ActorSettings) -> WorkerProcess:
+    from decode_worker.role import DecodeRole  # noqa: PLC0415
+    from prefill_worker.role import PrefillRole  # noqa: PLC0415
+    from worker.process import WorkerProcess  # noqa: PLC0415
+    from worker.settings import WorkerSettings  # noqa: PLC0415
+
+    config = Config(**settings.config)
+    worker = WorkerSettings(
+        config=config,
+        pool=settings.pool_of(config),
+        slot=settings.slot,
+        model_path=settings.model_path,
+        model_name=settings.model_name,
+        redis_url=settings.redis_url,
+        cluster_id=settings.cluster_id,
+        threads=settings.threads,
+        core_board=settings.core_board,
+        core_lines=settings.core_lines,
+        draft_model_path=settings.draft_model_path,
+        number=settings.number,
+        workers_here=settings.workers_here,
+    )
+    return WorkerProcess(worker, {"prefill": PrefillRole, "decode": DecodeRole})
