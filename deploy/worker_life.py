@@ -22,6 +22,7 @@ import os
 import platform
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -34,6 +35,9 @@ from deploy.life_watch import LOOK_S, LifeWatch
 
 if TYPE_CHECKING:
     from worker.process import WorkerProcess
+    from worker.settings import WorkerSettings
+
+    BuildProcess = Callable[[ActorSettings], WorkerProcess]
 
 UNLISTED_S = 60.0
 """A worker that the registry has not listed for this long, while it listed others, and to which
@@ -50,8 +54,10 @@ log = logging.getLogger(__name__)
 class WorkerLife:
     """See the module's text."""
 
-    def __init__(self, settings: ActorSettings, log_file: TextIO) -> None:
+    def __init__(self, settings: ActorSettings, log_file: TextIO, build: BuildProcess) -> None:
+        """``build`` makes the worker, on its own thread."""
         self._settings = settings
+        self._build = build
         self._log = log_file
         self._started: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
         self._stopping = False
@@ -190,7 +196,7 @@ class WorkerLife:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._process = _build(self._settings)
+        self._process = self._build(self._settings)
         record = await self._process.start()
         self._started.set_result({**asdict(record), "pid": os.getpid(), "host": platform.node()})
         async with asyncio.TaskGroup() as group:
@@ -205,14 +211,22 @@ class WorkerLife:
             await self._left.wait()
 
 
-def _build(settings: ActorSettings) -> WorkerProcess:
+def build_process(settings: ActorSettings) -> WorkerProcess:
+    """A worker as users have it."""
     from decode_worker.role import DecodeRole  # noqa: PLC0415
     from prefill_worker.role import PrefillRole  # noqa: PLC0415
     from worker.process import WorkerProcess  # noqa: PLC0415
+
+    roles = {"prefill": PrefillRole, "decode": DecodeRole}
+    return WorkerProcess(worker_settings(settings), roles)
+
+
+def worker_settings(settings: ActorSettings) -> WorkerSettings:
+    """What the worker itself is told."""
     from worker.settings import WorkerSettings  # noqa: PLC0415
 
     config = Config(**settings.config)
-    worker = WorkerSettings(
+    return WorkerSettings(
         config=config,
         pool=settings.pool_of(config),
         slot=settings.slot,
@@ -227,4 +241,3 @@ def _build(settings: ActorSettings) -> WorkerProcess:
         number=settings.number,
         workers_here=settings.workers_here,
     )
-    return WorkerProcess(worker, {"prefill": PrefillRole, "decode": DecodeRole})

@@ -97,7 +97,7 @@ class TimedCluster:
         self.config = settings.configuration(folder)
         self.redis_url = redis_url
         self.cluster_id = secrets.token_hex(6)
-        self.model = write_model_folder(folder / "model")
+        self.model = write_model_folder(folder / "model", settings.costs)
         self.workers: dict[str, Helper] = {}
         """By slot; one that was drained has ended and is still here."""
         self._folder = folder
@@ -144,8 +144,6 @@ class TimedCluster:
             "cluster_id": self.cluster_id,
             "number": len(self.workers),
             "workers_here": sum(pool.count for pool in self.config.pools),
-            "prefill": self.settings.costs.prefill,
-            "step": self.settings.costs.step,
         }
         log = self._folder / f"{slot}.log"
         worker = helper("loadtest.timed.worker", start, log, ready_s=_READY_S)

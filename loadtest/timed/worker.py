@@ -4,9 +4,9 @@ Run as a module; see ``line_service``. Nobody reaches it by way of the command l
 configuration. Everything but the steps is owned by the process's event loop.
 
 It is told ``config``, ``pool``, ``slot``, ``model_path``, ``model_name``, ``redis_url``,
-``cluster_id``, ``number``, ``workers_here``, and the coefficients ``prefill`` and ``step``. It says
-hello with its process id and incarnation, and answers every question with its steps' timings since
-the last one. It ends with its input, and with a drain.
+``cluster_id``, ``number`` and ``workers_here``. It says hello with its process id and incarnation,
+and answers every question with its steps' timings since the last one. It ends with its input, and
+with a drain.
 """
 
 from __future__ import annotations
@@ -14,46 +14,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from pathlib import Path
 
 import torch
 
 from baton.background import end_tasks
 from baton.config import Config
-from decode_worker.role import DecodeRole
-from engine.engine import Engine
-from engine.kv_cache import Allocate
-from engine.model_config import load_model_config
 from loadtest.line_service import Asker, Fields, run_helper
-from loadtest.simulator.fitted_costs import FittedCosts
-from loadtest.timed.engine import build_timed_engine
-from loadtest.timed.step_model import TimedStepModel
-from prefill_worker.role import PrefillRole
-from worker.calibration import Run
-from worker.process import WorkerProcess
-from worker.role import RoleFactory
+from loadtest.timed.process import TimedProcess
 from worker.settings import WorkerSettings
-from worker.step_costs import StepCosts
 
 
 class TimedWorker:
-    """A worker process, and the model that it believes in."""
+    """The process, and what is asked of it."""
 
-    def __init__(self, start: Fields) -> None:
-        """``start``: see the module's text. Raises ConfigError for a folder that is no model's."""
-        settings = _settings(start)
-        self._costs = StepCosts(tuple(start["prefill"]), tuple(start["step"]))
-        vocabulary = load_model_config(Path(settings.model_path)).vocab_size
-        self._model = TimedStepModel(FittedCosts(self._costs), vocabulary)
-        roles: dict[str, RoleFactory] = {"prefill": PrefillRole, "decode": DecodeRole}
-        self.process = WorkerProcess(settings, roles, self._build, self._calibrate)
-
-    def _build(self, settings: WorkerSettings, allocate: Allocate) -> Engine:
-        return build_timed_engine(settings, self._model, allocate)
-
-    def _calibrate(self, engine: Engine, run: Run) -> StepCosts:
-        """What the cost model says, without a step: others may be starting on the same cores."""
-        return self._costs
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Raises ConfigError for a model's folder that is not of ``write_model_folder``."""
+        timed = TimedProcess(settings)
+        self._model, self._process = timed.model, timed.process
 
     async def answer(self, question: Fields) -> Fields:
         """The steps since the last question, or since it serves: a list of each column."""
@@ -66,17 +43,17 @@ class TimedWorker:
 
     async def serve(self, asker: Asker) -> None:
         """Until there are no more questions, or a drain is over. Raises what has broken it."""
-        record = await self.process.start()
+        record = await self._process.start()
         asker.say({"pid": os.getpid(), "incarnation": record.incarnation})
         questions = asyncio.create_task(asker.serve(self.answer), name="questions")
-        running = asyncio.create_task(self.process.run(), name="worker")
+        running = asyncio.create_task(self._process.run(), name="worker")
         try:
             await asyncio.wait({questions, running}, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 running.result()
-                await self.process.ended()
+                await self._process.ended()
         finally:
-            await self.process.stop()
+            await self._process.stop()
             await end_tasks([questions, running])
 
 
@@ -97,7 +74,7 @@ def _settings(start: Fields) -> WorkerSettings:
 
 
 async def _work(asker: Asker, start: Fields) -> None:
-    await TimedWorker(start).serve(asker)
+    await TimedWorker(_settings(start)).serve(asker)
 
 
 if __name__ == "__main__":

@@ -7,30 +7,31 @@ from pathlib import Path
 import pytest
 
 from baton.config import Config
+from baton.errors import ConfigError
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine
+from engine.engine import Engine, EngineSettings, build_engine
 from engine.kv_cache import allocate_plain
 from engine.local import generate
 from loadtest.simulator.fitted_costs import FittedCosts
 from loadtest.timed.engine import CHUNK_TOKENS, build_timed_engine
-from loadtest.timed.model_folder import VOCABULARY, write_model_folder
+from loadtest.timed.model_folder import VOCABULARY, read_step_costs, write_model_folder
 from loadtest.timed.step_model import FIRST_TOKEN_ID, TOKEN_IDS, TimedStepModel
 from router.tokenizer import Tokenizer
 from worker.settings import WorkerSettings
 from worker.step_costs import StepCosts
 
-COSTS = FittedCosts(StepCosts(prefill=(1.0, 0.01, 0.0), step=(2.0, 0.1, 0.0)))
+COSTS = StepCosts(prefill=(1.0, 0.01, 0.0), step=(2.0, 0.1, 0.0))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_folder(tmp_path_factory.mktemp("timed") / "model")
+    return write_model_folder(tmp_path_factory.mktemp("timed") / "model", COSTS)
 
 
 @pytest.fixture
 def model() -> TimedStepModel:
-    return TimedStepModel(COSTS, VOCABULARY)
+    return TimedStepModel(FittedCosts(COSTS), VOCABULARY)
 
 
 @pytest.fixture
@@ -76,6 +77,16 @@ def test_an_answer_is_the_same_alone_in_a_batch_drawn_or_moved(engine: Engine) -
     begun = replace(spec_of(40), token_ids=(*range(40), *alone.token_ids[:3]))
     (moved,) = generate(engine, [begun])
     assert moved.token_ids == alone.token_ids
+
+
+def test_no_other_engine_takes_the_folder_and_this_one_takes_no_other(
+    folder: Path, tiny_model: Path
+) -> None:
+    assert read_step_costs(folder) == COSTS
+    with pytest.raises(ConfigError, match="weight"):
+        build_engine(EngineSettings(folder, device="cpu"))
+    with pytest.raises(ConfigError, match="timed engine"):
+        read_step_costs(tiny_model)
 
 
 def test_a_router_reads_the_folder(folder: Path) -> None:
