@@ -18,6 +18,7 @@ from loadtest.timed.engine import CHUNK_TOKENS, build_timed_engine
 from loadtest.timed.model_folder import VOCABULARY, read_step_costs, write_model_folder
 from loadtest.timed.step_model import FIRST_TOKEN_ID, TOKEN_IDS, TimedStepModel
 from router.tokenizer import Tokenizer
+from tests.models import make_tiny_model
 from worker.settings import WorkerSettings
 from worker.step_costs import StepCosts
 
@@ -80,13 +81,13 @@ def test_an_answer_is_the_same_alone_in_a_batch_drawn_or_moved(engine: Engine) -
 
 
 def test_no_other_engine_takes_the_folder_and_this_one_takes_no_other(
-    folder: Path, tiny_model: Path
+    folder: Path, tmp_path: Path
 ) -> None:
     assert read_step_costs(folder) == COSTS
     with pytest.raises(ConfigError, match="weight"):
         build_engine(EngineSettings(folder, device="cpu"))
     with pytest.raises(ConfigError, match="timed engine"):
-        read_step_costs(tiny_model)
+        read_step_costs(make_tiny_model(tmp_path))
 
 
 def test_a_router_reads_the_folder(folder: Path) -> None:
