@@ -33,7 +33,7 @@ _CHUNK_TOKENS = 512
 
 def main() -> None:
     """Serve until SIGINT or SIGTERM."""
-    given = _parser().parse_args()
+    given = parser().parse_args()
     with tempfile.TemporaryDirectory(prefix="baton-timed-") as folder:
         model = write_model_folder(Path(folder), StepCosts(given.prefill_costs, given.step_costs))
         config = configuration(given, model)
@@ -66,23 +66,24 @@ def configuration(given: argparse.Namespace, model: Path) -> Config:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--prefill", type=int, default=1, help="workers that begin in that role")
-    parser.add_argument("--decode", type=int, default=1, help="likewise")
-    parser.add_argument("--http", help="host:port of the HTTP front; port 0 takes a free one")
-    parser.add_argument("--grpc", help="the same of the gRPC front")
-    parser.add_argument("--config", type=Path, help="TOML, as for `baton up`")
-    parser.add_argument("--max-sequences", type=int, default=64, help="of a worker's step")
+    options.add_argument("--prefill", type=int, default=1, help="workers that begin in that role")
+    options.add_argument("--decode", type=int, default=1, help="likewise")
+    options.add_argument("--http", help="host:port of the HTTP front; port 0 takes a free one")
+    options.add_argument("--grpc", help="the same of the gRPC front")
+    options.add_argument("--config", type=Path, help="TOML, as for `baton up`")
+    options.add_argument("--max-sequences", type=int, default=64, help="of a worker's step")
     for name, costs, what in (
         ("--prefill-costs", COSTS.prefill, "n prompt tokens: a + b*n + c*n*context"),
         ("--step-costs", COSTS.step, "a decode step: a + b*batch + c*context_tokens"),
     ):
         help_text = f"milliseconds of {what}, as a,b,c; default: {','.join(map(str, costs))}"
-        parser.add_argument(name, type=_coefficients, default=costs, help=help_text)
-    return parser
+        options.add_argument(name, type=_coefficients, default=costs, help=help_text)
+    return options
 
 
 def _coefficients(text: str) -> Coefficients:
