@@ -10,10 +10,13 @@ PINS := pyproject.toml requirements.lock Makefile
 # Flags for `baton up`, for example: make up ARGS="--decode 2"
 ARGS ?=
 # What `make test` runs, for example: make test TESTS=tests/unit
-# Whole clusters, and what is killed on time, run one after another; the rest two at a time.
+# Whole clusters, and what is killed on time, run one after another; the rest four at a time: on two
+# cores, since much of it waits more than it computes.
 TESTS ?=
 SIDE_BY_SIDE = tests/unit tests/kernels tests/transports tests/integration
 IN_TURN = tests/e2e tests/chaos
+# The slowest are shown, so that they stay in view.
+QUICK = -m "not long" --durations=15
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -59,10 +62,10 @@ up: install
 
 test: install-dev
 ifeq ($(strip $(TESTS)),)
-	@$(BIN)/python -m pytest -m "not long" -n 2 $(SIDE_BY_SIDE)
-	@$(BIN)/python -m pytest -m "not long" $(IN_TURN)
+	@$(BIN)/python -m pytest $(QUICK) -n 4 --dist worksteal $(SIDE_BY_SIDE)
+	@$(BIN)/python -m pytest $(QUICK) $(IN_TURN)
 else
-	@$(BIN)/python -m pytest -m "not long" $(TESTS)
+	@$(BIN)/python -m pytest $(QUICK) $(TESTS)
 endif
 
 test-long: install-dev

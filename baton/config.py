@@ -232,6 +232,9 @@ class Config(BaseSettings):
     hang_s: float = Field(default=1.0, ge=0.1)
     """A worker that runs requests of a router and says nothing to it for this many seconds is taken
     to hang: its requests move to others, if there are any."""
+    engine_hang_s: float = Field(default=10.0, ge=0.1)
+    """The same of a worker that says that it lives, and whose engine has ended no step for this
+    many seconds while it was given one."""
     move_budget_ratio: float = Field(default=0.2, ge=0)
     """Moves because of failures that each request allows a router process, as a fraction."""
     move_budget_per_s: float = Field(default=4.0, ge=0)
@@ -243,6 +246,10 @@ class Config(BaseSettings):
     drain_deadline_s: float = Field(default=30.0, ge=0)
     """A worker or router that is told to leave, by ``baton drain`` or SIGTERM, gives what runs
     there this many seconds to end or to move; 0 ends it at once."""
+    slow_client_s: float = Field(default=30.0, gt=0)
+    """A client that has not read for this many seconds, while more is there for it than its
+    connection's buffer holds, is cut off, and its request ends; over HTTP also one that reads fewer
+    than 4096 bytes in that time."""
     max_waiting_requests: int = Field(default=256, ge=1)
     """Requests that may wait for their turn, in one router process; more are shed with 429."""
     admission_slo_factor: float = Field(default=0.8, ge=0)

@@ -41,6 +41,9 @@ _SERVER_OPTIONS = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
+SERVER_PING_MS, SERVER_PING_TIMEOUT_MS = 30_000, 20_000
+"""A client whose machine has gone, or that reads nothing any more, is cut off after their sum: its
+calls would wait for it for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,4 +93,11 @@ def make_blocking_server(
 
 
 def _server_options(*, shares_port: bool = False) -> list[tuple[str, int]]:
-    return [*_SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port))]
+    return [
+        *_SERVER_OPTIONS,
+        ("grpc.keepalive_time_ms", SERVER_PING_MS),
+        ("grpc.keepalive_timeout_ms", SERVER_PING_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", SERVER_PING_TIMEOUT_MS),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.so_reuseport", int(shares_port)),
+    ]

@@ -36,6 +36,10 @@ _BY_STATUS: dict[grpc.StatusCode, type[errors.BatonError]] = {
 }
 
 
+LACKING_RETRY_S = 1.0
+"""When to come back to a process that has run out of something."""
+
+
 @contextlib.asynccontextmanager
 async def grpc_boundary(
     context: grpc.aio.ServicerContext[object, object],
@@ -50,10 +54,17 @@ async def grpc_boundary(
 
 
 def as_baton_error(failure: Exception) -> errors.BatonError:
-    """What a caller is told of a failure; one that was not meant is logged."""
+    """What a caller is told of a failure; one that was not meant is logged.
+
+    Who has no descriptors, no memory or no room left can do nothing for this request at this
+    moment, and another may: that is WorkerFailed.
+    """
     if isinstance(failure, errors.BatonError):
         return failure
     log.error("unexpected error in a gRPC call", exc_info=failure)
+    if isinstance(failure, OSError | MemoryError):
+        lacking = f"the process lacks what the request takes: {type(failure).__name__}"
+        return errors.WorkerFailed(lacking, retry_after=LACKING_RETRY_S)
     return errors.BatonError(f"internal error: {type(failure).__name__}")
 
 
@@ -81,7 +92,9 @@ async def _abort(
         trailers.append((RETRY_KEY, str(int(error.retry_after * 1000))))
     if isinstance(error, errors.RateLimitExceeded):
         trailers.extend(error.facts.items())
-    await context.abort(grpc.StatusCode[error.grpc_status], error.message, tuple(trailers))
+    # A status waits for what was written before it, which may be until the connection has gone.
+    with contextlib.suppress(grpc.aio.InternalError):
+        await context.abort(grpc.StatusCode[error.grpc_status], error.message, tuple(trailers))
 
 
 def error_from_code(

@@ -104,6 +104,11 @@ class RouterMetrics:
         self.moved_requests = counter(
             "moved_requests", "Requests, or choices of them, that went on elsewhere.", ["reason"]
         )
+        self.left_out_workers = counter(
+            "left_out_workers",
+            "How often a worker was left out because its streams broke again and again.",
+            ["worker"],
+        )
         self.active_requests = Gauge(
             "baton_active_requests",
             "Requests that have not ended.",

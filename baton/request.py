@@ -122,6 +122,9 @@ class LoadSnapshot:
     """Cached blocks in the host's memory behind the pool."""
     disk_blocks: int = 0
     """Cached blocks on disk."""
+    steps_in_flight: int = 0
+    """Steps that the engine was given and has not ended: while there are some, ``engine_steps`` is
+    to grow."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from baton.hashing import last_hashes
 from baton.request import FirstToken, SequenceSpec
 from baton.v1 import prefill_pb2
 from decode_worker.receiver import HandoffReceiver
-from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
+from engine.sequence_update import SequenceUpdate
 from kvtransfer.ticket import Attempt
 from worker.fetch import Fetcher, PrefixSource, source_of
 from worker.first_token import first_of, first_token

@@ -123,6 +123,10 @@ class HandoffReceiver:
         found = self._promised.get(ticket_id)
         return None if found is None else found.spec
 
+    def promises(self, router_id: str) -> bool:
+        """Whether a ticket is open for a sequence of this router."""
+        return any(promised.spec.router_id == router_id for promised in self._promised.values())
+
     def commit(self, ticket_id: str, writer: str, now: float) -> Receipt:
         """The sequence may run. Raises HandoffError where something is missing."""
         ticket = self.blocks.commit(ticket_id, writer, now)

@@ -27,8 +27,8 @@ from decode_worker.local_prefill import LocalPrefill
 from decode_worker.outbox import Outbox
 from decode_worker.receiver import HandoffReceiver, Offer
 from decode_worker.service import DecodeServicer
-from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
+from engine.sequence_update import SequenceUpdate
 from kvtransfer.ticket import Attempt, Ticket
 from worker.beats import Beats
 from worker.fetch import Fetcher
@@ -73,7 +73,7 @@ class DecodeRole:
         self._deadlines: dict[Attempt, float] = {}
         """Of requests that have tickets. A sequence has its own, which the control loop keeps."""
         self.beats = Beats.of(context.settings.config)
-        self._prefills = PrefillServicer(self.local.run, self.beats)
+        self._prefills = PrefillServicer(self.local.run, context.control.load, self.beats)
         self._streams: set[HandoffStream] = set()
         self._commits: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
 
@@ -89,7 +89,9 @@ class DecodeRole:
         return self._outboxes[router_id]
 
     def has_work_of(self, router_id: str) -> bool:
-        """Whether a sequence of this router runs here, or waits."""
+        """Whether a sequence of this router runs here, waits, or is being handed over."""
+        if self.receiver.promises(router_id):
+            return True
         every = (choice for choices in self._sequences.values() for choice in choices.values())
         return any(sequence.spec.router_id == router_id for sequence in every)
 
@@ -114,7 +116,11 @@ class DecodeRole:
         self.context.intake.check()
         if offer.spec.sampling.grammar is not None:
             self.context.grammars.begin(offer.spec.sampling.grammar)
+        was_busy = self.has_work_of(offer.spec.router_id)
         ticket = self.receiver.reserve(offer, time.monotonic())
+        if not was_busy:
+            # From now on it is to say more often that it lives.
+            self.outbox(offer.spec.router_id).hurry()
         self._deadlines[ticket.attempt] = time.monotonic() + offer.spec.deadline_s
         self.context.control.pump_soon()
         return ticket
@@ -356,7 +362,7 @@ class DecodeRole:
             outbox.flush()
 
     async def heartbeat(self) -> None:
-        """End what has expired, and check that nothing is lost when nothing runs."""
+        """End what has expired. Raises WorkerFailed where the engine hangs."""
         now = time.monotonic()
         for attempt, deadline in list(self._deadlines.items()):
             if deadline <= now:
@@ -364,7 +370,7 @@ class DecodeRole:
         self._drop_lost_routers(now)
         self._hand_back()
         self._flush()
-        self.context.control.pump()
+        self.context.control.beat(now)
 
     def _drop_lost_routers(self, now: float) -> None:
         for router_id, outbox in list(self._outboxes.items()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -71,7 +71,7 @@ def _formula(values: list[float], first: str, second: str) -> str:
 
 async def _measured(
     cluster: ClusterState, *, chunk_tokens: int, is_cpu: bool, seed: int
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The profile's fields. Raises BatonError."""
     from baton.client.async_http_client import AsyncHttpClient  # noqa: PLC0415
     from loadtest.simulator.fitted_costs import FittedCosts  # noqa: PLC0415

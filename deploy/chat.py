@@ -10,7 +10,6 @@ from baton.errors import BatonError
 from baton.v1.inference_pb2 import ChatMessage, GenerateResponse
 from baton.v1.sampling_pb2 import SamplingParameters
 
-INTERRUPTED = 130
 _PROMPT = "> "
 
 

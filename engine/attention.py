@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
-from torch.nn.attention.bias import causal_lower_right
 
 from engine.kv_cache import KvGroup
 from engine.plan import PlanRow
@@ -183,15 +182,27 @@ def _attend_causal(
 
     No mask in memory where a flash kernel is at hand.
     """
+    count, keys = queries.shape[0], key.shape[2]
     found = F.scaled_dot_product_attention(
         queries.transpose(0, 1)[None],
         key,
         value,
-        attn_mask=causal_lower_right(queries.shape[0], key.shape[2]),
+        attn_mask=None if count == keys else _causal_mask(count, keys, queries.device),
+        is_causal=count == keys,
         scale=scale,
         enable_gqa=queries.shape[1] != key.shape[1],
     )
     return found[0].transpose(0, 1)
+
+
+def _causal_mask(count: int, keys: int, device: torch.device) -> torch.Tensor:
+    """bool [count, keys], or what a flash kernel has in its stead."""
+    if device.type == "cuda":
+        # Not on import: it takes torch's compiler with it, which is longer than all the rest.
+        from torch.nn.attention.bias import causal_lower_right  # noqa: PLC0415
+
+        return causal_lower_right(count, keys)
+    return torch.ones(count, keys, dtype=torch.bool, device=device).tril(keys - count)
 
 
 def _attend_tile(

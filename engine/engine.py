@@ -36,7 +36,8 @@ from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.quantization.packed_cache import PackedCache
 from engine.runner import ModelRunner
 from engine.sampling import sample
-from engine.scheduler import SCORED_TOKENS, Scheduler, SchedulerLimits
+from engine.scheduler import Scheduler
+from engine.scheduler_limits import SCORED_TOKENS, SchedulerLimits
 from engine.speculation import (
     DRAFTERS,
     MOST_DRAFT_TOKENS,

@@ -17,84 +17,21 @@ engine may still write to them. Plain Python, owned by the control loop; up to t
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from baton.errors import InvalidRequest
-from baton.hashing import last_hashes
-from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason
 from engine.block_pool import BlockPool, OutOfBlocks
-from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
+from engine.findable_blocks import FindableBlocks
+from engine.identical_steps import IdenticalSteps
+from engine.plan import PlanRow, StepPlan, StepResult
 from engine.preemption import victim_of
+from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
-
-SCORED_TOKENS = 128
-"""So many rows of 128k logits take 64 MiB, and a matrix product of so many is at its full speed."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """``chunk_tokens`` and ``max_sequences`` bound one step; ``context_length`` one sequence.
-
-    ``chunk_keys`` bounds what a chunk's attention costs: its tokens times the tokens that the last
-    of them attends to. Without it a step late in a long prompt takes many times as long as the
-    first, and nobody can join, leave or be aborted meanwhile. 0 sets no bound.
-    """
-
-    block_size: int
-    chunk_tokens: int
-    max_sequences: int
-    context_length: int
-    chunk_keys: int = 0
-    hash_block_size: int = 0
-    """Tokens of a hash block, of which ``block_size`` is a multiple; 0: as many."""
-    scored_tokens: int = SCORED_TOKENS
-    """Most tokens of a step whose logits are computed to score the prompt's next one; a prompt that
-    comes when they are used up scores one."""
-    draft_tokens: int = 0
-    """The most tokens that the engine drafts for a sequence in a step."""
-
-    def __post_init__(self) -> None:
-        if self.block_size % self.hash_block:
-            raise ValueError(
-                f"a block of {self.block_size} tokens holds no whole hash blocks of "
-                f"{self.hash_block}"
-            )
-
-    @property
-    def hash_block(self) -> int:
-        """Tokens of a hash block."""
-        return self.hash_block_size or self.block_size
-
-    @property
-    def hashes_per_block(self) -> int:
-        """Hash blocks of a block."""
-        return self.block_size // self.hash_block
-
-    def most_tokens(self, start: int) -> int:
-        """The longest chunk that may begin at token ``start``; at least one token."""
-        if not self.chunk_keys:
-            return self.chunk_tokens
-        # The largest n with n * (start + n) <= chunk_keys.
-        n = (math.isqrt(start * start + 4 * self.chunk_keys) - start) // 2
-        return max(1, min(self.chunk_tokens, n))
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceUpdate:
-    """What a step brought a sequence: new tokens, computed prompt tokens, perhaps its end."""
-
-    sequence: Sequence
-    token_ids: tuple[int, ...]
-    computed_prompt_tokens: int
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each token, where they are wanted."""
-    failure: str = ""
-    """Not empty: the sequence could not go on and has ended, and why."""
+from engine.sequence_bounds import SequenceBounds
+from engine.sequence_update import SequenceUpdate
+from engine.step_rows import StepRows
 
 
 class Scheduler:
@@ -103,6 +40,9 @@ class Scheduler:
     def __init__(self, pool: BlockPool, limits: SchedulerLimits) -> None:
         self.pool = pool
         self.limits = limits
+        self._bounds = SequenceBounds(limits)
+        self._findable = FindableBlocks(pool, limits)
+        self._identical = IdenticalSteps(pool, limits, self._bounds, self._findable)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.held: set[Sequence] = set()
@@ -132,7 +72,7 @@ class Scheduler:
     @property
     def wanted_blocks(self) -> int:
         """Blocks that sequences in line have still to be given, cached ones included."""
-        return sum(self._blocks_for(s.target) - len(s.block_table) for s in self.waiting)
+        return sum(self._bounds.blocks_for(s.target) - len(s.block_table) for s in self.waiting)
 
     @property
     def has_preempted(self) -> bool:
@@ -163,7 +103,7 @@ class Scheduler:
         blocks are released then.
         """
         blocks = list(blocks)
-        if not self._can_run(sequence):
+        if not self._bounds.can_run(sequence):
             self.pool.release(blocks)
             raise InvalidRequest(
                 f"{len(sequence.token_ids)} tokens leave nothing to generate: the context is "
@@ -180,8 +120,8 @@ class Scheduler:
         """Queue a sequence whose first ``computed`` tokens are in ``blocks``, which it now owns."""
         sequence.block_table = blocks
         sequence.computed = sequence.scheduled = computed
-        self._register(sequence)
-        self._deduplicate(sequence)
+        self._findable.register(sequence)
+        self._findable.deduplicate(sequence)
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -241,7 +181,7 @@ class Scheduler:
         budget = self.limits.chunk_tokens
         chunks = budget if most_prompt_tokens is None else most_prompt_tokens
         preemptions = self.preemptions
-        rows: list[tuple[Sequence, PlanRow]] = []
+        rows = StepRows(self.limits, self._bounds)
         decoding = [s for s in self.running if s.target - s.scheduled == 1]
         computing = [s for s in self.running if s.target - s.scheduled > 1]
         for sequence in (*decoding, *computing):
@@ -249,50 +189,38 @@ class Scheduler:
             most = min(budget, chunks) if is_chunk else budget
             if most == 0:
                 break
-            if sequence.preempted or not self._can_run(sequence):
+            if sequence.preempted or not self._bounds.can_run(sequence):
                 continue
             if not self._grow(sequence):
                 continue
             self._make_room(sequence)
-            count = self._add_row(rows, sequence, most)
+            count = rows.add(sequence, most)
             budget -= count
             chunks -= count if is_chunk else 0
-        rows = [(s, row) for s, row in rows if not s.preempted]
+        rows.drop_preempted()
         # Blocks that a preemption brought are for the running ones, unless none of them can run.
         if not rows or self.preemptions == preemptions:
             self._admit(rows, chunks)
         while not (rows or self.running or self._plans) and self._strip_last_in_line():
             self._admit(rows, chunks)
-        return self._make_plan(rows) if rows else None
+        return self._send(rows) if rows else None
 
-    def _can_run(self, sequence: Sequence) -> bool:
-        samples_left = sequence.spec.sampling.max_tokens - sequence.output_length - sequence.pending
-        if (sequence.prefill_only or sequence.siblings) and sequence.pending:
-            return False
-        fits = sequence.target < self.limits.context_length
-        return sequence.scheduled < sequence.target and samples_left > 0 and fits
-
-    def _most_tokens(self, sequence: Sequence) -> int:
-        """The most tokens that a sequence's answer leaves room for."""
-        sampling = sequence.spec.sampling
-        return min(self.limits.context_length, sequence.prompt_length + sampling.max_tokens)
-
-    def _known_at_most(self, sequence: Sequence) -> int:
-        """The most tokens that a sequence has when the steps in flight have ended."""
-        if not sequence.pending:
-            return sequence.target
-        most = len(sequence.token_ids) + sequence.pending * (1 + self.limits.draft_tokens)
-        return min(most, sequence.highest)
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.limits.block_size)
+    def _send(self, rows: StepRows) -> StepPlan:
+        """The plan, in flight from now on."""
+        self._step += 1
+        dropped, self._dropped = tuple(self._dropped), []
+        plan = rows.make_plan(self._step, dropped)
+        self._plans[self._step] = list(rows.sequences())
+        self._copied[self._step] = [source for source, _ in plan.copies]
+        return plan
 
     def _grow(self, sequence: Sequence) -> bool:
         """Blocks for all tokens that there may be; preempts the latest arrivals if it must."""
         tokens = max(
-            sequence.target, min(self._known_at_most(sequence), self._most_tokens(sequence))
+            sequence.target,
+            min(self._bounds.known_at_most(sequence), self._bounds.most_tokens(sequence)),
         )
-        missing = self._blocks_for(tokens) - len(sequence.block_table)
+        missing = self._bounds.blocks_for(tokens) - len(sequence.block_table)
         while missing > self.pool.available:
             if self._blocks_are_coming():
                 return False
@@ -311,31 +239,15 @@ class Scheduler:
 
         A sequence keeps them: its next tokens go there.
         """
-        if not self._may_draft(sequence):
+        if not self._bounds.may_draft(sequence):
             return
         tokens = min(
-            self._known_at_most(sequence) + self.limits.draft_tokens, self._most_tokens(sequence)
+            self._bounds.known_at_most(sequence) + self.limits.draft_tokens,
+            self._bounds.most_tokens(sequence),
         )
-        missing = self._blocks_for(tokens) - len(sequence.block_table)
+        missing = self._bounds.blocks_for(tokens) - len(sequence.block_table)
         if 0 < missing <= self.pool.available - len(self.running):
             sequence.block_table.extend(self.pool.allocate(missing))
-
-    def _may_draft(self, sequence: Sequence) -> bool:
-        """Whether its next step only draws its next token, and more of them are wanted.
-
-        The first token of those that it came for comes alone: somebody is told of it at once.
-        """
-        decodes = sequence.target - sequence.scheduled == 1
-        is_first = sequence.target == len(sequence.spec.token_ids)
-        drafts = self.limits.draft_tokens > 0
-        return drafts and decodes and not is_first and not sequence.prefill_only
-
-    def _limit(self, sequence: Sequence) -> int:
-        """See ``PlanRow.limit``."""
-        if not self._may_draft(sequence):
-            return 0
-        room = len(sequence.block_table) * self.limits.block_size
-        return min(self._most_tokens(sequence), room + 1)
 
     def _blocks_are_coming(self) -> bool:
         """Whether a sequence gives its blocks back as soon as the plans in flight have ended."""
@@ -376,9 +288,9 @@ class Scheduler:
                 return True
         return False
 
-    def _admit(self, rows: list[tuple[Sequence, PlanRow]], chunks: int) -> None:
+    def _admit(self, rows: StepRows, chunks: int) -> None:
         """Let those in line join; ``chunks`` prompt tokens may be computed besides ``rows``."""
-        budget = self.limits.chunk_tokens - sum(row.count for _, row in rows)
+        budget = self.limits.chunk_tokens - rows.tokens
         while budget and len(self.running) < self.limits.max_sequences:
             sequence = self._next_in_line(prompts=chunks > 0)
             if sequence is None:
@@ -387,7 +299,7 @@ class Scheduler:
             sequence.preempted = False
             self.running.append(sequence)
             is_chunk = sequence.target - sequence.scheduled > 1
-            count = self._add_row(rows, sequence, min(budget, chunks) if is_chunk else budget)
+            count = rows.add(sequence, min(budget, chunks) if is_chunk else budget)
             budget -= count
             chunks -= count if is_chunk else 0
 
@@ -409,18 +321,10 @@ class Scheduler:
         return None
 
     def _take_blocks(self, sequence: Sequence) -> bool:
-        """Cached blocks of the longest known prefix, and new ones for the rest.
-
-        The last token is computed in any case, since its logits are needed, and it is never
-        written into a shared block: at most the blocks before it are taken from the cache.
-        """
+        """Cached blocks of the longest known prefix, and new ones for the rest."""
         if not sequence.block_table:
-            size = self.limits.block_size
-            # What is scored is computed: its logits are needed.
-            most = 0 if sequence.scores_prompt else (len(sequence.token_ids) - 1) // size
-            hashes = sequence.full_hashes(self.limits.hash_block)
-            hits = self.pool.match(last_hashes(hashes, self.limits.hashes_per_block)[:most])
-            missing = self._blocks_for(sequence.target) - len(hits)
+            hits = self._findable.prefix_of(sequence)
+            missing = self._bounds.blocks_for(sequence.target) - len(hits)
             # Room for one more block each keeps the running ones from preempting at once.
             headroom = len(self.running)
             if missing + headroom > self.pool.available - self.pool.evictable(hits):
@@ -428,69 +332,15 @@ class Scheduler:
             self.pool.pin(hits)
             sequence.block_table = hits + self.pool.allocate(missing)
             sequence.registered = len(hits)
-            sequence.computed = sequence.scheduled = len(hits) * size
+            sequence.computed = sequence.scheduled = len(hits) * self.limits.block_size
             sequence.cached_tokens = sequence.computed
             return True
-        missing = self._blocks_for(sequence.target) - len(sequence.block_table)
+        missing = self._bounds.blocks_for(sequence.target) - len(sequence.block_table)
         try:
             sequence.block_table.extend(self.pool.allocate(max(missing, 0)))
         except OutOfBlocks:
             return False
         return True
-
-    def _add_row(
-        self, rows: list[tuple[Sequence, PlanRow]], sequence: Sequence, budget: int
-    ) -> int:
-        start = sequence.scheduled
-        count = min(sequence.target - start, budget, self.limits.most_tokens(start))
-        scored = 0
-        if sequence.scores_prompt and start < sequence.prompt_length - 1:
-            count = max(1, min(count, self.limits.scored_tokens - sum(r.scored for _, r in rows)))
-            scored = min(count, sequence.prompt_length - 1 - start)
-        sample = start + count == sequence.target
-        table, limit = tuple(sequence.block_table), self._limit(sequence)
-        choices = 1 + len(sequence.siblings) if sample else 1
-        if scored or choices > 1:
-            limit = 0
-        row = PlanRow(sequence.sequence_id, start, count, table, sample, limit, choices, scored)
-        rows.append((sequence, row))
-        return count
-
-    def _make_plan(self, rows: list[tuple[Sequence, PlanRow]]) -> StepPlan:
-        new, copies = [], []
-        for sequence, row in rows:
-            if sequence.copy_of is not None:
-                own = row.block_table[row.start // self.limits.block_size]
-                copies.append((sequence.copy_of, own))
-                sequence.copy_of = None
-            if not sequence.known_to_engine:
-                sequence.known_to_engine = True
-                new.append(
-                    NewSequence(
-                        sequence.sequence_id,
-                        tuple(sequence.token_ids),
-                        sequence.prompt_length,
-                        sequence.spec.sampling,
-                        sequence.stop_ids,
-                        sequence.choice,
-                        sequence.takes_prompt,
-                        sequence.spec.embeds,
-                    )
-                )
-            if row.sample:
-                after = self._known_at_most(sequence) + 1
-                drafted = min(row.limit, after + self.limits.draft_tokens)
-                sequence.highest = max(after, drafted)
-            sequence.scheduled += row.count
-            sequence.pending += row.sample
-            sequence.in_flight += 1
-        self._step += 1
-        dropped, self._dropped = tuple(self._dropped), []
-        self._plans[self._step] = [sequence for sequence, _ in rows]
-        self._copied[self._step] = [source for source, _ in copies]
-        return StepPlan(
-            self._step, tuple(new), dropped, tuple(row for _, row in rows), tuple(copies)
-        )
 
     # Many steps at once
 
@@ -500,12 +350,10 @@ class Scheduler:
         else: so many results may come, and as many plans be made, with the very rows that are in
         flight now, while nobody comes or goes from outside. 0 where there is none.
         """
-        if not self._is_steady():
+        plans, count = self._plans.values(), len(self.running)
+        if self.waiting or self._leaving or any(len(plan) != count for plan in plans):
             return 0
-        most = min(self._most_tokens(s) - s.target for s in self.running)
-        if most <= 0 or self._growth(most) <= self.pool.available:
-            return max(0, most)
-        return bisect_right(range(most + 1), self.pool.available, key=self._growth) - 1
+        return self._identical.count(self.running, len(plans))
 
     def leap(self, steps: int, token_of: Callable[[Sequence], int]) -> None:
         """Take in ``steps`` results and make as many plans, of ``identical_steps`` ahead.
@@ -513,36 +361,7 @@ class Scheduler:
         Each of a sequence's tokens is ``token_of`` it. The plans in flight stay what they are, but
         for their rows, which begin as many tokens later. For simulators: no engine hears of it.
         """
-        for sequence in self.running:
-            sequence.token_ids.extend((token_of(sequence),) * steps)
-            sequence.scheduled += steps
-            sequence.highest += steps
-            sequence.computed = len(sequence.token_ids) - 1
-            missing = self._blocks_for(sequence.target - 1) - len(sequence.block_table)
-            if missing > 0:
-                sequence.block_table.extend(self.pool.allocate(missing))
-            self._register(sequence)
-
-    def _is_steady(self) -> bool:
-        """Whether each plan in flight brings every running sequence its next token."""
-        depth, count = len(self._plans), len(self.running)
-        if not depth or self.waiting or self._leaving or self.limits.draft_tokens:
-            return False
-        if any(len(plan) != count for plan in self._plans.values()):
-            return False
-        return count <= self.limits.chunk_tokens and all(
-            s.in_flight == s.pending == depth
-            and s.scheduled - depth >= len(s.spec.token_ids)
-            and not (s.prefill_only or s.siblings or s.stop_ids)
-            for s in self.running
-        )
-
-    def _growth(self, steps: int) -> int:
-        """Blocks that the running sequences are given in so many ``identical_steps``."""
-        size = self.limits.block_size
-        return sum(
-            max(0, -(-(s.target - 1 + steps) // size) - len(s.block_table)) for s in self.running
-        )
+        self._identical.leap(self.running, steps, token_of)
 
     # Results
 
@@ -602,7 +421,7 @@ class Scheduler:
         for token in tokens:
             sequence.token_ids.append(token)
             accepted.append(token)
-            sequence.finish_reason = self.finish_reason(sequence, token)
+            sequence.finish_reason = self._bounds.finish_reason(sequence, token)
             if sequence.finish_reason:
                 break
         if not sequence.preempted:
@@ -610,7 +429,7 @@ class Scheduler:
             extra = max(0, len(accepted) - 1)
             sequence.scheduled += extra
             sequence.computed = len(sequence.token_ids) - 1 if accepted else row.start + row.count
-            self._register(sequence)
+            self._findable.register(sequence)
         if sequence.prefill_only and accepted and not _all_ended((sequence, *begun)):
             self.running.remove(sequence)
             self.held.add(sequence)
@@ -638,12 +457,16 @@ class Scheduler:
         for fork, token in zip(forks, tokens, strict=True):
             fork.token_ids.append(token)
             fork.cached_tokens = sequence.cached_tokens
-            fork.finish_reason = self.finish_reason(fork, token)
+            fork.finish_reason = self._bounds.finish_reason(fork, token)
             if not (fork.finish_reason or sequence.prefill_only):
                 self._begin(fork, sequence)
         self.pool.release(sequence.spare)
         sequence.spare = []
         return forks
+
+    def finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        """See ``SequenceBounds``."""
+        return self._bounds.finish_reason(sequence, token)
 
     def _begin(self, fork: Sequence, parent: Sequence) -> None:
         """Let a fork run over its parent's full blocks and one of its own.
@@ -676,48 +499,6 @@ class Scheduler:
         if parent.spare:
             return parent.spare.pop()
         return self.pool.allocate(1)[0] if self.pool.available else None
-
-    def finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
-        """Why a sequence ends with its last token, ``token``; None where it does not."""
-        sampling = sequence.spec.sampling
-        if token in sequence.stop_ids and self._may_stop(sequence):
-            return FinishReason.STOP
-        if sequence.output_length >= sampling.max_tokens:
-            return FinishReason.LENGTH
-        if len(sequence.token_ids) >= self.limits.context_length:
-            return FinishReason.LENGTH
-        return None
-
-    def _may_stop(self, sequence: Sequence) -> bool:
-        """Whether a stop token ends the answer: a grammar's end goes before ``min_tokens``."""
-        sampling = sequence.spec.sampling
-        return sequence.output_length > sampling.min_tokens or sampling.grammar is not None
-
-    def _deduplicate(self, sequence: Sequence) -> None:
-        """Exchange blocks whose contents were held already. Only for sequences not in flight."""
-        for index in range(sequence.registered):
-            own = sequence.block_table[index]
-            holder = self._make_findable(sequence, index)
-            if holder != own:
-                self.pool.pin([holder])
-                sequence.block_table[index] = holder
-                self.pool.release([own])
-
-    def _register(self, sequence: Sequence) -> None:
-        """Make the blocks that have become full findable. Equal contents stay with their holder."""
-        full = sequence.computed // self.limits.block_size
-        if full <= sequence.registered:
-            return
-        sequence.full_hashes(self.limits.hash_block)
-        for index in range(sequence.registered, full):
-            self._make_findable(sequence, index)
-        sequence.registered = full
-
-    def _make_findable(self, sequence: Sequence, index: int) -> int:
-        """See ``BlockPool.register``."""
-        count = self.limits.hashes_per_block
-        *leading, last = sequence.hashes[index * count : (index + 1) * count]
-        return self.pool.register(sequence.block_table[index], last, leading)
 
 
 def _goes(sequence: Sequence) -> bool:

@@ -29,7 +29,8 @@ from engine.kv_cache import KvCache
 from engine.model_config import ModelConfig
 from engine.plan import StepPlan, StepResult
 from engine.runner import Ending
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler import Scheduler
+from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation import MOST_DRAFT_TOKENS
 from loadtest.gpu_correctness import Check, Place

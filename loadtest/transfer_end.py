@@ -19,7 +19,7 @@ from kvtransfer.memory import BlockMemory
 from kvtransfer.pair import Identity, PairLimits
 from worker.block_receiver import BlockReceiver
 from worker.exchange import Exchange
-from worker.process import keep_buffers, spare_the_interpreter
+from worker.process_tuning import keep_buffers, spare_the_interpreter
 from worker.transports import make_transports
 
 LOOPBACK = "127.0.0.1"

@@ -17,8 +17,8 @@ from baton.config import MIB
 from baton.errors import BatonError, DeadlineExceeded, WorkerFailed
 from baton.request import FinishReason, FirstToken, SequenceSpec
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
-from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
+from engine.sequence_update import SequenceUpdate
 from kvtransfer.transport import Peer
 from prefill_worker.handoff import Handoff
 from worker.beats import Beats
@@ -46,7 +46,9 @@ class PrefillRole:
         self._fetcher = Fetcher(context, estimates or FetchEstimates())
         self._listeners: dict[int, asyncio.Queue[Event]] = {}
         self._staging = Staging(context.settings.config.transfer_window_mib * MIB)
-        self._service = PrefillServicer(self.run, Beats.of(context.settings.config))
+        self._service = PrefillServicer(
+            self.run, context.control.load, Beats.of(context.settings.config)
+        )
         self._places = asyncio.Semaphore(context.settings.pool.max_sequences)
 
     def mount(self, server: grpc.aio.Server) -> None:
@@ -267,8 +269,11 @@ class PrefillRole:
                 listener.put_nowait(_expired())
 
     async def heartbeat(self) -> None:
-        """Plan again: blocks of tickets that ended, and blocks lent to readers, have come back."""
-        self.context.control.pump()
+        """Plan again: blocks of tickets that ended, and blocks lent to readers, have come back.
+
+        Raises WorkerFailed where the engine hangs.
+        """
+        self.context.control.beat(time.monotonic())
 
     async def close(self) -> None:
         """Prefills under way end with an error, then the routers' streams."""

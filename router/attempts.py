@@ -25,7 +25,7 @@ from router.planner import Planner
 from router.policy import Decision
 from router.routes import Route
 from router.running_request import Attempt, RunningRequest
-from router.worker_links import WorkerLinks, error_from_gone
+from router.worker_links import WorkerLink, WorkerLinks, error_from_gone
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ class Attempts:
         promise = self._planner.promise(decision, route.request, route.hashes, time.monotonic())
         choices = set(range(spec.choice, spec.choice + spec.choices))
         attempt = Attempt(owner, spec, source, target, promise, choices)
+        for link in {source, target}:
+            link.breaker.began(attempt.begun_at)
         self._by_name[spec.request_id, spec.attempt] = attempt
         self._by_target[decision.decode].add(attempt)
         owner.attempts.add(attempt)
@@ -85,7 +87,10 @@ class Attempts:
         if not self._by_target[decode]:
             del self._by_target[decode]
         attempt.owner.attempts.discard(attempt)
-        attempt.promise.ended(time.monotonic())
+        now = time.monotonic()
+        attempt.promise.ended(now)
+        if attempt.is_whole:
+            attempt.target.breaker.ended_well(attempt.begun_at, now)
         if attempt.prefill is not None and attempt.prefill is not asyncio.current_task():
             attempt.prefill.cancel()
         if attempt.runs_at_worker:
@@ -124,13 +129,21 @@ class Attempts:
 
     def expected_to_speak(self) -> dict[str, int]:
         """Of each worker that has something of ours to do: how many messages have come of it."""
-        expected: dict[str, int] = {}
+        return {link.record.incarnation: link.messages for link in self._busy()}
+
+    def expected_to_step(self) -> dict[str, int]:
+        """Of each of these that computes a step: how many its engine has ended."""
+        loads = {link.record.incarnation: link.engine_load for link in self._busy()}
+        return {name: load.engine_steps for name, load in loads.items() if load.steps_in_flight}
+
+    def _busy(self) -> set[WorkerLink]:
+        links = set()
         for attempt in self._by_name.values():
-            links = [attempt.target] if attempt.decode_began.is_set() else []
-            links += [attempt.source] if attempt.computes else []
-            for link in links:
-                expected[link.record.incarnation] = link.messages
-        return expected
+            if attempt.is_computed or attempt.decode_began.is_set():
+                links.add(attempt.target)
+            if attempt.computes:
+                links.add(attempt.source)
+        return links
 
     # The prompt
 
@@ -151,6 +164,8 @@ class Attempts:
         breaks = stream.breaks
         try:
             await self._follow(message, attempt)
+            if attempt.source is not attempt.target:
+                attempt.source.breaker.ended_well(attempt.begun_at, time.monotonic())
         except Exception as error:
             failure = as_baton_error(error)
             await self._on_prefill_failed(attempt, failure, stream.breaks != breaks)
@@ -180,6 +195,7 @@ class Attempts:
         """What a worker says of a prefill."""
         owner, promise = attempt.owner, attempt.promise
         if response.HasField("first_token"):
+            attempt.is_computed = True
             promise.computed(
                 time.monotonic(),
                 computed_tokens=response.computed_tokens,

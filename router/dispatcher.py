@@ -90,6 +90,9 @@ class ClusterDispatcher:
             self._links.is_up,
         )
         self._draining = False
+        self._told_health = ("down", "")
+        self._dead_since: dict[str, float] = {}
+        """Since when the registry lists a worker as dead."""
         self._has_view = False
         """Whether the registry was read."""
         self._active = 0
@@ -133,27 +136,47 @@ class ClusterDispatcher:
         await self._links.close()
 
     async def _follow_registry(self) -> None:
-        dead_since: dict[str, float] = {}
         while True:
             try:
-                records, dead = await self._registry.read()
-                self._links.update(records)
-                self._has_view = True
-                for link in self._links.all():
-                    if link.is_draining:
-                        self._moves.worker_drains(link)
-                now = time.monotonic()
-                dead_since = {name: dead_since.get(name, now) for name in dead}
-                for incarnation, since in dead_since.items():
-                    if now - since > COLLECT_AFTER_S:
-                        await self._index.collect(incarnation)
-                        await self._registry.forget(incarnation)
-            except redis.RedisError as error:
+                await self._read_registry()
+            except (redis.RedisError, OSError) as error:
                 # Serving goes on with the last view; broken streams tell of dead workers.
                 log.warning("the registry cannot be read: %s", error)
+            except Exception:
+                # A router that follows its workers no more would be worse than what this is.
+                log.exception("the registry could not be followed")
             for role in ("prefill", "decode"):
                 self._metrics.routable_workers.labels(role=role).set(len(self._links.up(role)))
+            self._tell_health()
             await asyncio.sleep(REGISTRY_POLL_S)
+
+    async def _read_registry(self) -> None:
+        records, dead = await self._registry.read()
+        self._links.update(records)
+        self._has_view = True
+        for link in self._links.all():
+            if link.is_draining:
+                self._moves.worker_drains(link)
+        now = time.monotonic()
+        self._dead_since = {name: self._dead_since.get(name, now) for name in dead}
+        for incarnation, since in self._dead_since.items():
+            if now - since > COLLECT_AFTER_S:
+                await self._index.collect(incarnation)
+                await self._registry.forget(incarnation)
+
+    def _tell_health(self) -> None:
+        """In the log, where it has changed."""
+        health = self.health()
+        if health == self._told_health:
+            return
+        self._told_health = health
+        status, reason = health
+        if status == "ok":
+            log.info("requests are served as meant")
+        elif status == "degraded":
+            log.warning("%s: decode workers compute the prompts", reason)
+        else:
+            log.warning("no request can be served: %s", reason)
 
     # What the fronts ask
 
@@ -311,15 +334,19 @@ class ClusterDispatcher:
             self._attempts.end(attempt)
 
     async def _watch(self) -> None:
-        watch = SilenceWatch(self._config.hang_s)
+        words = SilenceWatch(self._config.hang_s)
+        steps = SilenceWatch(self._config.engine_hang_s)
         while True:
             await asyncio.sleep(WATCH_S)
-            expected = self._attempts.expected_to_speak()
-            for name in watch.tick(expected, time.monotonic()):
-                link = self._links.get(name)
-                if link is not None:
+            now = time.monotonic()
+            for name in words.tick(self._attempts.expected_to_speak(), now):
+                if (link := self._links.get(name)) is not None:
                     log.warning("worker %s is silent", name)
                     self._moves.worker_silent(link)
+            for name in steps.tick(self._attempts.expected_to_step(), now):
+                if (link := self._links.get(name)) is not None:
+                    log.warning("the engine of worker %s stands still", name)
+                    self._moves.worker_stalled(link)
 
 
 def _capacity(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -9,7 +10,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from baton.config import Config
-from baton.errors import RequestTooLarge
+from baton.errors import DeadlineExceeded, RequestTooLarge
 from router.api_keys import Caller
 from router.request_builder import DEADLINE_HEADER, SESSION_HEADER, Arrival
 
@@ -45,6 +46,21 @@ def arrival_of(
     most_s = min(config.request_deadline_s, float("inf") if left is None else left)
     given, session = metadata.get(DEADLINE_HEADER, ""), metadata.get(SESSION_HEADER, "")
     return Arrival.of(name, at, given, most_s, caller, session)
+
+
+async def write_to(context: Context, message: Message, config: Config) -> None:
+    """Write a message; returns when the client's connection has room again.
+
+    Raises DeadlineExceeded where it has none for ``slow_client_s``.
+    """
+    timeout = asyncio.timeout(config.slow_client_s)
+    try:
+        async with timeout:
+            await context.write(message)
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        raise DeadlineExceeded("the client has not read its answer") from None
 
 
 def check_size(request: Message, config: Config) -> None:

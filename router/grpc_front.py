@@ -30,7 +30,7 @@ from router.embeddings.desk import EmbeddingDesk
 from router.embeddings.grpc_service import EmbeddingServicer
 from router.exchange import Exchange
 from router.generation import Dispatcher, GenerationRequest, OutputDelta, ShownText
-from router.grpc_call import Context, Service, arrival_of, check_size, metadata_of
+from router.grpc_call import Context, Service, arrival_of, check_size, metadata_of, write_to
 from router.grpc_health import HealthServicer
 from router.grpc_responses import ResponseServicer
 from router.grpc_sampling import grpc_sampling
@@ -103,7 +103,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 self._add_scores(response, delta, built)
                 if outputs:
                     add_tool_output(response, outputs[delta.choice], delta)
-                await context.write(response)
+                await write_to(context, response, self._config)
 
             async with self._access.entered(caller, [built], choices) as headers:
                 if headers:

@@ -15,7 +15,7 @@ from baton.grpc_errors import grpc_boundary
 from baton.v1 import responses_pb2, responses_pb2_grpc
 from router.api_keys import Caller
 from router.exchange import Event, Exchange
-from router.grpc_call import Context, arrival_of, check_size, metadata_of
+from router.grpc_call import Context, arrival_of, check_size, metadata_of, write_to
 from router.grpc_sampling import grpc_sampling
 from router.grpc_tools import grpc_tool_use
 from router.responses.answer import Repeated
@@ -76,7 +76,7 @@ class ResponseServicer(responses_pb2_grpc.ResponseServiceServicer):
                     message = _message(event)
                     if message is not None:
                         message.sequence_number = next(numbers)
-                        await context.write(message)
+                        await write_to(context, message, self._config)
 
             await exchange.stream(answer, built, arrival, begin, send)
 

@@ -41,7 +41,7 @@ from router.cache_control import CacheControl
 from router.dispatcher import ClusterDispatcher
 from router.grpc_front import add_grpc_front
 from router.http_app import create_app
-from router.http_protocol import BoundedHttpProtocol
+from router.http_protocol import http_protocol
 from router.leaving import Leaving
 from router.operator_api import OperatorApi, Operators, OperatorServicer
 from router.pool_scaling import PoolScaling
@@ -128,7 +128,7 @@ async def serve(settings: RouterSettings) -> None:
     http = _Server(
         uvicorn.Config(
             app,
-            http=BoundedHttpProtocol,
+            http=http_protocol(config.slow_client_s),
             log_config=None,
             access_log=False,
             # Nothing asks for a client's address.

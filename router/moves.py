@@ -2,7 +2,7 @@
 
     placed ─worker lost→ (its attempt ends) ─another is found→ placed, as the next attempt
                                             ─nobody, no budget, poison→ failed
-    placed ─worker silent→ placed ─another is found→ moved, as above
+    placed ─worker silent, its engine stands still→ placed ─another is found→ moved, as above
                                   ─nobody, or it speaks again→ placed, where it is
     placed ─handed back→ (its attempt ends) → placed, as the next attempt
     placed ─worker drained→ placed ─another is found→ moved, by way of its blocks
@@ -25,6 +25,7 @@ from baton.config import Config
 from baton.errors import (
     BatonError,
     ContextLengthExceeded,
+    HandoffError,
     PoisonRequest,
     Unavailable,
     WorkerFailed,
@@ -42,8 +43,10 @@ log = logging.getLogger(__name__)
 
 DECODE_FAILED = "decode_failed"
 DECODE_SILENT = "decode_silent"
+DECODE_STALLED = "decode_stalled"
 PREFILL_FAILED = "prefill_failed"
 PREFILL_SILENT = "prefill_silent"
+PREFILL_STALLED = "prefill_stalled"
 HANDOFF_FAILED = "handoff_failed"
 PREEMPTED = "preempted"
 DRAINED = "drained"
@@ -89,6 +92,7 @@ class Moves:
         self._attempts = attempts
         self._is_up = is_up
         self._moved = metrics.moved_requests
+        self._left_out = metrics.left_out_workers
         self.budget = RetryBudget(
             config.move_budget_ratio, config.most_moves, config.move_budget_per_s
         )
@@ -104,7 +108,11 @@ class Moves:
     def worker_broken(self, name: str, error: BatonError) -> None:
         """The token stream of a decode worker has ended."""
         failure = WorkerFailed(error.message, retry_after=RETRY_AFTER_S)
-        for attempt in self._attempts.at(name):
+        attempts = self._attempts.at(name)
+        ran = [attempt.target for attempt in attempts if attempt.touches(attempt.target)]
+        if ran:
+            self._blame(ran[0], len(ran))
+        for attempt in attempts:
             tries = (frozenset({name}),)
             loss = _Loss(DECODE_FAILED, failure, tries, name)
             self._lost(attempt, loss, deadly=attempt.touches(attempt.target))
@@ -112,16 +120,24 @@ class Moves:
     def worker_silent(self, link: WorkerLink) -> None:
         """A worker says nothing: what it has goes elsewhere, if there is anybody."""
         link.suspect(time.monotonic())
+        self._leave_all(link, "is silent", DECODE_SILENT, PREFILL_SILENT)
+
+    def worker_stalled(self, link: WorkerLink) -> None:
+        """A worker's engine ends no step, whatever the worker says: as if it were silent."""
+        link.stall()
+        self._leave_all(link, "computes nothing", DECODE_STALLED, PREFILL_STALLED)
+
+    def _leave_all(self, link: WorkerLink, what: str, decoding: str, computing: str) -> None:
+        self._blame(link)
         name = link.record.incarnation
-        failure = WorkerFailed(f"worker {name} is silent", retry_after=RETRY_AFTER_S)
-        for attempts, reason in (
-            (self._attempts.at(name), DECODE_SILENT),
-            (self._attempts.computing_at(name), PREFILL_SILENT),
-        ):
-            for attempt in attempts:
-                if reason == DECODE_SILENT or attempt.source is not attempt.target:
-                    loss = _Loss(reason, failure, (frozenset({name}),), name)
-                    self._in_background(attempt.owner, self._leave(attempt, link, loss))
+        failure = WorkerFailed(f"worker {name} {what}", retry_after=RETRY_AFTER_S)
+        placed = [(attempt, decoding) for attempt in self._attempts.at(name)]
+        for attempt in self._attempts.computing_at(name):
+            if attempt.source is not attempt.target:
+                placed.append((attempt, computing))
+        for attempt, reason in placed:
+            loss = _Loss(reason, failure, (frozenset({name}),), name)
+            self._in_background(attempt.owner, self._leave(attempt, link, loss))
 
     def worker_drains(self, link: WorkerLink) -> None:
         """What decodes at a worker goes elsewhere, if there is anybody; else it ends there.
@@ -148,6 +164,7 @@ class Moves:
             return
         source, target = attempt.source.record.incarnation, attempt.target.record.incarnation
         if broke:
+            self._blame(attempt.source)
             loss = _Loss(PREFILL_FAILED, failure, (frozenset({source}),), source)
         else:
             # It lives and says so: either of the two may be at fault.
@@ -156,6 +173,8 @@ class Moves:
                 for link in (attempt.source, attempt.target)
                 if not self._is_up(link)
             }
+            if isinstance(failure, WorkerFailed | HandoffError):
+                self._doubt(attempt)
             each = (frozenset({source, target}), frozenset({target}), frozenset({source}))
             loss = _Loss(HANDOFF_FAILED, failure, (frozenset(down),) if down else each)
         self._lost(attempt, loss)
@@ -166,6 +185,8 @@ class Moves:
         if not isinstance(failure, Unavailable):
             attempt.owner.life.accept(output)
             return
+        if isinstance(failure, WorkerFailed):
+            self._blame(attempt.target)
         name = attempt.target.record.incarnation
         self._lost(attempt, _Loss(DECODE_FAILED, failure, (frozenset({name}),), name))
 
@@ -180,6 +201,23 @@ class Moves:
             nobody = Unavailable("no worker has room for the request", retry_after=RETRY_AFTER_S)
             loss = _Loss(PREEMPTED, nobody, (frozenset(),))
             self._in_background(owner, self._place_all(owner, {choice}, loss))
+
+    # Whom to trust
+
+    def _blame(self, link: WorkerLink, streams: int = 1, *, doubtful: bool = False) -> None:
+        """Streams of ours have broken at a worker."""
+        breaker = link.breaker
+        before = breaker.openings
+        breaker.broke(time.monotonic(), streams, doubtful=doubtful)
+        if breaker.openings != before:
+            log.warning("streams of worker %s break: it is left out", link.record.incarnation)
+            self._left_out.labels(worker=link.record.slot).inc()
+
+    def _doubt(self, attempt: Attempt) -> None:
+        """A handoff has failed: by one of two, or by the only one that took part."""
+        links = {attempt.source, attempt.target}
+        for link in links:
+            self._blame(link, doubtful=len(links) > 1)
 
     # Moving
 
@@ -219,7 +257,8 @@ class Moves:
                 scored = owner.life.awaits_prompt and place == 0
                 await self._place(owner, group, loss.tries, scored=scored)
                 self._moved.labels(reason=loss.reason).inc()
-        except Unavailable:
+        except (Unavailable, ContextLengthExceeded):
+            # Those with so long a context may come back: the request itself is in order.
             owner.life.fail(_with_retry(loss.failure))
 
     async def _place(
@@ -242,10 +281,10 @@ class Moves:
         self._attempts.begin(owner, spec, route)
 
     async def _leave(self, attempt: Attempt, link: WorkerLink, loss: _Loss) -> None:
-        """Move from a silent worker, unless nobody else is there or it speaks meanwhile."""
+        """Move from a worker that hangs, unless nobody else is there or it goes on meanwhile."""
         owner = attempt.owner
         found = await self._elsewhere(attempt, tuple(_avoided(owner, loss.tries)))
-        if not found or not link.is_suspected(time.monotonic()):
+        if not found or not link.hangs(time.monotonic()):
             return
         if not self.budget.take(time.monotonic()):
             return

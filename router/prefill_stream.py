@@ -1,10 +1,10 @@
 """One stream to a worker that computes prompts, for all requests that this router places there.
 
-    closed ─a request→ open ─broken, or ended by the worker→ closed: its requests fail
+    closed ─a request, ``open``→ open ─broken, or ended by the worker→ closed: its requests fail
     closed, open ─close()→ gone: its requests fail, and so does every other
 
-It is opened by the first request, and again by the first after it broke. Owned by the router's
-event loop.
+It is opened by the first request, and again by the first after it broke, or to listen to a worker.
+Owned by the router's event loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import grpc.aio
 from baton.background import end_tasks
 from baton.errors import BatonError, WorkerFailed
 from baton.grpc_errors import error_from_code, error_from_rpc
-from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class PrefillStream:
         """That have come, those that say nothing included."""
         self.breaks = 0
         """How often the stream has ended while prefills were on it."""
+        self.load: worker_pb2.LoadSnapshot | None = None
+        """What the worker did when its latest message left, while the stream is open."""
 
     async def run(
         self, request: prefill_pb2.PrefillRequest
@@ -81,7 +83,11 @@ class PrefillStream:
     def _command(self, command: prefill_pb2.PrefillCommand) -> None:
         self._commands.append(command)
         self._commanded.set()
-        if self._life is None:
+        self.open()
+
+    def open(self) -> None:
+        """Open the stream, where it is closed: the worker says on it that it lives."""
+        if self._life is None and not self._is_gone:
             self._life = asyncio.create_task(self._live(), name=f"prefills {self._incarnation}")
 
     async def _live(self) -> None:
@@ -97,6 +103,7 @@ class PrefillStream:
             # Nothing is awaited before the stream is seen as closed, and its writer is cancelled:
             # whoever comes opens another, with commands of its own.
             self._life = None
+            self.load = None
             self._commands.clear()
             self._commanded.clear()
             events, self._events = self._events, {}
@@ -115,6 +122,8 @@ class PrefillStream:
             if not isinstance(message, prefill_pb2.PrefillsResponse):
                 return
             self.messages += 1
+            if message.HasField("load"):
+                self.load = message.load
             for event in message.events:
                 waiting = self._events.get((event.request_id, event.attempt))
                 # What was cancelled here may have gone on there for a moment.

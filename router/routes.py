@@ -19,6 +19,9 @@ from router.prefix_lookup import PrefixLookup
 from router.roster import Roster
 from router.worker_links import WorkerLinks
 
+NO_PREFILL_WORKER = "no_prefill_worker"
+"""Why a prompt is computed by a decode worker, whatever the policy: as the metric calls it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -91,10 +94,17 @@ class Routes:
                 " request's deadline",
                 retry_after=max(1.0, decision.queue_ms / 1e3),
             )
-        self._metrics.route_decisions.labels(
-            decision="local" if decision.local else "remote", reason=decision.reason
-        ).inc()
+        self._count(decision)
         return route
+
+    def _count(self, decision: Decision) -> None:
+        if not decision.local:
+            kind, reason = "remote", decision.reason
+        elif len(self._planner.table.group("prefill")):
+            kind, reason = "local", decision.reason
+        else:
+            kind, reason = "local", NO_PREFILL_WORKER
+        self._metrics.route_decisions.labels(decision=kind, reason=reason).inc()
 
     def _hashes(self, stage: Stage) -> list[bytes]:
         longest = self._roster.context_length

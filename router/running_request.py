@@ -121,6 +121,9 @@ class Attempt:
     decode_began: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the decode worker has told a token: the handoff was committed."""
     prefill: asyncio.Task[None] | None = None
+    is_computed: bool = False
+    """Its first token has come of the source: the decode worker has a ticket for it."""
+    begun_at: float = field(default_factory=time.monotonic)
     failed: bool = False
     """Its worker has said that it has failed: nothing is left to abort."""
 
@@ -138,6 +141,12 @@ class Attempt:
     def unfinished(self) -> set[int]:
         """Choices of which more tokens are wanted."""
         return {n for n in self.choices if not self.owner.life.choices[n].ended}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its decode worker has brought all that was wanted of it."""
+        whole = not self.failed and bool(self.choices) and not self.unfinished
+        return whole and self.touches(self.target)
 
     @property
     def runs_at_worker(self) -> bool:

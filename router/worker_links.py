@@ -5,6 +5,8 @@ A link's states:
     connecting ─first message of the token stream→ up ─stream broken→ connecting (tries again)
     connecting ─not in the registry→ closed
     up ─suspected of hanging→ suspected ─a message, SUSPECT_S→ up
+    up ─its engine stands still→ stalled ─a step ends→ up
+    up ─streams break again and again→ left out, and tried (``router.breaker``) → up
 
 A prefill worker's link has no stream: it is up while its channel is connected. A worker that the
 registry has lost is kept while it is up: Redis may have forgotten what is alive. Owned by the event
@@ -30,7 +32,8 @@ from baton.grpc_channel import open_channel
 from baton.grpc_errors import error_from_rpc
 from baton.registry import DRAINING, WorkerRecord
 from baton.request import LoadSnapshot, TokenOutput
-from baton.v1 import decode_pb2, decode_pb2_grpc
+from baton.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
+from router.breaker import Breaker
 from router.prefill_stream import PrefillStream
 
 log = logging.getLogger(__name__)
@@ -79,20 +82,29 @@ class WorkerLink:
         """Reads the token stream of a decode worker, watches the channel of a prefill worker."""
         self.connected = False
         self.missing_since: float | None = None
-        """Since when the registry, which can be read, does not list a prefill worker. A decode
-        worker's stream tells more than the registry does."""
+        """Since when neither the registry, which can be read, nor the stream of its prefills knows
+        of a prefill worker. A decode worker's stream is always there."""
+        self._heard_missing = 0
         self.token_messages = 0
         """That have come on the token stream, those that say nothing included."""
         self.owed: deque[_Abort] = deque(maxlen=_MOST_OWED)
         """Aborts that have not arrived: they are sent again when the worker is heard."""
+        self.breaker = Breaker()
         self._suspected_until = float("-inf")
         self._suspected_at = 0
+        self._stalled_at: int | None = None
         self._failed_at = float("-inf")
 
     @property
     def messages(self) -> int:
         """How many messages have come of the worker."""
         return self.token_messages + self.prefills.messages
+
+    def miss(self, now: float) -> None:
+        """The registry does not list it, maybe since nobody can write there: it is listened to."""
+        if self.missing_since is None or self.messages != self._heard_missing:
+            self.missing_since, self._heard_missing = now, self.messages
+        self.prefills.open()
 
     def suspect(self, now: float) -> None:
         """It is silent, and should not be: nothing more goes there until it is heard."""
@@ -103,11 +115,36 @@ class WorkerLink:
         """Whether it is taken to hang."""
         return now < self._suspected_until and self.messages == self._suspected_at
 
+    @property
+    def engine_load(self) -> LoadSnapshot | worker_pb2.LoadSnapshot:
+        """The latest that a stream has told, or the registry where there is none; both kinds have
+
+        what the engine does.
+        """
+        if self.record.role == "decode" or self.prefills.load is None:
+            return self.load
+        return self.prefills.load
+
+    def stall(self) -> None:
+        """Its engine ends no step: nothing more goes there until one has ended."""
+        self._stalled_at = self.engine_load.engine_steps
+
+    def is_stalled(self) -> bool:
+        """Whether it says that it lives, and still computes the step at which it was found."""
+        if self._stalled_at is None:
+            return False
+        load = self.engine_load
+        return load.steps_in_flight > 0 and load.engine_steps == self._stalled_at
+
+    def hangs(self, now: float) -> bool:
+        """Whether it is to be left."""
+        return self.is_suspected(now) or self.is_stalled()
+
     def is_up(self, now: float, missing_s: float) -> bool:
         """Whether new requests may go there; not to one that was missing for ``missing_s``."""
         if self.missing_since is not None and now - self.missing_since > missing_s:
             return False
-        ready = self.record.state == "ready" and self.connected and not self.is_suspected(now)
+        ready = self.record.state == "ready" and self.connected and not self.hangs(now)
         return ready and now - self._failed_at > _COOL_DOWN_S
 
     def lends(self, now: float) -> bool:
@@ -151,13 +188,20 @@ class WorkerLinks:
 
     def is_up(self, link: WorkerLink) -> bool:
         """Whether new requests may go there."""
-        return link.is_up(time.monotonic(), self._missing_s)
+        now = time.monotonic()
+        if not link.is_up(now, self._missing_s):
+            return False
+        return link.breaker.allows(now) or link in self.up(link.record.role)
 
     def up(self, role: str) -> list[WorkerLink]:
-        """The links of a role that take requests."""
+        """The links of a role that take requests.
+
+        Where no breaker allows any, all do: a worker that breaks is better than none.
+        """
         now = time.monotonic()
         links = [link for link in self._links.values() if link.record.role == role]
-        return [link for link in links if link.is_up(now, self._missing_s)]
+        ready = [link for link in links if link.is_up(now, self._missing_s)]
+        return [link for link in ready if link.breaker.allows(now)] or ready
 
     def all(self) -> list[WorkerLink]:
         return list(self._links.values())
@@ -182,8 +226,8 @@ class WorkerLinks:
         for incarnation in self._links.keys() - records.keys():
             link = self._links[incarnation]
             if link.connected:
-                if link.record.role != "decode" and link.missing_since is None:
-                    link.missing_since = time.monotonic()
+                if link.record.role != "decode":
+                    link.miss(time.monotonic())
                 continue
             log.info("worker %s has left", incarnation)
             self._let_go(incarnation)

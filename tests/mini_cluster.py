@@ -36,6 +36,9 @@ from worker.role import RoleFactory
 from worker.settings import WorkerSettings
 
 DEADLINE_S = 60.0
+KV_POOL_MIB = 64
+"""Room for all that tests ask of a tiny model. The usual GiB would be a quarter of a million of its
+blocks, which take seconds to make."""
 
 
 def free_port() -> int:
@@ -204,7 +207,9 @@ async def mini_cluster(
     otherwise; they go to the pools (``kv_pool_mib``, …) or the config. ``prefill_pool`` and
     ``decode_pool`` go to one pool each.
     """
-    pool_fields = {name: changes.pop(name) for name in list(changes) if name in _POOL_FIELDS}
+    pool_fields = {"kv_pool_mib": KV_POOL_MIB} | {
+        name: changes.pop(name) for name in list(changes) if name in _POOL_FIELDS
+    }
     pools = (
         _pool("prefill", prefill, pool_fields | dict(prefill_pool)),
         _pool("decode", decode, pool_fields | dict(decode_pool)),

@@ -27,9 +27,6 @@ from worker.step_costs import Coefficients, StepCosts, fit
 Run = Callable[[StepPlan], StepResult]
 """Runs a step on the engine, with the threads that it would take in service."""
 
-Measure = Callable[[Engine, Run], StepCosts]
-"""Tells what the steps of an engine cost, perhaps by running some."""
-
 BUDGET_S = 0.4
 """For the prompts' chunks, and once more for the decode steps."""
 LONGEST_WAIT_S = 5.0

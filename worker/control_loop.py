@@ -12,15 +12,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.errors import GrammarFailed
+from baton.errors import GrammarFailed, WorkerFailed
 from baton.request import LoadSnapshot
 from engine.engine import Engine
 from engine.plan import StepPlan, StepResult
-from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
+from engine.sequence_update import SequenceUpdate
 from worker.chunk_slack import ChunkSlack
 from worker.cores import CoreBoard
 from worker.engine_thread import EngineThread
+from worker.engine_watch import EngineWatch
 from worker.gauges import WorkerGauges
 from worker.pace import Pace
 from worker.step_planner import StepPlanner
@@ -113,6 +114,7 @@ class ControlLoop:
         self._ended_at = 0.0
         """When the last one ended."""
         self._listener: SequenceListener | None = None
+        self._engine_watch = EngineWatch()
         self._next_id = 0
 
     def start(self, listener: SequenceListener) -> None:
@@ -152,6 +154,15 @@ class ControlLoop:
     def remove(self, sequence: Sequence) -> None:
         """End a sequence; idempotent."""
         self.scheduler.remove(sequence)
+        self.pump()
+
+    def beat(self, now: float) -> None:
+        """Plan again, since blocks come back without a step, and see that the engine goes on.
+
+        To be called every ``heartbeat_s``. Raises WorkerFailed where the engine hangs.
+        """
+        if self._engine_watch.tick(self.steps, self.scheduler.plans_in_flight, now):
+            raise WorkerFailed("the engine has not ended its step for a minute")
         self.pump()
 
     def pump_soon(self) -> None:
@@ -255,4 +266,5 @@ class ControlLoop:
             step_context_tokens=step.context_tokens,
             host_blocks=in_tiers.get("host", 0),
             disk_blocks=in_tiers.get("disk", 0),
+            steps_in_flight=self.scheduler.plans_in_flight,
         )

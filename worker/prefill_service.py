@@ -23,8 +23,11 @@ from contextlib import aclosing
 
 import grpc.aio
 
+from baton import convert
 from baton.background import end_tasks
 from baton.errors import BatonError
+from baton.grpc_errors import as_baton_error
+from baton.request import LoadSnapshot
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from worker.beats import DEFAULT_BEATS, Beats
 
@@ -35,6 +38,7 @@ CLOSE_S = 1.0
 
 Runner = Callable[[prefill_pb2.PrefillRequest], AsyncGenerator[prefill_pb2.PrefillResponse, None]]
 """Computes a prompt, and says what comes of it. Raises BatonError; closing it aborts."""
+Load = Callable[[], LoadSnapshot]
 PrefillName = tuple[str, int]
 """Request id and attempt."""
 PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillsRequest, prefill_pb2.PrefillsResponse]
@@ -43,8 +47,10 @@ PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillsRequest, prefill_p
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Serves each router's stream."""
 
-    def __init__(self, run: Runner, beats: Beats = DEFAULT_BEATS) -> None:
+    def __init__(self, run: Runner, load: Load, beats: Beats = DEFAULT_BEATS) -> None:
+        """``load`` says what the worker does: each message carries it."""
         self._run = run
+        self._load = load
         self._beats = beats
         self._closing = asyncio.Event()
 
@@ -56,7 +62,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: PrefillContext
     ) -> None:
         """See prefill.proto."""
-        prefills = _Prefills(self._run, self._beats)
+        prefills = _Prefills(self._run, self._load, self._beats)
         reading = asyncio.create_task(prefills.obey(request_iterator), name="prefill commands")
         telling = asyncio.create_task(prefills.tell(context), name="prefill events")
         closing = asyncio.create_task(self._closing.wait(), name="prefills' close")
@@ -75,9 +81,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 class _Prefills:
     """What one stream has started."""
 
-    def __init__(self, run: Runner, beats: Beats) -> None:
+    def __init__(self, run: Runner, load: Load, beats: Beats) -> None:
         self.running: dict[PrefillName, asyncio.Task[None]] = {}
         self._run = run
+        self._load = load
         self._beats = beats
         self._events: list[prefill_pb2.PrefillEvent] = []
         self._happened = asyncio.Event()
@@ -95,7 +102,7 @@ class _Prefills:
     async def tell(self, context: PrefillContext) -> None:
         """Pass on what happens: all that has gathered meanwhile in one message. Where nothing does,
 
-        an empty one says that the worker lives.
+        one without events says that the worker lives.
         """
         while not self._is_over or self._events:
             with contextlib.suppress(TimeoutError):
@@ -103,7 +110,8 @@ class _Prefills:
                     await self._happened.wait()
             self._happened.clear()
             events, self._events = self._events, []
-            await context.write(prefill_pb2.PrefillsResponse(events=events))
+            load = convert.load_to_proto(self._load())
+            await context.write(prefill_pb2.PrefillsResponse(events=events, load=load))
 
     def tell_no_more(self) -> None:
         """``tell`` returns once all that has happened is told."""
@@ -130,11 +138,8 @@ class _Prefills:
             async with aclosing(self._run(request)) as responses:
                 async for response in responses:
                     self._say(name, response=response)
-        except BatonError as error:
-            end = _end(error)
         except Exception as error:
-            log.exception("unexpected error in a prefill")
-            end = _end(BatonError(f"internal error: {type(error).__name__}"))
+            end = _end(as_baton_error(error))
         self._say(name, end=end)
 
     def _say(

@@ -185,6 +185,7 @@ class LoadSnapshot(_message.Message):
     STEP_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    STEPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     running: _builtins.int
     waiting: _builtins.int
@@ -207,6 +208,8 @@ class LoadSnapshot(_message.Message):
     host_blocks: _builtins.int
     """Cached blocks in the tiers behind the pool: the host's memory, and disk."""
     disk_blocks: _builtins.int
+    steps_in_flight: _builtins.int
+    """Steps that the engine was given and has not ended."""
     def __init__(
         self,
         *,
@@ -225,10 +228,11 @@ class LoadSnapshot(_message.Message):
         step_context_tokens: _builtins.float = ...,
         host_blocks: _builtins.int = ...,
         disk_blocks: _builtins.int = ...,
+        steps_in_flight: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "disk_blocks", b"disk_blocks", "engine_steps", b"engine_steps", "free_blocks", b"free_blocks", "host_blocks", b"host_blocks", "incarnation", b"incarnation", "quarantined_blocks", b"quarantined_blocks", "running", b"running", "step_batch", b"step_batch", "step_context_tokens", b"step_context_tokens", "step_ms", b"step_ms", "used_blocks", b"used_blocks", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "disk_blocks", b"disk_blocks", "engine_steps", b"engine_steps", "free_blocks", b"free_blocks", "host_blocks", b"host_blocks", "incarnation", b"incarnation", "quarantined_blocks", b"quarantined_blocks", "running", b"running", "step_batch", b"step_batch", "step_context_tokens", b"step_context_tokens", "step_ms", b"step_ms", "steps_in_flight", b"steps_in_flight", "used_blocks", b"used_blocks", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

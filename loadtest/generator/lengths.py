@@ -44,6 +44,15 @@ class Lengths:
             raise ConfigError(f"{text!r}: lengths are tokens from 1 to {_MOST_TOKENS}, in order")
         return made
 
+    def text(self) -> str:
+        """As ``parse`` reads it."""
+        if self.kind == "fixed":
+            return f"{self.first:g}"
+        if self.kind == "uniform":
+            return f"uniform:{self.first:g}-{self.second:g}"
+        most = "" if self.most == _MOST_TOKENS else f",{self.most}"
+        return f"{self.kind}:{self.first:g},{self.second:g}{most}"
+
     def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
         """Token counts from 1 to ``most``: int64 [count]."""
         if self.kind == "fixed":

@@ -92,7 +92,8 @@ class LiveProbe:
         if not gaps:
             # They hardly met: each took its turn.
             gaps = [gap for times in every for gap in np.diff(times[1:]).tolist()]
-        return TimedBatch(batch, batch * (tokens + _ANSWER_TOKENS / 2), statistics.median(gaps))
+        # The mean: with drafts, and where the reader is late, several tokens come at once.
+        return TimedBatch(batch, batch * (tokens + _ANSWER_TOKENS / 2), statistics.fmean(gaps))
 
     async def _times(self, tokens: int, answer: int, began: float | None = None) -> Sequence[float]:
         """When each token of an answer came, in seconds since ``began`` or since its sending."""

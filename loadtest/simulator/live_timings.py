@@ -30,7 +30,7 @@ class TimedBatch:
     context_tokens: float
     """That all of them attended to, on average over the steps."""
     gap_s: float
-    """Between tokens, the median."""
+    """Between tokens, the mean."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,10 @@ class SimulatedRequest:
             hand_back=True,
         )
 
+    def forget_tokens(self) -> None:
+        """It has ended: what it was is not needed any more."""
+        self.token_ids, self.hashes = (), []
+
     def took_token(self, worker: int, step: int) -> None:
         """A step of a worker brought its next token."""
         self.generated += 1

@@ -274,3 +274,4 @@ class SimulatedRouter:
         self._admission.left(request.name, now, finished=not code)
         for known in (self._requests, self._begun, self._deadlines):
             known.pop(request.name, None)
+        request.forget_tokens()

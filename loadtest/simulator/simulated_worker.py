@@ -18,8 +18,10 @@ from typing import Protocol
 from baton.request import LoadSnapshot
 from engine.block_pool import BlockPool
 from engine.plan import StepPlan, StepResult
-from engine.scheduler import Scheduler, SchedulerLimits, SequenceUpdate
+from engine.scheduler import Scheduler
+from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence as EngineSequence
+from engine.sequence_update import SequenceUpdate
 from loadtest.simulator.event_queue import STEP_END, EventQueue
 from loadtest.simulator.simulated_request import TOKEN_IDS, SimulatedRequest, SimulatedSequence
 from loadtest.simulator.step_log import StepLog, StepRun

@@ -63,12 +63,15 @@ def simulate(
     policy = make_policy(config.policy, _routes(config, shape, block), seed)
     router = SimulatedRouter(config, policy, workers, block, directory, side, events)
     side.router = router
-    each = [
-        SimulatedRequest(number, traced, trace_block if hashed else block, block)
-        for number, traced in enumerate(requests)
-    ]
-    for request in each:
-        events.at(request.traced.arrival_s, partial(router.arrive, request))
+    each: list[SimulatedRequest] = []
+
+    def arrive(number: int, traced: TracedRequest) -> None:
+        # Made now: a trace's prompts are large.
+        each.append(SimulatedRequest(number, traced, trace_block if hashed else block, block))
+        router.arrive(each[-1])
+
+    for number, traced in enumerate(requests):
+        events.at(traced.arrival_s, partial(arrive, number, traced))
     events.run()
     return _result(each, workers)
 

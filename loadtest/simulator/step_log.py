@@ -28,9 +28,9 @@ class StepRun:
 
     def ended_at(self, now: float) -> int:
         """How many of them have ended at ``now``, were there no end to them."""
-        left = now - self.begun_s
-        if left < self.step_s:
+        if now < self.end_s(1):
             return 0
+        left = now - self.begun_s
         if self.growth_s <= 0.0:
             steps = int(left / self.step_s)
         else:

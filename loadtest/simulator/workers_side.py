@@ -12,8 +12,8 @@ from typing import Protocol
 
 from baton.errors import BatonError, ContextLengthExceeded, DeadlineExceeded, NoRoom
 from decode_worker.room import Room
-from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
+from engine.sequence_update import SequenceUpdate
 from loadtest.simulator.attempt import Attempt
 from loadtest.simulator.event_queue import EventQueue
 from loadtest.simulator.simulated_request import SimulatedSequence

@@ -25,7 +25,7 @@ FINGERPRINT = "timed"
 def build_timed_engine(
     settings: WorkerSettings, model: TimedStepModel, allocate: Allocate
 ) -> Engine:
-    """As ``worker.engine_builder.build_worker_engine``, for ``model``. Raises ConfigError.
+    """As ``worker.engine_start.start_engine``, for ``model``. Raises ConfigError.
 
     Blocks are as small as the folder's ``config.json`` says; ``kv_pool_mib`` decides how many there
     are. Chunks do not get shorter late in a prompt: what a step costs is the cost model's part.

@@ -13,7 +13,7 @@ from loadtest.timed.engine import build_timed_engine
 from loadtest.timed.model_folder import read_step_costs
 from loadtest.timed.step_model import TimedStepModel
 from prefill_worker.role import PrefillRole
-from worker.calibration import Run
+from worker.cores import CoreBoard
 from worker.process import WorkerProcess
 from worker.role import RoleFactory
 from worker.settings import WorkerSettings
@@ -29,11 +29,13 @@ class TimedProcess:
         self._costs = read_step_costs(folder)
         self.model = TimedStepModel(FittedCosts(self._costs), load_model_config(folder).vocab_size)
         roles: dict[str, RoleFactory] = {"prefill": PrefillRole, "decode": DecodeRole}
-        self.process = WorkerProcess(settings, roles, self._build, self._calibrate)
+        self.process = WorkerProcess(settings, roles, self._start_engine, self._measure)
 
-    def _build(self, settings: WorkerSettings, allocate: Allocate) -> Engine:
+    def _start_engine(self, settings: WorkerSettings, allocate: Allocate) -> Engine:
         return build_timed_engine(settings, self.model, allocate)
 
-    def _calibrate(self, engine: Engine, run: Run) -> StepCosts:
+    def _measure(
+        self, settings: WorkerSettings, engine: Engine, board: CoreBoard | None
+    ) -> StepCosts:
         """What the cost model says, without a step: others may be starting on the same cores."""
         return self._costs

@@ -18,7 +18,7 @@ from baton.v1 import batches_pb2, batches_pb2_grpc, files_pb2, files_pb2_grpc
 from router.access import Access
 from router.batches.batch import Batch, BatchStatus, StoredFile
 from router.batches.desk import DEFAULT_BATCHES, DEFAULT_WINDOW, MOST_FILES, BatchDesk
-from router.grpc_call import Context, check_size, metadata_of
+from router.grpc_call import Context, check_size, metadata_of, write_to
 
 PIECE_BYTES = 1 << 20
 _IN_MEMORY_BYTES = 1 << 20
@@ -132,7 +132,7 @@ class FileServicer(files_pb2_grpc.FileServiceServicer):
             file = await asyncio.to_thread(_opened, path)
             try:
                 while data := await asyncio.to_thread(file.read, PIECE_BYTES):
-                    await context.write(files_pb2.DownloadFileResponse(data=data))
+                    await write_to(context, files_pb2.DownloadFileResponse(data=data), self._config)
             finally:
                 file.close()
 

@@ -12,7 +12,7 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.chaos.cluster import Cluster
@@ -28,18 +28,15 @@ async def run(
     kinds: Sequence[Kind],
     *,
     most_rounds: int | None = None,
-    names: Collection[str] | None = None,
     logs: Path | None = None,
 ) -> Report:
     """One run with a cluster of its own, for so many minutes or rounds of faults.
 
-    ``names``: of the questions that are asked; None asks all. ``logs``: a folder into which the
-    cluster's go. Raises ``Unsteady`` or ``NobodyToStrike``.
+    ``logs``: a folder into which the cluster's go. Raises ``Unsteady`` or ``NobodyToStrike``.
     """
-    asked = [one for one in questions(seed) if names is None or one.name in names]
     async with Cluster() as cluster:
         try:
-            return await Run(cluster, seed, kinds, asked).go(minutes, most_rounds)
+            return await Run(cluster, seed, kinds, questions(seed)).go(minutes, most_rounds)
         finally:
             if logs is not None:
                 shutil.copytree(cluster.logs, logs, dirs_exist_ok=True)

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import httpx
 
-from baton.grpc_errors import CODE_KEY
+from baton.grpc_errors import CODE_KEY, RETRY_KEY
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.chaos.answer import AnswerSoFar, ChoiceSoFar
 from tests.chaos.questions import Question, Way
@@ -61,6 +61,8 @@ class Call:
     error: str = ""
     """A code of ``baton.errors`` or of ``NOT_CLEAR``; empty where there was none."""
     error_text: str = ""
+    says_when: bool = True
+    """Whether the error said when to come back; one within a stream need not."""
     own_port: int = 0
     """The TCP port on the client's side, over HTTP."""
 
@@ -118,6 +120,7 @@ class Call:
     async def _read_http(self, response: httpx.Response, patience: asyncio.Timeout) -> None:
         if response.status_code != httpx.codes.OK:
             await response.aread()
+            self.says_when = "retry-after" in response.headers
             self._fail_with(response.json()["error"])
             return
         async for event in _events(response):
@@ -154,6 +157,7 @@ class Call:
             except grpc.aio.AioRpcError as error:
                 trailers = dict(error.trailing_metadata() or ())
                 code = trailers.get(CODE_KEY)
+                self.says_when = self.heard > 0 or RETRY_KEY in trailers
                 self._fail(RESET if code is None else str(code), str(error.details()))
 
     def _take_grpc(self, response: inference_pb2.GenerateResponse) -> None:

@@ -36,13 +36,20 @@ log = logging.getLogger(__name__)
 _PAGE_S = 2.0
 _TRIES = 8
 """Of a front for each router, until all have been met by chance."""
-_POOL_MIB = 96
-"""So few blocks that they are used again and again."""
+_POOL_MIB: dict[Role, int] = {"prefill": 96, "decode": 22}
+"""So few blocks that they are used again and again; and, where answers grow, that sequences lose
+theirs and are handed back."""
 _CONFIGURATION = f"""
 # How busy the machine is must not decide which requests get in.
 admission_slo_factor = 0.0
-# Every request is handed off.
-local_prefill = "never"
+# Every request is handed off while there is a prefill worker: by this policy local prefill is for
+# the time without one.
+local_prefill = "auto"
+policy = "least_loaded"
+# An engine that hangs is left while it does; no step of so small a model takes as long.
+engine_hang_s = 3.0
+# Ray's control store may die, and the store behind it.
+gcs_store = "embedded"
 deterministic = true
 routers = {COUNT}
 """ + "".join(
@@ -51,7 +58,7 @@ routers = {COUNT}
 name = "{role}"
 role = "{role}"
 count = {COUNT}
-kv_pool_mib = {_POOL_MIB}
+kv_pool_mib = {_POOL_MIB[role]}
 """
     for role in ROLES
 )
@@ -196,6 +203,16 @@ class Cluster:
             if len(answered) == COUNT:
                 return True
         return False
+
+    async def health(self) -> str:
+        """What one of the routers says of itself. Raises ``httpx.HTTPError``."""
+        answer = await self._pages.get(f"http://{self.fronts.http}/health")
+        return str(answer.json().get("status"))
+
+    async def fail_over(self) -> None:
+        """The store's replica takes its place."""
+        await self.store.promote()
+        self.wire.lead_to(self.store.port)
 
     async def page(self, address: str) -> str:
         """The /metrics page at an address. Raises ``httpx.HTTPError``."""

@@ -1,4 +1,4 @@
-"""What every fault is: it strikes, lasts, and is healed."""
+"""What every fault is: it strikes, lasts, is healed, and is over."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ class Fault(ABC):
     def __init__(self, cluster: Cluster, victim: Victim) -> None:
         self.cluster = cluster
         self.victim = victim
+        self.complaints: list[str] = []
+        """What the cluster did not do that it should have done under this fault."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the processes that it strikes."""
+        return frozenset({self.victim.name})
 
     async def prepare(self) -> None:  # noqa: B027 - few faults need it
         """What takes time, before the victim is struck. Raises CannotStrike."""
@@ -31,3 +38,10 @@ class Fault(ABC):
 
     async def heal(self) -> None:  # noqa: B027 - what happens at once needs no healing
         """End it. What the cluster makes good by itself is left to it."""
+
+    async def is_over(self) -> bool:
+        """Whether the cluster has made good what no page and no registry tells of.
+
+        It is asked again and again once all is healed. Never raises.
+        """
+        return True

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from tests.chaos import (
     clock_faults,
+    hang_faults,
+    keeper_faults,
+    operator_faults,
     partition_faults,
+    pool_faults,
     resource_faults,
     signal_faults,
     store_faults,
@@ -39,5 +43,18 @@ FAULTS: dict[str, type[Fault]] = {
     "slow clients": resource_faults.SlowClients,
     "clock an hour ahead": clock_faults.Ahead,
     "clock an hour behind": clock_faults.Behind,
+    "prefill drained": operator_faults.WorkerDrained,
+    "decode drained": operator_faults.WorkerDrained,
+    "router drained": operator_faults.RouterDrained,
+    "prefill role changed": operator_faults.RoleChanged,
+    "decode role changed": operator_faults.RoleChanged,
+    "prefill pool gone": pool_faults.PrefillGone,
+    "decode pool gone": pool_faults.DecodeGone,
+    "prefill engine hangs": hang_faults.EngineHangs,
+    "decode engine hangs": hang_faults.EngineHangs,
+    "store failed over": store_faults.StoreFailedOver,
+    "supervisor killed": keeper_faults.SupervisorKilled,
+    "control store killed": keeper_faults.ControlStoreKilled,
+    "control store's store killed": keeper_faults.ControlStoresStoreKilled,
 }
 """By the names of ``tests.chaos.kinds.KINDS``."""

@@ -19,6 +19,8 @@ class Kind:
     most_s: float = 0.0
     may_restart: bool = False
     """Whether its victim may end by it, and is started again."""
+    has_spare: bool = True
+    """Whether others can do what its victims did: else requests may be refused meanwhile."""
 
 
 KINDS = (
@@ -50,5 +52,18 @@ KINDS = (
     Kind("slow clients", "cluster", 6.0, 9.0),
     Kind("clock an hour ahead", "cluster", 4.0, 8.0),
     Kind("clock an hour behind", "cluster", 4.0, 8.0),
+    Kind("prefill drained", "prefill", may_restart=True),
+    Kind("decode drained", "decode", may_restart=True),
+    Kind("router drained", "router", may_restart=True),
+    Kind("prefill role changed", "prefill", 2.0, 5.0),
+    Kind("decode role changed", "decode", 2.0, 5.0),
+    Kind("prefill pool gone", "prefill", may_restart=True),
+    Kind("decode pool gone", "decode", may_restart=True, has_spare=False),
+    Kind("prefill engine hangs", "prefill", 4.0, 8.0, may_restart=True),
+    Kind("decode engine hangs", "decode", 4.0, 8.0, may_restart=True),
+    Kind("store failed over", "store", 1.0, 4.0),
+    Kind("supervisor killed", "cluster"),
+    Kind("control store killed", "cluster"),
+    Kind("control store's store killed", "cluster"),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}

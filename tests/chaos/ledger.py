@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from baton.errors import Unavailable, classes_by_code
 from tests.chaos.answer import AnswerSoFar
+
+_AT_ONCE_S = 5.0
+"""Generous: a machine that is busy killing and starting processes is slow to say anything."""
+_ERRORS = classes_by_code()
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +21,10 @@ class Phase:
     began: float
     ended: float
     """When the cluster was whole again."""
+    struck: float = 0.0
+    """When the fault was complete."""
+    has_spare: bool = True
+    """Whether somebody was left who could do what the victims did."""
 
     def overlaps(self, began: float, ended: float) -> bool:
         """Whether a request of that time has seen some of it."""
@@ -35,6 +44,8 @@ class Ending:
     error: str = ""
     """The code of a clear error; empty where the answer is whole or the request was lost."""
     text: str = ""
+    says_when: bool = True
+    """Whether the error said when to come back, where it could."""
     lost: str = ""
     """Why neither an answer nor an error came; empty where one did."""
     retried: bool = False
@@ -48,6 +59,13 @@ class Ending:
             return not self.answer.is_beginning_of(self.expected)
         return self.answer != self.expected
 
+    def is_refused_at_once(self, struck: float) -> bool:
+        """Whether the error is what it has to be while nobody can serve, since ``struck``."""
+        kind = _ERRORS.get(self.error)
+        waited = self.ended - max(self.began, struck)
+        is_known = kind is not None and issubclass(kind, Unavailable)
+        return is_known and self.says_when and waited < _AT_ONCE_S
+
 
 @dataclass(frozen=True, slots=True)
 class Counts:
@@ -58,7 +76,10 @@ class Counts:
     finished: int = 0
     errors: int = 0
     errors_single_fault: int = 0
-    """Of those, with at most one fault at their time, or none at all."""
+    """Of those, with at most one fault at their time, or none at all; but for the next ones."""
+    errors_without_spare: int = 0
+    """Of those, at the time of a fault that leaves nobody who could serve: told so at once, and
+    when to come back."""
     lost: int = 0
     wrong_tokens: int = 0
     retried: int = 0
@@ -81,12 +102,15 @@ class Ledger:
         waited = [ending for ending in self.endings if not ending.hung_up]
         failed = [ending for ending in waited if ending.error]
         phases = [self._phases_of(ending) for ending in failed]
+        excused = sum(map(_has_no_spare, failed, phases))
+        simultaneous = sum(map(_simultaneous, failed, phases))
         lost = sum(bool(ending.lost) for ending in waited)
         return Counts(
             requests=len(waited),
             finished=len(waited) - len(failed) - lost,
             errors=len(failed),
-            errors_single_fault=sum(not _simultaneous(of_one) for of_one in phases),
+            errors_single_fault=len(failed) - excused - simultaneous,
+            errors_without_spare=excused,
             lost=lost,
             wrong_tokens=sum(ending.is_wrong for ending in self.endings),
             retried=sum(ending.retried for ending in waited),
@@ -102,8 +126,12 @@ class Ledger:
         return [one for one in self.phases if one.overlaps(ending.began, ending.ended)]
 
 
-def _simultaneous(phases: list[Phase]) -> bool:
-    return any(len(phase.kinds) > 1 for phase in phases)
+def _has_no_spare(ending: Ending, phases: list[Phase]) -> bool:
+    return any(not phase.has_spare and ending.is_refused_at_once(phase.struck) for phase in phases)
+
+
+def _simultaneous(ending: Ending, phases: list[Phase]) -> bool:
+    return not _has_no_spare(ending, phases) and any(len(phase.kinds) > 1 for phase in phases)
 
 
 def _name(phases: list[Phase]) -> str:

@@ -131,6 +131,7 @@ class Load:
                 expected=expected,
                 error="" if lost else last.error,
                 text=last.error_text,
+                says_when=last.says_when,
                 lost=last.error if lost else "",
                 retried=first.error == RESET,
             )

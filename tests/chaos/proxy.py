@@ -61,6 +61,10 @@ class Proxy:
         self._server.close()
         await end_tasks(list(self._open))
 
+    def lead_to(self, port: int) -> None:
+        """From now on new connections go there."""
+        self._to = port
+
     def lay(self, wire: Wire) -> None:
         """From now on bytes cross so. What was swallowed is lost: its connections are reset."""
         lost = not (self._wire.there and self._wire.back)
@@ -95,9 +99,10 @@ class Proxy:
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await end_tasks(ways)
+            # First: who waits for the tasks may be cancelled.
             self._writers.discard(onward)
             onward.transport.abort()
+            await end_tasks(ways)
 
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, there: bool

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 
 import redis
 
 from tests.chaos.cluster import COUNT, ROLES, Cluster, is_alive
+from tests.chaos.fault import Fault
 from tests.chaos.load import Load
 
 _LOOK_S = 0.02
@@ -44,13 +46,15 @@ async def until_answered(load: Load, struck_at: float) -> float:
     return MOST_S
 
 
-async def until_whole(cluster: Cluster, struck_at: float) -> float:
+async def until_whole(cluster: Cluster, struck_at: float, faults: Iterable[Fault] = ()) -> float:
     """Until every worker and router is there and can be used, in seconds from ``struck_at``;
+
+    and until ``faults`` are over, by what they themselves know.
 
     ``MOST_S`` where it stays broken.
     """
     while time.monotonic() < struck_at + MOST_S:
-        if await _is_whole(cluster):
+        if await _is_whole(cluster) and all([await fault.is_over() for fault in faults]):
             return time.monotonic() - struck_at
         await asyncio.sleep(_LOOK_AT_ALL_S)
     return MOST_S

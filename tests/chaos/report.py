@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tests.chaos.ledger import Counts
@@ -28,6 +28,8 @@ class RoundReport:
     whole_s: float
     """From the strike until every worker and router was there; the fault's own time included."""
     leaks: tuple[str, ...]
+    drained_blocks: int | None = None
+    """KV blocks that others fetched while a worker was drained; None where none was."""
 
     @property
     def recovery_s(self) -> float:
@@ -46,6 +48,10 @@ class Report:
     skipped: dict[str, str]
     notes: tuple[str, ...]
     """What was lost or wrong, or ended in an error: one line each."""
+    moves: Mapping[str, int] = field(default_factory=dict)
+    """How many requests, or choices of them, went on elsewhere, by reason."""
+    decisions: Mapping[str, int] = field(default_factory=dict)
+    """How many prompts were computed by a prefill worker (remote), how many by a decode worker."""
 
     @property
     def is_clean(self) -> bool:
@@ -66,6 +72,11 @@ class Report:
             "recovery_s_p99": _percentile(recovery, 99),
             "whole_s_p50": _percentile(whole, 50),
             "whole_s_p99": _percentile(whole, 99),
+            "moves": dict(self.moves),
+            "route_decisions": dict(self.decisions),
+            "drained_blocks": [
+                one.drained_blocks for one in self.rounds if one.drained_blocks is not None
+            ],
             "seed": self.seed,
             "minutes": self.minutes,
             "skipped": self.skipped,

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from signal import SIGABRT
 
 from tests.chaos.cluster import ROLES, Cluster, is_alive
+from tests.chaos.counters import by_label
 from tests.chaos.fault import CannotStrike, Fault
 from tests.chaos.faults import FAULTS
 from tests.chaos.footprint import Footprint, footprint, leaks
 from tests.chaos.kinds import Kind, Target
 from tests.chaos.ledger import Ending, Ledger, Phase
 from tests.chaos.load import Load
+from tests.chaos.operator_faults import WorkerDrained
 from tests.chaos.questions import Question
 from tests.chaos.recovery import MOST_S, until_answered, until_streams_run, until_whole
 from tests.chaos.reference import take_reference
@@ -93,7 +95,7 @@ class Run:
             await load.pause()
         finally:
             await load.stop()
-        return self._report(minutes)
+        return await self._report(minutes)
 
     async def _without_faults(self, load: Load, first: Footprint) -> None:
         """A while of load alone; it is a round only if something is found after it."""
@@ -125,17 +127,19 @@ class Run:
             await one.fault.strike()
         # To strike may take a while: what came meanwhile came before.
         began = time.monotonic()
+        has_spare = all(one.strike.kind.has_spare for one in struck)
         feeling = asyncio.gather(until_streams_run(load, began), until_answered(load, began))
         await asyncio.gather(*(self._heal(one, began) for one in struck))
-        whole_s = await until_whole(self.cluster, began)
+        whole_s = await until_whole(self.cluster, began, [one.fault for one in struck])
         streams_s, answered_s = await feeling
         kinds = tuple(one.strike.kind.name for one in struck)
-        self.ledger.phases.append(Phase(kinds, before, time.monotonic()))
+        self.ledger.phases.append(Phase(kinds, before, time.monotonic(), began, has_spare))
         stuck = await self._end_what_hangs() if whole_s >= MOST_S else []
         await load.pause()
         found = stuck + await self._found(first, struck)
+        drained = await self._drained_blocks(struck)
         load.resume()
-        self._note(struck, _Recovery(streams_s, answered_s, whole_s), found)
+        self._note(struck, _Recovery(streams_s, answered_s, whole_s), found, drained)
 
     async def _choose(self, planned: Round, load: Load) -> list[_Struck]:
         """Faults that are ready, of victims on whom streams run. Raises NobodyToStrike."""
@@ -183,11 +187,18 @@ class Run:
         """What the cluster holds that it should not, and has not been told of; who has ended."""
         found = [line for line in await leaks(self.cluster, first) if line not in self._known]
         self._known.update(found)
-        return found + self._restarted(struck)
+        complaints = [line for one in struck for line in one.fault.complaints]
+        return found + complaints + self._restarted(struck)
+
+    async def _drained_blocks(self, struck: Sequence[_Struck]) -> int | None:
+        drains = [one.fault for one in struck if isinstance(one.fault, WorkerDrained)]
+        return sum([await fault.pulled() for fault in drains]) if drains else None
 
     def _restarted(self, struck: Sequence[_Struck]) -> list[str]:
         """Who has ended since this was last asked, though no fault should have ended him."""
-        allowed = {one.victim.name for one in struck if one.strike.kind.may_restart}
+        allowed = {
+            name for one in struck if one.strike.kind.may_restart for name in one.fault.names
+        }
         before, self._pids = self._pids, self.cluster.pids()
         return [
             f"{name}: process {pid} has ended unasked"
@@ -195,7 +206,13 @@ class Run:
             if self._pids.get(name) != pid and name not in allowed
         ]
 
-    def _note(self, struck: Sequence[_Struck], recovery: _Recovery, found: Sequence[str]) -> None:
+    def _note(
+        self,
+        struck: Sequence[_Struck],
+        recovery: _Recovery,
+        found: Sequence[str],
+        drained_blocks: int | None = None,
+    ) -> None:
         report = RoundReport(
             kinds=tuple(one.strike.kind.name for one in struck),
             victims=tuple(one.victim.name for one in struck),
@@ -205,6 +222,7 @@ class Run:
             answered_s=round(recovery.answered_s, 3),
             whole_s=round(recovery.whole_s, 3),
             leaks=tuple(found),
+            drained_blocks=drained_blocks,
         )
         self.reports.append(report)
         log.info("%s", report)
@@ -212,7 +230,7 @@ class Run:
             log.info("%s", _line(trouble))
         self._told = len(self.ledger.troubles())
 
-    def _report(self, minutes: float) -> Report:
+    async def _report(self, minutes: float) -> Report:
         return Report(
             seed=self.seed,
             minutes=minutes,
@@ -220,6 +238,8 @@ class Run:
             rounds=tuple(self.reports),
             skipped=self.skipped,
             notes=tuple(map(_line, self.ledger.troubles())),
+            moves=await by_label(self.cluster, "baton_moved_requests_total", "reason"),
+            decisions=await by_label(self.cluster, "baton_route_decisions_total", "decision"),
         )
 
 

@@ -19,17 +19,20 @@ _LOOK_S = 0.05
 
 
 class Stage:
-    """Its processes are reused from test to test; those that were killed are restarted."""
+    """Its processes are reused from test to test; those that were killed are restarted.
+
+    A role's spare is started when it is first called for.
+    """
 
     def __init__(self, transport: TransportName, model: Path, redis_url: str, folder: Path) -> None:
-        """Start all. ``folder`` is for their logs."""
+        """Start the two workers. ``folder`` is for the logs."""
         self.transport = transport
         self._model = model
         self._redis_url = redis_url
         self._folder = folder
         self._cluster_id = secrets.token_hex(4)
         self.workers: dict[Role, WorkerChild] = {role: self._start(role, 0) for role in OTHER}
-        self.spares: dict[Role, WorkerChild] = {role: self._start(role, 1) for role in OTHER}
+        self.spares: dict[Role, WorkerChild] = {}
 
     def _start(self, role: Role, number: int) -> WorkerChild:
         slot = f"{role}-{number}"
@@ -50,6 +53,12 @@ class Stage:
         for worker in (*self.workers.values(), *self.spares.values()):
             await worker.ready()
 
+    async def call_spare(self, role: Role) -> None:
+        """Wait until the role's spare serves, too."""
+        if role not in self.spares:
+            self.spares[role] = self._start(role, 1)
+        await self.spares[role].ready()
+
     async def restart(self, role: Role) -> None:
         """End the worker, if it lives, and start another one in its place."""
         self.workers[role].end()
@@ -64,7 +73,10 @@ class Stage:
         *,
         spare: Role | None = None,
     ) -> Request:
-        """A request to the two workers, or to the ``spare`` of a role and the other worker."""
+        """A request to the two workers, or to the ``spare`` of a role and the other worker.
+
+        The spare has been called before.
+        """
         chosen = self.workers if spare is None else self.workers | {spare: self.spares[spare]}
         return Request(chosen["prefill"], chosen["decode"], prompt, sampling, salt)
 

@@ -19,6 +19,22 @@ class StoreKilled(Fault):
         await self.cluster.store.start()
 
 
+class StoreFailedOver(Fault):
+    """It dies, and a while later its replica takes its place, with what had come to it by then."""
+
+    async def prepare(self) -> None:
+        await self.cluster.store.add_replica()
+
+    async def drop(self) -> None:
+        await self.cluster.store.remove_replica()
+
+    async def strike(self) -> None:
+        await self.cluster.store.kill()
+
+    async def heal(self) -> None:
+        await self.cluster.fail_over()
+
+
 class StoreStopped(Fault):
     """It hangs."""
 

@@ -78,3 +78,39 @@ def test_errors_of_several_faults_at_once_are_counted_apart() -> None:
         assert counts.errors == 1
         assert counts.errors_single_fault == count
         assert counts.errors_by_fault == {name: 1}
+
+
+GONE = Phase(("decode pool gone",), 9.0, 20.0, struck=10.0, has_spare=False)
+REFUSED = replace(FAILED, began=11.0, ended=11.1, answer=answer(ended=False), error="unavailable")
+
+
+@pytest.mark.parametrize(
+    ("ending", "is_right"),
+    [
+        (REFUSED, True),
+        (replace(FAILED, began=9.5, ended=10.2), True),
+        # Nobody can be served: then nobody may be kept waiting, nor left without a word of when.
+        (replace(REFUSED, ended=18.0), False),
+        (replace(REFUSED, says_when=False), False),
+        (replace(REFUSED, error="internal_error"), False),
+        (replace(REFUSED, error="poison_request"), False),
+        (replace(REFUSED, began=20.5, ended=20.6), False),
+    ],
+    ids=["refused", "broken off", "late", "without a time", "not clear", "poison", "afterwards"],
+)
+def test_where_nobody_is_left_requests_are_refused_at_once(ending: Ending, is_right: bool) -> None:
+    ledger = Ledger()
+    ledger.endings += [FINISHED, ending]
+    ledger.phases.append(GONE)
+    counts = ledger.counts()
+    assert (counts.requests, counts.errors) == (2, 1)
+    assert counts.errors_without_spare == is_right
+    assert counts.errors_single_fault == (not is_right)
+
+
+def test_an_error_is_counted_apart_once() -> None:
+    ledger = Ledger()
+    ledger.endings += [REFUSED, replace(REFUSED, ended=18.0)]
+    ledger.phases.append(replace(GONE, kinds=("store full", "decode pool gone")))
+    counts = ledger.counts()
+    assert (counts.errors, counts.errors_without_spare, counts.errors_single_fault) == (2, 1, 0)

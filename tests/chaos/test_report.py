@@ -37,3 +37,12 @@ def test_only_errors_with_several_faults_are_allowed() -> None:
     assert not replace(
         REPORT, rounds=(replace(ROUND, leaks=("decode-0: 1 used blocks",)),)
     ).is_clean
+
+
+def test_moves_and_drains_are_told() -> None:
+    drained = replace(ROUND, kinds=("decode drained",), drained_blocks=12)
+    told = replace(REPORT, rounds=(ROUND, drained), moves={"drained": 2, "preempted": 1})
+    fields = told.to_json()
+    assert fields["moves"] == {"drained": 2, "preempted": 1}
+    assert fields["drained_blocks"] == [12]
+    assert fields["errors_without_spare"] == 0

@@ -113,6 +113,8 @@ async def check(stage: Stage, case: Case, expected: Reference) -> None:
     if case.state == "opening":
         # One that has no pair yet.
         await stage.restart(case.side)
+    if case.number is SIGSTOP:
+        await stage.call_spare(case.side)
     victim, survivor = stage.workers[case.side], stage.workers[OTHER[case.side]]
     salt = secrets.token_bytes(8)
     await victim.arm(case.state)

@@ -131,6 +131,11 @@ class UpProcess:
             if line.startswith(start):
                 return line
 
+    def forget_output(self) -> None:
+        """Have ``wait_for`` pass over what was printed until now."""
+        while not self._lines.empty():
+            assert self._lines.get() is not None, f"it has ended:\n{self.text}"
+
     def wait_healthy(self, deadline_s: float = START_S) -> None:
         """Until /health answers 200."""
         end = time.monotonic() + deadline_s

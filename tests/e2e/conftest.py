@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.e2e.answers import end_amid_an_answer
 from tests.e2e.cluster import UpProcess
 
 
@@ -18,3 +19,23 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
         yield up.wait_ready()
         up.terminate()
         assert up.wait() == 0, up.text
+
+
+@pytest.fixture(scope="session")
+def rough_ground() -> Iterator[UpProcess]:
+    """The cluster of ``rough_cluster``. However it was treated, it ends as it should."""
+    with UpProcess("--local-prefill", "never") as up:
+        yield up.wait_ready()
+        up.wait_healthy()
+        end_amid_an_answer(up)
+
+
+@pytest.fixture
+def rough_cluster(rough_ground: UpProcess) -> UpProcess:
+    """A cluster whose parts tests kill, shared by all that do: wait until they are back.
+
+    It hands every request off.
+    """
+    rough_ground.wait_healthy()
+    rough_ground.forget_output()
+    return rough_ground

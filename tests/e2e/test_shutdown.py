@@ -2,56 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import socket
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import httpx
 import psutil
 import pytest
 
-from tests.e2e.cluster import END_S, START_S, UpProcess, processes_of, wait_until_gone
-
-LONG = 96
-"""Tokens: it runs for a second or more."""
-
-
-def body_of(up: UpProcess, tokens: int) -> dict[str, Any]:
-    return {
-        "model": up.model,
-        "prompt": "Once upon a time",
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
-
-
-def streamed(up: UpProcess, tokens: int, begun: threading.Event) -> str:
-    """The answer's text; ``begun`` is set with its first piece."""
-    body, text = body_of(up, tokens) | {"stream": True}, ""
-    with (
-        httpx.Client(trust_env=False, timeout=START_S) as client,
-        client.stream("POST", f"{up.http}/v1/completions", json=body) as answer,
-    ):
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                begun.set()
-                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
-    return text
-
-
-def answer_of(up: UpProcess, tokens: int = 4) -> str:
-    body = body_of(up, tokens)
-    with httpx.Client(trust_env=False, timeout=START_S) as client:
-        answer = client.post(f"{up.http}/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["text"])
+from tests.e2e.answers import answer_of
+from tests.e2e.cluster import END_S, UpProcess, processes_of, wait_until_gone
 
 
 def test_ctrl_c_ends_everything_with_exit_code_0() -> None:
@@ -70,33 +31,19 @@ def test_ctrl_c_ends_everything_with_exit_code_0() -> None:
         assert "Traceback" not in up.text
 
 
-def test_what_dies_is_started_again_and_sigterm_ends_everything() -> None:
-    with UpProcess() as up:
-        up.wait_ready()
-        cluster_id, run_directory = up.cluster_id, Path(up.state.run_directory)
-        before = answer_of(up)
-        os.kill(up.state.processes["router"], signal.SIGKILL)
-        up.wait_for("router ended (SIGKILL)")
-        os.kill(up.state.processes["valkey"], signal.SIGKILL)
-        up.wait_for("valkey ended (SIGKILL)")
-        os.kill(guardian(cluster_id).pid, signal.SIGKILL)
-        up.wait_for("guardian ended (SIGKILL)")
-        os.kill(up.state.processes["decode-0"], signal.SIGKILL)
-        up.wait_for("decode-0 is back")
-        up.wait_healthy()
-        assert answer_of(up) == before
-        with ThreadPoolExecutor() as threads:
-            whole = answer_of(up, LONG)
-            begun = threading.Event()
-            running = threads.submit(streamed, up, LONG, begun)
-            assert begun.wait(START_S)
-            up.terminate()
-            # What runs may end first.
-            assert running.result(END_S) == whole
-        assert up.wait() == 0, up.text
-        assert processes_of(cluster_id) == []
-        assert not run_directory.exists()
-        assert "Traceback" not in up.text
+def test_what_dies_is_started_again(rough_cluster: UpProcess) -> None:
+    up = rough_cluster
+    before = answer_of(up)
+    os.kill(up.state.processes["router"], signal.SIGKILL)
+    up.wait_for("router ended (SIGKILL)")
+    os.kill(up.state.processes["valkey"], signal.SIGKILL)
+    up.wait_for("valkey ended (SIGKILL)")
+    os.kill(guardian(up.cluster_id).pid, signal.SIGKILL)
+    up.wait_for("guardian ended (SIGKILL)")
+    os.kill(up.state.processes["decode-0"], signal.SIGKILL)
+    up.wait_for("decode-0 is back")
+    up.wait_healthy()
+    assert answer_of(up) == before
 
 
 def test_sigkill_of_the_launcher_ends_everything() -> None:

@@ -35,9 +35,12 @@ SHORT = "Describe Paris as JSON."
 LONG = "Paris is the capital of France, and it lies on the river Seine. " * 60 + SHORT
 
 
-@pytest.fixture(params=["never", "always"])
+@pytest.fixture(params=["never", pytest.param("always", marks=pytest.mark.long)])
 def paths(request: pytest.FixtureRequest) -> Iterator[UpProcess]:
-    """A cluster that hands everything off, and one that hands nothing off; as it is by default."""
+    """A cluster that hands everything off, and one that hands nothing off; in bf16 both."""
+    if request.param == "never":
+        yield request.getfixturevalue("rough_cluster")
+        return
     with UpProcess("--local-prefill", request.param) as up:
         yield up.wait_ready()
         up.terminate()

@@ -38,30 +38,29 @@ def status_of(up: UpProcess) -> str:
     ).stdout
 
 
-def test_a_killed_supervisor_costs_nothing_and_takes_over_when_it_is_back() -> None:
-    with UpProcess() as up:
-        up.wait_ready()
-        supervisor, workers = pid_of(up, "supervisor"), workers_of(up)
-        with Load(up) as load:
-            load.goes_on()
-            os.kill(supervisor, signal.SIGKILL)
-            load.goes_on()
-            up.wait_for("the supervisor was started again")
-            load.goes_on()
-        load.check()
-        assert pid_of(up, "supervisor", supervisor) != supervisor
-        assert workers_of(up) == workers
-        os.kill(workers["prefill-0"], signal.SIGKILL)
-        died = up.wait_for("prefill-0 died")
-        assert "worker process has died" in died
-        up.wait_for("prefill-0 is back")
-        up.wait_healthy()
-        assert workers_of(up)["decode-0"] == workers["decode-0"]
-        told = status_of(up)
-        assert f"supervisor: process {pid_of(up, 'supervisor')}" in told
-        assert "running" in told
-        up.terminate()
-        assert up.wait() == 0, up.text
+def test_a_killed_supervisor_costs_nothing_and_takes_over_when_it_is_back(
+    rough_cluster: UpProcess,
+) -> None:
+    up = rough_cluster
+    supervisor, workers = pid_of(up, "supervisor"), workers_of(up)
+    with Load(up) as load:
+        load.goes_on()
+        os.kill(supervisor, signal.SIGKILL)
+        load.goes_on()
+        up.wait_for("the supervisor was started again")
+        load.goes_on()
+    load.check()
+    assert pid_of(up, "supervisor", supervisor) != supervisor
+    assert workers_of(up) == workers
+    os.kill(workers["prefill-0"], signal.SIGKILL)
+    died = up.wait_for("prefill-0 died")
+    assert "worker process has died" in died
+    up.wait_for("prefill-0 is back")
+    up.wait_healthy()
+    assert workers_of(up)["decode-0"] == workers["decode-0"]
+    told = status_of(up)
+    assert f"supervisor: process {pid_of(up, 'supervisor')}" in told
+    assert "running" in told
 
 
 @pytest.mark.long

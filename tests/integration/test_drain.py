@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,7 +14,11 @@ from baton.sampling_params import SamplingParams
 from router.generation import OutputDelta
 from router.worker_control import WorkerControl
 from tests.integration.test_handoff import BLOCK, prompt_of
+from tests.integration.test_moves import Asked, busiest_decode, moved
 from tests.mini_cluster import DEADLINE_S, MiniCluster, collect, mini_cluster
+from worker.pace import Pace
+
+log = logging.getLogger(__name__)
 
 PROMPT = prompt_of(20)
 LONG = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
@@ -139,3 +144,83 @@ def runs_at(cluster: MiniCluster, slot: str) -> int:
     context = cluster.workers[slot].context
     assert context is not None
     return len(context.engine.scheduler.running)
+
+
+def computed_tokens(cluster: MiniCluster) -> float:
+    """Of prompts, by all workers."""
+    name = "baton_computed_prompt_tokens_total"
+    return sum(cluster.value(slot, name) for slot in cluster.workers)
+
+
+def pulled_blocks(cluster: MiniCluster) -> float:
+    """By all workers, from others."""
+    name = "baton_pulled_blocks_total"
+    return sum(cluster.value(slot, name, transport="shm") for slot in cluster.workers)
+
+
+def compute_is_slow(cluster: MiniCluster) -> None:
+    """So slow, by what the workers believe, that fetching pays: as with a model of some size."""
+    for worker in cluster.workers.values():
+        assert worker.context is not None
+        worker.context.control.prompt_pace = Pace(1e-2, 1e9)
+
+
+async def test_a_drained_workers_sequences_take_their_blocks_along(
+    tiny_model: Path, redis_url: str
+) -> None:
+    """Nobody else has them: what is pulled is not computed again."""
+    sampling = SamplingParams(temperature=0.9, seed=11, max_tokens=300, ignore_eos=True)
+    asked = [Asked(prompt_of(8 * BLOCK + 5, n), sampling) for n in range(4)]
+    async with mini_cluster(
+        tiny_model, redis_url, decode=2, kv_pool_mib=POOL_MIB, heartbeat_s=0.2, transport="shm"
+    ) as cluster:
+        compute_is_slow(cluster)
+        tasks = [asyncio.create_task(each.run(cluster)) for each in asked]
+        await cluster.until(lambda: all(each.has(2 * BLOCK) for each in asked))
+        prefill = cluster.workers["prefill-0"].context
+        assert prefill is not None
+        prefill.engine.pool.drop_cache()
+        computed, pulled = computed_tokens(cluster), pulled_blocks(cluster)
+        drained = busiest_decode(cluster)
+        assert await control_of(cluster).drain(drained, DEADLINE_S)
+        await asyncio.gather(*tasks)
+        count = moved(cluster, "drained")
+        assert count >= 2
+        pulled, computed = pulled_blocks(cluster) - pulled, computed_tokens(cluster) - computed
+        log.info("%d moved: %d blocks pulled, %d tokens computed", count, pulled, computed)
+        # Each had ten blocks at least; the last one, and what came meanwhile, is computed.
+        assert pulled >= 10 * count
+        assert computed <= 3 * BLOCK * count
+        await cluster.workers[drained].ended()
+        await cluster.until_idle()
+    for each in asked:
+        each.check(tiny_model)
+
+
+async def test_a_role_changes_with_streams_under_way(tiny_model: Path, redis_url: str) -> None:
+    sampling = SamplingParams(temperature=0.9, seed=11, max_tokens=300, ignore_eos=True)
+    asked = [Asked(prompt_of(5 * BLOCK + 5, n), sampling) for n in range(4)]
+    async with mini_cluster(
+        tiny_model, redis_url, decode=2, kv_pool_mib=POOL_MIB, heartbeat_s=0.2
+    ) as cluster:
+        tasks = [asyncio.create_task(each.run(cluster)) for each in asked]
+        await cluster.until(lambda: all(each.has(BLOCK) for each in asked))
+        slot = busiest_decode(cluster)
+        worker = cluster.workers[slot]
+        assert worker.record is not None
+        assert worker.context is not None
+        incarnation = worker.record.incarnation
+        took_s = await control_of(cluster).change_role(slot, "prefill", DEADLINE_S)
+        log.info("the role changed in %.2f s with streams under way", took_s)
+        assert not all(task.done() for task in tasks)
+        await cluster.until(lambda: roles_up(cluster).get(slot) == "prefill")
+        await asyncio.gather(*tasks)
+        assert moved(cluster, "drained") > 0
+        assert worker.record.incarnation == incarnation
+        held = worker.context.engine.pool.held_hashes()
+        assert len(held) >= 5
+        for digest in held:
+            assert incarnation in await cluster.index.lookup([digest])
+        await cluster.until_idle()
+    for each in asked:
+        each.check(tiny_model)

@@ -17,6 +17,7 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.local import LocalOutput, generate
 from router.generation import GenerationRequest
+from router.poison import PROGRESS_TOKENS
 from tests.integration.test_handoff import prompt_of, reference
 from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 from tests.models import make_tiny_model
@@ -129,6 +130,35 @@ async def test_a_decode_worker_stops_amid_answers(tiny_model: Path, redis_url: s
     for each in asked:
         each.check(tiny_model)
         assert each.cached == []
+
+
+async def test_the_worker_that_it_has_moved_to_stops_as_well(
+    tiny_model: Path, redis_url: str
+) -> None:
+    asked = [
+        Asked(prompt_of(40, 1), replace(LONG, max_tokens=400)),
+        Asked(prompt_of(30, 2), replace(GREEDY, max_tokens=300), 2),
+    ]
+    async with mini_cluster(
+        tiny_model, redis_url, prefill=2, decode=3, kv_pool_mib=8, policy="round_robin"
+    ) as cluster:
+        tasks = [asyncio.create_task(each.run(cluster)) for each in asked]
+        await cluster.until(lambda: asked[0].has(4))
+        (running,) = (
+            one for one in cluster.dispatcher._running if one.request.prompt_ids == asked[0].prompt
+        )
+        (attempt,) = running.attempts
+        for _ in range(2):
+            await cluster.workers.pop(attempt.target.record.slot).stop()
+            seen = len(asked[0].choices[0].token_ids)
+            # Who dies twice at one place of an answer may be its victim.
+            await cluster.until(lambda: asked[0].has(seen + 2 * PROGRESS_TOKENS))  # noqa: B023
+            (attempt,) = running.attempts
+        await asyncio.gather(*tasks)
+        assert running.failures == 2
+        await cluster.until_idle()
+    for each in asked:
+        each.check(tiny_model)
 
 
 async def test_a_prefill_worker_stops_amid_a_prompt(tiny_model: Path, redis_url: str) -> None:

@@ -65,6 +65,43 @@ async def is_whole(cluster: MiniCluster) -> bool:
     return True
 
 
+REFUSALS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "full": (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
+    # Its primary has gone: it takes no writes until it is made one itself.
+    "failed over": (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),
+    "another password": (
+        ("CONFIG", "SET", "requirepass", "other"),
+        ("CONFIG", "SET", "requirepass", ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+async def test_a_redis_that_refuses(tiny_model: Path, kind: str) -> None:
+    """What routers and workers write, or all that they ask, on old connections and new ones."""
+    begin, end = REFUSALS[kind]
+    with valkey() as url:
+        async with mini_cluster(tiny_model, url, kv_pool_mib=8, **BEATS) as cluster:
+            await serve_for(cluster, tiny_model, 0)
+            await until_whole(cluster)
+            lives = incarnations(cluster)
+            # A connection of its own: one that is there may go on after the password has changed.
+            with redis.Redis.from_url(url, single_connection_client=True) as client:
+                client.execute_command(*begin)
+                client.execute_command("CLIENT", "KILL", "SKIPME", "yes")
+                await serve_for(cluster, tiny_model, 1.5)
+                client.execute_command(*end)
+            await until_whole(cluster)
+            assert cluster.dispatcher.health() == ("ok", "")
+            assert incarnations(cluster) == lives, "it refused all alike"
+            await serve_for(cluster, tiny_model, 0)
+            await cluster.until_idle()
+
+
+def incarnations(cluster: MiniCluster) -> set[str]:
+    return {worker.record.incarnation for worker in cluster.workers.values() if worker.record}
+
+
 @pytest.mark.parametrize("away_s", AWAY_S)
 async def test_a_redis_that_sleeps(tiny_model: Path, away_s: float) -> None:
     with valkey() as url:

@@ -49,6 +49,17 @@ async def test_waiting_ends_at_its_deadline() -> None:
     assert outbox.take() == []
 
 
+async def test_one_that_hurries_has_a_message_of_nothing() -> None:
+    outbox = Outbox(0.0)
+    waiting = asyncio.create_task(outbox.wait(5.0))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    outbox.hurry()
+    async with asyncio.timeout(1.0):
+        await waiting
+    assert outbox.take() == []
+
+
 async def test_a_new_stream_takes_the_place_of_the_old_one() -> None:
     outbox = Outbox(0.0)
     old = outbox.open()

@@ -28,7 +28,8 @@ from baton.request import Geometry, SequenceSpec
 from baton.sampling_params import SamplingParams
 from decode_worker.receiver import HandoffReceiver, Offer
 from engine.block_pool import BlockPool
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler import Scheduler
+from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
 from kvtransfer.ticket import Ticket, TicketState
 from kvtransfer.ticket_book import TOMBSTONE_S

@@ -14,14 +14,15 @@ from baton.config import Config
 from baton.errors import ChecksumMismatch, HandoffError, TicketEnded
 from baton.hashing import hash_key
 from baton.metrics import WorkerMetrics
-from baton.request import FinishReason, Geometry, SequenceSpec, TokenOutput
+from baton.request import FinishReason, Geometry, LoadSnapshot, SequenceSpec, TokenOutput
 from baton.sampling_params import SamplingParams
 from decode_worker import role as role_module
 from decode_worker.receiver import Offer
 from decode_worker.role import ROUTER_GRACE_S, DecodeRole
 from engine.block_pool import BlockPool
 from engine.plan import StepPlan, StepResult
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler import Scheduler
+from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
 from worker.block_receiver import BlockReceiver
 from worker.intake import Intake
@@ -45,6 +46,12 @@ class Control:
         if expired:
             assert self.role is not None
             self.role.on_expired(expired)
+
+    def beat(self, now: float) -> None:
+        self.pump()
+
+    def load(self) -> LoadSnapshot:
+        return LoadSnapshot()
 
     def pump_soon(self) -> None:
         pass
@@ -209,6 +216,24 @@ async def test_a_deadline_ends_a_ticket_too(world: World) -> None:
     with pytest.raises(TicketEnded):
         world.role.commit(ticket_id, "writer", 7)
     world.check_nothing_is_held()
+
+
+async def test_a_router_is_told_soon_that_its_ticket_is_in_good_hands(world: World) -> None:
+    """It waits for the first token of this worker from now on, and takes silence for a hang."""
+    outbox = world.role.outbox(ROUTER)
+    assert not world.role.has_work_of(ROUTER)
+    outbox.take()
+    waiting = asyncio.create_task(outbox.wait(30.0))
+    await asyncio.sleep(0)
+    ticket_id = world.reserve()
+    assert world.role.has_work_of(ROUTER)
+    assert not world.role.has_work_of("another")
+    async with asyncio.timeout(5.0):
+        await waiting
+    world.role.abort(("r", 0))
+    assert not world.role.has_work_of(ROUTER)
+    with pytest.raises(TicketEnded):
+        world.role.commit(ticket_id, "writer", 7)
 
 
 async def test_a_writer_gives_up_what_it_has_committed_without_knowing(world: World) -> None:

@@ -9,7 +9,8 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from decode_worker.room import Room
 from engine.block_pool import BlockPool
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler import Scheduler
+from engine.scheduler_limits import SchedulerLimits
 
 
 def spec(name: str = "r", *, choices: int = 1, preemptions: int = 0) -> SequenceSpec:

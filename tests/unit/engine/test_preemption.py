@@ -15,7 +15,7 @@ from baton.request import LOWEST_PRIORITY, SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.preemption import CACHED_SHARE, PATIENCE, recompute_cost, victim_of
-from engine.scheduler import SchedulerLimits
+from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
 from tests.unit.engine.test_scheduler import World, make_spec
 

@@ -20,8 +20,10 @@ from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.plan import StepPlan, StepResult
-from engine.scheduler import Scheduler, SchedulerLimits, SequenceUpdate
+from engine.scheduler import Scheduler
+from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
+from engine.sequence_update import SequenceUpdate
 from tests.unit.engine.fake_engine import VOCAB, FakeEngine, answer, kv_of, next_token
 
 KEY = hash_key("model")

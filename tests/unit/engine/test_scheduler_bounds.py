@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.plan import StepPlan, StepResult
-from engine.scheduler import SchedulerLimits
+from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
 from tests.unit.engine.test_scheduler import World, make_spec
 

@@ -19,8 +19,9 @@ from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.plan import PlanRow, StepPlan, StepResult
-from engine.scheduler import SchedulerLimits, SequenceUpdate
+from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
+from engine.sequence_update import SequenceUpdate
 from tests.unit.engine.fake_engine import VOCAB, FakeEngine, kv_of
 from tests.unit.engine.test_scheduler import KEY, PROMPTS, STOP_IDS, SchedulerMachine, World
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import initialize, rule
 from baton.errors import InvalidRequest
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.scheduler import SchedulerLimits
+from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
 from tests.unit.engine.fake_engine import kv_of
 from tests.unit.engine.test_scheduler import (

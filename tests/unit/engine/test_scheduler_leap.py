@@ -11,7 +11,8 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.plan import StepPlan, StepResult
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler import Scheduler
+from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
 
 BLOCK = 4
@@ -70,7 +71,7 @@ def token_of(sequence: Sequence) -> int:
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 60)), min_size=1, max_size=5),
-    st.integers(20, 90),
+    st.integers(24, 90),
     st.integers(1, 2),
     st.data(),
 )

@@ -6,9 +6,11 @@ Hypothesis chooses what is asked and what breaks, and when; ``world.World`` says
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,6 +27,8 @@ from hypothesis.stateful import (
 from tests.unit.handoff_model.network import DATA, Fault, Strike
 from tests.unit.handoff_model.router import OK
 from tests.unit.handoff_model.world import PREFILLS, SLOTS, World
+
+Case = TypeVar("Case")
 
 TRANSPORTS = (("shm",), ("grpc",))
 SLOT = st.sampled_from(sorted(SLOTS))
@@ -247,8 +251,15 @@ FREEZES = {"freeze": 0.03, "freeze long": 2.5}
 """Shorter than every deadline, and longer than a lease. Seconds."""
 
 
-def run_strikes(transports: tuple[str, ...], amounts: tuple[int, ...], most_spared: int) -> None:
-    for lane, strike in strikes(amounts, most_spared):
+def share_of(transports: tuple[str, ...], cases: Iterable[Case]) -> list[Case]:
+    """Each case is dealt to one of the transports: for quick tests. Long ones run all on each."""
+    dealt = list(cases)
+    random.Random(7).shuffle(dealt)
+    return dealt[TRANSPORTS.index(transports) :: len(TRANSPORTS)]
+
+
+def run_strikes(transports: tuple[str, ...], cases: Iterable[tuple[str, Strike]]) -> None:
+    for lane, strike in cases:
         run_strike(transports, lane, strike)
 
 
@@ -260,15 +271,18 @@ def run_strike(transports: tuple[str, ...], lane: str, strike: Strike) -> None:
         raise
 
 
-def run_stops(transports: tuple[str, ...], every: int) -> None:
-    for slot in SLOTS:
-        for how in ("kill", "cut", *FREEZES):
-            for turns in range(0, 240, every):
-                try:
-                    run_world(transports, partial(stop, slot, how, turns))
-                except BaseException as error:
-                    error.add_note(f"{how} {slot} after {turns} turns")
-                    raise
+def stops(every: int) -> Iterator[tuple[str, str, int]]:
+    """Every worker, every way in which it stops, after so many turns and their multiples."""
+    return itertools.product(SLOTS, ("kill", "cut", *FREEZES), range(0, 240, every))
+
+
+def run_stops(transports: tuple[str, ...], cases: Iterable[tuple[str, str, int]]) -> None:
+    for slot, how, turns in cases:
+        try:
+            run_world(transports, partial(stop, slot, how, turns))
+        except BaseException as error:
+            error.add_note(f"{how} {slot} after {turns} turns")
+            raise
 
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
@@ -292,12 +306,12 @@ def test_who_waits_for_a_frozen_worker_is_whole_again_soon(
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_one_message_goes_wrong(transports: tuple[str, ...]) -> None:
-    run_strikes(transports, (700,), 2)
+    run_strikes(transports, share_of(transports, strikes((700,), 2)))
 
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_one_worker_stops(transports: tuple[str, ...]) -> None:
-    run_stops(transports, 30)
+    run_stops(transports, share_of(transports, stops(30)))
 
 
 def leave(number: int, turns: int, lost: int, world: World) -> None:
@@ -307,8 +321,13 @@ def leave(number: int, turns: int, lost: int, world: World) -> None:
     world.router.abandon(world.router.requests[f"request-{number + 1}"])
 
 
-def run_abandoned(transports: tuple[str, ...], every: int) -> None:
-    for lost, number, turns in itertools.product((0, 2), range(3), range(0, 240, every)):
+def departures(every: int) -> Iterator[tuple[int, int, int]]:
+    """How many aborts are lost, which client leaves, and after how many turns."""
+    return itertools.product((0, 2), range(3), range(0, 240, every))
+
+
+def run_abandoned(transports: tuple[str, ...], cases: Iterable[tuple[int, int, int]]) -> None:
+    for lost, number, turns in cases:
         try:
             run_world(transports, partial(leave, number, turns, lost))
         except BaseException as error:
@@ -318,28 +337,28 @@ def run_abandoned(transports: tuple[str, ...], every: int) -> None:
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_a_client_leaves(transports: tuple[str, ...]) -> None:
-    run_abandoned(transports, 10)
+    run_abandoned(transports, share_of(transports, departures(10)))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_a_client_leaves_at_any_step(transports: tuple[str, ...]) -> None:
-    run_abandoned(transports, 1)
+    run_abandoned(transports, departures(1))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_any_message_goes_wrong(transports: tuple[str, ...]) -> None:
-    run_strikes(transports, (3, 50, 133, 700, 1501), 24)
+    run_strikes(transports, strikes((3, 50, 133, 700, 1501), 24))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_one_worker_stops_at_any_step(transports: tuple[str, ...]) -> None:
-    run_stops(transports, 1)
+    run_stops(transports, stops(1))
 
 
 @pytest.mark.long

@@ -16,7 +16,8 @@ from baton.v1 import transfer_pb2_grpc
 from decode_worker.role import DecodeRole
 from engine.block_pool import BlockPool
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler import Scheduler
+from engine.scheduler_limits import SchedulerLimits
 from kvtransfer.pair import Identity, PairLimits
 from kvtransfer.ticket import Attempt, Purpose, Ticket
 from kvtransfer.transport import Parts, Transport

@@ -38,7 +38,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(model: Path) -> ProfileSettings:
-    engine = EngineSettings(model, dtype="float32", device="cpu", chunk_tokens=16)
+    engine = EngineSettings(
+        model, dtype="float32", device="cpu", chunk_tokens=16, kv_pool_bytes=8 << 20
+    )
     return ProfileSettings(engine, prompt_tokens=40, context_tokens=21, batches=(1, 3))
 
 

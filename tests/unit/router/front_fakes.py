@@ -28,7 +28,7 @@ from baton.request import FinishReason
 from router.chat_template import ChatTemplate
 from router.generation import GenerationRequest, OutputDelta
 from router.http_app import create_app
-from router.http_protocol import BoundedHttpProtocol
+from router.http_protocol import http_protocol
 from router.output_assembler import OutputAssembler
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
@@ -225,11 +225,11 @@ def plain_client(**options: Any) -> httpx.AsyncClient:
 
 
 @asynccontextmanager
-async def serve(app: Any) -> AsyncIterator[str]:
+async def serve(app: Any, slow_client_s: float = 30.0) -> AsyncIterator[str]:
     """``app`` behind a real uvicorn; gives its host:port."""
     config = uvicorn.Config(
         app,
-        http=BoundedHttpProtocol,
+        http=http_protocol(slow_client_s),
         log_level="warning",
         lifespan="off",
         ws="none",

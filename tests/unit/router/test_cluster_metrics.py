@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.metrics import RouterMetrics, WorkerMetrics
+from baton.metrics import RouterMetrics, SupervisorMetrics, WorkerMetrics
 from router.cluster_metrics import cluster_page, merge_pages
 from tests.unit.router.front_fakes import listening_socket, serve
 
@@ -77,6 +77,19 @@ async def test_workers_that_do_not_answer_are_left_out() -> None:
     assert found["baton_active_requests", ()] == 4
     key = (("role", "decode"), ("state", "running"), ("worker", "d-0"))
     assert found["baton_sequences", key] == 3
+
+
+async def test_the_supervisor_is_on_the_page_and_no_worker() -> None:
+    own = RouterMetrics(CollectorRegistry())
+    slots = SupervisorMetrics(CollectorRegistry())
+    slots.slots.labels("d-0", "decode", "running").set(1)
+    async with serve(asgi_page(generate_latest(slots.registry))) as supervisor:
+        page = (await cluster_page(own.registry, [], supervisor)).decode()
+    assert page.startswith("# 0 of 0 workers answered\n")
+    key = (("pool", "decode"), ("state", "running"), ("worker", "d-0"))
+    assert samples(page)["baton_worker_slot_state", key] == 1
+    page = (await cluster_page(own.registry, [], supervisor)).decode()
+    assert f"# {supervisor} did not answer: " in page
 
 
 @pytest.mark.parametrize("pages", [[], [""]])

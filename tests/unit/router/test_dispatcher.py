@@ -23,6 +23,7 @@ from baton.request import (
     TokenOutput,
 )
 from baton.sampling_params import SamplingParams
+from router import dispatcher as dispatcher_module
 from router.admission import Capacity
 from router.dispatcher import ClusterDispatcher, _capacity
 from router.generation import GenerationRequest
@@ -97,3 +98,40 @@ async def test_capacity_counts_in_hash_blocks() -> None:
         for link in links:
             await link.channel.close()
     assert seen == Capacity(HASH_BLOCK, 1, 3, 8, (20,), (200,))
+
+
+async def test_whatever_goes_wrong_the_registry_is_followed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A router that has lost sight of its workers, and does not say so, would serve ever less."""
+    monkeypatch.setattr(dispatcher_module, "REGISTRY_POLL_S", 0.001)
+    redis = redis_client("redis://127.0.0.1:1/0")
+    registry = Registry(redis, "c")
+    dispatcher = ClusterDispatcher(
+        Config(),
+        tiny_tokenizer(),
+        RouterMetrics(CollectorRegistry()),
+        registry,
+        PrefixIndex(redis, "c"),
+    )
+    failures: list[Exception] = [ValueError("a bug"), OSError("reset"), TimeoutError("late")]
+    followed = asyncio.Event()
+
+    async def read() -> tuple[dict[str, WorkerRecord], frozenset[str]]:
+        if failures:
+            raise failures.pop()
+        followed.set()
+        return {}, frozenset()
+
+    monkeypatch.setattr(registry, "read", read)
+    await dispatcher.start()
+    try:
+        async with asyncio.timeout(10.0):
+            await followed.wait()
+        assert "could not be followed" in caplog.text
+        await asyncio.sleep(0.01)
+        told = [record for record in caplog.records if "no request can be served" in record.message]
+        assert len(told) == 1, "a change is told, and no more"
+    finally:
+        await dispatcher.close()
+        await redis.aclose()

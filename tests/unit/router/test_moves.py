@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from baton.config import Config
 from baton.errors import (
     BatonError,
+    ContextLengthExceeded,
     DeadlineExceeded,
     GrammarFailed,
     HandoffError,
@@ -22,11 +23,19 @@ from baton.errors import (
     WorkerFailed,
 )
 from baton.metrics import RouterMetrics
-from baton.request import LOWEST_PRIORITY, FinishReason, Principal, TokenOutput
+from baton.request import (
+    LOWEST_PRIORITY,
+    FinishReason,
+    LoadSnapshot,
+    Principal,
+    TokenOutput,
+)
 from baton.sampling_params import SamplingParams
 from baton.v1 import prefill_pb2
+from router import breaker as breaker_module
 from router import moves as moves_module
 from router.attempts import Attempts
+from router.breaker import Breaker
 from router.detokenizer import ByteDetokenizer
 from router.generation import GenerationRequest
 from router.moves import MOST_FAILURES, Moves
@@ -66,11 +75,13 @@ class Link:
     """A worker."""
 
     def __init__(self, name: str, role: str) -> None:
-        self.record = SimpleNamespace(incarnation=name, address=f"{name}:1", role=role)
+        self.record = SimpleNamespace(incarnation=name, address=f"{name}:1", role=role, slot=name)
         self.prefills = Stream()
+        self.breaker = Breaker()
         self.messages = 0
         self.is_up = True
         self.suspected = False
+        self.engine_load = LoadSnapshot(name)
         self.failed_at: float | None = None
 
     def failed(self, now: float) -> None:
@@ -79,7 +90,10 @@ class Link:
     def suspect(self, now: float) -> None:
         self.suspected = True
 
-    def is_suspected(self, now: float) -> bool:
+    def stall(self) -> None:
+        self.suspected = True
+
+    def hangs(self, now: float) -> bool:
         return self.suspected
 
 
@@ -424,6 +438,46 @@ async def test_a_silent_worker_keeps_what_nobody_else_can_take() -> None:
     world.close(running)
 
 
+def short_contexts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody that is left could take what the request has become."""
+
+    async def find(stage: Stage, *excluded: frozenset[str]) -> Route:
+        await asyncio.sleep(0)
+        raise ContextLengthExceeded("too long for all that are left")
+
+    monkeypatch.setattr(world, "find", find)
+
+
+@pytest.mark.parametrize("way", ["worker_silent", "worker_stalled", "worker_drains"])
+async def test_what_is_too_long_for_the_others_ends_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    world = World()
+    running = await world.run()
+    world.tell(running, 5)
+    short_contexts(world, monkeypatch)
+    getattr(world.moves, way)(world.links["d0"])
+    await world.settle()
+    assert world.at(running) == [(0, "p0", "d0")]
+    assert not running.moves
+    world.tell(running, 1, ends=True)
+    assert (await running.life.next_delta()).finish_reason is FinishReason.LENGTH
+    world.close(running)
+
+
+async def test_what_is_too_long_for_the_others_may_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not the client's fault."""
+    world = World()
+    running = await world.run()
+    short_contexts(world, monkeypatch)
+    world.moves.worker_broken("d0", GONE)
+    with pytest.raises(WorkerFailed) as caught:
+        await running.life.next_delta()
+    assert caught.value.retry_after
+
+
 async def test_a_silent_worker_keeps_what_no_budget_is_left_for() -> None:
     world = World(move_budget_burst=1, move_budget_ratio=0.0, move_budget_per_s=0.0)
     assert world.moves.budget.take(0.0)
@@ -460,6 +514,93 @@ async def test_prompts_of_a_silent_prefill_worker_move() -> None:
     assert world.at(running) == [(1, "p1", "d0")]
     assert world.moved("prefill_silent") == 1
     world.close(running)
+
+
+async def test_what_a_worker_has_whose_engine_stands_still_moves() -> None:
+    world = World()
+    running = await world.run()
+    world.tell(running, 1)
+    world.moves.worker_stalled(cast(Any, world.links["d0"]))
+    await world.settle()
+    assert world.at(running) == [(1, "p0", "d1")]
+    assert world.moved("decode_stalled") == 1
+    world.close(running)
+    world = World()
+    running = await world.run()
+    world.moves.worker_stalled(cast(Any, world.links["p0"]))
+    await world.settle()
+    assert world.at(running) == [(1, "p1", "d0")]
+    assert world.moved("prefill_stalled") == 1
+    world.close(running)
+
+
+async def test_a_worker_is_expected_to_speak_from_when_a_prompt_is_handed_to_it() -> None:
+    world = World()
+    running = await world.run()
+    (attempt,) = running.attempts
+    attempt.is_computed = True
+    assert world.attempts.expected_to_speak() == {"p0": 0, "d0": 0}
+    world.close(running)
+
+
+async def test_an_engine_is_expected_to_step_while_it_has_something_to_compute() -> None:
+    world = World()
+    running = await world.run()
+    source = world.links["p0"]
+    assert world.attempts.expected_to_step() == {}, "it waits for blocks, say"
+    source.engine_load = LoadSnapshot("p0", engine_steps=7, steps_in_flight=1)
+    assert world.attempts.expected_to_step() == {"p0": 7}
+    world.tell(running, 1)
+    assert world.attempts.expected_to_step() == {}
+    world.links["d0"].engine_load = LoadSnapshot("d0", engine_steps=2, steps_in_flight=2)
+    assert world.attempts.expected_to_step() == {"d0": 2}
+    world.close(running)
+
+
+async def test_a_worker_whose_streams_break_again_and_again_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of them after it had begun well."""
+    monkeypatch.setattr(breaker_module, "MOMENT_S", 0.001)
+    world = World(poison_quarantine_s=0.0)
+    for n in range(3):
+        running = await world.run()
+        world.tell(running, 1 + 9 * n)
+        assert world.links["d0"].breaker.openings == 0
+        world.moves.worker_broken("d0", GONE)
+        await world.settle()
+        world.tell(running, 1, ends=True)
+        world.close(running)
+        await asyncio.sleep(0.002)
+    assert world.links["d0"].breaker.openings == 1
+    assert world.links["d1"].breaker.openings == 0
+    assert world.metrics.registry.get_sample_value("baton_left_out_workers_total", {"worker": "d0"})
+
+
+async def test_streams_that_were_only_to_come_to_a_worker_do_not_break_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(breaker_module, "MOMENT_S", 0.001)
+    world = World()
+    running = await world.run()
+    for _ in range(3):
+        world.moves.worker_broken("d0", GONE)
+        await world.settle()
+        await asyncio.sleep(0.002)
+    assert world.links["d0"].breaker.openings == 0
+    world.close(running)
+
+
+async def test_what_is_no_workers_fault_leaves_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    monkeypatch.setattr(breaker_module, "MOMENT_S", 0.001)
+    world = World()
+    for _ in range(4):
+        running = await world.run()
+        world.links["p0"].prefills.fail(Unavailable("it is drained"))
+        await asyncio.sleep(0.002)
+        world.close(running)
+    assert all(link.breaker.openings == 0 for link in world.links.values())
 
 
 async def test_workers_are_expected_to_speak_while_they_have_something_to_do() -> None:

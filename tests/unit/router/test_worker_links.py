@@ -224,6 +224,22 @@ async def test_a_connected_prefill_worker_that_the_registry_lost_is_left_alone()
         assert world.links.up("prefill")
 
 
+async def test_a_prefill_worker_that_speaks_is_kept_while_nobody_can_write() -> None:
+    """To the registry, that is."""
+    async with open_world() as world:
+        world.links.update({"d": replace(world.record, role="prefill")})
+        await world.until(lambda: world.links.up("prefill"))
+        link = world.links.get("d")
+        assert link is not None
+        # Three times as long as one that is silent is kept.
+        for _ in range(9):
+            link.prefills.messages += 1
+            world.links.update({})
+            assert world.links.up("prefill")
+            await asyncio.sleep(0.01)
+        await world.until(lambda: world.links.update({}) or not world.links.up("prefill"))
+
+
 async def test_aborts_say_why_and_never_raise() -> None:
     async with open_world() as world:
         await world.links.abort("unknown", "r", 0, stop=True)
@@ -302,3 +318,36 @@ async def test_a_suspect_takes_no_requests_until_it_is_heard(
         await world.until(world.is_up)
         link.suspect(time.monotonic() - worker_links.SUSPECT_S - 1.0)
         assert world.is_up(), "it is tried again, should it have nothing to say"
+
+
+async def test_a_stalled_worker_takes_no_requests_until_a_step_ends() -> None:
+    async with open_world() as world:
+        world.links.update({"d": world.record})
+        await world.until(world.is_up)
+        link = world.links.get("d")
+        assert link is not None
+        link.load = LoadSnapshot("d", engine_steps=7, steps_in_flight=1)
+        link.stall()
+        assert not world.is_up()
+        link.load = LoadSnapshot("d", engine_steps=8, steps_in_flight=1)
+        assert world.is_up()
+        link.stall()
+        link.load = LoadSnapshot("d", engine_steps=8)
+        assert world.is_up(), "it has nothing to compute"
+
+
+async def test_who_is_left_out_serves_where_nobody_else_does() -> None:
+    async with open_world() as world:
+        world.links.update({"d": world.record, "e": replace(world.record, incarnation="e")})
+        await world.until(lambda: len(world.links.up("decode")) == 2)
+        one, other = (world.links.get(name) for name in "de")
+        assert one is not None
+        assert other is not None
+        now = time.monotonic()
+        for n in range(3):
+            one.breaker.broke(now - 2.0 + n)
+        assert world.links.up("decode") == [other]
+        assert [world.links.is_up(link) for link in (one, other)] == [False, True]
+        other.suspect(now)
+        assert world.links.up("decode") == [one]
+        assert [world.links.is_up(link) for link in (one, other)] == [True, False]

@@ -19,7 +19,8 @@ from baton.request import Geometry, SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.plan import StepPlan, StepResult
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler import Scheduler
+from engine.scheduler_limits import SchedulerLimits
 from kvtransfer.memory import BlockMemory
 from kvtransfer.transport import Peer
 from tests.unit.engine.fake_engine import FakeEngine

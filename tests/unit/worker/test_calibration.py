@@ -12,7 +12,7 @@ import pytest
 from engine.block_pool import BlockPool
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from engine.plan import StepPlan, StepResult
-from engine.scheduler import SchedulerLimits
+from engine.scheduler_limits import SchedulerLimits
 from tests.models import make_tiny_model
 from worker import calibration
 from worker.calibration import alone, calibrate

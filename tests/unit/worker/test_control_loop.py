@@ -6,9 +6,10 @@ import math
 
 import pytest
 
+from baton.errors import WorkerFailed
 from baton.request import SequenceSpec
-from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
+from engine.sequence_update import SequenceUpdate
 from tests.unit.engine.fake_engine import kv_of, next_token
 from tests.unit.worker.manual_worker import SIZE, ManualWorker, settle, spec_of
 from worker.chunk_slack import LEAST_TOKENS, ChunkSlack
@@ -180,3 +181,20 @@ async def test_a_prompt_is_chunked_by_what_the_others_can_bear(
     world.control.remove(alone)
     await world.drain()
     world.check_nothing_is_held()
+
+
+async def test_an_engine_that_ends_no_step_ends_the_worker(world: World) -> None:
+    """Its event loop beats all the while."""
+    world.add(spec_of(length=40))
+    for _ in range(59):
+        world.now += 1.0
+        world.control.beat(world.now)
+    assert world.control.load().steps_in_flight
+    await world.step()
+    assert world.control.load().engine_steps == 1
+    for _ in range(60):
+        world.now += 1.0
+        world.control.beat(world.now)
+    world.now += 1.0
+    with pytest.raises(WorkerFailed, match="engine"):
+        world.control.beat(world.now)

@@ -18,7 +18,8 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine import sequence as engine_sequence
 from engine.block_pool import BlockPool
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler import Scheduler
+from engine.scheduler_limits import SchedulerLimits
 from kvtransfer.transport import Peer
 from worker.block_receiver import BlockReceiver
 from worker.fetch import Fetcher, PrefixSource

@@ -20,8 +20,8 @@ from decode_worker.handoff_stream import HandoffStream
 from decode_worker.receiver import Offer
 from decode_worker.role import DecodeRole
 from engine.plan import StepResult
-from engine.scheduler import SequenceUpdate
 from engine.sequence import Sequence
+from engine.sequence_update import SequenceUpdate
 from prefill_worker import role as prefill_module
 from prefill_worker.role import PrefillRole
 from tests.unit.baton.grammar_tools import WAIT_S, SlowGrammars, regex

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
+from baton import convert
 from baton.errors import BatonError, NoRoom, WorkerFailed
 from baton.grpc_channel import make_server, open_channel
+from baton.request import LoadSnapshot
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from router.prefill_stream import PrefillStream
 from worker import prefill_service
@@ -23,7 +26,9 @@ class Prompts:
     """A worker whose prefills do what the test says, and which knows what became of them."""
 
     def __init__(self) -> None:
-        self.servicer = PrefillServicer(self.run, Beats(busy_s=0.01, idle_s=5.0))
+        self.servicer = PrefillServicer(
+            self.run, lambda: LoadSnapshot("p", running=3), Beats(busy_s=0.01, idle_s=5.0)
+        )
         self.going_on = asyncio.Event()
         self.begun: list[str] = []
         self.aborted: list[str] = []
@@ -109,6 +114,8 @@ async def test_prefills_run_side_by_side_and_each_hears_its_own() -> None:
         (NoRoom("no room", retry_after=1.5), NoRoom, 1.5),
         (BatonError("broken"), BatonError, None),
         (ValueError("a secret prompt"), BatonError, None),
+        (OSError(errno.EMFILE, "a secret path"), WorkerFailed, 1.0),
+        (MemoryError("a secret prompt"), WorkerFailed, 1.0),
     ],
 )
 async def test_a_failure_is_that_prefills_alone(
@@ -215,6 +222,15 @@ async def test_a_worker_says_that_it_lives_while_it_has_something_to_do() -> Non
             await world.until(lambda: world.stream.messages >= heard + 3)
             world.prompts.going_on.set()
             assert (await anext(prefill)).handoff.bytes == 9
+
+
+async def test_what_a_worker_says_has_what_it_does() -> None:
+    async with open_world() as world:
+        prefill = world.stream.run(request_of("a"))
+        async with aclosing(prefill), asyncio.timeout(DEADLINE_S):
+            await anext(prefill)
+            assert world.stream.load is not None
+            assert convert.load_from_proto(world.stream.load) == LoadSnapshot("p", running=3)
 
 
 async def test_a_stream_that_ends_with_prefills_on_it_has_broken() -> None:

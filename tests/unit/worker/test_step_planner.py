@@ -6,7 +6,8 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.plan import StepPlan, StepResult
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler import Scheduler
+from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
 from worker.chunk_slack import LEAST_TOKENS, ChunkSlack
 from worker.step_costs import StepCosts

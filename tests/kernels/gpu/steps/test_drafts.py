@@ -16,7 +16,8 @@ from engine.gpu.runner import GpuRunner
 from engine.gpu.speculation import OverlapSpeculation
 from engine.plan import PlanRow, StepPlan
 from engine.runner import Ending
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler import Scheduler
+from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
 from engine.speculation import MOST_DRAFT_TOKENS
 from tests.kernels.gpu.device import DEVICE

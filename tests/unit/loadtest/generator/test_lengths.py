@@ -23,6 +23,7 @@ from loadtest.generator.lengths import Lengths
 )
 def test_forms(text: str, made: Lengths) -> None:
     assert Lengths.parse(text) == made
+    assert Lengths.parse(made.text()) == made
 
 
 @pytest.mark.parametrize(

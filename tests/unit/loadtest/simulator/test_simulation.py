@@ -69,10 +69,10 @@ def assert_equal(one: SimulationResult, other: SimulationResult) -> None:
         assert mine.preemptions == theirs.preemptions
         assert mine.ended_s == pytest.approx(theirs.ended_s, abs=1e-9)
         assert mine.token_times_s == pytest.approx(theirs.token_times_s, abs=1e-9)
-    for mine, theirs in zip(one.workers, other.workers, strict=True):
-        assert mine.work.steps == theirs.work.steps
-        assert mine.work.decoded_tokens == theirs.work.decoded_tokens
-        assert mine.work.busy_s == pytest.approx(theirs.work.busy_s, abs=1e-6)
+    for worker, twin in zip(one.workers, other.workers, strict=True):
+        assert worker.work.steps == twin.work.steps
+        assert worker.work.decoded_tokens == twin.work.decoded_tokens
+        assert worker.work.busy_s == pytest.approx(twin.work.busy_s, abs=1e-6)
 
 
 @settings(max_examples=25, deadline=None)
@@ -177,8 +177,9 @@ def test_long_prompts_stretch_the_gaps_of_colocated_workers() -> None:
     slow = dataclasses.replace(shape(0, 2), paces_chunks=False)
     together = simulate(requests, slow, config())
     apart = simulate(requests, shape(1, 1), config())
+    # Behind the handoff, which is the first gap.
     worst = [
-        max(one.itl_s.max() for one in result.requests if one.input_tokens == 16)
+        max(one.itl_s[1:].max() for one in result.requests if one.input_tokens == 16)
         for result in (together, apart)
     ]
     assert worst[0] > 3 * worst[1]
@@ -210,9 +211,12 @@ def test_a_deadline_ends_what_waits_and_what_runs() -> None:
     requests = [TracedRequest(0.001 * n, 500, 400) for n in range(12)]
     result = run(requests, 1, 1, deadline_s=1.0)
     assert_consistent(result, requests)
-    codes = {one.code for one in result.requests}
-    assert codes == {"deadline_exceeded"}
-    assert all(one.e2el_s == pytest.approx(1.0, abs=0.2) for one in result.requests)
+    sent = [one for one in result.requests if one.output_tokens]
+    assert len(sent) > 2
+    assert {one.code for one in sent} == {"deadline_exceeded"}
+    assert all(one.e2el_s == pytest.approx(1.0, abs=0.05) for one in sent)
+    # The others were told before.
+    assert all(not one.ok and one.e2el_s <= 1.05 for one in result.requests)
 
 
 def test_blocks_must_divide_the_traces() -> None:

@@ -31,7 +31,8 @@ def test_before_it_begins_nothing_has_ended() -> None:
 def test_a_log_gives_every_steps_end(
     runs: list[tuple[int, float, float]], data: st.DataObject
 ) -> None:
-    log, ends, now = StepLog(), [], 0.0
+    log, now = StepLog(), 0.0
+    ends: list[float] = []
     for count, step_s, growth_s in runs:
         log.add(StepRun(len(ends), now, step_s, growth_s))
         for step in range(count):

@@ -14,7 +14,7 @@ def request(
     number: int, ttft_s: float = 0.5, gap_s: float = 0.01, tokens: int = 5, code: str = ""
 ) -> RequestResult:
     first = number + ttft_s
-    times = first + gap_s * np.arange(tokens)
+    times = first + gap_s * np.arange(tokens, dtype=np.float64)
     return RequestResult(
         number=number,
         input_tokens=100 + 100 * (number % 2),

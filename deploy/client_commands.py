@@ -1,0 +1,132 @@
+"""`baton chat`, `batch` and `status`: what is asked of a cluster that runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deploy.command_line import (
+    DEFAULT_GRPC,
+    DEFAULT_HTTP,
+    INTERRUPTED,
+    Http,
+    clear_errors,
+    complain,
+    fail,
+    local_cluster,
+    say,
+)
+
+
+def chat(
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to ask; without it, a conversation begins.")
+    ] = None,
+    grpc: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The router's gRPC front. Default: that of the cluster on this machine.",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of an answer. Default: 512.", show_default=False)
+    ] = 512,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0 takes the most likely token. Default: 1.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Same seed, same answer. Default: drawn.")
+    ] = None,
+) -> None:
+    """Stream answers in the terminal. Ctrl-C ends an answer; Ctrl-D ends the conversation."""
+    from baton.client import Client  # noqa: PLC0415
+    from baton.v1.sampling_pb2 import SamplingParameters  # noqa: PLC0415
+    from deploy.chat import Chat, converse  # noqa: PLC0415
+
+    cluster = local_cluster()
+    address = grpc or (cluster.grpc if cluster is not None else DEFAULT_GRPC)
+    sampling = SamplingParameters(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    with Client(address) as client:
+        session = Chat(client, sampling, lambda text: typer.echo(text, nl=False))
+        with clear_errors():
+            client.list_models()
+            if prompt is None:
+                converse(session, complain)
+            elif not session.ask(prompt):
+                raise typer.Exit(INTERRUPTED)
+
+
+def batch(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            exists=True, dir_okay=False, help="Requests, one in a line, as OpenAI's batches."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where answers go; lines without one go to FILE with .errors in its name."
+            " Default: beside the input, .results.jsonl.",
+        ),
+    ] = None,
+    batch_id: Annotated[
+        str, typer.Option("--id", help="Go on with a batch that was begun, instead of a file.")
+    ] = "",
+    window: Annotated[
+        str, typer.Option(help="The batch ends after this time with what there is.")
+    ] = "24h",
+    http: Http = None,
+    api_key: Annotated[
+        str, typer.Option(envvar="BATON_API_KEY", help="Where the cluster asks for one.")
+    ] = "",
+) -> None:
+    """Run a file of requests in the slack that other traffic leaves, and wait for the results.
+
+    Exit code 0: all lines were answered; 3: not all; 1: it could not be run. Ctrl-C leaves the
+    batch running.
+    """
+    from baton.client import HttpClient  # noqa: PLC0415
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy.batch_command import BatchCommand, run_batch  # noqa: PLC0415
+
+    if (file is None) == (not batch_id):
+        fail("give a file, or --id and a batch's id")
+    cluster = local_cluster(http)
+    address = http or (cluster.http if cluster is not None else DEFAULT_HTTP)
+    with HttpClient(f"http://{address}", api_key) as client:
+        command = BatchCommand(client, say, Console(stderr=True))
+        try:
+            code = run_batch(command, file, batch_id, window, output)
+        except (BatonError, OSError) as error:
+            fail(str(error))
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+    raise typer.Exit(code)
+
+
+def status(http: Http = None) -> None:
+    """Show the router's health and what each worker does; exit code 1 when it is not healthy."""
+    from deploy.status import pairs_table, read_status, slots_table, table  # noqa: PLC0415
+
+    cluster = local_cluster(http)
+    address = http or (cluster.http if cluster is not None else DEFAULT_HTTP)
+    with clear_errors():
+        found = read_status(address, cluster)
+    console = Console()
+    console.print(f"router {found.http}: {found.health}", markup=False, highlight=False)
+    if found.supervisor:
+        console.print(f"supervisor: {found.supervisor}", markup=False, highlight=False)
+    console.print(table(found))
+    if found.slots:
+        console.print()
+        console.print(slots_table(found))
+    if found.pairs:
+        console.print()
+        console.print(pairs_table(found))
+    raise typer.Exit(0 if found.healthy else 1)

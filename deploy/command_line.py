@@ -1,0 +1,94 @@
+"""What the commands of `baton` share: options, and how errors are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from deploy.cluster_state import ClusterState
+
+DEFAULT_HTTP = "127.0.0.1:8000"
+DEFAULT_GRPC = "127.0.0.1:8001"
+DEFAULT_MODEL = "smollm2-135m-instruct"
+MOST_WORKERS = 1024
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C ended, as shells have it."""
+
+Http = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="The router's HTTP front. Default: that of the cluster on this machine.",
+    ),
+]
+Model = Annotated[
+    str,
+    typer.Option(help="As for `baton up`. Default: smollm2-135m-instruct.", show_default=False),
+]
+Figures = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+]
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """The names of a list with commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def counts_in(text: str) -> tuple[int, ...]:
+    """The whole numbers of a list with commas; ends the command where it is none."""
+    try:
+        return tuple(int(name) for name in names_in(text))
+    except ValueError:
+        fail(f"{text!r} is no list of whole numbers, as in 1,8,32")
+
+
+def local_cluster(http: str | None = None) -> ClusterState | None:
+    """The newest cluster that runs here, or the one at ``http``."""
+    from deploy.cluster_state import running_clusters  # noqa: PLC0415
+
+    clusters = running_clusters()
+    return next((state for state in clusters if http in (None, state.http)), None)
+
+
+def say(text: str) -> None:
+    """One line of progress, on the error stream: results alone go to the other one."""
+    typer.echo(text, err=True)
+
+
+def complain(*lines: str) -> None:
+    """Say what is wrong, and go on."""
+    for line in lines:
+        typer.secho(f"error: {line}", fg=typer.colors.RED, err=True)
+
+
+def fail(*lines: str) -> NoReturn:
+    """Say what is wrong, and end with exit code 1."""
+    complain(*lines)
+    raise typer.Exit(1)
+
+
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    """Baton's errors end the command with exit code 1 and their message."""
+    from baton.errors import BatonError  # noqa: PLC0415
+
+    try:
+        yield
+    except BatonError as error:
+        fail(error.message)
+
+
+@contextmanager
+def clear_ends() -> Iterator[None]:
+    """As ``clear_errors``; Ctrl-C ends the command quietly, with exit code 130."""
+    try:
+        with clear_errors():
+            yield
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None

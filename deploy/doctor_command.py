@@ -1,0 +1,46 @@
+"""`baton doctor`: what can run on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deploy.command_line import clear_errors, complain
+
+_COULD_NOT_RUN = 2
+
+
+def doctor(
+    nccl: Annotated[
+        bool,
+        typer.Option("--nccl", help="Move blocks between two GPUs over NCCL, and abort; GB/s."),
+    ] = False,
+) -> None:
+    """Show what of Baton can run on this machine; exit code 1 when something needed is missing.
+
+    With --nccl the exit code is 2 where there are fewer than two GPUs.
+    """
+    from deploy import doctor as examination  # noqa: PLC0415
+
+    if nccl:
+        _check_nccl()
+        return
+    findings = examination.examine(examination.CHECKS)
+    Console().print(examination.draw(findings), markup=False, highlight=False)
+    raise typer.Exit(0 if examination.is_fit(findings) else 1)
+
+
+def _check_nccl() -> None:
+    from baton.errors import BatonError  # noqa: PLC0415
+    from deploy.doctor import draw_steps, nccl_devices  # noqa: PLC0415
+    from deploy.pair_check import check_pair  # noqa: PLC0415
+
+    try:
+        devices = nccl_devices()
+    except BatonError as error:
+        complain(error.message)
+        raise typer.Exit(_COULD_NOT_RUN) from None
+    with clear_errors():
+        Console().print(draw_steps(check_pair("nccl", devices)))

@@ -1,0 +1,165 @@
+"""`baton bench serve` and `baton bench goodput`: from settings to the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+
+from baton.errors import ConfigError
+from loadtest.generator.load_report import LoadReport, show, write_records, write_report
+from loadtest.generator.load_run import LoadRun, first_model, run_load
+from loadtest.generator.load_settings import LoadSettings, make_traffic, open_trace
+from loadtest.generator.rate_search import ATTAINMENT, PRECISION, RateSearch
+from loadtest.machine import this_machine
+from loadtest.traces import Trace
+from loadtest.transfer_rows import write_json
+
+Say = Callable[[str], None]
+Drive = Callable[[LoadSettings, int], LoadRun]
+"""Runs a load; the number is the run's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Where the report goes, besides the terminal."""
+
+    json: Path | None = None
+    html: Path | None = None
+    records: Path | None = None
+    """JSON, a line for each request."""
+
+    def check(self) -> None:
+        """Whether they can be written is better known before than after. Raises ConfigError."""
+        for path in (self.json, self.html, self.records):
+            if path is not None:
+                write_json(path, "")
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSettings:
+    """For the highest rate at which enough requests are good."""
+
+    first_rate: float = 1.0
+    attainment: float = ATTAINMENT
+    precision: float = PRECISION
+    most_rate: float = float("inf")
+
+
+def bench_serve(
+    settings: LoadSettings,
+    rates: Sequence[float],
+    outputs: Outputs,
+    console: Console,
+    say: Say,
+) -> LoadReport:
+    """One run for each of ``rates``, or one where there are none. Raises BatonError."""
+    outputs.check()
+    settings, drive = _prepared(settings, console, say)
+    runs: list[LoadRun] = []
+    for number, rate in enumerate(rates or (settings.pace.rate,)):
+        runs.append(drive(_at_rate(settings, rate), number))
+        say(_line(runs[-1]))
+    return _told(
+        settings,
+        LoadReport(_title(settings), settings.slo, this_machine(), tuple(runs)),
+        outputs,
+        console,
+    )
+
+
+def bench_goodput(
+    settings: LoadSettings, search: SearchSettings, outputs: Outputs, console: Console, say: Say
+) -> LoadReport:
+    """Try rates until the highest is known at which enough are good. Raises BatonError."""
+    if settings.pace.concurrency is not None:
+        raise ConfigError("a closed loop has no rate: goodput is looked for in an open one")
+    if not settings.slo.bounds():
+        raise ConfigError("goodput needs an SLO, as in --slo ttft=2,tpot=0.1")
+    outputs.check()
+    settings, drive = _prepared(settings, console, say)
+    runs, rate = search_rate(settings, search, drive, say)
+    report = LoadReport(
+        _title(settings), settings.slo, this_machine(), tuple(runs), search.attainment, rate
+    )
+    return _told(settings, report, outputs, console)
+
+
+def search_rate(
+    settings: LoadSettings, search: SearchSettings, drive: Drive, say: Say
+) -> tuple[list[LoadRun], float]:
+    """All runs in the order in which they were made, and the highest rate that met; or 0."""
+    searching = RateSearch(
+        search.first_rate,
+        attainment=search.attainment,
+        precision=search.precision,
+        most_rate=search.most_rate,
+    )
+    runs: list[LoadRun] = []
+    while (rate := searching.next_rate()) is not None:
+        runs.append(drive(_at_rate(settings, rate), len(runs)))
+        say(_line(runs[-1]))
+        searching.tell(rate, runs[-1].summary.all.attainment)
+    return runs, searching.best
+
+
+def _prepared(settings: LoadSettings, console: Console, say: Say) -> tuple[LoadSettings, Drive]:
+    """With the model's name known and the trace read."""
+    trace: Trace | None = open_trace(settings.traffic)
+    if not settings.server.model:
+        server = replace(settings.server, model=first_model(settings.server))
+        settings = replace(settings, server=server)
+
+    def drive(load: LoadSettings, number: int) -> LoadRun:
+        return uvloop.run(run_load(load, make_traffic(load, trace, number), console, say))
+
+    return settings, drive
+
+
+def _at_rate(settings: LoadSettings, rate: float | None) -> LoadSettings:
+    return replace(settings, pace=replace(settings.pace, rate=rate))
+
+
+def _title(settings: LoadSettings) -> str:
+    """Who was driven, with what."""
+    server, traffic, pace = settings.server, settings.traffic, settings.pace
+    where = f"gRPC {server.grpc}" if server.grpc else f"{server.url} {server.endpoint}"
+    if traffic.trace is not None:
+        what = f"trace {traffic.trace.name}, lengths / {traffic.scale_length:g}"
+    elif traffic.prompts is not None:
+        what = f"prompts {traffic.prompts.name}, answers {traffic.outputs.text()}"
+    else:
+        what = f"prompts {traffic.inputs.text()}, answers {traffic.outputs.text()} tokens"
+    if pace.concurrency is not None:
+        how = "closed loop"
+    else:
+        how = pace.arrivals or ("poisson" if traffic.trace is None else "trace's arrivals")
+    return f"{server.model or 'model'} at {where}: {what}; {how}"
+
+
+def _line(run: LoadRun) -> str:
+    found, whole = run.summary, run.summary.all
+    return (
+        f"{run.title}: {whole.ok} of {whole.requests} ok, {whole.attainment:.1%} good,"
+        f" TTFT p50 {whole.ttft.p50_ms:.0f} ms p99 {whole.ttft.p99_ms:.0f} ms,"
+        f" TPOT p50 {whole.tpot.p50_ms:.1f} ms p99 {whole.tpot.p99_ms:.1f} ms,"
+        f" goodput {found.goodput_per_s:.2f}/s"
+    )
+
+
+def _told(
+    settings: LoadSettings, report: LoadReport, outputs: Outputs, console: Console
+) -> LoadReport:
+    show(console, report)
+    if outputs.json is not None:
+        write_report(outputs.json, report)
+    if outputs.records is not None:
+        write_records(outputs.records, report.runs)
+    if outputs.html is not None:
+        from loadtest.generator.load_page import write_page  # noqa: PLC0415 - half a second
+
+        write_page(outputs.html, report, settings.bounds)
+    return report

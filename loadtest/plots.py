@@ -1,0 +1,80 @@
+"""Plots as SVG, to be put into a page: text stays text, and nothing is loaded from elsewhere.
+
+Drawn by matplotlib without its state machine: no display, no window, and no font in the file.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+_MOST_POINTS = 400
+_SIZE = (6.4, 3.2)
+_PIXELS_PER_INCH = 72
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Points of one series, in the order in which they are joined."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    marked: bool = False
+    """Each point is drawn, since there are few."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A value of an axis that a line shows, such as a bound."""
+
+    at: float
+    text: str
+    vertical: bool = True
+
+
+def cdf(values: Sequence[float]) -> Line:
+    """The share of ``values`` that are not above x."""
+    ranked = np.sort(np.asarray(values, np.float64))
+    shares = np.arange(1, len(ranked) + 1) / max(1, len(ranked))
+    keep = np.unique(np.linspace(0, len(ranked) - 1, min(len(ranked), _MOST_POINTS)).astype(int))
+    return Line(ranked[keep].tolist(), shares[keep].tolist())
+
+
+def draw_lines(
+    lines: Mapping[str, Line],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    marks: Sequence[Mark] = (),
+    logarithmic_x: bool = False,
+) -> str:
+    """An <svg> element with a line for each series; ``x`` and ``y`` name the axes."""
+    # The salt makes ids the same each time; without fonts text is drawn by the reader's own.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 8}):
+        figure = Figure(figsize=_SIZE, layout="constrained", dpi=_PIXELS_PER_INCH)
+        axes = figure.add_subplot()
+        for name, line in lines.items():
+            axes.plot(line.x, line.y, label=name, marker="o" if line.marked else "", linewidth=1.2)
+        for mark in marks:
+            draw = axes.axvline if mark.vertical else axes.axhline
+            draw(mark.at, color="gray", linestyle="--", linewidth=0.8, label=mark.text)
+        if logarithmic_x:
+            axes.set_xscale("log")
+        axes.set_title(title)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.set_ylim(bottom=0)
+        axes.grid(visible=True, alpha=0.3)
+        if lines:
+            axes.legend(fontsize=7)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    text = file.getvalue()
+    # Without the XML declaration, which has no place inside a page.
+    return text[text.index("<svg") :]

@@ -1,0 +1,110 @@
+"""Whether a worker is trusted with new streams: whole ones are counted, from placing to their end.
+
+    closed ─streams break again and again→ open
+    open ─its pause is over→ half open: one new stream each pause
+    half open ─one of them ends well, or the first has lasted ``TRIAL_S``→ closed
+    half open ─one of them breaks→ open, for twice as long
+
+An answer that begins well and then breaks counts as broken. What breaks within a moment is one
+break, however many streams it takes along. Counts fade, so that long ago means nothing. The states
+are those of M. Nygard's circuit breaker ("Release It!", 2nd edition, 2018, chapter 5). Plain
+Python, ``now`` in seconds of any one clock; owned by the router's event loop.
+"""
+
+from __future__ import annotations
+
+HALF_LIFE_S = 10.0
+"""What happened so long ago counts half."""
+MOST_BREAKS = 2.5
+"""So many breaks in all, by what they count now, open it: three in quick succession."""
+LEAST_SHARE = 1 / 3
+"""And so many of the streams must have broken."""
+DOUBTFUL = 0.25
+"""What a break counts that may be another worker's fault. Where one of two at random is to blame,
+and the other try ends well, an innocent one comes to ``DOUBTFUL`` / (1 + ``DOUBTFUL``), a fifth:
+less than ``LEAST_SHARE``, also while it is counted of few."""
+MOMENT_S = 0.25
+"""Streams that break within this time break together."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+TRIAL_S = 10.0
+"""A stream that has lasted this long without a break shows that the worker is well: whole answers
+may take minutes."""
+
+
+class Breaker:
+    """See the module's text. It begins closed."""
+
+    def __init__(self) -> None:
+        self.openings = 0
+        """How often it has opened."""
+        self._breaks = self._broken = self._whole = 0.0
+        self._at: float | None = None
+        self._broke_at = float("-inf")
+        self._opened_at: float | None = None
+        self._pause_s = FIRST_PAUSE_S
+        self._next_trial = 0.0
+        self._trial_at: float | None = None
+
+    def is_closed(self, now: float) -> bool:
+        """Whether the worker is trusted."""
+        if self._opened_at is None:
+            return True
+        return self._trial_at is not None and now - self._trial_at >= TRIAL_S
+
+    def allows(self, now: float) -> bool:
+        """Whether a new stream may go there."""
+        return self.is_closed(now) or now >= self._next_trial
+
+    def began(self, now: float) -> None:
+        """A stream goes there."""
+        if not self.is_closed(now) and now >= self._next_trial:
+            self._next_trial = now + self._pause_s
+            if self._trial_at is None:
+                self._trial_at = now
+
+    def ended_well(self, began_at: float, now: float) -> None:
+        """A stream that began at ``began_at`` has ended as it should."""
+        self._fade(now)
+        self._whole += 1.0
+        if self._opened_at is not None and began_at > self._opened_at:
+            self._close()
+
+    def broke(self, now: float, streams: int = 1, *, doubtful: bool = False) -> None:
+        """So many streams, at least one, have broken; ``doubtful``: maybe by another's fault."""
+        if self._opened_at is not None and self.is_closed(now):
+            self._close()
+        self._fade(now)
+        weight = DOUBTFUL if doubtful else 1.0
+        self._broken += streams * weight
+        if now - self._broke_at > MOMENT_S:
+            self._breaks += 1.0
+        self._broke_at = now
+        if self._opened_at is not None:
+            # Those that ran when it opened say nothing new.
+            if self._trial_at is not None:
+                self._open(now, min(LONGEST_PAUSE_S, 2 * self._pause_s))
+        elif self._breaks > MOST_BREAKS and self._share() >= LEAST_SHARE:
+            self._open(now, FIRST_PAUSE_S)
+
+    def _share(self) -> float:
+        return self._broken / (self._broken + self._whole)
+
+    def _open(self, now: float, pause_s: float) -> None:
+        self.openings += 1
+        self._opened_at, self._trial_at = now, None
+        self._pause_s = pause_s
+        self._next_trial = now + pause_s
+
+    def _close(self) -> None:
+        self._opened_at = self._trial_at = None
+        self._pause_s = FIRST_PAUSE_S
+        # What opened it is paid for.
+        self._breaks = self._broken = 0.0
+
+    def _fade(self, now: float) -> None:
+        if self._at is not None:
+            kept = 0.5 ** (max(0.0, now - self._at) / HALF_LIFE_S)
+            self._breaks *= kept
+            self._broken *= kept
+            self._whole *= kept
+        self._at = now

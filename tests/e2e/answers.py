@@ -1,0 +1,64 @@
+"""Answers of a cluster, whole and streamed, and its end amid one."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.e2e.cluster import END_S, START_S, UpProcess, processes_of
+
+LONG = 96
+"""Tokens: it runs for a second or more."""
+
+
+def body_of(up: UpProcess, tokens: int) -> dict[str, Any]:
+    return {
+        "model": up.model,
+        "prompt": "Once upon a time",
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+
+
+def streamed(up: UpProcess, tokens: int, begun: threading.Event) -> str:
+    """The answer's text; ``begun`` is set with its first piece."""
+    body, text = body_of(up, tokens) | {"stream": True}, ""
+    with (
+        httpx.Client(trust_env=False, timeout=START_S) as client,
+        client.stream("POST", f"{up.http}/v1/completions", json=body) as answer,
+    ):
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                begun.set()
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+    return text
+
+
+def answer_of(up: UpProcess, tokens: int = 4) -> str:
+    body = body_of(up, tokens)
+    with httpx.Client(trust_env=False, timeout=START_S) as client:
+        answer = client.post(f"{up.http}/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def end_amid_an_answer(up: UpProcess) -> None:
+    """SIGTERM: what runs ends first, then everything does, and nothing is left."""
+    cluster_id, run_directory = up.cluster_id, Path(up.state.run_directory)
+    with ThreadPoolExecutor() as threads:
+        whole = answer_of(up, LONG)
+        begun = threading.Event()
+        running = threads.submit(streamed, up, LONG, begun)
+        assert begun.wait(START_S)
+        up.terminate()
+        assert running.result(END_S) == whole
+    assert up.wait() == 0, up.text
+    assert processes_of(cluster_id) == []
+    assert not run_directory.exists()
+    assert "Traceback" not in up.text

@@ -1,0 +1,120 @@
+"""What is seen of workers that answer as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deploy import fleet as fleet_module
+from deploy.actor import Answer
+from deploy.fleet import Fleet
+from deploy.pool_keeper import Sight
+
+DEADLINE_S = 10.0
+
+
+class FakeWorker:
+    """Answers at once."""
+
+    def __init__(self, slot: str) -> None:
+        self.slot = slot
+        self.answer = Answer.SERVING
+        self.unlisted: list[float] = []
+        self.drained: list[float] = []
+
+    async def ready(self) -> dict[str, Any]:
+        return {"pid": 7, "host": "elsewhere"}
+
+    async def ping(self, unlisted_s: float) -> Answer:
+        self.unlisted.append(unlisted_s)
+        return self.answer
+
+    async def drain(self, deadline_s: float) -> None:
+        self.drained.append(deadline_s)
+
+
+class Scene:
+    """A fleet of two, with a clock and a registry of the test's."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.listed: Collection[str] | None = ("decode-0", "decode-1")
+        self.workers = [FakeWorker("decode-0"), FakeWorker("decode-1")]
+
+    async def roll(self) -> Collection[str] | None:
+        return self.listed
+
+    async def until(self, fleet: Fleet, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not holds():
+                await fleet.look("decode-0")
+                await asyncio.sleep(0)
+
+    async def pass_time(self, fleet: Fleet, seconds: int) -> float:
+        """The worker is asked once a second; returns what it was told at last."""
+        for _ in range(seconds):
+            self.now += 1.0
+            await fleet.refresh()
+        count = len(self.workers[0].unlisted)
+        await self.until(fleet, lambda: len(self.workers[0].unlisted) >= count + 2)
+        return self.workers[0].unlisted[-1]
+
+
+@asynccontextmanager
+async def begun(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Scene, Fleet]]:
+    scene = Scene()
+    monkeypatch.setattr(fleet_module, "find_all", lambda: scene.workers)
+    monkeypatch.setattr(fleet_module, "time", SimpleNamespace(monotonic=lambda: scene.now))
+    fleet = Fleet(lambda _: pytest.fail("nobody is started"), scene.roll)
+    await fleet.recall()
+    try:
+        await scene.until(fleet, lambda: bool(scene.workers[0].unlisted))
+        yield scene, fleet
+    finally:
+        fleet.close()
+
+
+async def test_a_worker_is_told_for_how_long_others_alone_were_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with begun(monkeypatch) as (scene, fleet):
+        assert set(fleet.slots) == {"decode-0", "decode-1"}
+        assert await scene.pass_time(fleet, 5) == 0
+        scene.listed = ("decode-1",)
+        assert await scene.pass_time(fleet, 40) == 40
+        assert (await fleet.look("decode-0")).sight is Sight.SERVING
+        scene.listed = ("decode-0",)
+        assert await scene.pass_time(fleet, 1) == 0
+
+
+@pytest.mark.parametrize("listed", [None, ()])
+async def test_a_registry_that_is_away_or_empty_blames_nobody(
+    monkeypatch: pytest.MonkeyPatch, listed: tuple[str, ...] | None
+) -> None:
+    async with begun(monkeypatch) as (scene, fleet):
+        scene.listed = listed
+        assert await scene.pass_time(fleet, 500) == 0
+
+
+async def test_a_supervisor_that_stood_still_blames_nobody_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with begun(monkeypatch) as (scene, fleet):
+        scene.now += 500.0
+        scene.listed = ("decode-1",)
+        assert await scene.pass_time(fleet, 1) < 10
+
+
+async def test_who_leaves_is_seen_to_and_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with begun(monkeypatch) as (scene, fleet):
+        await fleet.drain("decode-0", 3.0)
+        await fleet.drain("decode-9", 3.0)
+        assert scene.workers[0].drained == [3.0]
+        scene.workers[0].answer = Answer.LEAVING
+        await scene.pass_time(fleet, 1)
+        assert (await fleet.look("decode-0")).sight is Sight.LEAVING

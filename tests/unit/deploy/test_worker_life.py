@@ -1,0 +1,64 @@
+"""What a worker's process answers, and when it ends itself."""
+
+from __future__ import annotations
+
+import io
+import socket
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+
+from deploy import worker_life as worker_life_module
+from deploy.worker_life import UNLISTED_S, WorkerLife
+from tests.unit.deploy.test_slot_settings import settings
+
+
+class Ended(Exception):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture(autouse=True)
+def no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(reason: str) -> NoReturn:
+        raise Ended(reason)
+
+    monkeypatch.setattr(worker_life_module, "fail", fail)
+
+
+def serving(port: int, leave_by: float | None = None) -> WorkerLife:
+    life = WorkerLife(settings("decode", 0, 1), io.StringIO())
+    process: Any = SimpleNamespace(
+        leave_by=leave_by, record=SimpleNamespace(address=f"127.0.0.1:{port}")
+    )
+    life._process = process
+    life._started.set_result({})
+    return life
+
+
+def test_who_is_not_listed_and_reached_by_nobody_ends_after_a_while() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        life = serving(server.getsockname()[1])
+        assert not life.ask(0.0)
+        assert not life.ask(UNLISTED_S)
+        with pytest.raises(Ended, match="not in the registry"):
+            life.ask(UNLISTED_S + 1)
+
+
+def test_whom_somebody_is_connected_to_goes_on() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        life = serving(server.getsockname()[1])
+        with closing(socket.create_connection(server.getsockname())):
+            accepted, _ = server.accept()
+            with closing(accepted):
+                assert not life.ask(10 * UNLISTED_S)
+
+
+def test_who_leaves_says_so_whatever_the_registry_lists() -> None:
+    assert serving(1, leave_by=5.0).ask(10 * UNLISTED_S)
+
+
+def test_who_does_not_serve_yet_is_not_judged() -> None:
+    life = WorkerLife(settings("decode", 0, 1), io.StringIO())
+    assert not life.ask(10 * UNLISTED_S)

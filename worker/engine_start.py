@@ -1,0 +1,84 @@
+"""A worker's engine, as its settings describe it, and what its steps cost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from engine.engine import Engine, EngineSettings, build_engine, warm_up
+from engine.kv_cache import Allocate
+from worker.calibration import alone, calibrate
+from worker.cores import CoreBoard, host_cores
+from worker.engine_thread import run_sharing
+from worker.placement import place
+from worker.settings import WorkerSettings
+from worker.step_costs import StepCosts
+
+StartEngine = Callable[[WorkerSettings, Allocate], Engine]
+"""Makes an engine that is ready for steps, its KV blocks in the memory that it is given. Raises
+BatonError."""
+Measure = Callable[[WorkerSettings, Engine, CoreBoard | None], StepCosts]
+"""Tells what an engine's steps cost, perhaps by running some."""
+
+log = logging.getLogger(__name__)
+
+
+def core_board(settings: WorkerSettings) -> CoreBoard | None:
+    """How it shares its host's cores; None where it has a fixed share. Raises OSError."""
+    if not settings.core_board:
+        return None
+    return CoreBoard(
+        Path(settings.core_board),
+        settings.number,
+        settings.core_lines or settings.workers_here,
+        host_cores(),
+        yields=settings.pool.role == "prefill",
+    )
+
+
+def start_engine(settings: WorkerSettings, allocate: Allocate) -> Engine:
+    """Load the model; the KV pool's memory comes from ``allocate``. Raises BatonError."""
+    pool, config = settings.pool, settings.config
+    placement = place(
+        pool.device,
+        pool.gpu_memory_fraction,
+        number=settings.number,
+        workers_here=settings.workers_here,
+        gpus=torch.cuda.device_count(),
+    )
+    engine = build_engine(
+        EngineSettings(
+            model_path=Path(settings.model_path),
+            dtype=config.dtype,
+            device=placement.device,
+            threads=settings.threads,
+            block_size=config.block_size_of(pool),
+            hash_block_size=config.block_size,
+            kv_pool_bytes=pool.kv_pool_mib << 20,
+            gpu_memory_fraction=placement.memory_fraction,
+            chunk_tokens=pool.chunk_tokens,
+            max_sequences=pool.max_sequences,
+            quantization=config.quantization,
+            kv_dtype=config.kv_dtype_of(pool),
+            lossiest_kv_dtype=config.lossiest_kv_dtype,
+            deterministic=config.deterministic,
+            drafter=config.drafter,
+            draft_model=Path(draft) if (draft := settings.draft_model_path) else None,
+        ),
+        allocate,
+    )
+    warm_up(engine)
+    return engine
+
+
+def measure(settings: WorkerSettings, engine: Engine, board: CoreBoard | None) -> StepCosts:
+    """What its steps cost as the engine thread, which has not started, will run them."""
+    lock = None if board is None else Path(f"{settings.core_board}.calibration")
+    with alone(lock):
+        costs = calibrate(engine, partial(run_sharing, engine.runner, board))
+    log.info("%s: steps cost %s", settings.slot, costs)
+    return costs

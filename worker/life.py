@@ -1,0 +1,204 @@
+"""One life of a worker: what has an incarnation.
+
+    serving ─turn()→ serving, in the other role ─end()→ over
+
+A server on a port of its own, a role, pairs with others and tickets, an entry in the registry and
+in the index. What has an engine outlives it: weights, cached blocks and the tiers behind them,
+metrics.
+
+Owned by the control loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import redis
+import redis.asyncio
+
+from baton.config import MIB
+from baton.grpc_channel import make_server
+from baton.metrics import WorkerMetrics
+from baton.prefix_index import PrefixIndex
+from baton.registry import Registry, WorkerRecord
+from baton.v1 import cache_pb2_grpc, control_pb2_grpc, transfer_pb2_grpc
+from engine.engine import Engine
+from kvtransfer.memory import BlockMemory
+from kvtransfer.pair import Identity, PairLimits
+from worker.block_receiver import BlockReceiver
+from worker.cache_service import CacheServicer
+from worker.control_loop import ControlLoop
+from worker.control_service import ControlServicer, Drainable
+from worker.exchange import Exchange
+from worker.index_publisher import IndexPublisher
+from worker.intake import Intake
+from worker.kv_tiers import KvTiers
+from worker.mounting import Mounting
+from worker.role import Role, RoleFactory, WorkerContext
+from worker.settings import WorkerSettings
+from worker.step_costs import StepCosts
+from worker.transfer_service import TransferServicer
+from worker.transports import make_transports
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Lasting:
+    """What outlives a life."""
+
+    control: ControlLoop
+    memory: BlockMemory
+    metrics: WorkerMetrics
+    metrics_port: int
+    tiers: KvTiers | None
+    costs: StepCosts
+    transfers: ThreadPoolExecutor
+
+
+class Life:
+    """See the module's text; ``begin`` makes one."""
+
+    def __init__(self, context: WorkerContext, roles: Mapping[str, RoleFactory]) -> None:
+        self.context = context
+        self.server = make_server()
+        self._roles = roles
+        self._mounting = Mounting()
+        # A role adds its own, and takes them along when it goes.
+        self._own_listeners = len(context.exchange.receiver.listeners)
+        self.role = self._mount()
+        self.record: WorkerRecord
+        self.publisher: IndexPublisher
+
+    @classmethod
+    async def begin(
+        cls,
+        settings: WorkerSettings,
+        lasting: Lasting,
+        roles: Mapping[str, RoleFactory],
+        process: Drainable,
+        client: redis.asyncio.Redis,
+    ) -> Life:
+        """Serve under a new incarnation, which is not registered yet."""
+        incarnation = f"{settings.slot}:{secrets.token_hex(6)}"
+        control, tiers = lasting.control, lasting.tiers
+        exchange = _exchange(settings, lasting, incarnation)
+        context = WorkerContext(
+            settings=settings,
+            engine=control.engine,
+            control=control,
+            memory=lasting.memory,
+            exchange=exchange,
+            metrics=lasting.metrics,
+            incarnation=incarnation,
+            tiers=tiers,
+        )
+        life = cls(context, roles)
+        port = life._serve(process)
+        exchange.address = f"{settings.host}:{port}"
+        control.begin_life(incarnation, life.role)
+        await life.server.start()
+        life.record = _record(settings, lasting, incarnation, port)
+        index = PrefixIndex(
+            client, settings.cluster_id, memory_bytes=settings.config.index_mib * MIB
+        )
+        books = None if tiers is None else tiers.tiers
+        life.publisher = IndexPublisher(index, books or control.engine.pool, incarnation)
+        log.info("%s serves on %s", incarnation, life.record.address)
+        return life
+
+    def _serve(self, process: Drainable) -> int:
+        """Add all services; returns the port."""
+        context, server = self.context, self.server
+        server.add_generic_rpc_handlers((self._mounting,))
+        control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(process), server)
+        transfers = TransferServicer(context.exchange)
+        transfer_pb2_grpc.add_TransferServiceServicer_to_server(transfers, server)
+        books = None if context.tiers is None else context.tiers.tiers
+        caches = CacheServicer(context.engine.pool, books)
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(caches, server)
+        return server.add_insecure_port(f"{context.settings.host}:0")
+
+    def _mount(self) -> Role:
+        role = self._roles[self.context.settings.pool.role](self.context)
+        role.mount(self._mounting)  # type: ignore[arg-type]
+        return role
+
+    async def close_role(self) -> None:
+        """What runs ends with an error, or has ended; another role may follow."""
+        await self.role.close()
+        self._mounting.clear()
+        del self.context.exchange.receiver.listeners[self._own_listeners :]
+
+    def turn(self, settings: WorkerSettings) -> None:
+        """Take the role that ``settings`` name, once the one before is closed and idle."""
+        self.context = replace(self.context, settings=settings, intake=Intake())
+        self.role = self._mount()
+        pool = settings.pool
+        self.record = replace(self.record, state="ready", role=pool.role, pool=pool.name)
+
+    async def end(self, registry: Registry) -> None:
+        """Leave the registry; whatever runs ends with an error, or has ended."""
+        with contextlib.suppress(redis.RedisError):
+            await registry.remove(self.context.incarnation)
+        await self.role.close()
+        await self.context.exchange.close()
+        await self.server.stop(grace=1.0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left of what was taken."""
+        context = self.context
+        idle = context.control.scheduler.is_idle() and context.exchange.is_idle()
+        return idle and not context.intake.under_way
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of a life that has ended is under way in the engine."""
+        context = self.context
+        counts = context.engine.pool.counts()
+        moves = context.tiers is not None and not context.tiers.is_idle
+        idle = context.control.scheduler.is_idle() and not moves
+        return idle and counts.used == counts.quarantined == 0
+
+
+def _exchange(settings: WorkerSettings, lasting: Lasting, incarnation: str) -> Exchange:
+    config, memory = settings.config, lasting.memory
+    engine: Engine = lasting.control.engine
+    receiver = BlockReceiver(
+        engine.pool, lasting.metrics, block_bytes=memory.block_bytes, lease_s=config.lease_s
+    )
+    transports = make_transports(config, memory, incarnation, settings.host, lasting.transfers)
+    limits = PairLimits(window_bytes=config.transfer_window_mib * MIB, silence_s=config.lease_s)
+    identity = Identity(incarnation, engine.fingerprint, engine.cache.geometry())
+    exchange = Exchange(identity, transports, receiver, limits, lasting.transfers)
+    if lasting.tiers is not None:
+        exchange.behind = lasting.tiers.loader
+    return exchange
+
+
+def _record(
+    settings: WorkerSettings, lasting: Lasting, incarnation: str, port: int
+) -> WorkerRecord:
+    engine, pool = lasting.control.engine, settings.pool
+    return WorkerRecord(
+        incarnation=incarnation,
+        slot=settings.slot,
+        role=pool.role,
+        address=f"{settings.host}:{port}",
+        metrics_address=f"{settings.host}:{lasting.metrics_port}",
+        model=settings.model_name,
+        fingerprint=engine.fingerprint,
+        geometry=engine.cache.geometry(),
+        context_length=engine.context_length,
+        total_blocks=engine.pool.total,
+        max_sequences=pool.max_sequences,
+        pool=pool.name,
+        prefill_cost=lasting.costs.prefill,
+        step_cost=lasting.costs.step,
+    )
