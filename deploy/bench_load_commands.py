@@ -1,15 +1,21 @@
-"""Of `baton bench` what drives a server that runs: `serve` and `goodput`."""
+"""Of `baton bench` what drives a server that runs: `serve`, `goodput` and `soak`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
 
-from deploy.command_line import clear_ends, fail, names_in, say
+from deploy.command_line import clear_ends, fail, local_cluster, names_in, say
 from deploy.load_options import LoadOptions
 from deploy.option_group import takes
+
+if TYPE_CHECKING:
+    from loadtest.generator.soak import WatchedCluster
+
+_LEAKED = 3
 
 
 @takes(LoadOptions)
@@ -69,6 +75,48 @@ def goodput(
     )
     with clear_ends():
         bench_goodput(load.settings(rate=first_rate), search, load.outputs(), Console(), say)
+
+
+@takes(LoadOptions)
+def soak(
+    load: LoadOptions,
+    peak: Annotated[float, typer.Option(help="The highest rate that is expected, requests/s.")],
+    factor: Annotated[float, typer.Option(help="Of the peak, that is offered.")] = 2.0,
+    every: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between looks at the cluster.")
+    ] = 30.0,
+) -> None:
+    """Offer twice the expected peak for --seconds (hours), and see whether the cluster leaks.
+
+    Memory and descriptors of its processes, blocks, sequences, and keys in Redis; of a cluster
+    elsewhere, what its metrics say. Exit code 3 where something leaks.
+    """
+    from loadtest.generator.soak import bench_soak  # noqa: PLC0415
+
+    if not 0 < peak * factor < float("inf"):
+        fail("--peak and --factor are above 0")
+    with clear_ends():
+        settings = load.settings(rate=peak * factor)
+        cluster = _watched(settings.server.url)
+        report = bench_soak(settings, cluster, every, load.outputs(), Console(), say)
+    if report.leaks:
+        raise typer.Exit(_LEAKED)
+
+
+def _watched(url: str) -> WatchedCluster:
+    """What is known here of the cluster at ``url``."""
+    from loadtest.generator.soak import WatchedCluster  # noqa: PLC0415
+
+    http = urlsplit(url).netloc
+    cluster = local_cluster(http)
+    if cluster is None:
+        return WatchedCluster(url, dict)
+
+    def pids() -> dict[str, int]:
+        now = local_cluster(http)
+        return {} if now is None else now.processes
+
+    return WatchedCluster(url, pids, cluster.redis_url, f"baton:{{{cluster.cluster_id}}}:")
 
 
 def _rates(text: str) -> tuple[float, ...]:

@@ -169,7 +169,8 @@ class LoadOptions:
         cluster = None if self.url else local_cluster()
         http = DEFAULT_HTTP if cluster is None else cluster.http
         return ServerSettings(
-            url=self.url or f"http://{http}",
+            # As other clients take it too.
+            url=self.url.rstrip("/").removesuffix("/v1") or f"http://{http}",
             grpc=self.grpc,
             endpoint=cast(Endpoint, self.endpoint),
             model=self.model,

@@ -38,7 +38,7 @@ def takes(group: type[GroupT]) -> Callable[[Callable[..., None]], Callable[..., 
             command(group(**taken), **given)
 
         # Both are read; what it wraps must not be.
-        del run.__wrapped__  # type: ignore[attr-defined]
+        del run.__wrapped__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in parameters}
         return run

@@ -41,8 +41,15 @@ def cdf(values: Sequence[float]) -> Line:
     """The share of ``values`` that are not above x."""
     ranked = np.sort(np.asarray(values, np.float64))
     shares = np.arange(1, len(ranked) + 1) / max(1, len(ranked))
-    keep = np.unique(np.linspace(0, len(ranked) - 1, min(len(ranked), _MOST_POINTS)).astype(int))
-    return Line(ranked[keep].tolist(), shares[keep].tolist())
+    return Line(ranked.tolist(), shares.tolist())
+
+
+def _shown(line: Line) -> Line:
+    """With so many points as a reader can tell apart: the first, the last, and some between."""
+    if len(line.x) <= _MOST_POINTS:
+        return line
+    keep = np.linspace(0, len(line.x) - 1, _MOST_POINTS).astype(int)
+    return Line([line.x[one] for one in keep], [line.y[one] for one in keep], line.marked)
 
 
 def draw_lines(
@@ -59,7 +66,7 @@ def draw_lines(
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 8}):
         figure = Figure(figsize=_SIZE, layout="constrained", dpi=_PIXELS_PER_INCH)
         axes = figure.add_subplot()
-        for name, line in lines.items():
+        for name, line in ((name, _shown(line)) for name, line in lines.items()):
             axes.plot(line.x, line.y, label=name, marker="o" if line.marked else "", linewidth=1.2)
         for mark in marks:
             draw = axes.axvline if mark.vertical else axes.axhline

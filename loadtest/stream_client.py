@@ -12,25 +12,23 @@ import json
 import random
 import re
 import secrets
-import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import grpc.aio
 import uvloop
 
 from baton import convert
 from baton.background import end_tasks
-from baton.config import split_host_port
 from baton.errors import DeadlineExceeded, WorkerFailed
 from baton.grpc_channel import open_channel
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, worker_pb2
+from loadtest.generator.http_connection import HttpPool, Origin
 from loadtest.line_service import Asker, Fields, run_helper
 from router.prefill_stream import PrefillStream
 from router.tokenizer import Tokenizer
@@ -42,8 +40,7 @@ _WORDS = (
     *("above", "quiet", "hills", "under", "slow", "clouds", "before", "rain", "comes", "home"),
 )
 _EVENT = b"data: "
-_HEAD_END = b"\r\n\r\n"
-_LAST_CHUNK = b"0\r\n\r\n"
+_OK = 200
 _KEPT_BYTES = 1024
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":(\d+)')
 
@@ -94,10 +91,8 @@ class HttpTarget(Target):
     """A server of the OpenAI API, over connections that are used again."""
 
     def __init__(self, address: str, model: str) -> None:
-        self._host, self._port = split_host_port(address)
+        self._pool = HttpPool(Origin.parse(f"http://{address}"))
         self._model = model
-        self._idle: list[_HttpConnection] = []
-        self._all: list[_HttpConnection] = []
 
     async def begin(self, prompt: str, tokens: int) -> Answer:
         """See ``Target``. What it takes to open a connection is not counted."""
@@ -115,87 +110,39 @@ class HttpTarget(Target):
             "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\naccept: text/event-stream\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         ).encode()
-        connection = await self._connection()
-        return connection.send(head + body)
-
-    async def _connection(self) -> _HttpConnection:
-        while self._idle:
-            connection = self._idle.pop()
-            if not connection.is_closed:
-                return connection
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            lambda: _HttpConnection(self._idle), self._host, self._port
-        )
-        self._all.append(connection)
-        return connection
+        connection = await self._pool.take()
+        answer = Answer(time.perf_counter())
+        connection.send(head + body, _CountedEvents(answer))
+        return answer
 
     async def close(self) -> None:
         """See ``Target``."""
-        for connection in self._all:
-            connection.close()
+        self._pool.close()
 
 
-class _HttpConnection(asyncio.Protocol):
-    """One connection: idle, or with one answer under way."""
+class _CountedEvents:
+    """The events of an answer, counted as they come; an ``http_connection.Exchange``."""
 
-    def __init__(self, idle: list[_HttpConnection]) -> None:
-        self.is_closed = False
-        self._idle = idle
-        self._transport: asyncio.Transport | None = None
-        self._answer: Answer | None = None
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._status = 0
         self._kept = b""
         """The end of what came."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's is none of asyncio's classes, and does what they do.
-        self._transport = cast(asyncio.Transport, transport)
-        self._socket = cast(socket.socket, transport.get_extra_info("socket"))
+    def head(self, status: int, headers: dict[bytes, bytes]) -> None:
+        self._status = status
 
-    def send(self, request: bytes) -> Answer:
-        """Send a request, which is answered next."""
-        assert self._transport is not None, "connected"
-        answer = self._answer = Answer(time.perf_counter())
-        self._kept = b""
-        self._transport.write(request)
-        # A server that writes an answer's head and first event apart, with Nagle's algorithm on,
-        # would wait 40 ms for this end's acknowledgement. The flag is the next packets' alone.
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
-        return answer
-
-    def data_received(self, data: bytes) -> None:
-        answer = self._answer
-        if answer is None:
-            return
-        if not answer.events and not (self._kept + data).startswith(b"HTTP/1.1 200"):
-            self._end(answer, 0, data[:200].decode(errors="replace"))
-            return
+    def body(self, data: bytes, now: float) -> None:
         events = data.count(_EVENT)
-        if events:
-            answer.came(events)
+        if events and self._status == _OK:
+            self._answer.came(events)
         self._kept = (self._kept + data)[-_KEPT_BYTES:]
-        if self._kept.endswith(_LAST_CHUNK):
-            told = _COMPLETION_TOKENS.search(self._kept)
-            error = "" if told else self._kept.decode(errors="replace")
-            self._end(answer, int(told[1]) if told else 0, error)
 
-    def _end(self, answer: Answer, tokens: int, error: str = "") -> None:
-        self._answer = None
-        answer.end(tokens, error)
-        if error:
-            self.close()
-        else:
-            self._idle.append(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.is_closed = True
-        if self._answer is not None:
-            self._answer.end(0, "the connection was lost")
-
-    def close(self) -> None:
-        """Close it."""
-        if self._transport is not None:
-            self._transport.close()
+    def end(self, fault: str) -> None:
+        told = None if fault else _COMPLETION_TOKENS.search(self._kept)
+        if told is None:
+            fault = fault or f"{self._status}: {self._kept.decode(errors='replace')}"
+        self._answer.end(int(told[1]) if told else 0, fault)
 
 
 class DirectTarget(Target):

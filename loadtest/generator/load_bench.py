@@ -63,12 +63,9 @@ def bench_serve(
     for number, rate in enumerate(rates or (settings.pace.rate,)):
         runs.append(drive(_at_rate(settings, rate), number))
         say(_line(runs[-1]))
-    return _told(
-        settings,
-        LoadReport(_title(settings), settings.slo, this_machine(), tuple(runs)),
-        outputs,
-        console,
-    )
+        if runs[-1].stopped:
+            break
+    return tell(settings, make_report(settings, runs), outputs, console)
 
 
 def bench_goodput(
@@ -82,10 +79,8 @@ def bench_goodput(
     outputs.check()
     settings, drive = _prepared(settings, console, say)
     runs, rate = search_rate(settings, search, drive, say)
-    report = LoadReport(
-        _title(settings), settings.slo, this_machine(), tuple(runs), search.attainment, rate
-    )
-    return _told(settings, report, outputs, console)
+    report = replace(make_report(settings, runs), attainment=search.attainment, goodput_rate=rate)
+    return tell(settings, report, outputs, console)
 
 
 def search_rate(
@@ -102,6 +97,8 @@ def search_rate(
     while (rate := searching.next_rate()) is not None:
         runs.append(drive(_at_rate(settings, rate), len(runs)))
         say(_line(runs[-1]))
+        if runs[-1].stopped:
+            break
         searching.tell(rate, runs[-1].summary.all.attainment)
     return runs, searching.best
 
@@ -121,6 +118,17 @@ def _prepared(settings: LoadSettings, console: Console, say: Say) -> tuple[LoadS
 
 def _at_rate(settings: LoadSettings, rate: float | None) -> LoadSettings:
     return replace(settings, pace=replace(settings.pace, rate=rate))
+
+
+def make_report(settings: LoadSettings, runs: Sequence[LoadRun]) -> LoadReport:
+    """Of those runs, made with those settings, now and here."""
+    return LoadReport(
+        command=_title(settings),
+        slo=settings.slo,
+        machine=this_machine(),
+        runs=tuple(runs),
+        settings=settings.fields(),
+    )
 
 
 def _title(settings: LoadSettings) -> str:
@@ -150,9 +158,10 @@ def _line(run: LoadRun) -> str:
     )
 
 
-def _told(
+def tell(
     settings: LoadSettings, report: LoadReport, outputs: Outputs, console: Console
 ) -> LoadReport:
+    """Print it, and write it where it is to go. Raises ConfigError."""
     show(console, report)
     if outputs.json is not None:
         write_report(outputs.json, report)

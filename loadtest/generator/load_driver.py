@@ -54,8 +54,16 @@ class LoadDriver(Generic[P]):
         self.counts = LiveCounts()
         self.loop_lag_s: list[float] = []
         """How late this process's event loop ran what was due: by so much times may be wrong."""
+        self.stopped_s: float | None = None
+        """When ``stop`` was called, in seconds since the run's beginning."""
+        self._asleep: asyncio.Future[None] | None = None
         self._target = target
         self._records: list[RequestRecord] = []
+
+    def stop(self) -> None:
+        """Send nothing more; what is under way may end."""
+        self.stopped_s = self.clock.now()
+        _wake(self._asleep)
 
     async def open_loop(self, requests: Iterator[PlannedRequest]) -> list[RequestRecord]:
         """Send each when it is due. Returns when all have ended."""
@@ -63,12 +71,14 @@ class LoadDriver(Generic[P]):
         for request in itertools.islice(requests, _AHEAD):
             ready.put_nowait((request, self._target.prepare(request)))
         async with self._watching(), asyncio.TaskGroup() as group:
-            group.create_task(self._prepare(requests, ready), name="prepare")
+            preparing = group.create_task(self._prepare(requests, ready), name="prepare")
             self.clock.start()
             while (item := await ready.get()) is not None:
                 request, prepared = item
-                if (wait_s := request.due_s - self.clock.now()) > 0:
-                    await asyncio.sleep(wait_s)
+                await self._sleep(request.due_s - self.clock.now())
+                if self.stopped_s is not None:
+                    preparing.cancel()
+                    break
                 self._sent(request.due_s)
                 group.create_task(self._ask(request, prepared, request.due_s))
         return self._records
@@ -91,7 +101,10 @@ class LoadDriver(Generic[P]):
     async def _one_after_another(
         self, source: Source, numbers: Iterator[int], seconds: float
     ) -> None:
-        while self.clock.now() < seconds and (number := next(numbers, None)) is not None:
+        while self.clock.now() < seconds and self.stopped_s is None:
+            number = next(numbers, None)
+            if number is None:
+                return
             request = source.request(number, 0.0)
             prepared = self._target.prepare(request)
             due_s = self.clock.now()
@@ -108,6 +121,18 @@ class LoadDriver(Generic[P]):
             # One at a time: sends that are due, and answers, go first.
             await asyncio.sleep(0)
         await ready.put(None)
+
+    async def _sleep(self, seconds: float) -> None:
+        """As ``asyncio.sleep``, but that ``stop`` ends it."""
+        if seconds <= 0 or self.stopped_s is not None:
+            return
+        loop = asyncio.get_running_loop()
+        self._asleep = loop.create_future()
+        timer = loop.call_later(seconds, _wake, self._asleep)
+        try:
+            await self._asleep
+        finally:
+            timer.cancel()
 
     def _sent(self, due_s: float) -> None:
         self.counts.sent += 1
@@ -139,3 +164,8 @@ class LoadDriver(Generic[P]):
             due = loop.time() + _PROBE_S
             await asyncio.sleep(_PROBE_S)
             self.loop_lag_s.append(max(0.0, loop.time() - due))
+
+
+def _wake(sleeper: asyncio.Future[None] | None) -> None:
+    if sleeper is not None and not sleeper.done():
+        sleeper.set_result(None)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,14 @@ class LoadReport:
     """That a search for the highest rate asked for; None where there was none."""
     goodput_rate: float | None = None
     """What it found: requests a second, or 0."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """All of them, for JSON."""
 
     def fields(self) -> dict[str, Any]:
         """For JSON. Without the requests, which ``write_records`` writes."""
         fields: dict[str, Any] = {
             "command": self.command,
+            "settings": dict(self.settings),
             "machine": asdict(self.machine),
             "slo": self.slo.bounds(),
             "runs": [_run_fields(run) for run in self.runs],
@@ -103,10 +106,8 @@ def _record_fields(record: RequestRecord) -> dict[str, Any]:
 
 def show(console: Console, report: LoadReport) -> None:
     """The tables, the warnings, and what it was measured on."""
-    if len(report.runs) > 1:
-        print_whole(console, rates_table(report.runs))
-    for run in report.runs[-1:] if report.attainment is None else _best(report):
-        print_whole(console, rates_table([run]))
+    print_whole(console, rates_table(report.runs))
+    for run in report.runs if report.attainment is None else _best(report):
         print_whole(console, latency_table(run))
     for run in report.runs:
         for warning in run.warnings:
@@ -157,7 +158,7 @@ def latency_table(run: LoadRun) -> Table:
     """Percentiles by input length: a line for each bucket and measure."""
     table = whole_table(
         *("input tokens", "measure", "requests", "attainment", "mean, ms", "p50", "p95", "p99"),
-        title="",
+        title=run.title,
     )
     for bucket, name, found in latency_rows(run):
         table.add_row(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import signal
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from loadtest.generator.load_settings import LoadSettings, ServerSettings, Traff
 from loadtest.generator.metrics_timeline import MetricsReader, Timeline
 from loadtest.generator.openai_target import OpenAiTarget
 from loadtest.generator.request_record import RequestRecord
-from loadtest.generator.summary import Distribution, Summary, summarise
+from loadtest.generator.summary import Distribution, Summary, Window, summarise
 from loadtest.generator.target import AskOptions, Target
 from loadtest.generator.traffic import planned
 
@@ -46,6 +47,8 @@ class LoadRun:
     timeline: Timeline
     records: tuple[RequestRecord, ...]
     """Of all requests, those outside the window too."""
+    stopped: bool = False
+    """Ctrl-C has ended it early: what is here is of until then."""
 
     @property
     def title(self) -> str:
@@ -73,6 +76,9 @@ class LoadRun:
 
 async def run_load(settings: LoadSettings, traffic: Traffic, console: Console, say: Say) -> LoadRun:
     """Drive the server. ``console`` shows the progress. Raises ConfigError."""
+    if traffic.seconds < math.inf:
+        # Whether anything counts is better known before than after.
+        counted(settings.pace, traffic.seconds)
     target = make_target(settings.server)
     driver: LoadDriver[Any] = LoadDriver(target)
     driver.counts.planned = len(traffic.times_s) or settings.pace.requests
@@ -81,13 +87,13 @@ async def run_load(settings: LoadSettings, traffic: Traffic, console: Console, s
     reader = MetricsReader(settings.server.metrics or settings.server.url, driver.clock)
     used, began = time.process_time(), time.perf_counter()
     try:
-        async with _beside(progress.run()), _beside(reader.run()):
+        async with _beside(progress.run()), _beside(reader.run()), _stopping(driver, say):
             records = await _drive(driver, settings, traffic)
     finally:
         await target.close()
     core = (time.process_time() - used) / (time.perf_counter() - began)
     records.sort(key=lambda record: record.number)
-    window = counted(settings.pace, _sending_s(settings, traffic, records))
+    window = _window(settings, traffic, driver, records)
     return LoadRun(
         rate=settings.pace.rate,
         concurrency=settings.pace.concurrency,
@@ -96,6 +102,7 @@ async def run_load(settings: LoadSettings, traffic: Traffic, console: Console, s
         client_core=core,
         timeline=reader.timeline(),
         records=tuple(records),
+        stopped=driver.stopped_s is not None,
     )
 
 
@@ -110,11 +117,42 @@ async def _drive(
     )
 
 
-def _sending_s(settings: LoadSettings, traffic: Traffic, records: list[RequestRecord]) -> float:
+def _window(
+    settings: LoadSettings,
+    traffic: Traffic,
+    driver: LoadDriver[Any],
+    records: list[RequestRecord],
+) -> Window:
     """A closed loop that its number of requests ends lasts until the last of them has ended."""
+    if driver.stopped_s is not None:
+        warm_up_s = (
+            0.0 if traffic.seconds == math.inf else counted(settings.pace, traffic.seconds).start_s
+        )
+        return Window(min(warm_up_s, driver.stopped_s), driver.stopped_s)
     if settings.pace.concurrency is None or not records:
-        return traffic.seconds
-    return min(traffic.seconds, max(record.ended_s for record in records))
+        return counted(settings.pace, traffic.seconds)
+    last_s = max(record.ended_s for record in records)
+    return counted(settings.pace, min(traffic.seconds, last_s))
+
+
+@contextlib.asynccontextmanager
+async def _stopping(driver: LoadDriver[Any], say: Say) -> AsyncIterator[None]:
+    """Inside: Ctrl-C ends the sending, and what was measured is kept; again, it ends all."""
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        say("stopping: waiting for what is under way; Ctrl-C again gives it up")
+        driver.stop()
+
+    # Signals are the main thread's alone.
+    with contextlib.suppress(ValueError, RuntimeError):
+        loop.add_signal_handler(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError, RuntimeError):
+            loop.remove_signal_handler(signal.SIGINT)
 
 
 @contextlib.asynccontextmanager

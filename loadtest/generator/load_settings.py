@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -100,6 +100,15 @@ class LoadSettings:
     slo: Slo = field(default_factory=Slo)
     bounds: tuple[int, ...] = DEFAULT_BOUNDS
     """Input tokens up to which each bucket of the summary reaches."""
+
+    def fields(self) -> dict[str, Any]:
+        """For JSON: without the API key, and with paths as text."""
+        server = {name: value for name, value in asdict(self.server).items() if name != "api_key"}
+        traffic = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asdict(self.traffic).items()
+        }
+        return {"server": server, "traffic": traffic, "pace": asdict(self.pace)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ def _prompt(row: dict[str, object]) -> FilePrompt:
         text = row["turns"][0]  # type: ignore[index]
     elif text is None:
         messages: list[dict[str, str]] = row["messages"]  # type: ignore[assignment]
-        text = next(one["content"] for one in messages if one["role"] == "user")
+        text = next((one["content"] for one in messages if one["role"] == "user"), None)
     tokens = row.get("output_tokens")
     if not isinstance(text, str) or not text or not isinstance(tokens, int | None):
         raise ValueError("no text")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +126,9 @@ class Fronts:
         content = await self.http.get(f"/v1/files/{batch.output_file_id}/content")
         return [steady(json.loads(row)["response"]["body"]) for row in content.text.splitlines()]
 
-    def all(self) -> dict[str, Callable[[], Awaitable[Any]]]:
-        posts = {name: lambda name=name: self.post(name) for name in BODIES}
-        more = {"generate": self.generate, "respond": self.respond, "batch": self.batch}
-        return posts | more  # type: ignore[operator, return-value]
+    def all(self) -> dict[str, Callable[[], Coroutine[Any, Any, Any]]]:
+        posts = {name: partial(self.post, name) for name in BODIES}
+        return {**posts, "generate": self.generate, "respond": self.respond, "batch": self.batch}
 
 
 def steady(value: Any) -> Any:

@@ -237,7 +237,12 @@ async def test_a_prefill_worker_that_speaks_is_kept_while_nobody_can_write() -> 
             world.links.update({})
             assert world.links.up("prefill")
             await asyncio.sleep(0.01)
-        await world.until(lambda: world.links.update({}) or not world.links.up("prefill"))
+
+        def is_gone() -> bool:
+            world.links.update({})
+            return not world.links.up("prefill")
+
+        await world.until(is_gone)
 
 
 async def test_aborts_say_why_and_never_raise() -> None:

@@ -1,0 +1,204 @@
+"""`baton bench soak`: twice the expected peak for hours, and whether anything leaks.
+
+Owned by one event loop: the load, and beside it a look at the cluster now and then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import httpx
+import redis
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+
+from baton.errors import Unavailable
+from baton.redis_client import redis_client
+from loadtest.generator.footprint import Footprint, growing, measure_processes, still_held
+from loadtest.generator.load_bench import Outputs, make_report, tell
+from loadtest.generator.load_report import LoadReport
+from loadtest.generator.load_run import LoadRun, first_model, run_load
+from loadtest.generator.load_settings import LoadSettings, make_traffic, open_trace
+from loadtest.transfer_rows import write_json
+
+Say = Callable[[str], None]
+
+QUIET_S = 30.0
+"""What is held for longer than this after the last request, in seconds, is leaked."""
+_LOOK_S = 0.5
+_PAGE_S = 10.0
+_STORE_S = 10.0
+_DRAWN = re.compile(r"[0-9a-f]{8,}$")
+_HELD = {
+    "baton_active_requests": "requests",
+    "baton_waiting_requests": "waiting requests",
+    "baton_sequences": "sequences",
+    "baton_transfer_in_flight_bytes": "bytes in flight",
+}
+_BLOCKS = ("used", "quarantined")
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedCluster:
+    """Where to look. Of a cluster elsewhere there are the metrics alone."""
+
+    url: str
+    """Of a router's HTTP front."""
+    pids: Callable[[], Mapping[str, int]]
+    """The processes on this machine, by name."""
+    redis_url: str = ""
+    """Empty: the store is not looked at. Holds its password: keep it out of logs."""
+    key_prefix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SoakReport:
+    """What came of it."""
+
+    run: LoadRun
+    first: Footprint
+    """Before the load."""
+    samples: tuple[Footprint, ...]
+    """Under load."""
+    last: Footprint
+    """After it, when nothing was under way, or ``QUIET_S`` later."""
+
+    @property
+    def leaks(self) -> tuple[str, ...]:
+        """A line each; empty: none was seen."""
+        return (*still_held(self.first, self.last), *growing(self.samples))
+
+
+def bench_soak(
+    settings: LoadSettings,
+    cluster: WatchedCluster,
+    every_s: float,
+    outputs: Outputs,
+    console: Console,
+    say: Say,
+) -> SoakReport:
+    """Drive, watch, print, write. Raises BatonError; ``every_s`` seconds lie between looks."""
+    outputs.check()
+    if not settings.server.model:
+        server = replace(settings.server, model=first_model(settings.server))
+        settings = replace(settings, server=server)
+    report = uvloop.run(soak(settings, cluster, every_s, console, say))
+    shown = make_report(settings, [report.run])
+    tell(settings, shown, outputs, console)
+    if outputs.json is not None:
+        _write(outputs.json, shown, report)
+    for line in _lines(report):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return report
+
+
+async def soak(
+    settings: LoadSettings, cluster: WatchedCluster, every_s: float, console: Console, say: Say
+) -> SoakReport:
+    """Raises BatonError; Unavailable where the cluster cannot be looked at, before or after."""
+    traffic = make_traffic(settings, open_trace(settings.traffic))
+    began = time.monotonic()
+    first = await _settled(cluster, began, None)
+    samples: list[Footprint] = []
+    watching = asyncio.create_task(_watch(cluster, began, every_s, samples, say))
+    try:
+        run = await run_load(settings, traffic, console, say)
+    finally:
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+    last = await _settled(cluster, began, first)
+    return SoakReport(run, first, tuple(samples), last)
+
+
+async def _settled(cluster: WatchedCluster, began: float, first: Footprint | None) -> Footprint:
+    """As soon as nothing is held that should not be, or ``QUIET_S`` later."""
+    until = time.monotonic() + QUIET_S
+    while True:
+        found = await look(cluster, began)
+        if not still_held(first or found, found) or time.monotonic() > until:
+            return found
+        await asyncio.sleep(_LOOK_S)
+
+
+async def _watch(
+    cluster: WatchedCluster, began: float, every_s: float, samples: list[Footprint], say: Say
+) -> None:
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            samples.append(await look(cluster, began))
+        except Unavailable as error:
+            say(error.message)
+
+
+async def look(cluster: WatchedCluster, began: float) -> Footprint:
+    """What it holds now. Raises Unavailable where the router or the store does not answer."""
+    try:
+        async with httpx.AsyncClient(trust_env=False, timeout=_PAGE_S) as client:
+            page = await client.get(f"{cluster.url.rstrip('/')}/metrics/cluster")
+            held = held_in(page.raise_for_status().text)
+        keys = await _keys(cluster)
+    except (httpx.HTTPError, redis.RedisError, TimeoutError, OSError) as error:
+        raise Unavailable(f"the cluster cannot be looked at: {type(error).__name__}") from None
+    resident, descriptors = measure_processes(cluster.pids())
+    return Footprint(time.monotonic() - began, resident, descriptors, held, keys)
+
+
+def held_in(page: str) -> dict[str, float]:
+    """What is held for requests, by a page of a cluster's metrics."""
+    held = dict.fromkeys([*_HELD.values(), *(f"{state} blocks" for state in _BLOCKS)], 0.0)
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name in _HELD:
+                held[_HELD[sample.name]] += sample.value
+            elif sample.name == "baton_kv_blocks" and sample.labels["state"] in _BLOCKS:
+                held[f"{sample.labels['state']} blocks"] += sample.value
+    return held
+
+
+async def _keys(cluster: WatchedCluster) -> dict[str, int]:
+    if not cluster.redis_url:
+        return {}
+    kinds: Counter[str] = Counter()
+    async with asyncio.timeout(_STORE_S), redis_client(cluster.redis_url) as client:
+        async for key in client.scan_iter(match=_escaped(cluster.key_prefix) + "*", count=1000):
+            kinds[_DRAWN.sub("*", key.decode().removeprefix(cluster.key_prefix))] += 1
+    return dict(kinds)
+
+
+def _escaped(prefix: str) -> str:
+    """For a glob."""
+    return re.sub(r"([\[\]?*\\])", r"\\\1", prefix)
+
+
+def _write(path: Path, shown: LoadReport, report: SoakReport) -> None:
+    fields = shown.fields() | {
+        "leaks": list(report.leaks),
+        "first": asdict(report.first),
+        "samples": [asdict(one) for one in report.samples],
+        "last": asdict(report.last),
+    }
+    write_json(path, json.dumps(fields, indent=1) + "\n")
+
+
+def _lines(report: SoakReport) -> list[str]:
+    """Memory and descriptors before and after, and the verdict."""
+    lines = [
+        f"{name}: {report.first.resident_bytes.get(name, 0) >> 20} MiB, then {size >> 20} MiB;"
+        f" {report.first.descriptors.get(name, 0)} descriptors, then"
+        f" {report.last.descriptors.get(name, 0)}"
+        for name, size in report.last.resident_bytes.items()
+    ]
+    if not report.leaks:
+        return [*lines, f"No leak was seen in {len(report.samples)} looks."]
+    return [*lines, *(f"leak: {leak}" for leak in report.leaks)]
