@@ -89,7 +89,7 @@ class IdenticalSteps:
         if limits.draft_tokens or len(running) > limits.chunk_tokens:
             return False
         return all(
-            one.in_flight == one.pending == depth
+            one.in_flight == one.pending == one.scheduled - one.computed == depth
             and one.scheduled - depth >= len(one.spec.token_ids)
             and not (one.prefill_only or one.siblings or one.stop_ids)
             for one in running

@@ -91,7 +91,7 @@ class SimulationResult:
     requests: tuple[RequestResult, ...]
     workers: tuple[WorkerResult, ...]
     span_s: float
-    """From the first arrival until the last request had ended."""
+    """Until the last request and the last step had ended."""
 
     @property
     def arrivals_s(self) -> float:

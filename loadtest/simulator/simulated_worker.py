@@ -70,6 +70,8 @@ class Work:
     decoded_tokens: int = 0
     prompt_tokens: int = 0
     """Computed in chunks."""
+    ended_s: float = 0.0
+    """When the last step did."""
 
 
 class SimulatedWorker:
@@ -291,6 +293,7 @@ class SimulatedWorker:
         work = self.work
         work.steps += steps
         work.busy_s += seconds
+        work.ended_s = self._events.now
         work.decoded_tokens += steps * shape.decodes
         if shape.chunks:
             work.prompt_tokens += shape.tokens - shape.decodes

@@ -115,5 +115,7 @@ def _result(
             )
             for worker in workers
         ),
-        span_s=max((result.ended_s for result in found), default=0.0),
+        span_s=max(
+            [result.ended_s for result in found] + [worker.work.ended_s for worker in workers]
+        ),
     )
