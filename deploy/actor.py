@@ -12,7 +12,8 @@ from typing import Any
 
 from deploy.actor_process import log_to, take_sigterm
 from deploy.actor_settings import ActorSettings
-from deploy.worker_life import WorkerLife, build_process
+from deploy.worker_life import WorkerLife
+from deploy.worker_process import build_process
 
 START_S = 600.0
 """A model that takes longer to load, in seconds, has failed."""

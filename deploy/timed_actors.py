@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from deploy.actor import WorkerActor
 from deploy.supervisor_actor import SupervisorActor
-from deploy.worker_life import worker_settings
+from deploy.worker_process import worker_settings
 
 if TYPE_CHECKING:
     from deploy.actor_settings import ActorSettings

@@ -22,22 +22,18 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
 
-from baton.config import Config
 from deploy.actor_process import end_process, end_with, fail, is_alive
 from deploy.actor_settings import ActorSettings
 from deploy.life_watch import LOOK_S, LifeWatch
+from deploy.worker_process import BuildProcess, build_process
 
 if TYPE_CHECKING:
     from worker.process import WorkerProcess
-    from worker.settings import WorkerSettings
-
-    BuildProcess = Callable[[ActorSettings], WorkerProcess]
 
 UNLISTED_S = 60.0
 """A worker that the registry has not listed for this long, while it listed others, and to which
@@ -54,7 +50,9 @@ log = logging.getLogger(__name__)
 class WorkerLife:
     """See the module's text."""
 
-    def __init__(self, settings: ActorSettings, log_file: TextIO, build: BuildProcess) -> None:
+    def __init__(
+        self, settings: ActorSettings, log_file: TextIO, build: BuildProcess = build_process
+    ) -> None:
         """``build`` makes the worker, on its own thread."""
         self._settings = settings
         self._build = build
@@ -209,35 +207,3 @@ class WorkerLife:
         if self._stopping:
             # The loop must not end under it; stop() itself holds the deadline.
             await self._left.wait()
-
-
-def build_process(settings: ActorSettings) -> WorkerProcess:
-    """A worker as users have it."""
-    from decode_worker.role import DecodeRole  # noqa: PLC0415
-    from prefill_worker.role import PrefillRole  # noqa: PLC0415
-    from worker.process import WorkerProcess  # noqa: PLC0415
-
-    roles = {"prefill": PrefillRole, "decode": DecodeRole}
-    return WorkerProcess(worker_settings(settings), roles)
-
-
-def worker_settings(settings: ActorSettings) -> WorkerSettings:
-    """What the worker itself is told."""
-    from worker.settings import WorkerSettings  # noqa: PLC0415
-
-    config = Config(**settings.config)
-    return WorkerSettings(
-        config=config,
-        pool=settings.pool_of(config),
-        slot=settings.slot,
-        model_path=settings.model_path,
-        model_name=settings.model_name,
-        redis_url=settings.redis_url,
-        cluster_id=settings.cluster_id,
-        threads=settings.threads,
-        core_board=settings.core_board,
-        core_lines=settings.core_lines,
-        draft_model_path=settings.draft_model_path,
-        number=settings.number,
-        workers_here=settings.workers_here,
-    )

@@ -12,7 +12,8 @@ from engine.engine import Engine
 from engine.kv_cache import Allocate, KvCache, block_bytes
 from engine.model_config import load_model_config
 from engine.runner import ModelRunner
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler import Scheduler
+from engine.scheduler_limits import SchedulerLimits
 from loadtest.timed.step_model import TimedStepModel
 from worker.settings import WorkerSettings
 
