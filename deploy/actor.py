@@ -13,6 +13,7 @@ from typing import Any
 from deploy.actor_process import log_to, take_sigterm
 from deploy.actor_settings import ActorSettings
 from deploy.worker_life import WorkerLife
+from deploy.worker_process import build_process
 
 START_S = 600.0
 """A model that takes longer to load, in seconds, has failed."""
@@ -33,12 +34,15 @@ class WorkerActor:
     take signals, and have its calls wait for one another.
     """
 
+    build = staticmethod(build_process)
+    """What makes the worker."""
+
     def __init__(self, settings_json: str) -> None:
         settings = ActorSettings.model_validate_json(settings_json)
         log_file = log_to(settings.log_file, str(settings.config["log_level"]))
         # Ray says 1 for an actor without CPUs of its own; OpenMP reads it when torch is loaded.
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-        self._life = WorkerLife(settings, log_file)
+        self._life = WorkerLife(settings, log_file, self.build)
         take_sigterm(self._life.on_sigterm)
         self._life.begin()
 

@@ -44,7 +44,7 @@ from deploy.router_process import RouterProcess
 from deploy.run_directory import RunDirectory
 from deploy.slot_board import SlotBoard
 from deploy.slot_settings import CORE_LINES
-from deploy.supervisor_actor import RaySupervisor, SupervisorSettings
+from deploy.supervisor_actor import RaySupervisor, SupervisorActor, SupervisorSettings
 from deploy.valkey import EmbeddedValkey, check_redis
 
 _WORKER_STOP_S = 5.0
@@ -57,9 +57,16 @@ Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
-def run_cluster(config: Config, progress: Progress) -> int:
-    """Serve until SIGINT, SIGTERM or SIGHUP, or a failure. Returns the exit code: 0, or 1."""
-    launcher = Launcher(config, progress)
+def run_cluster(
+    config: Config,
+    progress: Progress,
+    supervisor_class: type[SupervisorActor] = SupervisorActor,
+) -> int:
+    """Serve until SIGINT, SIGTERM or SIGHUP, or a failure. Returns the exit code: 0, or 1.
+
+    ``supervisor_class`` says what keeps the workers, and what these are.
+    """
+    launcher = Launcher(config, progress, supervisor_class)
     code = asyncio.run(launcher.run())
     if launcher.hanging:
         # Ray's own exit handler would wait for daemons that are gone.
@@ -84,8 +91,14 @@ class _Parts:
 class Launcher:
     """One run of one cluster."""
 
-    def __init__(self, config: Config, progress: Progress) -> None:
+    def __init__(
+        self,
+        config: Config,
+        progress: Progress,
+        supervisor_class: type[SupervisorActor] = SupervisorActor,
+    ) -> None:
         self._config = config
+        self._supervisor_class = supervisor_class
         self._progress = progress
         self._signals = 0
         self._drains = False
@@ -259,7 +272,8 @@ class Launcher:
     async def _place_workers(self) -> tuple[RayWorker, ...]:
         """The first lives. Of later ones the supervisor takes care, once all of them serve."""
         self._slots = self._all_settings()
-        return await self._calls.call(lambda: tuple(place(settings) for settings in self._slots))
+        actor = self._supervisor_class.worker_class
+        return await self._calls.call(lambda: tuple(place(one, actor) for one in self._slots))
 
     def _all_settings(self) -> tuple[ActorSettings, ...]:
         pools = self._config.pools
@@ -328,7 +342,9 @@ class Launcher:
         """Its process id, once it keeps the workers, however long that takes."""
         while True:
             try:
-                supervisor = await self._calls.call(lambda: RaySupervisor.place(settings))
+                supervisor = await self._calls.call(
+                    lambda: RaySupervisor.place(settings, self._supervisor_class)
+                )
                 self._parts.supervisor = supervisor
                 async with asyncio.timeout(_SUPERVISOR_START_S):
                     return await supervisor.ready()

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
 
-from baton.config import Config
 from deploy.actor_process import end_process, end_with, fail, is_alive
 from deploy.actor_settings import ActorSettings
 from deploy.life_watch import LOOK_S, LifeWatch
+from deploy.worker_process import BuildProcess, build_process
 
 if TYPE_CHECKING:
     from worker.process import WorkerProcess
@@ -50,8 +50,12 @@ log = logging.getLogger(__name__)
 class WorkerLife:
     """See the module's text."""
 
-    def __init__(self, settings: ActorSettings, log_file: TextIO) -> None:
+    def __init__(
+        self, settings: ActorSettings, log_file: TextIO, build: BuildProcess = build_process
+    ) -> None:
+        """``build`` makes the worker, on its own thread."""
         self._settings = settings
+        self._build = build
         self._log = log_file
         self._started: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
         self._stopping = False
@@ -190,7 +194,7 @@ class WorkerLife:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._process = _build(self._settings)
+        self._process = self._build(self._settings)
         record = await self._process.start()
         self._started.set_result({**asdict(record), "pid": os.getpid(), "host": platform.node()})
         async with asyncio.TaskGroup() as group:
@@ -203,28 +207,3 @@ class WorkerLife:
         if self._stopping:
             # The loop must not end under it; stop() itself holds the deadline.
             await self._left.wait()
-
-
-def _build(settings: ActorSettings) -> WorkerProcess:
-    from decode_worker.role import DecodeRole  # noqa: PLC0415
-    from prefill_worker.role import PrefillRole  # noqa: PLC0415
-    from worker.process import WorkerProcess  # noqa: PLC0415
-    from worker.settings import WorkerSettings  # noqa: PLC0415
-
-    config = Config(**settings.config)
-    worker = WorkerSettings(
-        config=config,
-        pool=settings.pool_of(config),
-        slot=settings.slot,
-        model_path=settings.model_path,
-        model_name=settings.model_name,
-        redis_url=settings.redis_url,
-        cluster_id=settings.cluster_id,
-        threads=settings.threads,
-        core_board=settings.core_board,
-        core_lines=settings.core_lines,
-        draft_model_path=settings.draft_model_path,
-        number=settings.number,
-        workers_here=settings.workers_here,
-    )
-    return WorkerProcess(worker, {"prefill": PrefillRole, "decode": DecodeRole})

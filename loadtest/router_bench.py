@@ -22,29 +22,26 @@ With ``peer`` another router is measured in the same way: see ``loadtest.router_
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import httpx
 import numpy as np
 import psutil
 from rich.console import Console
 from rich.table import Table
 
 from baton.config import Config
-from baton.errors import ConfigError, Unavailable
+from baton.errors import ConfigError
 from loadtest.bench_store import bench_store
 from loadtest.line_service import Fields, Helper, helper
 from loadtest.machine import Machine, this_machine
-from loadtest.peer_servers import LOOPBACK, SERVED_NAME, cores, free_port
+from loadtest.peer_servers import LOOPBACK, SERVED_NAME, cores
 from loadtest.pinning import pinned
-from loadtest.process_group import last_lines
+from loadtest.router_child import router_child
 from loadtest.router_peer import check_command, peer_router
 from loadtest.transfer_rows import write_json
 from loadtest.whole_table import print_whole
@@ -54,8 +51,6 @@ KEPT_UP = 1.03
 _CLUSTER_ID = "bench"
 _READY_S = 60.0
 _RUN_S = 120.0
-_POLL_S = 0.05
-_END_S = 10.0
 _CONTEXT_TOKENS = 8192
 
 Say = Callable[[str], None]
@@ -248,10 +243,18 @@ async def measure_router(settings: RouterBenchSettings, say: Say) -> RouterFigur
             log = folder / "echo.log"
             async with (
                 helper("loadtest.echo_worker", fields, log, ready_s=_READY_S) as echo,
-                _router(settings, url, router_core, folder) as (http, process),
+                router_child(
+                    Config(),
+                    url,
+                    _CLUSTER_ID,
+                    settings.model,
+                    folder / "router.log",
+                    core=router_core,
+                ) as router,
             ):
                 direct = echo.hello | {"model_path": str(settings.model)}
-                return await _measure(settings, echo, direct, (http, process), folder, say)
+                through = router.http, router.process
+                return await _measure(settings, echo, direct, through, folder, say)
 
 
 async def measure_peer(settings: RouterBenchSettings, say: Say) -> RouterFigures:
@@ -359,58 +362,3 @@ class _CoreUse:
     def share(self) -> float:
         """1 is a whole core."""
         return (self._seconds() - self._before) / (time.perf_counter() - self._began)
-
-
-@contextlib.asynccontextmanager
-async def _router(
-    settings: RouterBenchSettings, redis_url: str, core: int, folder: Path
-) -> AsyncIterator[tuple[str, psutil.Process]]:
-    """A router process on its core: its HTTP address, and the process."""
-    http, grpc = (f"{LOOPBACK}:{free_port()}" for _ in range(2))
-    said = {
-        "config": Config(http=http, grpc=grpc).model_dump(mode="json"),
-        "redis_url": redis_url,
-        "cluster_id": _CLUSTER_ID,
-        "model_path": str(settings.model),
-        "model_name": SERVED_NAME,
-    }
-    log = folder / "router.log"
-    with log.open("ab") as output, pinned(core):
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "router.main"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
-        assert process.stdin is not None, "a pipe"
-        process.stdin.write(json.dumps(said).encode() + b"\n")
-        await process.stdin.drain()
-        await _healthy(http, process, log)
-        yield http, psutil.Process(process.pid)
-    finally:
-        await _end(process)
-
-
-async def _healthy(http: str, process: asyncio.subprocess.Process, log: Path) -> None:
-    deadline = time.monotonic() + _READY_S
-    async with httpx.AsyncClient(trust_env=False) as client:
-        while time.monotonic() < deadline and process.returncode is None:
-            with contextlib.suppress(httpx.HTTPError):
-                if (await client.get(f"http://{http}/health")).is_success:
-                    return
-            await asyncio.sleep(_POLL_S)
-    raise Unavailable(f"the router does not come up:\n{last_lines(log)}")
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is not None:
-        return
-    process.terminate()
-    try:
-        async with asyncio.timeout(_END_S):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()

@@ -10,12 +10,19 @@ from pathlib import Path
 import torch
 
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
+from engine.kv_cache import Allocate
 from worker.calibration import alone, calibrate
 from worker.cores import CoreBoard, host_cores
 from worker.engine_thread import run_sharing
 from worker.placement import place
 from worker.settings import WorkerSettings
 from worker.step_costs import StepCosts
+
+StartEngine = Callable[[WorkerSettings, Allocate], Engine]
+"""Makes an engine that is ready for steps, its KV blocks in the memory that it is given. Raises
+BatonError."""
+Measure = Callable[[WorkerSettings, Engine, CoreBoard | None], StepCosts]
+"""Tells what an engine's steps cost, perhaps by running some."""
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +40,7 @@ def core_board(settings: WorkerSettings) -> CoreBoard | None:
     )
 
 
-def start_engine(
-    settings: WorkerSettings, allocate: Callable[[int, torch.device], torch.Tensor]
-) -> Engine:
+def start_engine(settings: WorkerSettings, allocate: Allocate) -> Engine:
     """Load the model; the KV pool's memory comes from ``allocate``. Raises BatonError."""
     pool, config = settings.pool, settings.config
     placement = place(

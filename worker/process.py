@@ -35,7 +35,7 @@ from baton.redis_client import redis_client
 from baton.registry import DRAINING, Registry, WorkerRecord
 from worker.chunk_slack import ChunkSlack
 from worker.control_loop import ControlLoop
-from worker.engine_start import core_board, measure, start_engine
+from worker.engine_start import Measure, StartEngine, core_board, measure, start_engine
 from worker.gauges import WorkerGauges
 from worker.kv_tiers import KvTiers, make_storages
 from worker.life import Lasting, Life
@@ -68,9 +68,19 @@ _DRAIN_POLL_S = 0.02
 class WorkerProcess:
     """Builds the engine, serves gRPC and metrics, and keeps the registry entry alive."""
 
-    def __init__(self, settings: WorkerSettings, roles: Mapping[str, RoleFactory]) -> None:
-        """``roles`` maps a pool's role to what is mounted for it."""
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        roles: Mapping[str, RoleFactory],
+        start_engine: StartEngine = start_engine,
+        measure: Measure = measure,
+    ) -> None:
+        """``roles`` maps a pool's role to what is mounted for it; ``start_engine`` makes the
+
+        engine, and ``measure`` tells what its steps cost.
+        """
         self.settings = settings
+        self._start_engine, self._measure = start_engine, measure
         self.drained = False
         """Whether it ends because it was told to by way of a drain."""
         self.leave_by: float | None = None
@@ -119,8 +129,8 @@ class WorkerProcess:
         """
         settings = self.settings
         board = self._cores = core_board(settings)
-        engine = await asyncio.to_thread(start_engine, settings, self._memory.allocate)
-        costs = await asyncio.to_thread(measure, settings, engine, board)
+        engine = await asyncio.to_thread(self._start_engine, settings, self._memory.allocate)
+        costs = await asyncio.to_thread(self._measure, settings, engine, board)
         metrics = WorkerMetrics(CollectorRegistry())
         self._gauges = WorkerGauges(metrics, settings.slot, settings.pool.role)
         slack = ChunkSlack(costs, settings.config.slo_tpot_s)

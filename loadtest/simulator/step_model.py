@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.plan import StepPlan
+from engine.plan import PlanRow, StepPlan
 from worker.step_costs import StepCosts
 
 
@@ -28,9 +29,14 @@ class StepShape:
 
 def shape_of(plan: StepPlan) -> StepShape:
     """What a plan's time depends on."""
+    return shape_of_rows(plan.rows)
+
+
+def shape_of_rows(rows: Iterable[PlanRow]) -> StepShape:
+    """The same of the rows of a step."""
     decodes = context_tokens = 0
     chunks = []
-    for row in plan.rows:
+    for row in rows:
         if row.count == 1:
             decodes += 1
             context_tokens += row.start + 1

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,9 +27,14 @@ END_S = 60.0
 class UpProcess:
     """One `baton up`. ``output`` holds what it has printed so far."""
 
-    def __init__(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        program: Sequence[str] = (BATON, "up"),
+    ) -> None:
         """Start it with ``arguments``, and on free ports unless these name some."""
-        command = [BATON, "up", *arguments]
+        command = [*program, *arguments]
         for flag in ("--http", "--grpc"):
             if flag not in arguments:
                 command += [flag, "127.0.0.1:0"]

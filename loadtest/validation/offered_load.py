@@ -1,0 +1,50 @@
+"""The requests of a validation: the same for the live cluster and for the simulator. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from loadtest.generator.arrival_process import ArrivalProcess, Kind
+from loadtest.generator.lengths import Lengths
+from loadtest.generator.planned_request import PlannedRequest
+from loadtest.generator.summary import Window
+from loadtest.generator.traffic import DrawnLengths, planned
+from loadtest.traces import TracedRequest
+
+_ARRIVALS = 7
+"""What is drawn from a seed beside the lengths."""
+_WARM_UP = 0.1
+"""Share of a load's time whose requests do not count: the cluster is still filling."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedLoad:
+    """So many requests a second for a while."""
+
+    rate: float
+    seconds: float
+    inputs: Lengths
+    outputs: Lengths
+    kind: Kind = "poisson"
+    seed: int = 0
+
+    @property
+    def window(self) -> Window:
+        """Requests that are due in it count."""
+        return Window(_WARM_UP * self.seconds, self.seconds)
+
+    def planned(self, run: int = 0) -> list[PlannedRequest]:
+        """As they are sent; another ``run`` has other prompts of the same lengths."""
+        generator = np.random.default_rng((self.seed, _ARRIVALS))
+        times = ArrivalProcess(self.kind, self.rate).times(self.seconds, generator)
+        source = DrawnLengths(self.inputs, self.outputs, "tokens", seed=self.seed, run=run)
+        return list(planned(source, tuple(times.tolist())))
+
+    def traced(self) -> list[TracedRequest]:
+        """As they are simulated: no two of them begin alike."""
+        return [
+            TracedRequest(request.due_s, request.input_tokens, request.output_tokens)
+            for request in self.planned()
+        ]
