@@ -59,6 +59,7 @@ class Attempts:
         promise = self._planner.promise(decision, route.request, route.hashes, time.monotonic())
         choices = set(range(spec.choice, spec.choice + spec.choices))
         attempt = Attempt(owner, spec, source, target, promise, choices)
+        attempt.heard_before = source.prefills.messages
         for link in {source, target}:
             link.breaker.began(attempt.begun_at)
         self._by_name[spec.request_id, spec.attempt] = attempt

@@ -177,7 +177,7 @@ class Moves:
                 self._doubt(attempt)
             each = (frozenset({source, target}), frozenset({target}), frozenset({source}))
             loss = _Loss(HANDOFF_FAILED, failure, (frozenset(down),) if down else each)
-        self._lost(attempt, loss)
+        self._lost(attempt, loss, deadly=attempt.touches(attempt.source))
 
     def worker_reported(self, attempt: Attempt, output: TokenOutput, failure: BatonError) -> None:
         """A decode worker has ended an attempt with an error."""

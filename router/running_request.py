@@ -124,6 +124,8 @@ class Attempt:
     is_computed: bool = False
     """Its first token has come of the source: the decode worker has a ticket for it."""
     begun_at: float = field(default_factory=time.monotonic)
+    heard_before: int = 0
+    """How many messages had come on the source's stream of prefills when it was begun."""
     failed: bool = False
     """Its worker has said that it has failed: nothing is left to abort."""
 
@@ -134,8 +136,12 @@ class Attempt:
         return wanted and self.prefill is not None and not self.prefill.done()
 
     def touches(self, link: WorkerLink) -> bool:
-        """Whether a worker has had the sequence: one that waits to be handed over was not there."""
-        return link is self.source or self.decode_began.is_set()
+        """Whether a worker has had the sequence: one that waits to be handed over was not there,
+
+        nor one at a source that has died before it could say anything.
+        """
+        has_begun = self.source.prefills.messages > self.heard_before
+        return (link is self.source and has_begun) or self.decode_began.is_set()
 
     @property
     def unfinished(self) -> set[int]:

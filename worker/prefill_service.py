@@ -126,6 +126,8 @@ class _Prefills:
         task = asyncio.create_task(self._follow(name, request), name=f"prefill {name[0]}")
         self.running[name] = task
         task.add_done_callback(lambda _: self.running.pop(name, None))
+        # A message at once: should this worker die, its router knows whether it had the prompt.
+        self._happened.set()
 
     def _cancel(self, name: PrefillName) -> None:
         task = self.running.get(name)

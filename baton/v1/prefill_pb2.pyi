@@ -95,7 +95,7 @@ Global___PrefillCancel: _TypeAlias = PrefillCancel  # noqa: Y015
 
 @_typing.final
 class PrefillsResponse(_message.Message):
-    """What there is to tell at a time, in one message."""
+    """What there is to tell at a time, in one message; one comes at once when a prefill has been started."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
