@@ -374,6 +374,24 @@ async def test_one_that_waited_elsewhere_has_killed_nobody() -> None:
     world.close(running)
 
 
+@pytest.mark.parametrize("have_begun", [True, False])
+async def test_prefill_workers_that_died_before_they_had_a_prompt_died_of_something_else(
+    have_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool dies at once: what was placed at its dead workers meanwhile is no poison."""
+    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    world = World()
+    running = await world.run()
+    for name in ("p0", "p1"):
+        stream = world.links[name].prefills
+        stream.messages += have_begun
+        stream.breaks += 1
+        stream.fail(GONE)
+        await asyncio.sleep(0.01)
+    assert bool(world.moves.quarantine) == have_begun
+    world.close(running)
+
+
 async def test_moves_are_bounded_for_each_request_and_for_all() -> None:
     world = World(move_budget_burst=3, move_budget_ratio=0.0, move_budget_per_s=0.0)
     running = await world.run()
