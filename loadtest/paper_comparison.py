@@ -29,7 +29,7 @@ from loadtest.simulator.results import SimulationResult
 from loadtest.simulator.simulation import simulate
 from loadtest.simulator.step_model import StepShape
 from loadtest.simulator.worker_kinds import gpu_profile
-from loadtest.splitwise_comparison import KINDS, splitwise
+from loadtest.splitwise_comparison import KINDS, equal_cost, equal_power
 from loadtest.traces import TracedRequest, read_trace
 from loadtest.whole_table import print_whole, whole_table
 
@@ -144,7 +144,8 @@ def main(asked: Sequence[str]) -> None:
     if traces:
         trace = read_trace(traces[0])
         for costs in KINDS:
-            every[f"splitwise-{costs}"] = partial(splitwise, trace, costs)
+            every[f"splitwise-{costs}"] = partial(equal_cost, trace, costs)
+            every[f"splitwise-power-{costs}"] = partial(equal_power, trace, costs)
     for name, findings in every.items():
         if name in asked or not [one for one in asked if one in every]:
             table = whole_table(name, "published", "simulated", title="")
