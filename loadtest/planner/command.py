@@ -40,7 +40,7 @@ class PlanSettings:
     traces: tuple[Path, ...]
     """Each is served by itself, and the plan is for all of them."""
     slo: str
-    """See ``loadtest.generator.slo``; what it does not name is the configuration's. May be empty."""
+    """See ``loadtest.generator.slo``; what it does not name, or all, is the configuration's."""
     gpus: tuple[str, ...]
     """Accelerators, or files of `baton calibrate`."""
     budget: Budget
