@@ -19,7 +19,7 @@ from loadtest.planner.evaluation import Evaluation
 from loadtest.planner.floor import floor
 from loadtest.planner.plan import Plan, PlannedCluster
 from loadtest.planner.search import best_split, cheapest
-from loadtest.planner.transports import AS_MEASURED, Transport
+from loadtest.planner.transports import Transport
 from loadtest.planner.wisdom import advised
 from loadtest.planner.worker_kinds import Roles, cluster_kinds, transport_of
 
@@ -175,16 +175,16 @@ class Planner:
         prefill, decode = counts
         now = self._attained(kind, counts)
         more = {
-            "prefill": self._attained(kind, Counts(2 * prefill, decode)),
-            "decode": self._attained(kind, Counts(prefill, 2 * decode)),
+            "the prefill pool": self._attained(kind, Counts(2 * prefill, decode)),
+            "the decode pool": self._attained(kind, Counts(prefill, 2 * decode)),
         }
-        pool = max(more, key=lambda role: more[role])
-        what = ", ".join(
-            f"{share:.1%} with twice the {role} workers" for role, share in more.items()
-        )
+        if max(more.values()) < now + _LEAST_GAIN:
+            more["both pools"] = self._attained(kind, Counts(2 * prefill, 2 * decode))
+        what = ", ".join(f"{share:.1%} with twice {pool}" for pool, share in more.items())
+        pool = max(more, key=lambda one: more[one])
         if not self._reachable or more[pool] < now + _LEAST_GAIN:
             return f"no number of workers: one alone is too slow for the SLOs ({now:.1%}; {what})"
-        return f"the {pool} pool ({now:.1%}; {what})"
+        return f"{pool} ({now:.1%}; {what})"
 
     # What stands beside the plan
 
@@ -212,7 +212,7 @@ class Planner:
 def _fastest(transports: Sequence[Transport]) -> Transport:
     """Of those that work between machines, if there are such: none needs more workers."""
     wide = [one for one in transports if not one.one_machine]
-    return wide[-1] if wide else transports[-1] if transports else AS_MEASURED
+    return (wide or transports)[-1]
 
 
 def _counted(counts: Counts) -> str:

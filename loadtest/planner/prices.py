@@ -8,14 +8,15 @@ from collections.abc import Iterable, Mapping
 from baton.errors import ConfigError
 
 ASSUMED_PRICES: Mapping[str, float] = {
-    "a100": 1.80,
-    "h100": 3.00,
-    "h200": 3.80,
-    "b200": 6.00,
-    "l40s": 1.00,
+    "a100": 1.40,
+    "h100": 2.30,
+    "h200": 3.00,
+    "b200": 5.00,
+    "l40s": 0.90,
 }
 """US dollars per GPU and hour, its share of machine, network and power included. Assumed by us, of
-the size of what clouds ask on demand: they differ by a factor of three among each other."""
+the size of what providers asked on demand at the end of 2025, which differs by two or three times.
+"""
 
 
 def parse_prices(texts: Iterable[str]) -> dict[str, float]:

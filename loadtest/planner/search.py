@@ -2,9 +2,10 @@
 
 The condition is taken to be monotone: more workers of either pool never spoil it. So whoever is
 larger in both pools than one that meets it need not be tried, nor whoever is smaller in both than
-one that does not. The least prefill workers beside decode workers without end, and the other way
-round, bound what is left; between these bounds the fewest decode workers are looked for, one number
-of prefill workers after the other, for as long as that can still be cheaper. All by bisection.
+one that does not. The floor, enlarged until it meets the condition, bounds the price. The least
+prefill workers beside as many decode workers as that price has, and the other way round, bound what
+is left; between these bounds the fewest decode workers are looked for, one number of prefill
+workers after the other, for as long as that can still be cheaper. All by bisection.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import ConfigError
 from loadtest.planner.cluster_kind import Counts
-from loadtest.planner.prices import parse_prices
+from loadtest.planner.prices import ASSUMED_PRICES, parse_prices
 from loadtest.planner.traffic import whole
 from loadtest.planner.transports import AS_MEASURED, TRANSPORTS
 from loadtest.planner.worker_kinds import cluster_kinds, roles, transports, worker_kinds
@@ -23,7 +23,7 @@ def test_degrees_that_do_not_hold_the_model_are_left_out() -> None:
     assert [kind.gpus for kind in kinds] == [4, 8]
     assert len(dropped) == 2
     assert "leaves no room" in dropped[0]
-    assert kinds[0].price_per_hour == pytest.approx(4 * 3.0)
+    assert kinds[0].price_per_hour == pytest.approx(4 * ASSUMED_PRICES["h100"])
 
 
 def test_nothing_is_left() -> None:
