@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 from loadtest.planner.cluster_kind import ClusterKind, Counts
@@ -39,7 +40,7 @@ def same_money(kinds: Mapping[ClusterKind, Counts], dollars_per_hour: float) -> 
     for kind, floor in kinds.items():
         affordable = _affordable(kind, dollars_per_hour + _ROUNDING)
         if affordable:
-            counts = min(affordable, key=lambda one, floor=floor: _distance(one, floor))
+            counts = min(affordable, key=partial(_distance, floor))
             name = f"same price: {kind.prefill.name} + {kind.decode.name}"
             found.append(Candidate(name, kind, counts))
     return found
@@ -67,5 +68,5 @@ def _affordable(kind: ClusterKind, dollars: float) -> list[Counts]:
     ]
 
 
-def _distance(counts: Counts, wanted: Counts) -> float:
+def _distance(wanted: Counts, counts: Counts) -> float:
     return abs(math.log(counts.prefill / counts.decode * wanted.decode / wanted.prefill))

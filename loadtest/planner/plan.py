@@ -15,15 +15,10 @@ class PlannedCluster:
     name: str
     kind: ClusterKind
     counts: Counts
-    whole: Figures
-    """Of all of the traffic."""
     peak: Figures
-    """Of its peak."""
-
-    @property
-    def attainment(self) -> float:
-        """The lower one of both."""
-        return min(self.whole.attainment, self.peak.attainment)
+    """Of the traffic's busiest part."""
+    whole: Figures | None = None
+    """Of all of it; None: it was not served."""
 
     @property
     def gpus(self) -> int:
@@ -37,14 +32,14 @@ class PlannedCluster:
 
     @property
     def goodput_per_gpu(self) -> float:
-        """Good requests per second and GPU, of all of the traffic."""
-        return self.whole.goodput_per_s / self.gpus
+        """Good requests per second and GPU."""
+        return self.peak.goodput_per_s / self.gpus
 
     @property
     def input_price(self) -> float | None:
         """Dollars for a million tokens of prompts, of the prefill pool; None: both in one."""
         pool = self.counts.prefill * self.kind.prefill.price_per_hour
-        return self.whole.dollars_per_million(pool, self.whole.input_tokens) if pool else None
+        return self.peak.dollars_per_million(pool, self.peak.input_tokens) if pool else None
 
     @property
     def output_price(self) -> float | None:
@@ -52,13 +47,17 @@ class PlannedCluster:
         pool = self.counts.decode * self.kind.decode.price_per_hour
         if not self.counts.prefill:
             return None
-        return self.whole.dollars_per_million(pool, self.whole.output_tokens)
+        return self.peak.dollars_per_million(pool, self.peak.output_tokens)
 
     @property
     def token_price(self) -> float | None:
         """Dollars for a million tokens of both, of all workers."""
-        tokens = self.whole.input_tokens + self.whole.output_tokens
-        return self.whole.dollars_per_million(self.price_per_hour, tokens)
+        return self.price_of_all(self.peak)
+
+    def price_of_all(self, figures: Figures) -> float | None:
+        """The same, of what ``figures`` count."""
+        tokens = figures.input_tokens + figures.output_tokens
+        return figures.dollars_per_million(self.price_per_hour, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,8 @@ class Plan:
     def frontier(self) -> list[PlannedCluster]:
         """Those that nobody else beats in price and attainment, by their price."""
         found: list[PlannedCluster] = []
-        for one in sorted(self.clusters, key=lambda one: (one.price_per_hour, -one.attainment)):
-            if not found or one.attainment > found[-1].attainment:
+        ranked = sorted(self.clusters, key=lambda one: (one.price_per_hour, -one.peak.attainment))
+        for one in ranked:
+            if not found or one.peak.attainment > found[-1].peak.attainment:
                 found.append(one)
         return found

@@ -28,10 +28,11 @@ a secret."""
 def plan_toml(plan: Plan, config: Config, about: str) -> str:
     """TOML. ``config`` is the one that was simulated; ``about``, a line, says what was asked."""
     chosen = plan.chosen
+    over_all = chosen.whole or chosen.peak
     lines = [
         "# Written by `baton plan`; `baton up --config` takes it, with the model named by --model.",
         f"# {about}",
-        f"# {plan.target:.0%} were to meet the SLOs; simulated: {chosen.whole.attainment:.1%}, and"
+        f"# {plan.target:.0%} were to meet the SLOs; simulated: {over_all.attainment:.1%}, and"
         f" {chosen.peak.attainment:.1%} in the busiest part.",
         "",
         *(f"{name} = {_value(getattr(config, name))}" for name in _SIMULATED),

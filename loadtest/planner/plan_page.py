@@ -42,15 +42,19 @@ def _frontier(report: PlanReport) -> str:
     plan = report.plan
     best = plan.frontier()
     lines = {
-        "frontier": Line([one.price_per_hour for one in best], [one.attainment for one in best])
+        "frontier": Line(
+            [one.price_per_hour for one in best], [one.peak.attainment for one in best]
+        )
     }
     for one in plan.clusters:
-        lines.setdefault(_label(one), Line([one.price_per_hour], [one.attainment], marked=True))
+        lines.setdefault(
+            _label(one), Line([one.price_per_hour], [one.peak.attainment], marked=True)
+        )
     return draw_lines(
         lines,
         title="SLO attainment against price",
         x="$/h",
-        y="share of requests, at the peak or over all, whichever is lower",
+        y="share of requests at the peak",
         marks=[Mark(plan.target, "target", vertical=False)],
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from baton.errors import ConfigError
 from loadtest.planner.beside import Candidate, at_ratio, colocated, neighbours, same_money
@@ -18,7 +19,7 @@ from loadtest.planner.cluster_kind import Budget, ClusterKind, Counts, WorkerKin
 from loadtest.planner.evaluation import Evaluation
 from loadtest.planner.floor import floor
 from loadtest.planner.plan import Plan, PlannedCluster
-from loadtest.planner.search import best_split, cheapest
+from loadtest.planner.search import best_split, cheapest, least
 from loadtest.planner.transports import Transport
 from loadtest.planner.wisdom import advised
 from loadtest.planner.worker_kinds import Roles, cluster_kinds, transport_of
@@ -55,7 +56,10 @@ class Planner:
         kind, counts = found or self._best_attainable()
         if found:
             kind = self._simplest(kind, counts)
-        chosen = self._cluster("the plan" if found else "best in the budget", kind, counts)
+        chosen = replace(
+            self._cluster("the plan" if found else "best in the budget", kind, counts),
+            whole=self._evaluation.figures(kind, counts, "whole"),
+        )
         return Plan(
             target=self._target,
             is_met=found is not None,
@@ -77,10 +81,7 @@ class Planner:
         return Counts(max(one.prefill for one in each), max(one.decode for one in each))
 
     def _cluster(self, name: str, kind: ClusterKind, counts: Counts) -> PlannedCluster:
-        of = self._evaluation.figures
-        return PlannedCluster(
-            name, kind, counts, of(kind, counts, "whole"), of(kind, counts, "peak")
-        )
+        return PlannedCluster(name, kind, counts, self._evaluation.figures(kind, counts, "peak"))
 
     def _meets_peak(self, kind: ClusterKind, counts: Counts) -> bool:
         return self._evaluation.figures(kind, counts, "peak").attainment >= self._target
@@ -153,8 +154,8 @@ class Planner:
         found: list[tuple[float, ClusterKind, Counts]] = []
         for kind in self._kinds:
             counts = best_split(
-                lambda one, kind=kind: self._attained(kind, one),
-                lambda one, kind=kind: self._budget.allows(kind, one),
+                partial(self._attained, kind),
+                partial(self._budget.allows, kind),
                 self._floors[kind],
             )
             if counts is not None:
@@ -199,7 +200,7 @@ class Planner:
                 for ratio in advised(self._evaluation.traffic["whole"])
                 for one in at_ratio(kind, counts, ratio)
             ),
-            colocated(kind, counts),
+            *self._colocated(kind, counts),
         ]
         return [
             one
@@ -207,6 +208,19 @@ class Planner:
             if (one.kind, one.counts) != (kind, counts) or one.name.startswith("wisdom")
             if self._budget.allows(one.kind, one.counts)
         ]
+
+    def _colocated(self, kind: ClusterKind, counts: Counts) -> list[Candidate]:
+        """As many GPUs as the plan has, and the fewest that meet the target too."""
+        alike = colocated(kind, counts)
+
+        def meets(workers: int) -> bool:
+            return self._meets_peak(alike.kind, Counts(0, workers))
+
+        most = alike.counts.decode
+        if not meets(most):
+            return [alike]
+        fewest = Counts(0, least(1, most, meets))
+        return [alike, alike._replace(name="colocated, the fewest", counts=fewest)]
 
 
 def _fastest(transports: Sequence[Transport]) -> Transport:

@@ -64,8 +64,8 @@ def cheapest(meets: Meets, price: Price, allows: Allows, floor: Counts) -> Count
     # So many of both may be more than is allowed: where even they miss it there is no hope.
     if not is_met(most):
         return best
-    least_prefill = _least(floor.prefill, most.prefill, lambda n: is_met(Counts(n, most.decode)))
-    least_decode = _least(floor.decode, most.decode, lambda n: is_met(Counts(most.prefill, n)))
+    least_prefill = least(floor.prefill, most.prefill, lambda n: is_met(Counts(n, most.decode)))
+    least_decode = least(floor.decode, most.decode, lambda n: is_met(Counts(most.prefill, n)))
     for prefill in range(least_prefill, most.prefill + 1):
         if not is_cheaper(Counts(prefill, least_decode)):
             break
@@ -101,6 +101,21 @@ def best_split(value: Callable[[Counts], float], allows: Allows, start: Counts) 
     return filled(place)
 
 
+def least(low: int, high: int, meets: Callable[[int], bool]) -> int:
+    """The least number that meets it, where ``high`` does: by steps that double, then by halving.
+
+    What is looked for lies mostly near ``low``.
+    """
+    step = 1
+    while low < high:
+        middle = min(low + step - 1, high - 1)
+        if meets(middle):
+            high = middle
+            return _halved(low, high, meets)
+        low, step = middle + 1, step * 2
+    return high
+
+
 def _within(counts: Counts, other: Counts) -> bool:
     return counts.prefill <= other.prefill and counts.decode <= other.decode
 
@@ -121,22 +136,7 @@ def _fewest(is_met: Monotone, is_cheaper: Allows, prefill: int, low: int) -> int
     high = _most(low, lambda n: is_cheaper(Counts(prefill, n)))
     if not is_met(Counts(prefill, high)):
         return None
-    return _least(low, high, lambda n: is_met(Counts(prefill, n)))
-
-
-def _least(low: int, high: int, meets: Callable[[int], bool]) -> int:
-    """The least number that meets it, where ``high`` does: by steps that double, then by halving.
-
-    What is looked for lies mostly near ``low``.
-    """
-    step = 1
-    while low < high:
-        middle = min(low + step - 1, high - 1)
-        if meets(middle):
-            high = middle
-            return _halved(low, high, meets)
-        low, step = middle + 1, step * 2
-    return high
+    return least(low, high, lambda n: is_met(Counts(prefill, n)))
 
 
 def _halved(low: int, high: int, meets: Callable[[int], bool]) -> int:

@@ -60,7 +60,7 @@ def test_a_plan_is_shown_and_written_and_taken(trace: Path, tmp_path: Path) -> N
 def test_a_budget_that_is_too_small_ends_with_1(trace: Path, tmp_path: Path) -> None:
     output, plan = tmp_path / "plan.json", tmp_path / "plan.toml"
     code, said = run(
-        *("plan", "--trace", trace, "--slo", "ttft=200ms", "--gpu", "a100", "--budget", 2),
+        *("plan", "--trace", trace, "--slo", "ttft=1s", "--gpu", "a100", "--budget", 2),
         *("--tp", "1", "--price", "a100=0.5", "--json", output, "--write", plan),
     )
     assert code == 1

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from loadtest.planner.cluster_kind import Counts
 from loadtest.planner.evaluation import Trial
 from loadtest.planner.figures import Figures, together
+from loadtest.traces import Trace
 from tests.unit.loadtest.planner.plans import KIND, config, evaluation, trace
 
 ONE = Counts(1, 1)
@@ -28,13 +31,14 @@ def test_each_candidate_is_simulated_once() -> None:
 
 
 def test_the_lead_does_not_count() -> None:
-    tried = evaluation(trace(60), peak_s=1.0)
+    busy = [replace(one, arrival_s=3.0 + one.arrival_s / 2) for one in trace(60).requests]
+    tried = evaluation(Trace((*trace(60).requests, *busy), 32), peak_s=0.5)
     found = tried.figures(KIND, Counts(3, 3), "peak")
     assert found.requests == len(tried.traffic["peak"][0].counted) < 25
     assert tried.requests > found.requests
     assert found.attainment == 1.0
     assert found.input_tokens == 300 * found.requests
-    assert found.offered_per_s == pytest.approx(20, rel=0.1)
+    assert found.offered_per_s == pytest.approx(40, rel=0.1)
 
 
 def test_twice_the_peak_is_twice_the_rate() -> None:

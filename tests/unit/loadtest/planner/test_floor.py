@@ -53,8 +53,9 @@ def test_what_was_seen_before_is_held() -> None:
 
 
 def test_what_came_before_the_peak_is_held_too() -> None:
-    rows = tuple(TracedRequest(at_s, 96, 5, (1, 2, 3)) for at_s in (0.0, 50.0, 60.0, 60.1, 60.2))
-    part = busiest(Trace(rows, 32), 25.0)
+    rows = tuple(TracedRequest(at_s, 96, 5, (1, 2, 3)) for at_s in (45.0, 50.0, 60.0, 60.1, 60.2))
+    part = busiest(Trace(rows, 32), 12.0)
+    assert len(part.counted) == 4
     assert prompts(part) == [(32, 64)] * len(part.counted)
 
 

@@ -31,7 +31,8 @@ def test_nothing_cheaper_meets_the_target() -> None:
     plan = small_plan(tried, Budget(gpus=12))
     assert plan.is_met
     chosen = plan.chosen
-    assert chosen.attainment >= _TARGET
+    assert chosen.whole is not None
+    assert min(chosen.whole.attainment, chosen.peak.attainment) >= _TARGET
     assert chosen.counts.prefill > 1
     for prefill, decode in itertools.product(range(1, 12), repeat=2):
         counts = Counts(prefill, decode)
@@ -40,9 +41,9 @@ def test_nothing_cheaper_meets_the_target() -> None:
     assert chosen.price_per_hour == 2.0 * sum(chosen.counts)
     assert chosen.price_per_hour <= 2.0 * 12
     # $/h of a pool over tokens an hour.
-    hours = chosen.whole.seconds / 3600
+    hours = chosen.peak.seconds / 3600
     paid = chosen.counts.decode * 2.0 * hours
-    assert chosen.output_price == pytest.approx(paid / chosen.whole.output_tokens * 1e6)
+    assert chosen.output_price == pytest.approx(paid / chosen.peak.output_tokens * 1e6)
 
 
 def test_what_stands_beside_it() -> None:
@@ -51,16 +52,16 @@ def test_what_stands_beside_it() -> None:
     assert "one prefill worker more" in names
     assert "wisdom, 1:1" in names
     assert "wisdom, 1:2" in names
-    assert names[-1] == "colocated"
+    assert "colocated" in names
     assert not any(name.startswith("over") for name in names)
     for one in plan.others:
         assert one.gpus <= 12
         if one.name.startswith("wisdom") or one.name == "colocated":
             assert one.gpus == plan.chosen.gpus
     fewer = [one for one in plan.others if one.name.endswith("fewer")]
-    assert all(one.attainment < _TARGET for one in fewer)
+    assert all(one.peak.attainment < _TARGET for one in fewer)
     prices = [one.price_per_hour for one in plan.frontier()]
-    shares = [one.attainment for one in plan.frontier()]
+    shares = [one.peak.attainment for one in plan.frontier()]
     assert prices == sorted(set(prices))
     assert shares == sorted(set(shares))
     assert plan.twice.attainment <= plan.chosen.peak.attainment
@@ -79,6 +80,7 @@ def test_the_search_looks_at_the_peak_and_serves_the_whole() -> None:
     tried = evaluation(Trace(tuple(rows), 32), peak_s=2.0)
     plan = small_plan(tried, Budget(gpus=10))
     assert plan.is_met
+    assert plan.chosen.whole is not None
     assert min(plan.chosen.whole.attainment, plan.chosen.peak.attainment) >= _TARGET
     assert plan.chosen.whole.requests == 81 > plan.chosen.peak.requests
 
@@ -119,11 +121,11 @@ def test_of_transports_the_one_is_taken_that_asks_for_least() -> None:
     assert long.is_met
     assert long.chosen.kind.transport.name == "nixl"
     over = next(one for one in long.others if one.name == "over grpc")
-    assert over.attainment < _TARGET
+    assert over.peak.attainment < _TARGET
 
 
 def test_slow_prompts_get_workers_of_several_gpus() -> None:
-    plan = _gpu_plan(trace(10, 2.0, prompt=30_000, answer=20), (1, 2), Budget(gpus=8), 1.5)
+    plan = _gpu_plan(trace(10, 2.0, prompt=30_000, answer=20), (1, 2), Budget(gpus=8), 1.0)
     assert plan.is_met
     assert plan.chosen.kind.prefill.gpus == 2
     assert plan.chosen.kind.decode.gpus == 1
