@@ -77,7 +77,8 @@ class ClusterDispatcher:
             self._on_broken,
             heartbeat_s=config.heartbeat_s,
         )
-        planner = Planner(make_policy(config.policy, route_settings(config)), config.block_size)
+        policy = make_policy(config.policy, route_settings(config))
+        planner = Planner(policy, config.block_size, metrics.traffic)
         self._waiting_room = WaitingRoom(config, metrics, self._capacity)
         self._running: set[RunningRequest] = set()
         self._attempts = Attempts(self._links, planner, self._on_prefill_failed)

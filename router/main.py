@@ -35,6 +35,7 @@ from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry
 from baton.supervision_page import supervision_page
+from baton.traffic_board import TrafficBoard
 from router.access import Access
 from router.batches.batches import Batches
 from router.cache_control import CacheControl
@@ -48,6 +49,7 @@ from router.pool_scaling import PoolScaling
 from router.rate_limits import RateLimits
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
+from router.traffic_report import TrafficReport
 from router.worker_control import WorkerControl
 from router.worker_operations import WorkerOperations, WorkerOperatorServicer
 
@@ -109,6 +111,8 @@ async def serve(settings: RouterSettings) -> None:
     operators = Operators(config, access)
     control = WorkerControl(dispatcher.workers.all, dispatcher.workers.is_up)
     scaling = PoolScaling(config.pools, PoolSizes(client, settings.cluster_id))
+    board = TrafficBoard(client, settings.cluster_id)
+    report = TrafficReport(board, dispatcher.router_id, metrics.traffic)
     batches = Batches(dispatcher, tokenizer, model, metrics, config, access)
     app = create_app(
         dispatcher,
@@ -162,6 +166,8 @@ async def serve(settings: RouterSettings) -> None:
     listening = _listen(config.http, shares_port=shares_port)
     _keep_collections_short()
     await batches.start()
+    if config.autoscaler.enabled:
+        report.start()
     serving = asyncio.create_task(http.serve(sockets=[listening]))
     told = asyncio.create_task(leaving.told.wait())
     orphaned = asyncio.create_task(_parent_gone())
@@ -177,6 +183,7 @@ async def serve(settings: RouterSettings) -> None:
         await serving
         await grpc_server.stop(STOP_GRACE_S)
         await batches.close()
+        await report.close()
         await limits.close()
         await client.aclose()
 
