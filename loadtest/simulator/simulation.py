@@ -18,6 +18,7 @@ from loadtest.simulator.cluster_shape import ClusterShape
 from loadtest.simulator.event_queue import EventQueue
 from loadtest.simulator.prefix_directory import PrefixDirectory
 from loadtest.simulator.results import SimulationResult, WorkerResult, result_of
+from loadtest.simulator.simulated_autoscaler import SimulatedAutoscaler
 from loadtest.simulator.simulated_request import SimulatedRequest
 from loadtest.simulator.simulated_router import SimulatedRouter
 from loadtest.simulator.simulated_worker import SimulatedWorker, WorkerSettings
@@ -43,8 +44,8 @@ def simulate(
 ) -> SimulationResult:
     """Serve ``requests``, which come in the order of their times.
 
-    ``config`` is that of `baton up`: policy, classes, SLOs, admission, local prefill; its pools are
-    not asked. ``trace_block``: tokens of a block of the trace's hashes. ``block_tokens``: tokens of
+    ``config`` is that of `baton up`: policy, classes, SLOs, admission, local prefill, and the
+    autoscaler, which changes roles alone; its pools are not asked. ``trace_block``: tokens of a block of the trace's hashes. ``block_tokens``: tokens of
     a KV block and of the index, which divide that; 0 takes the trace's own where it has hashes, and
     64 where it has none. ``seed`` is for policies that draw. ``leaps`` False sees every step for
     itself: slower by far, the same result. Raises ConfigError.
@@ -72,8 +73,18 @@ def simulate(
 
     for number, traced in enumerate(requests):
         events.at(traced.arrival_s, partial(arrive, number, traced))
+    autoscaler = None
+    if config.autoscaler.enabled:
+
+        def is_over() -> bool:
+            return len(each) == len(requests) and all(one.ended_s is not None for one in each)
+
+        autoscaler = SimulatedAutoscaler(config, workers, router, side, events, is_over)
+        autoscaler.start()
     events.run()
-    return _result(each, workers)
+    result = _result(each, workers)
+    changes = () if autoscaler is None else tuple(autoscaler.changes)
+    return replace(result, role_changes=changes)
 
 
 def _usual_block(requests: Sequence[TracedRequest], trace_block: int) -> int:
