@@ -1,0 +1,119 @@
+"""What came, and what it costs, from what routers and workers tell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.demand import MOST_HIDDEN, DemandReader
+from baton.registry import WorkerRecord
+from baton.request import Geometry, LoadSnapshot
+from baton.traffic_counts import TrafficCounts
+from baton.traffic_flow import Traffic
+from baton.worker_capacity import decode_capacity
+
+SLO_TPOT_S = 0.1
+
+
+def record(role: str = "decode", **load: float) -> WorkerRecord:
+    """Prompts cost a millisecond a token; a step 20 ms, 2 for each sequence, 0.01 for a token."""
+    return WorkerRecord(
+        incarnation=f"{role}-0:1",
+        slot=f"{role}-0",
+        role=role,
+        address="",
+        metrics_address="",
+        model="",
+        fingerprint="",
+        geometry=Geometry(16, 1, 1, 1, ""),
+        context_length=4096,
+        total_blocks=10_000,
+        max_sequences=64,
+        pool=role,
+        prefill_cost=(10.0, 1.0, 0.0),
+        step_cost=(20.0, 2.0, 0.01),
+        load=LoadSnapshot(**load),  # type: ignore[arg-type]
+    )
+
+
+def traffic(**counts: float) -> Traffic:
+    return Traffic(10.0, TrafficCounts(**counts))
+
+
+def test_a_decode_workers_batch_is_what_the_slo_leaves_time_for() -> None:
+    found = decode_capacity([record()], 200.0, SLO_TPOT_S)
+    assert found is not None
+    # 20 + (2 + 0.01*200)*batch = 100
+    assert found.batch == pytest.approx(20)
+    assert found.tokens_per_s == pytest.approx(20 / 0.1)
+    few = decode_capacity([replace(record(), max_sequences=5)], 200.0, SLO_TPOT_S)
+    assert few is not None
+    assert few.batch == 5
+    assert few.tokens_per_s == pytest.approx(5 / 0.04)
+    small = decode_capacity([replace(record(), total_blocks=25)], 200.0, SLO_TPOT_S)
+    assert small is not None
+    assert small.batch == 2, "its blocks hold 400 tokens"
+    never = decode_capacity([record()], 200.0, 0.001)
+    assert never is not None
+    assert never.batch == 1
+    assert decode_capacity([replace(record(), step_cost=(0.0, 0.0, 0.0))], 1.0, 0.1) is None
+
+
+def test_steps_that_were_seen_correct_what_was_calibrated() -> None:
+    # 20 + 2*10 + 0.01*1000 = 50 ms were calibrated, and 100 are seen.
+    slow = record(step_ms=100.0, step_batch=10.0, step_context_tokens=1000.0)
+    found = decode_capacity([slow], 200.0, SLO_TPOT_S)
+    assert found is not None
+    assert found.batch == pytest.approx((100 - 40) / 8)
+    hung = record(step_ms=1e6, step_batch=10.0, step_context_tokens=1000.0)
+    found = decode_capacity([hung], 200.0, 1.0)
+    assert found is not None
+    assert found.batch == pytest.approx((1000 - 80) / 16)
+
+
+def test_prefill_costs_what_was_seen_and_before_that_what_was_calibrated() -> None:
+    reader = DemandReader(SLO_TPOT_S)
+    workers = [record("prefill"), record()]
+    demand = reader.read(traffic(requests=10, input_tokens=1000), workers)
+    assert demand.prefill_s_per_token == pytest.approx((10 + 100) / 1e3 / 100)
+    assert demand.input_tokens_per_s == 100
+    seen = traffic(requests=10, input_tokens=1000, prefilled_tokens=800, prefill_s=1.6)
+    assert reader.read(seen, workers).prefill_s_per_token == pytest.approx(0.002)
+    quiet = [reader.read(traffic(), workers) for _ in range(200)]
+    assert quiet[-1].prefill_s_per_token == pytest.approx(0.002), "silence teaches nothing"
+    unknown = [replace(one, prefill_cost=(0.0, 0.0, 0.0)) for one in workers]
+    assert DemandReader(SLO_TPOT_S).read(traffic(requests=1), unknown).prefill_s_per_token is None
+
+
+def test_what_was_refused_would_have_had_answers_too() -> None:
+    reader = DemandReader(SLO_TPOT_S)
+    half = reader.read(traffic(requests=10, output_tokens=100, shed=5), [record()])
+    assert half.output_tokens_per_s == pytest.approx(20)
+    most = reader.read(traffic(requests=10, output_tokens=100, shed=10), [record()])
+    assert most.output_tokens_per_s == pytest.approx(10 * MOST_HIDDEN)
+    # More may end than came, in a moment.
+    late = reader.read(traffic(output_tokens=100, shed=3), [record()])
+    assert late.output_tokens_per_s == pytest.approx(10)
+
+
+def test_slos_are_judged_with_the_refused_as_late() -> None:
+    counts = traffic(
+        **{"shed": 2, "first_tokens": 8, "late_first_tokens": 1, "tight_first_tokens": 3},
+        **{"answers": 7, "slow_answers": 2, "tight_answers": 4},
+    )
+    demand = DemandReader(SLO_TPOT_S).read(counts, [record()])
+    assert (demand.ttft.judged, demand.ttft.missed, demand.ttft.tight) == (10, 3, 5)
+    assert (demand.tpot.judged, demand.tpot.missed, demand.tpot.tight) == (7, 2, 4)
+
+
+def test_the_decode_workers_alone_tell_how_much_is_decoded() -> None:
+    workers = [
+        record(running=6, waiting=2, context_tokens=1200),
+        record("prefill", running=9, waiting=9),
+    ]
+    demand = DemandReader(SLO_TPOT_S).read(traffic(), workers)
+    assert demand.decode_sequences == 8
+    # A context of 200 tokens a sequence.
+    assert demand.decode_batch == pytest.approx(20)
+    assert demand.decode_tokens_per_s == pytest.approx(200)
