@@ -349,8 +349,12 @@ class Autoscaler:
 
     def _within_bounds(self, crew: _Crew, now: float) -> list[Action]:
         """Bring back what somebody, or a failure, has brought out of the bounds."""
-        bounds = self._bounds
         why = f"outside of the bounds: {crew.text()}"
+        return self._roles_within(crew, why, now) or self._total_within(crew, why, now)
+
+    def _roles_within(self, crew: _Crew, why: str, now: float) -> list[Action]:
+        """No role has more or fewer workers than it may."""
+        bounds = self._bounds
         for role in ROLES:
             giver = other(role)
             if crew.have[role] < bounds.least[role]:
@@ -363,6 +367,11 @@ class Autoscaler:
                     return self._turn(crew, role, 1, Reason.BOUNDS, why, now)
                 if crew.total > bounds.least_workers:
                     return self._drain(crew, role, Reason.BOUNDS, why, now)
+        return []
+
+    def _total_within(self, crew: _Crew, why: str, now: float) -> list[Action]:
+        """Nor have both together."""
+        bounds = self._bounds
         if crew.total > bounds.most_workers:
             spare = [role for role in ROLES if crew.have[role] > bounds.least[role]]
             if spare:
@@ -437,17 +446,13 @@ class Autoscaler:
         serving.sort(key=lambda one: (self._home[one.pool] == giver, one.sequences, one.slot))
         return [ChangeRole(one.slot, taker, reason, why) for one in serving[:count]]
 
-    def _start(
-        self, crew: _Crew, role: Role, reason: Reason, why: str, now: float
-    ) -> list[Action]:
+    def _start(self, crew: _Crew, role: Role, reason: Reason, why: str, now: float) -> list[Action]:
         """One at a time: the next once that one has come up."""
         if not self._may(role, 1, now) or crew.in_role(role, WorkerState.STARTING):
             return []
         return [Resize(self._pools[role], 1, role, reason, why)]
 
-    def _drain(
-        self, crew: _Crew, role: Role, reason: Reason, why: str, now: float
-    ) -> list[Action]:
+    def _drain(self, crew: _Crew, role: Role, reason: Reason, why: str, now: float) -> list[Action]:
         """A pool loses its highest slot: of the pool in which a worker of the role is there.
 
         Where there is none, a worker of the role takes the other one, whose highest can go then.

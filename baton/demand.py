@@ -52,7 +52,9 @@ class DemandReader:
         if not counts.requests:
             return
         for name in ("requests", "input_tokens", "prefilled_tokens", "prefill_s"):
-            setattr(self._seen, name, _SEEN_KEPT * getattr(self._seen, name) + getattr(counts, name))
+            setattr(
+                self._seen, name, _SEEN_KEPT * getattr(self._seen, name) + getattr(counts, name)
+            )
 
     def _prompt_tokens(self) -> float:
         return self._seen.input_tokens / self._seen.requests if self._seen.requests else 0.0

@@ -1,19 +1,18 @@
 """What a rate will be in a moment: its level and its trend. Pure.
 
-Double exponential smoothing (C. C. Holt, "Forecasting seasonals and trends by exponentially weighted
-moving averages", 1957; International Journal of Forecasting 20, 2004) with a trend that dies away
-(E. S. Gardner and E. McKenzie, "Forecasting trends in time series", Management Science 31, 1985): a
-rate that jumps is not taken to go on rising. Readings need not be equally far apart.
+Double exponential smoothing (C. C. Holt, "Forecasting seasonals and trends by exponentially
+weighted moving averages", 1957; International Journal of Forecasting 20, 2004) with a trend that
+dies away (E. S. Gardner and E. McKenzie, "Forecasting trends in time series", Management Science
+31, 1985): a rate that jumps is not taken to go on rising. Readings need not be equally far apart.
 """
 
 from __future__ import annotations
 
 import math
 
-
 _TREND_WEIGHT = 0.5
-"""Of what a reading says of the trend, to what it says of the level: by as much slower is it learned.
-A rate that jumps is then overestimated by a sixth at most, for a few readings."""
+"""The trend is learned so much more slowly than the level: a rate that jumps is then overestimated
+by a sixth at most, for a few readings."""
 
 
 class RateForecast:

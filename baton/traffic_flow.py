@@ -63,4 +63,4 @@ class TrafficFlow:
         return [name for name, one in self._routers.items() if now - one.heard_at >= GONE_S]
 
     def _silent(self, now: float) -> bool:
-        return any(SILENT_S <= now - one.heard_at for one in self._routers.values())
+        return any(now - one.heard_at >= SILENT_S for one in self._routers.values())

@@ -124,7 +124,7 @@ class Autoscaling:
         await self._sizes.write(action.pool, count + action.by)
         deadline = time.monotonic() + NOTICE_S
         # The supervisor looks every half second; the next decision is not to precede it.
-        while self._count(action.pool) == count:  # noqa: ASYNC110
+        while self._count(action.pool) == count:
             if time.monotonic() > deadline:
                 raise Unavailable("the supervisor has not acted on it yet")
             await asyncio.sleep(_POLL_S)

@@ -80,9 +80,7 @@ def workers_of(
             role: Role = "prefill" if record.role == "prefill" else "decode"
             load = record.load.running + record.load.waiting
             state = WorkerState.SERVING
-            found.append(
-                WorkerFigures(slot, pool, number, role, state, record.incarnation, load)
-            )
+            found.append(WorkerFigures(slot, pool, number, role, state, record.incarnation, load))
         else:
             fails = phase is Phase.CRASH_LOOP
             state = WorkerState.FAILED if fails else WorkerState.STARTING

@@ -21,6 +21,7 @@ from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
 from baton.registry import Registry
 from baton.request import TokenOutput
+from baton.traffic_board import TrafficBoard
 from router.admission import Capacity
 from router.attempts import Attempts
 from router.generation import GenerationRequest, OutputDelta, without_answer
@@ -36,6 +37,7 @@ from router.routes import Routes
 from router.running_request import Attempt, RunningRequest
 from router.silence import SilenceWatch
 from router.tokenizer import Tokenizer
+from router.traffic_report import TrafficReport
 from router.waiting_room import WaitingRoom
 from router.worker_links import WorkerLink, WorkerLinks
 
@@ -63,7 +65,9 @@ class ClusterDispatcher:
         metrics: RouterMetrics,
         registry: Registry,
         index: PrefixIndex,
+        board: TrafficBoard | None = None,
     ) -> None:
+        """``board``: where an autoscaler looks what has come; None where there is none."""
         self.router_id = f"router-{secrets.token_hex(6)}"
         self._config = config
         self._tokenizer = tokenizer
@@ -90,6 +94,7 @@ class ClusterDispatcher:
             metrics,
             self._links.is_up,
         )
+        self._report = board and TrafficReport(board, self.router_id, metrics.traffic)
         self._draining = False
         self._told_health = ("down", "")
         self._dead_since: dict[str, float] = {}
@@ -108,6 +113,8 @@ class ClusterDispatcher:
             asyncio.create_task(self._follow_registry(), name="registry"),
             asyncio.create_task(self._watch(), name="silence"),
         ]
+        if self._report is not None:
+            self._report.start()
 
     async def settled(self) -> None:
         """Wait until the registry was read and, where it lists workers, requests can be served."""
@@ -132,6 +139,8 @@ class ClusterDispatcher:
             running.life.fail(WorkerFailed("the router is stopping", retry_after=1.0))
         self._waiting_room.close()
         await end_tasks(self._tasks)
+        if self._report is not None:
+            await self._report.close()
         await self._attempts.close(CLOSE_S)
         await self._prefixes.close()
         await self._links.close()

@@ -49,7 +49,6 @@ from router.pool_scaling import PoolScaling
 from router.rate_limits import RateLimits
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
-from router.traffic_report import TrafficReport
 from router.worker_control import WorkerControl
 from router.worker_operations import WorkerOperations, WorkerOperatorServicer
 
@@ -100,7 +99,12 @@ async def serve(settings: RouterSettings) -> None:
     client = redis_client(settings.redis_url)
     index = PrefixIndex(client, settings.cluster_id)
     dispatcher = ClusterDispatcher(
-        config, tokenizer, metrics, Registry(client, settings.cluster_id), index
+        config,
+        tokenizer,
+        metrics,
+        Registry(client, settings.cluster_id),
+        index,
+        TrafficBoard(client, settings.cluster_id) if config.autoscaler.enabled else None,
     )
     await dispatcher.start()
     folder = Path(settings.model_path)
@@ -111,8 +115,6 @@ async def serve(settings: RouterSettings) -> None:
     operators = Operators(config, access)
     control = WorkerControl(dispatcher.workers.all, dispatcher.workers.is_up)
     scaling = PoolScaling(config.pools, PoolSizes(client, settings.cluster_id))
-    board = TrafficBoard(client, settings.cluster_id)
-    report = TrafficReport(board, dispatcher.router_id, metrics.traffic)
     batches = Batches(dispatcher, tokenizer, model, metrics, config, access)
     app = create_app(
         dispatcher,
@@ -166,8 +168,6 @@ async def serve(settings: RouterSettings) -> None:
     listening = _listen(config.http, shares_port=shares_port)
     _keep_collections_short()
     await batches.start()
-    if config.autoscaler.enabled:
-        report.start()
     serving = asyncio.create_task(http.serve(sockets=[listening]))
     told = asyncio.create_task(leaving.told.wait())
     orphaned = asyncio.create_task(_parent_gone())
@@ -183,7 +183,6 @@ async def serve(settings: RouterSettings) -> None:
         await serving
         await grpc_server.stop(STOP_GRACE_S)
         await batches.close()
-        await report.close()
         await limits.close()
         await client.aclose()
 

@@ -45,7 +45,9 @@ def main() -> None:
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if any(one.name == AUTOSCALED for one in found) and len(found) > 1:
-        console.print(f"The autoscaler's goodput is {gain(found):.2f} times the best fixed ratio's.")
+        console.print(
+            f"The autoscaler's goodput is {gain(found):.2f} times the best fixed ratio's."
+        )
     console.print(f"{this_machine().line()}.", markup=False, highlight=False, soft_wrap=True)
     if given.json is not None:
         given.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")

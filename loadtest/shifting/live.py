@@ -41,9 +41,7 @@ class RolesSeen:
     decode: int
 
 
-async def drive(
-    cluster: LiveCluster, traffic: ShiftingTraffic, name: str, run: int
-) -> Outcome:
+async def drive(cluster: LiveCluster, traffic: ShiftingTraffic, name: str, run: int) -> Outcome:
     """One run; another ``run`` has prompts that no cache knows."""
     target = OpenAiTarget(cluster.url, "completions", AskOptions(SERVED_NAME))
     driver = LoadDriver(target)

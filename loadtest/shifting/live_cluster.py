@@ -84,7 +84,10 @@ async def live_cluster(
     config.write_text(toml_of(fields))
     command = [sys.executable, "-m", _PROGRAM, "--config", str(config)]
     command += ["--prefill", str(prefill), "--decode", str(decode), "--http", http, "--grpc", grpc]
-    command += [f"--prefill-costs={_numbers(COSTS.prefill)}", f"--step-costs={_numbers(COSTS.step)}"]
+    command += [
+        f"--prefill-costs={_numbers(COSTS.prefill)}",
+        f"--step-costs={_numbers(COSTS.step)}",
+    ]
     with process_group(command, os.environ, log) as process:
         async with httpx.AsyncClient(trust_env=False, timeout=_ROLE_S) as client:
             cluster = LiveCluster(http, client)
@@ -100,9 +103,7 @@ async def live_cluster(
 def toml_of(fields: Mapping[str, Any]) -> str:
     """Plain fields first, then a table for each mapping; texts and numbers alone."""
     plain = [f"{name} = {json.dumps(value)}" for name, value in fields.items() if _plain(value)]
-    tables = [
-        f"[{name}]\n{toml_of(value)}" for name, value in fields.items() if not _plain(value)
-    ]
+    tables = [f"[{name}]\n{toml_of(value)}" for name, value in fields.items() if not _plain(value)]
     return "\n".join([*plain, *tables]) + "\n"
 
 

@@ -37,9 +37,7 @@ class Load:
 class AutoscaledCluster:
     """Looks every interval; ``moves`` has the workers that each role gained or lost, and when."""
 
-    def __init__(
-        self, prefill: int, decode: int, settings: AutoscalerConfig = SETTINGS
-    ) -> None:
+    def __init__(self, prefill: int, decode: int, settings: AutoscalerConfig = SETTINGS) -> None:
         self.settings = settings
         self.workers = [*_workers("prefill", prefill), *_workers("decode", decode)]
         self.now = 1000.0

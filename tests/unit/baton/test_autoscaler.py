@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -287,7 +288,7 @@ def test_a_decision_that_was_not_carried_out_is_said_again_after_a_cooldown() ->
             cluster.autoscaler.acted(cluster.now)
         cluster.now += SETTINGS.interval_s
     assert len(said) == 3
-    assert all(later - earlier > COOLDOWN_LOOKS for earlier, later in zip(said, said[1:], strict=False))
+    assert all(later - earlier > COOLDOWN_LOOKS for earlier, later in itertools.pairwise(said))
 
 
 def test_workers_whose_pace_nobody_knows_are_left_alone() -> None:

@@ -26,7 +26,7 @@ def test_a_rise_goes_on_for_a_moment_and_a_jump_does_not() -> None:
         rising.add(10.0 * look, 10.0)
         jumped.add(100.0 if look else 0.0, 10.0)
         assert jumped.ahead(10.0) <= 118
-    assert rising.ahead(10.0) > 190 > 100 < jumped.ahead(10.0) + 1
+    assert rising.ahead(10.0) > 190
     assert jumped.ahead(10.0) == pytest.approx(100, abs=1)
 
 

@@ -77,7 +77,7 @@ def test_without_a_router_nothing_is_known() -> None:
     )
 )
 def test_every_request_counts_once_at_most(looks: list[dict[str, int]]) -> None:
-    """Each look has what came to each router that was there; one that goes comes back as another."""
+    """A look has what came to each router that was there; one that goes comes back as another."""
     flow, lives, totals = TrafficFlow(), dict.fromkeys("abc", 0), dict.fromkeys("abc", 0)
     came, seen = 0, 0.0
     before: set[str] = set()

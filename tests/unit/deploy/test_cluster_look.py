@@ -49,9 +49,7 @@ class FakeBoard:
         self.removed += routers
 
 
-def look_at(
-    registry: FakeRegistry, board: FakeBoard, phases: Mapping[str, Phase]
-) -> ClusterLook:
+def look_at(registry: FakeRegistry, board: FakeBoard, phases: Mapping[str, Phase]) -> ClusterLook:
     return ClusterLook(
         Config(), cast(Registry, registry), cast(TrafficBoard, board), lambda: phases
     )
