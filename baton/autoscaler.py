@@ -142,7 +142,9 @@ class _Crew:
     have: dict[Role, int]
     """Workers that serve, or will."""
     need: dict[Role, float]
-    """Workers that the traffic asks for."""
+    """Workers that the traffic asks for, with what corrections add to the floor."""
+    floor: dict[Role, float]
+    """By the rates of tokens alone."""
 
     @property
     def total(self) -> int:
@@ -267,11 +269,12 @@ class Autoscaler:
 
     def _crew(self, workers: Sequence[WorkerFigures], demand: Demand, now: float) -> _Crew:
         """Who is there, and how many are needed."""
-        crew = _Crew(workers, {}, {})
+        crew = _Crew(workers, {}, {}, {})
         for role in ROLES:
             helping = crew.in_role(role, WorkerState.SERVING, WorkerState.STARTING)
             crew.have[role] = len(helping)
-        crew.need = self._floors(demand, crew.have)
+        crew.floor = self._floors(demand, crew.have)
+        crew.need = dict(crew.floor)
         self._correct(crew, demand, now)
         for role in ROLES:
             crew.need[role] += self._extra[role]
@@ -350,10 +353,10 @@ class Autoscaler:
     def _within_bounds(self, crew: _Crew, now: float) -> list[Action]:
         """Bring back what somebody, or a failure, has brought out of the bounds."""
         why = f"outside of the bounds: {crew.text()}"
-        return self._roles_within(crew, why, now) or self._total_within(crew, why, now)
+        return self._total_within(crew, why, now) or self._roles_within(crew, why, now)
 
     def _roles_within(self, crew: _Crew, why: str, now: float) -> list[Action]:
-        """No role has more or fewer workers than it may."""
+        """No role has more than it may have, or fewer."""
         bounds = self._bounds
         for role in ROLES:
             giver = other(role)
@@ -370,9 +373,9 @@ class Autoscaler:
         return []
 
     def _total_within(self, crew: _Crew, why: str, now: float) -> list[Action]:
-        """Nor have both together."""
+        """There are no more workers than there may be, and no fewer."""
         bounds = self._bounds
-        if crew.total > bounds.most_workers:
+        if crew.total > bounds.most_workers and self._rested(now):
             spare = [role for role in ROLES if crew.have[role] > bounds.least[role]]
             if spare:
                 role = min(spare, key=lambda one: _load_without(crew, one))
@@ -387,7 +390,7 @@ class Autoscaler:
         """Workers of the role that has more than it needs go to the one that has less."""
         taker = crew.busier()
         giver, most = other(taker), max(1, crew.have[other(taker)] // 2)
-        trial = _Crew(crew.workers, dict(crew.have), crew.need)
+        trial = _Crew(crew.workers, dict(crew.have), crew.need, crew.floor)
         count = 0
         while count < most and self._gains(trial, taker):
             trial.have[giver] -= 1
@@ -403,9 +406,13 @@ class Autoscaler:
             return False
         if crew.have[giver] <= max(1, bounds.least[giver]):
             return False
-        given = crew.need[giver] / (crew.have[giver] - 1)
-        taken = crew.need[taker] / (crew.have[taker] + 1)
-        return given <= band or max(given, taken) <= band * crew.load(taker)
+        if crew.need[giver] / (crew.have[giver] - 1) <= band:
+            return True
+        # A role that is short itself gives only for what is known to be asked for.
+        given = crew.floor[giver] / (crew.have[giver] - 1)
+        taken = crew.floor[taker] / (crew.have[taker] + 1)
+        has = crew.floor[taker] / crew.have[taker] if crew.have[taker] else math.inf
+        return max(given, taken) <= band * has
 
     def _grow(self, crew: _Crew, now: float) -> list[Action]:
         """Start a worker where a role stays short, and no other one can be had."""
@@ -422,11 +429,19 @@ class Autoscaler:
         """Drain a worker that nobody has needed for a cooldown."""
         if not self._rested(now) or crew.total <= self._bounds.least_workers:
             return []
+        broken = [role for role in ROLES if self._has_broken(crew, role)]
+        if broken and max(map(crew.load, ROLES)) <= 1:
+            return self._drain(crew, broken[0], Reason.SURPLUS, crew.text(), now)
         spare = [role for role in ROLES if self._is_spare(crew, role)]
         if not spare:
             return []
         role = min(spare, key=lambda one: _load_without(crew, one))
         return self._drain(crew, role, Reason.SURPLUS, crew.text(), now)
+
+    def _has_broken(self, crew: _Crew, role: Role) -> bool:
+        """Whether the worker that the role's pool would lose does not come up."""
+        places = _places(crew, self._pools[role])
+        return len(places) > 1 and places[-1].state is WorkerState.FAILED
 
     def _is_spare(self, crew: _Crew, role: Role) -> bool:
         """Whether a role could have done with a worker less, at all looks of a cooldown."""
@@ -460,7 +475,7 @@ class Autoscaler:
         if not self._may(role, -1, now):
             return []
         for pool in self._pools.values():
-            places = sorted((one for one in crew.workers if one.pool == pool), key=_number)
+            places = _places(crew, pool)
             if len(places) > 1 and _can_go(places[-1], role):
                 return [Resize(pool, -1, role, reason, why)]
         if crew.have[other(role)] < self._bounds.most[other(role)]:
@@ -468,8 +483,10 @@ class Autoscaler:
         return []
 
 
-def _number(worker: WorkerFigures) -> int:
-    return worker.number
+def _places(crew: _Crew, pool: str) -> list[WorkerFigures]:
+    """A pool's slots, by their numbers."""
+    own = [one for one in crew.workers if one.pool == pool]
+    return sorted(own, key=lambda one: one.number)
 
 
 def _load_without(crew: _Crew, role: Role) -> float:

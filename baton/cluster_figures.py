@@ -61,7 +61,7 @@ class Demand:
     input_tokens_per_s: float
     """Of the prompts that came, those that were refused too."""
     output_tokens_per_s: float
-    """Of answers, as many as there would be if nobody had been refused."""
+    """Of the answers to what came, those that were refused too."""
     prefill_s_per_token: float | None
     """Seconds of a prefill worker for a token of a prompt; None: not known."""
     decode_tokens_per_s: float | None

@@ -10,8 +10,6 @@ from baton.traffic_counts import TrafficCounts
 from baton.traffic_flow import Traffic
 from baton.worker_capacity import decode_capacity, prefill_s_per_token
 
-MOST_HIDDEN = 4.0
-"""What was refused is taken to have wanted as much as what was served, up to so many times that."""
 _SEEN_KEPT = 0.8
 """Of what was seen of prefill workers, at each look: so that a moment does not decide."""
 
@@ -30,12 +28,10 @@ class DemandReader:
         self._remember(counts)
         decoding = [record for record in records if record.role == "decode"]
         capacity = decode_capacity(decoding or records, self._context(decoding), self._slo_tpot_s)
-        served = max(counts.requests - counts.shed, counts.requests / MOST_HIDDEN)
-        hidden = counts.requests / served if served > 0 else 1.0
         return Demand(
             seconds=seconds,
             input_tokens_per_s=counts.input_tokens / seconds,
-            output_tokens_per_s=counts.output_tokens / seconds * max(1.0, hidden),
+            output_tokens_per_s=_answers(counts) / seconds,
             prefill_s_per_token=prefill_s_per_token(self._seen, records, self._prompt_tokens()),
             decode_tokens_per_s=None if capacity is None else capacity.tokens_per_s,
             decode_batch=0.0 if capacity is None else capacity.batch,
@@ -64,3 +60,10 @@ class DemandReader:
         running = sum(record.load.running for record in decoding)
         held = sum(record.load.context_tokens for record in decoding)
         return held / running if running else self._prompt_tokens()
+
+
+def _answers(counts: TrafficCounts) -> float:
+    """Tokens that the answers to what came are to have; where no kind is known, those that came."""
+    if not counts.foreseen_requests:
+        return 0.0 if not counts.requests else counts.output_tokens
+    return counts.foreseen_tokens * counts.requests / counts.foreseen_requests

@@ -32,7 +32,7 @@ class RateForecast:
             return
         kept = math.exp(-seconds / self._memory_s)
         before, expected = self._level, self._level + self._risen(seconds)
-        self._level = expected + (1 - kept) * (rate - expected)
+        self._level = max(0.0, expected + (1 - kept) * (rate - expected))
         weight = _TREND_WEIGHT * (1 - kept)
         self._trend += weight * ((self._level - before) / seconds - self._trend)
 

@@ -82,7 +82,7 @@ class ClusterDispatcher:
             heartbeat_s=config.heartbeat_s,
         )
         policy = make_policy(config.policy, route_settings(config))
-        planner = Planner(policy, config.block_size, metrics.traffic)
+        planner = Planner(policy, config.block_size, metrics.traffic.counts)
         self._waiting_room = WaitingRoom(config, metrics, self._capacity)
         self._running: set[RunningRequest] = set()
         self._attempts = Attempts(self._links, planner, self._on_prefill_failed)
@@ -94,7 +94,7 @@ class ClusterDispatcher:
             metrics,
             self._links.is_up,
         )
-        self._report = board and TrafficReport(board, self.router_id, metrics.traffic)
+        self._report = board and TrafficReport(board, self.router_id, metrics.traffic.counts)
         self._draining = False
         self._told_health = ("down", "")
         self._dead_since: dict[str, float] = {}

@@ -69,8 +69,7 @@ class RequestRecorder:
         self._series = metrics.of_class(context_class)
         self._series.prompt_tokens.inc(prompt_tokens)
         self._traffic = metrics.traffic
-        self._traffic.requests += 1
-        self._traffic.input_tokens += prompt_tokens
+        self._traffic.came(context_class, prompt_tokens)
 
     @property
     def ended(self) -> bool:
@@ -84,7 +83,7 @@ class RequestRecorder:
             self._token(now)
         if delta.token_ids:
             self._series.generated_tokens.inc(len(delta.token_ids))
-            self._traffic.output_tokens += len(delta.token_ids)
+            self._traffic.counts.output_tokens += len(delta.token_ids)
 
     def succeed(self, now: float) -> None:
         """The last token came."""
@@ -95,7 +94,8 @@ class RequestRecorder:
         if self._tokens > 1:
             tpot = (now - self._first_at) / (self._tokens - 1)
             self._series.time_per_output_token.observe(tpot)
-            self._traffic.judge_answer(tpot, self._slo.tpot_s)
+            self._traffic.counts.judge_answer(tpot, self._slo.tpot_s)
+        self._traffic.ended(self._class, self._tokens)
         ttft = self._first_at - self._received_at
         if self._tokens and ttft <= self._slo.ttft_s and tpot <= self._slo.tpot_s:
             self._series.goodput_requests.inc()
@@ -114,7 +114,7 @@ class RequestRecorder:
             self._first_at = now
             ttft = now - self._received_at
             self._series.time_to_first_token.observe(ttft)
-            self._traffic.judge_first_token(ttft, self._slo.ttft_s)
+            self._traffic.counts.judge_first_token(ttft, self._slo.ttft_s)
         else:
             self._series.inter_token_latency.observe(now - self._last_at)
         self._last_at = now
@@ -124,5 +124,5 @@ class RequestRecorder:
         if self._ended:
             return
         self._ended = True
-        self._traffic.shed += outcome is Outcome.SHED
+        self._traffic.counts.shed += outcome is Outcome.SHED
         self._metrics.requests.labels(self._class, outcome, code).inc()

@@ -78,7 +78,7 @@ class SimulatedAutoscaler:
 
     def _figures(self, now: float) -> ClusterFigures:
         self._looks += 1
-        counts = self._router.traffic
+        counts = self._router.traffic.counts
         counts.output_tokens = float(sum(one.work.decoded_tokens for one in self._workers.values()))
         told = ToldTraffic(self._looks, counts.since(TrafficCounts()))
         traffic = self._flow.look({"router": told}, now)

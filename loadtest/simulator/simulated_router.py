@@ -14,7 +14,7 @@ from baton.config import DEFAULT_TENANT, Config
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
 from baton.registry import WorkerRecord
 from baton.request import Geometry
-from baton.traffic_counts import TrafficCounts
+from baton.traffic_meter import TrafficMeter
 from loadtest.simulator.attempt import Attempt
 from loadtest.simulator.event_queue import EventQueue
 from loadtest.simulator.prefix_directory import PrefixDirectory
@@ -56,9 +56,9 @@ class SimulatedRouter:
         self._side = side
         self._workers = {worker.name: worker for worker in workers}
         self._block_tokens = block_tokens
-        self.traffic = TrafficCounts()
+        self.traffic = TrafficMeter()
         """For the autoscaler; tokens of answers are not counted here."""
-        self._planner = Planner(policy, block_tokens, self.traffic)
+        self._planner = Planner(policy, block_tokens, self.traffic.counts)
         self._admission = Admission(
             config.tenant_weights,
             config.max_waiting_requests,
@@ -132,8 +132,8 @@ class SimulatedRouter:
         now = self._events.now
         self._requests[request.name] = request
         self._deadlines[request.name] = now + self._config.request_deadline_s
-        self.traffic.requests += 1
-        self.traffic.input_tokens += request.traced.input_tokens
+        tokens = request.traced.input_tokens
+        self.traffic.came(self._config.class_of(tokens), tokens)
         applicant = self._applicant(request)
         admission, capacity = self._admission, self._current_capacity(now)
         forecast = forecast_by_rate(
@@ -264,7 +264,8 @@ class SimulatedRouter:
         attempt.promise.computed(now, computed_tokens=computed_tokens, compute_ms=compute_s * 1e3)
         if request.first_token_s is None:
             request.first_token_s = now
-            self.traffic.judge_first_token(now - request.traced.arrival_s, self._slo_ttft(request))
+            ttft_s = now - request.traced.arrival_s
+            self.traffic.counts.judge_first_token(ttft_s, self._slo_ttft(request))
             self._begun[request.name] = request
         if self._admission.first_token(request.name, now):
             self._pump()
@@ -294,10 +295,13 @@ class SimulatedRouter:
     def _end(self, request: SimulatedRequest, code: str) -> None:
         now = self._events.now
         request.ended_s, request.code = now, code
-        self.traffic.shed += code in ("overloaded", "deadline_unreachable")
+        self.traffic.counts.shed += code in ("overloaded", "deadline_unreachable")
+        if not code:
+            context_class = self._config.class_of(request.traced.input_tokens)
+            self.traffic.ended(context_class, request.generated)
         if not code and request.generated > 1 and request.first_token_s is not None:
             tpot_s = (now - request.first_token_s) / (request.generated - 1)
-            self.traffic.judge_answer(tpot_s, self._config.slo_tpot_s)
+            self.traffic.counts.judge_answer(tpot_s, self._config.slo_tpot_s)
         self._tell_generated(request)
         attempt = self._attempts.pop(request.name, None)
         if attempt is not None:

@@ -163,16 +163,16 @@ def test_guests_go_home_first_and_those_with_the_least_to_do() -> None:
 def test_a_worker_is_started_where_nobody_can_be_spared_and_the_next_when_it_is_up() -> None:
     cluster = rested(1, 1)
     for _ in range(4):
-        grown = cluster.look(workers(2.4, 0.7))
+        grown = cluster.look(workers(2.3, 0.7))
         if grown:
             break
     (grow,) = grown
     assert isinstance(grow, Resize)
     assert (grow.pool, grow.by, grow.role, grow.name) == ("p", 1, "prefill", "grow")
     cluster.workers[-1] = replace(cluster.workers[-1], state=WorkerState.STARTING, incarnation="")
-    assert looked(cluster, workers(2.4, 0.7), 10) == []
+    assert looked(cluster, workers(2.3, 0.7), 10) == []
     cluster.workers[-1] = replace(cluster.workers[-1], state=WorkerState.SERVING, incarnation="x")
-    assert len(looked(cluster, workers(2.4, 0.7), 10)) == 1
+    assert len(looked(cluster, workers(2.3, 0.7), 10)) == 1
     assert cluster.have("prefill") == 3
 
 
@@ -212,7 +212,7 @@ def test_a_missed_slo_brings_one_more_and_when_it_is_kept_with_ease_one_less(
     reason: Reason,
 ) -> None:
     cluster = rested(2, 2)
-    load = workers(2 * 0.79, 2 * 0.79)
+    load = workers(2 * 0.64, 2 * 0.64)
     bad, fine = SloFigures(40, 4, 10), SloFigures(40, 0, 0)
 
     def look(slo: SloFigures) -> None:
@@ -235,12 +235,12 @@ def test_a_missed_slo_brings_one_more_and_when_it_is_kept_with_ease_one_less(
 
 
 def test_few_requests_judge_nothing() -> None:
-    cluster = rested(2, 2)
+    cluster = AutoscaledCluster(2, 2)
     figures = cluster.figures(workers(2 * 0.79, 2 * 0.79))
     assert figures.demand is not None
     one_late = SloFigures(1, 1, 1)
     few = replace(figures, demand=replace(figures.demand, ttft=one_late))
-    for _ in range(COOLDOWN_LOOKS):
+    for _ in range(3 * COOLDOWN_LOOKS):
         # Ten are enough, and these are fewer in a cooldown.
         assert cluster.look_at(few) == ()
 

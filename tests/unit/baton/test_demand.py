@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from baton.demand import MOST_HIDDEN, DemandReader
+from baton.demand import DemandReader
 from baton.registry import WorkerRecord
 from baton.request import Geometry, LoadSnapshot
 from baton.traffic_counts import TrafficCounts
 from baton.traffic_flow import Traffic
+from baton.traffic_meter import TrafficMeter
 from baton.worker_capacity import decode_capacity
 
 SLO_TPOT_S = 0.1
@@ -86,15 +87,32 @@ def test_prefill_costs_what_was_seen_and_before_that_what_was_calibrated() -> No
     assert DemandReader(SLO_TPOT_S).read(traffic(requests=1), unknown).prefill_s_per_token is None
 
 
-def test_what_was_refused_would_have_had_answers_too() -> None:
+def test_answers_are_those_that_are_expected_for_what_came() -> None:
     reader = DemandReader(SLO_TPOT_S)
-    half = reader.read(traffic(requests=10, output_tokens=100, shed=5), [record()])
-    assert half.output_tokens_per_s == pytest.approx(20)
-    most = reader.read(traffic(requests=10, output_tokens=100, shed=10), [record()])
-    assert most.output_tokens_per_s == pytest.approx(10 * MOST_HIDDEN)
-    # More may end than came, in a moment.
-    late = reader.read(traffic(output_tokens=100, shed=3), [record()])
-    assert late.output_tokens_per_s == pytest.approx(10)
+    half = traffic(requests=10, foreseen_requests=5, foreseen_tokens=100, output_tokens=7, shed=9)
+    assert reader.read(half, [record()]).output_tokens_per_s == pytest.approx(20)
+    unknown = traffic(requests=10, output_tokens=50)
+    assert reader.read(unknown, [record()]).output_tokens_per_s == pytest.approx(5)
+    ending = traffic(output_tokens=50)
+    assert reader.read(ending, [record()]).output_tokens_per_s == 0
+
+
+def test_a_request_is_expected_to_be_answered_as_its_class_was() -> None:
+    meter = TrafficMeter()
+    meter.came("short", 10)
+    assert meter.counts.foreseen_requests == 0
+    meter.ended("short", 100)
+    meter.ended("long", 5)
+    for context_class in ("short", "long", "long", "other"):
+        meter.came(context_class, 10)
+    counts = meter.counts
+    assert (counts.requests, counts.input_tokens) == (5, 50)
+    assert (counts.foreseen_requests, counts.foreseen_tokens) == (3, 110)
+    for _ in range(100):
+        meter.ended("short", 20)
+    before = counts.foreseen_tokens
+    meter.came("short", 10)
+    assert counts.foreseen_tokens - before == pytest.approx(20, rel=0.01)
 
 
 def test_slos_are_judged_with_the_refused_as_late() -> None:

@@ -37,7 +37,7 @@ def test_a_fall_is_not_foreseen() -> None:
     for _ in range(40):
         forecast.add(0.0, 10.0)
         levels.append(forecast.ahead(10.0))
-        assert forecast.ahead(100.0) == pytest.approx(forecast.ahead(0.0))
+        assert forecast.ahead(100.0) == pytest.approx(forecast.ahead(0.0), abs=0.1)
     assert levels[0] > 40
     assert levels[-1] < 0.1
 

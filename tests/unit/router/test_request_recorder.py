@@ -53,7 +53,7 @@ def test_the_autoscalers_counts() -> None:
     refused = RequestRecorder(metrics, Slo(1.0, 0.5), "short", 30, 100.0)
     refused.fail(errors.Overloaded("full"))
     refused.fail(errors.Overloaded("full"))
-    traffic = metrics.traffic
+    traffic = metrics.traffic.counts
     assert (traffic.requests, traffic.input_tokens, traffic.output_tokens) == (2, 40, 3)
     assert traffic.shed == 1
     assert (traffic.first_tokens, traffic.late_first_tokens) == (1, 1)
