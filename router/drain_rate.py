@@ -25,6 +25,7 @@ class DrainRate:
         self._seconds = 0.0
         self._saturated = False
         self._since = 0.0
+        self._workers = 0
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -32,6 +33,15 @@ class DrainRate:
         if self._seconds < ENOUGH_S or self._tokens <= 0:
             return None
         return self._tokens / self._seconds
+
+    def served_by(self, workers: int) -> None:
+        """So many prefill workers there are now: what was learned of fewer, or more, is theirs.
+
+        Nobody would learn it otherwise: where too low a rate turns all away, nobody waits.
+        """
+        if self._workers and workers:
+            self._tokens *= workers / self._workers
+        self._workers = workers or self._workers
 
     def saturated(self, now: float, *, waiting: bool) -> None:
         """From ``now`` on, requests wait for the prefill workers, or none does."""
