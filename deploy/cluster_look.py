@@ -44,12 +44,9 @@ class ClusterLook:
         workers = workers_of(phases, ready, self._roles)
         self.records = {one.slot: ready[one.slot] for one in workers if one.incarnation}
         # While a worker that runs is not in the registry, nobody knows its role.
-        unlisted = any(
-            phases[one.slot] is Phase.RUNNING
-            and one.slot not in {record.slot for record in records.values()}
-            for one in workers
-        )
-        if traffic is None or unlisted or not self.records:
+        listed = {record.slot for record in records.values()}
+        running = {one.slot for one in workers if phases[one.slot] is Phase.RUNNING}
+        if traffic is None or not running <= listed or not self.records:
             return ClusterFigures(workers, None)
         return ClusterFigures(workers, self._demand.read(traffic, list(self.records.values())))
 
