@@ -94,7 +94,9 @@ class ClusterDispatcher:
             metrics,
             self._links.is_up,
         )
-        self._report = board and TrafficReport(board, self.router_id, metrics.traffic.counts)
+        self._report = (
+            None if board is None else TrafficReport(board, self.router_id, metrics.traffic.counts)
+        )
         self._draining = False
         self._told_health = ("down", "")
         self._dead_since: dict[str, float] = {}
