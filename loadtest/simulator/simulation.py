@@ -83,7 +83,7 @@ def simulate(
         autoscaler = SimulatedAutoscaler(config, workers, router, side, events, is_over)
         autoscaler.start()
     events.run()
-    result = _result(each, workers)
+    result = _result(each, workers, [role for role, _ in _places(shape)])
     changes = () if autoscaler is None else tuple(autoscaler.changes)
     return replace(result, role_changes=changes)
 
@@ -111,21 +111,22 @@ def _routes(config: Config, shape: ClusterShape, block: int) -> RouteSettings:
 
 
 def _result(
-    requests: Sequence[SimulatedRequest], workers: Sequence[SimulatedWorker]
+    requests: Sequence[SimulatedRequest], workers: Sequence[SimulatedWorker], roles: Sequence[str]
 ) -> SimulationResult:
+    """``roles`` in which the workers began: those of their pools."""
     found = tuple(result_of(request, workers) for request in requests)
     return SimulationResult(
         requests=found,
         workers=tuple(
             WorkerResult(
                 worker.name,
-                worker.role,
+                role,
                 worker.work,
                 worker.scheduler.preemptions,
                 worker.wire.sent_bytes,
                 worker.wire.busy_s,
             )
-            for worker in workers
+            for worker, role in zip(workers, roles, strict=True)
         ),
         span_s=max(
             [result.ended_s for result in found] + [worker.work.ended_s for worker in workers]
