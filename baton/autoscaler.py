@@ -459,7 +459,9 @@ class Autoscaler:
             return []
         serving = crew.in_role(giver, WorkerState.SERVING)
         serving.sort(key=lambda one: (self._home[one.pool] == giver, one.sequences, one.slot))
-        return [ChangeRole(one.slot, taker, reason, why) for one in serving[:count]]
+        # Whatever is about to come up, somebody is to serve meanwhile.
+        count = min(count, len(serving) - 1)
+        return [ChangeRole(one.slot, taker, reason, why) for one in serving[: max(0, count)]]
 
     def _start(self, crew: _Crew, role: Role, reason: Reason, why: str, now: float) -> list[Action]:
         """One at a time: the next once that one has come up."""
@@ -476,7 +478,7 @@ class Autoscaler:
             return []
         for pool in self._pools.values():
             places = _places(crew, pool)
-            if len(places) > 1 and _can_go(places[-1], role):
+            if len(places) > 1 and _can_go(crew, places[-1], role):
                 return [Resize(pool, -1, role, reason, why)]
         if crew.have[other(role)] < self._bounds.most[other(role)]:
             return self._turn(crew, role, 1, reason, f"so that another can go: {why}", now)
@@ -495,9 +497,11 @@ def _load_without(crew: _Crew, role: Role) -> float:
     return crew.need[role] / left if left > 0 else math.inf
 
 
-def _can_go(worker: WorkerFigures, role: Role) -> bool:
-    """Whether a role has a worker less without it, or nobody has."""
-    return worker.role == role or worker.state is WorkerState.FAILED
+def _can_go(crew: _Crew, worker: WorkerFigures, role: Role) -> bool:
+    """Whether a role has a worker less without it, or nobody has; the last that serves stays."""
+    if worker.state is not WorkerState.SERVING:
+        return worker.role == role or worker.state is WorkerState.FAILED
+    return worker.role == role and len(crew.in_role(role, WorkerState.SERVING)) > 1
 
 
 def _total(parts: Sequence[SloFigures]) -> SloFigures:

@@ -176,6 +176,19 @@ def test_a_worker_is_started_where_nobody_can_be_spared_and_the_next_when_it_is_
     assert cluster.have("prefill") == 3
 
 
+def test_the_last_one_that_serves_stays_whoever_is_about_to_come_up() -> None:
+    cluster = rested(3, 2, FIXED)
+    coming = replace(cluster.workers[-1], state=WorkerState.STARTING, incarnation="")
+    cluster.workers[-1] = coming
+    assert looked(cluster, workers(6, 0.1), 4 * COOLDOWN_LOOKS) == []
+    cluster.workers[-1] = replace(coming, state=WorkerState.SERVING, incarnation="d-1:2")
+    assert looked(cluster, workers(6, 0.1), 4 * COOLDOWN_LOOKS)
+    assert [cluster.have(role) for role in ROLES] == [4, 1]
+    idle = rested(1, 2)
+    idle.workers[-2] = replace(idle.workers[-2], state=WorkerState.STARTING, incarnation="")
+    assert looked(idle, Load(), 4 * COOLDOWN_LOOKS) == []
+
+
 def test_one_that_does_not_come_up_takes_a_place_and_goes_first() -> None:
     cluster = rested(2, 1, SETTINGS.model_copy(update={"most_workers": 3}))
     cluster.workers[1] = replace(cluster.workers[1], state=WorkerState.FAILED, incarnation="")
