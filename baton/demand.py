@@ -31,7 +31,7 @@ class DemandReader:
         return Demand(
             seconds=seconds,
             input_tokens_per_s=counts.input_tokens / seconds,
-            output_tokens_per_s=_answers(counts) / seconds,
+            output_tokens_per_s=counts.expected_tokens / seconds,
             prefill_s_per_token=prefill_s_per_token(self._seen, records, self._prompt_tokens()),
             decode_tokens_per_s=None if capacity is None else capacity.tokens_per_s,
             decode_batch=0.0 if capacity is None else capacity.batch,
@@ -60,10 +60,3 @@ class DemandReader:
         running = sum(record.load.running for record in decoding)
         held = sum(record.load.context_tokens for record in decoding)
         return held / running if running else self._prompt_tokens()
-
-
-def _answers(counts: TrafficCounts) -> float:
-    """Tokens that the answers to what came are to have; where no kind is known, those that came."""
-    if not counts.foreseen_requests:
-        return 0.0 if not counts.requests else counts.output_tokens
-    return counts.foreseen_tokens * counts.requests / counts.foreseen_requests

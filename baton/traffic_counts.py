@@ -21,11 +21,7 @@ class TrafficCounts:
     """That have come, those that were refused too."""
     input_tokens: float = 0.0
     """Tokens of their prompts."""
-    output_tokens: float = 0.0
-    """Tokens that were sent to clients."""
-    foreseen_requests: float = 0.0
-    """Of ``requests``, those of a kind whose answers are known."""
-    foreseen_tokens: float = 0.0
+    expected_tokens: float = 0.0
     """Tokens that their answers are expected to have, whether they were refused or not."""
     shed: float = 0.0
     """Requests that were refused for want of room or time."""

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from baton.traffic_counts import TrafficCounts
 
+FIRST_ANSWER_TOKENS = 256
+"""The expected length of an answer before one of its class was seen, as ``router.admission`` has
+it."""
 _WEIGHT = 0.1
 """Of the latest answer in the mean."""
 
@@ -18,18 +21,16 @@ class TrafficMeter:
 
     def __init__(self) -> None:
         self.counts = TrafficCounts()
-        """Its tokens and times are counted by others, too."""
+        """Its times are counted by others."""
         self._lengths: dict[str, float] = {}
         """Mean tokens of an answer, by class."""
 
-    def came(self, context_class: str, prompt_tokens: int) -> None:
-        """A request has come."""
+    def came(self, context_class: str, prompt_tokens: int, most_tokens: int) -> None:
+        """A request has come, whose answer has so many tokens at most."""
         self.counts.requests += 1
         self.counts.input_tokens += prompt_tokens
-        expected = self._lengths.get(context_class)
-        if expected is not None:
-            self.counts.foreseen_requests += 1
-            self.counts.foreseen_tokens += expected
+        guess = min(FIRST_ANSWER_TOKENS, most_tokens)
+        self.counts.expected_tokens += self._lengths.get(context_class, guess)
 
     def ended(self, context_class: str, tokens: int) -> None:
         """An answer has ended well with so many tokens."""

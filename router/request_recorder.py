@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError, HandoffError, Overloaded, Unavailable, WorkerFailed
 from baton.metrics import RouterMetrics
+from baton.traffic_meter import FIRST_ANSWER_TOKENS
 from router.generation import OutputDelta
 
 UNKNOWN_CLASS = "unknown"
@@ -57,7 +58,9 @@ class RequestRecorder:
         context_class: str,
         prompt_tokens: int,
         received_at: float,
+        most_tokens: int = FIRST_ANSWER_TOKENS,
     ) -> None:
+        """``most_tokens``: of the answer."""
         self._metrics = metrics
         self._slo = slo
         self._class = context_class
@@ -69,7 +72,7 @@ class RequestRecorder:
         self._series = metrics.of_class(context_class)
         self._series.prompt_tokens.inc(prompt_tokens)
         self._traffic = metrics.traffic
-        self._traffic.came(context_class, prompt_tokens)
+        self._traffic.came(context_class, prompt_tokens, most_tokens)
 
     @property
     def ended(self) -> bool:
@@ -83,7 +86,6 @@ class RequestRecorder:
             self._token(now)
         if delta.token_ids:
             self._series.generated_tokens.inc(len(delta.token_ids))
-            self._traffic.counts.output_tokens += len(delta.token_ids)
 
     def succeed(self, now: float) -> None:
         """The last token came."""

@@ -21,15 +21,11 @@ from loadtest.peer_servers import SERVED_NAME
 from loadtest.shifting import case
 from loadtest.shifting.live_cluster import LiveCluster, live_cluster
 from loadtest.shifting.outcome import AUTOSCALED, Outcome, outcome
-from loadtest.shifting.traffic import ShiftingTraffic
+from loadtest.shifting.traffic import REST_S, WARM_UP, ShiftingTraffic
 
 Say = Callable[[str], None]
 
-_REST_S = 3.0
-"""Between two runs."""
 _LOOK_S = 1.0
-_WARM_UP = ShiftingTraffic(2.0, 3.0)
-"""The first requests of a process pay for first uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +58,10 @@ async def fixed_ratios(
     half = case.WORKERS // 2
     fields = case.fields(autoscaled=False, local_prefill=local)
     async with live_cluster(half, case.WORKERS - half, fields, folder) as cluster:
-        await drive(cluster, _WARM_UP, "", 0)
+        await drive(cluster, WARM_UP, "", 0)
         for run, (prefill, decode) in enumerate(ratios, start=1):
             await cluster.take_ratio(prefill)
-            await asyncio.sleep(_REST_S)
+            await asyncio.sleep(REST_S)
             found.append(await drive(cluster, traffic, f"{prefill}P{decode}D", run))
             say(f"{found[-1].name}: {found[-1].goodput_per_s:.2f} good requests/s")
     return found
@@ -78,8 +74,8 @@ async def autoscaled(
     half = case.WORKERS // 2
     fields = case.fields(autoscaled=True, local_prefill=local)
     async with live_cluster(half, case.WORKERS - half, fields, folder) as cluster:
-        await drive(cluster, _WARM_UP, "", 0)
-        await asyncio.sleep(_REST_S)
+        await drive(cluster, WARM_UP, "", 0)
+        await asyncio.sleep(REST_S)
         seen: list[RolesSeen] = []
         watching = asyncio.create_task(_watch(cluster, seen), name="roles")
         try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from baton.config import Config
 from loadtest.shifting import case
 from loadtest.shifting.outcome import AUTOSCALED, Outcome, outcome
-from loadtest.shifting.traffic import ShiftingTraffic
+from loadtest.shifting.traffic import WARM_UP, ShiftingTraffic
 from loadtest.simulator.role_change import RoleChange
 from loadtest.simulator.simulation import simulate
 from loadtest.validation.predicted import record_of
@@ -15,11 +17,14 @@ def simulated(
     traffic: ShiftingTraffic, prefill: int, decode: int, config: Config, name: str = ""
 ) -> tuple[Outcome, tuple[RoleChange, ...]]:
     """What becomes of the traffic on such a cluster, and the roles that were changed."""
-    shape = case.shape(prefill, decode)
-    result = simulate(traffic.traced(), shape, config, block_tokens=config.block_size)
-    records = [record_of(one, 0.0) for one in result.requests]
+    shape, begin_s = case.shape(prefill, decode), WARM_UP.rested_s
+    before = WARM_UP.traced()
+    then = [replace(one, arrival_s=begin_s + one.arrival_s) for one in traffic.traced()]
+    result = simulate([*before, *then], shape, config, block_tokens=config.block_size)
+    records = [record_of(one, begin_s) for one in result.requests[len(before) :]]
     found = outcome(name or f"{prefill}P{decode}D", records, traffic, case.SLO)
-    return found, result.role_changes
+    changes = (replace(one, begun_s=one.begun_s - begin_s) for one in result.role_changes)
+    return found, tuple(changes)
 
 
 def compare(

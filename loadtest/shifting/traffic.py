@@ -32,6 +32,10 @@ SHARES = ((LONG_PROMPTS, 0.5), (LONG_ANSWERS, 1.0), (LONG_PROMPTS, 0.5))
 """The phases, in multiples of a length: half of the requests are of each kind."""
 
 
+REST_S = 6.0
+"""After a warm-up."""
+
+
 @dataclass(frozen=True, slots=True)
 class Phase:
     """Requests of one kind for a while."""
@@ -55,6 +59,11 @@ class ShiftingTraffic:
     def seconds(self) -> float:
         """In which requests come."""
         return sum(share for _, share in SHARES) * self.phase_s
+
+    @property
+    def rested_s(self) -> float:
+        """When what follows it may begin: all of it has ended, and nobody is in a hurry."""
+        return self.seconds + REST_S
 
     @property
     def window(self) -> Window:
@@ -87,3 +96,8 @@ class ShiftingTraffic:
             TracedRequest(request.due_s, request.input_tokens, request.output_tokens)
             for request in self.planned()
         ]
+
+
+WARM_UP = ShiftingTraffic(2.0, 4.0)
+"""Comes first, and does not count: first requests pay for first uses, and routers learn of both
+kinds."""

@@ -78,9 +78,7 @@ class SimulatedAutoscaler:
 
     def _figures(self, now: float) -> ClusterFigures:
         self._looks += 1
-        counts = self._router.traffic.counts
-        counts.output_tokens = float(sum(one.work.decoded_tokens for one in self._workers.values()))
-        told = ToldTraffic(self._looks, counts.since(TrafficCounts()))
+        told = ToldTraffic(self._looks, self._router.traffic.counts.since(TrafficCounts()))
         traffic = self._flow.look({"router": told}, now)
         records = [self._router.record(worker) for worker in self._workers.values()]
         figures = tuple(

@@ -57,7 +57,7 @@ class SimulatedRouter:
         self._workers = {worker.name: worker for worker in workers}
         self._block_tokens = block_tokens
         self.traffic = TrafficMeter()
-        """For the autoscaler; tokens of answers are not counted here."""
+        """For the autoscaler."""
         self._planner = Planner(policy, block_tokens, self.traffic.counts)
         self._admission = Admission(
             config.tenant_weights,
@@ -133,7 +133,7 @@ class SimulatedRouter:
         self._requests[request.name] = request
         self._deadlines[request.name] = now + self._config.request_deadline_s
         tokens = request.traced.input_tokens
-        self.traffic.came(self._config.class_of(tokens), tokens)
+        self.traffic.came(self._config.class_of(tokens), tokens, request.output_tokens)
         applicant = self._applicant(request)
         admission, capacity = self._admission, self._current_capacity(now)
         forecast = forecast_by_rate(

@@ -11,8 +11,9 @@ from baton.registry import WorkerRecord
 from baton.request import Geometry, LoadSnapshot
 from baton.traffic_counts import TrafficCounts
 from baton.traffic_flow import Traffic
-from baton.traffic_meter import TrafficMeter
+from baton.traffic_meter import FIRST_ANSWER_TOKENS, TrafficMeter
 from baton.worker_capacity import decode_capacity
+from router.admission import FIRST_ANSWER_TOKENS as ADMISSIONS_GUESS
 
 SLO_TPOT_S = 0.1
 
@@ -87,32 +88,30 @@ def test_prefill_costs_what_was_seen_and_before_that_what_was_calibrated() -> No
     assert DemandReader(SLO_TPOT_S).read(traffic(requests=1), unknown).prefill_s_per_token is None
 
 
-def test_answers_are_those_that_are_expected_for_what_came() -> None:
-    reader = DemandReader(SLO_TPOT_S)
-    half = traffic(requests=10, foreseen_requests=5, foreseen_tokens=100, output_tokens=7, shed=9)
-    assert reader.read(half, [record()]).output_tokens_per_s == pytest.approx(20)
-    unknown = traffic(requests=10, output_tokens=50)
-    assert reader.read(unknown, [record()]).output_tokens_per_s == pytest.approx(5)
-    ending = traffic(output_tokens=50)
-    assert reader.read(ending, [record()]).output_tokens_per_s == 0
+def test_rates_are_those_of_what_came_whatever_was_refused() -> None:
+    came = traffic(requests=10, input_tokens=500, expected_tokens=200, shed=9)
+    demand = DemandReader(SLO_TPOT_S).read(came, [record()])
+    assert (demand.input_tokens_per_s, demand.output_tokens_per_s) == (50, 20)
 
 
 def test_a_request_is_expected_to_be_answered_as_its_class_was() -> None:
     meter = TrafficMeter()
-    meter.came("short", 10)
-    assert meter.counts.foreseen_requests == 0
+    meter.came("short", 10, 30)
+    meter.came("short", 10, 1000)
+    counts = meter.counts
+    assert counts.expected_tokens == 30 + FIRST_ANSWER_TOKENS == 30 + ADMISSIONS_GUESS
     meter.ended("short", 100)
     meter.ended("long", 5)
+    before = counts.expected_tokens
     for context_class in ("short", "long", "long", "other"):
-        meter.came(context_class, 10)
-    counts = meter.counts
-    assert (counts.requests, counts.input_tokens) == (5, 50)
-    assert (counts.foreseen_requests, counts.foreseen_tokens) == (3, 110)
+        meter.came(context_class, 10, 7)
+    assert counts.expected_tokens - before == 100 + 5 + 5 + 7
+    assert (counts.requests, counts.input_tokens) == (6, 60)
     for _ in range(100):
         meter.ended("short", 20)
-    before = counts.foreseen_tokens
-    meter.came("short", 10)
-    assert counts.foreseen_tokens - before == pytest.approx(20, rel=0.01)
+    before = counts.expected_tokens
+    meter.came("short", 10, 1000)
+    assert counts.expected_tokens - before == pytest.approx(20, rel=0.01)
 
 
 def test_slos_are_judged_with_the_refused_as_late() -> None:
