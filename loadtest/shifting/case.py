@@ -17,7 +17,7 @@ COSTS = StepCosts(prefill=(15.0, 0.4, 0.00002), step=(30.0, 3.0, 0.002))
 """Milliseconds. A worker computes some 2,200 prompt tokens a second, or generates some 190 tokens
 within the SLO: few, so that two cores carry six workers, a router and the client."""
 SLO = Slo(2.0, 0.075)
-RATE, PHASE_S = 7.0, 60.0
+RATE, PHASE_S = 6.5, 50.0
 """Requests a second, and seconds: as much as five workers of the one role or the other can do."""
 AUTOSCALER: dict[str, Any] = {"enabled": True, "interval_s": 1.5, "cooldown_s": 8.0}
 """For phases of a minute; the defaults are for hours."""

@@ -27,7 +27,7 @@ class Kind:
 LONG_PROMPTS = Kind(
     "long prompts", Lengths.parse("uniform:1200-1800"), Lengths.parse("uniform:6-14")
 )
-LONG_ANSWERS = Kind("long answers", Lengths.parse("uniform:30-70"), Lengths.parse("uniform:80-160"))
+LONG_ANSWERS = Kind("long answers", Lengths.parse("uniform:30-70"), Lengths.parse("uniform:70-150"))
 SHARES = ((LONG_PROMPTS, 0.5), (LONG_ANSWERS, 1.0), (LONG_PROMPTS, 0.5))
 """The phases, in multiples of a length: half of the requests are of each kind."""
 

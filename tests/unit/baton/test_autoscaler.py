@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.autoscaler import ChangeRole, Reason, Resize
 from baton.cluster_figures import ROLES, SloFigures, WorkerState, other
-from baton.config import AutoscalerConfig
+from baton.config import AutoscalerConfig, Role
 from tests.unit.baton.autoscaled_cluster import (
     BATCH,
     INPUT_PER_WORKER,
@@ -236,7 +236,7 @@ def test_a_missed_slo_brings_one_more_and_when_it_is_kept_with_ease_one_less(
         else:
             cluster.look_at(replace(figures, demand=replace(figures.demand, tpot=slo)))
 
-    role = "prefill" if reason is Reason.TTFT else "decode"
+    role: Role = "prefill" if reason is Reason.TTFT else "decode"
     for _ in range(COOLDOWN_LOOKS):
         look(bad)
     assert cluster.have(role) == 3

@@ -125,9 +125,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks follow one another at once; what is decided depends on figures alone."""
     sleep = asyncio.sleep
     monkeypatch.setattr(autoscaling_module, "_POLL_S", 0.001)
-    monkeypatch.setattr(
-        autoscaling_module.asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.002))
-    )
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.002)))
 
 
 async def test_roles_are_changed_counted_and_told() -> None:

@@ -18,6 +18,11 @@ Context = grpc.aio.ServicerContext[object, object]
 
 
 class Worker(control_pb2_grpc.ControlServiceServicer):
+    async def Drain(  # noqa: N802 - gRPC's name
+        self, request: control_pb2.DrainRequest, context: Context
+    ) -> control_pb2.DrainResponse:
+        raise NotImplementedError
+
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
 
