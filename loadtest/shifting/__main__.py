@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -32,6 +34,8 @@ from loadtest.whole_table import print_whole
 
 def main() -> None:
     """Run, and print."""
+    # The clusters that it has started end with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     given = _parser().parse_args()
     traffic = ShiftingTraffic(given.rate, given.phase_seconds, given.seed)
     console = Console()
