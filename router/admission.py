@@ -226,6 +226,8 @@ class Admission:
         ``capacity`` None: there are no workers, and all go, to be told so.
         """
         released: list[str] = []
+        if capacity is not None:
+            self._drain.served_by(capacity.prefill_workers)
         self._drop_late(now)
         while (entry := self._queue.peek()) is not None:
             if capacity is not None and not self._fits(entry.item, capacity, now):

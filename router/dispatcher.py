@@ -21,6 +21,7 @@ from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
 from baton.registry import Registry
 from baton.request import TokenOutput
+from baton.traffic_board import TrafficBoard
 from router.admission import Capacity
 from router.attempts import Attempts
 from router.generation import GenerationRequest, OutputDelta, without_answer
@@ -36,6 +37,7 @@ from router.routes import Routes
 from router.running_request import Attempt, RunningRequest
 from router.silence import SilenceWatch
 from router.tokenizer import Tokenizer
+from router.traffic_report import TrafficReport
 from router.waiting_room import WaitingRoom
 from router.worker_links import WorkerLink, WorkerLinks
 
@@ -64,7 +66,9 @@ class ClusterDispatcher:
         metrics: RouterMetrics,
         registry: Registry,
         index: PrefixIndex,
+        board: TrafficBoard | None = None,
     ) -> None:
+        """``board``: where an autoscaler looks what has come; None where there is none."""
         self.router_id = f"router-{secrets.token_hex(6)}"
         self._config = config
         self._tokenizer = tokenizer
@@ -78,7 +82,8 @@ class ClusterDispatcher:
             self._on_broken,
             heartbeat_s=config.heartbeat_s,
         )
-        planner = Planner(make_policy(config.policy, route_settings(config)), config.block_size)
+        policy = make_policy(config.policy, route_settings(config))
+        planner = Planner(policy, config.block_size, metrics.traffic.counts)
         self._waiting_room = WaitingRoom(config, metrics, self._capacity)
         self._running: set[RunningRequest] = set()
         self._attempts = Attempts(self._links, planner, self._on_prefill_failed)
@@ -89,6 +94,9 @@ class ClusterDispatcher:
             self._attempts,
             metrics,
             self._links.is_up,
+        )
+        self._report = (
+            None if board is None else TrafficReport(board, self.router_id, metrics.traffic.counts)
         )
         self._draining = False
         self._told_health = ("down", "")
@@ -108,6 +116,8 @@ class ClusterDispatcher:
             asyncio.create_task(self._follow_registry(), name="registry"),
             asyncio.create_task(self._watch(), name="silence"),
         ]
+        if self._report is not None:
+            self._report.start()
 
     async def settled(self) -> None:
         """Wait until the registry was read and, where it lists workers, requests can be served."""
@@ -138,6 +148,8 @@ class ClusterDispatcher:
             running.life.fail(WorkerFailed("the router is stopping", retry_after=1.0))
         self._waiting_room.close()
         await end_tasks(self._tasks)
+        if self._report is not None:
+            await self._report.close()
         await self._attempts.close(CLOSE_S)
         await self._prefixes.close()
         await self._links.close()

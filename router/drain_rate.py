@@ -50,6 +50,7 @@ class DrainRate:
         # Sums over those that stay, so that nothing is done for each of them.
         self._staying = 0
         self._since = 0.0
+        self._workers = 0
         self._since_saturated_s = 0.0
 
     @property
@@ -58,6 +59,15 @@ class DrainRate:
         if self._seconds < ENOUGH_S or self._tokens <= 0:
             return None
         return (self._tokens + self._unfinished()) / self._seconds
+
+    def served_by(self, workers: int) -> None:
+        """So many prefill workers there are now: what was learned of fewer, or more, is theirs.
+
+        Nobody would learn it otherwise: where too low a rate turns all away, nobody waits.
+        """
+        if self._workers and workers:
+            self._tokens *= workers / self._workers
+        self._workers = workers or self._workers
 
     def saturated(self, now: float, *, waiting: bool) -> None:
         """From ``now`` on, requests wait for the prefill workers, or none does."""

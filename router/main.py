@@ -35,6 +35,7 @@ from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry
 from baton.supervision_page import supervision_page
+from baton.traffic_board import TrafficBoard
 from router.access import Access
 from router.batches.batches import Batches
 from router.cache_control import CacheControl
@@ -98,7 +99,12 @@ async def serve(settings: RouterSettings) -> None:
     client = redis_client(settings.redis_url)
     index = PrefixIndex(client, settings.cluster_id)
     dispatcher = ClusterDispatcher(
-        config, tokenizer, metrics, Registry(client, settings.cluster_id), index
+        config,
+        tokenizer,
+        metrics,
+        Registry(client, settings.cluster_id),
+        index,
+        TrafficBoard(client, settings.cluster_id) if config.autoscaler.enabled else None,
     )
     await dispatcher.start()
     folder = Path(settings.model_path)
