@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from loadtest.simulator.step_log import Floats
 from loadtest.simulator.step_model import DecodeLine, StepShape
 from worker.step_costs import StepCosts, fit
 
@@ -91,14 +92,11 @@ class SplitwiseCosts:
         )
 
 
-_Columns = tuple[np.ndarray[tuple[int], np.dtype[np.float64]], ...]
+def _columns(times: Mapping[int, float]) -> tuple[Floats, Floats]:
+    return np.array(list(times), dtype=np.float64), np.array(list(times.values()), dtype=np.float64)
 
 
-def _columns(times: Mapping[int, float]) -> _Columns:
-    return np.array(list(times), dtype=np.float64), np.array(list(times.values()))
-
-
-def _between(columns: _Columns, at: float) -> float:
+def _between(columns: tuple[Floats, Floats], at: float) -> float:
     """By straight lines; beyond the last point along the last one."""
     x, y = columns
     if at <= x[-1] or len(x) == 1:

@@ -49,7 +49,7 @@ def test_the_fit_is_near_the_measurements(gpu: str) -> None:
 def test_requests_are_the_same_ones_at_equal_rates_and_as_many_as_asked() -> None:
     once, again = conversations(TRACE, 5.0), conversations(TRACE, 5.0)
     assert once == again
-    assert len(once) == 200
+    assert len(once) == 150
     gaps = np.diff([request.arrival_s for request in once])
     assert gaps.mean() == pytest.approx(0.2, rel=0.2)
     # Prompts and answers were drawn apart.
