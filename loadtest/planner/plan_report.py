@@ -164,7 +164,7 @@ def cells(cluster: PlannedCluster) -> list[str]:
         *map(_share, (peak.prefill_mfu, peak.decode_mbu)),
         _seconds(peak.ttft_p95_s),
         "-" if peak.tpot_p95_s is None else f"{peak.tpot_p95_s * 1e3:.1f}",
-        *map(_share, (peak.attainment, cluster.whole and cluster.whole.attainment)),
+        *map(_share, (peak.attainment, cluster.whole.attainment if cluster.whole else None)),
     ]
 
 
