@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+import redis
 import yaml
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
 
 from baton.config import Config, load_config
+from deploy.ports import free_port
 from deploy.ray_worker import WORKER_RESOURCE
+from deploy.valkey import valkey_binary
 from router.main import RouterSettings
 from tests.unit.deploy.baton_commands import parse, unknown_variables
 from tests.unit.deploy.chart import (
@@ -34,6 +41,8 @@ ENDING_S = 45
 """How long ending may take beside a drain, in seconds: routers 8, the supervisor 5, workers 5,
 Redis 5, Ray 10, the stores 3, what is left 2; and some."""
 INGRESS = ("--set=ingress.enabled=true", "--set=ingress.host=a.example.com")
+BRIEFLY = Retry(ConstantBackoff(0.02), 500)
+"""Until a server that starts is there."""
 KEY = "--set=auth.keys[0].name=a,auth.keys[0].sha256=" + "0" * 64
 
 
@@ -265,6 +274,10 @@ def test_a_monitor_finds_one_service(value_set: str) -> None:
         services = of_kind(manifests, "Service")
         found = [one for one in services if wanted <= one["metadata"]["labels"].items()]
         assert [one["metadata"]["name"] for one in found] == ["demo-baton"]
+        (endpoint,) = monitor["spec"]["endpoints"]
+        (rule,) = endpoint["relabelings"]
+        assert rule["targetLabel"] == "job"
+        assert rule["replacement"].startswith("baton-")
 
 
 @each_set
@@ -306,10 +319,39 @@ def test_pools_of_kuberay_have_pods_of_their_own() -> None:
     assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
 
 
+def test_ray_takes_its_parameters() -> None:
+    found = find_spec("ray")
+    assert found is not None
+    assert found.origin is not None
+    options = (Path(found.origin).parent / "scripts" / "scripts.py").read_text()
+    (cluster,) = of_kind(render("kuberay-values.yaml"), "RayCluster")
+    for group in (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]):
+        assert all(f'"--{name}"' in options for name in group["rayStartParams"])
+
+
 def test_rays_version_is_the_one_that_is_installed() -> None:
     (cluster,) = of_kind(render("kuberay-values.yaml"), "RayCluster")
     lines = (ROOT / "requirements.lock").read_text().splitlines()
     assert f"ray=={cluster['spec']['rayVersion']}" in lines
+
+
+@pytest.mark.parametrize("store", ["index", "gcs"])
+def test_valkey_takes_its_configuration(store: str, tmp_path: Path) -> None:
+    secret = the(render("stores-values.yaml"), "Secret", f"demo-baton-{store}")["stringData"]
+    file, port = tmp_path / "valkey.conf", free_port()
+    file.write_text(secret["valkey.conf"])
+    command = [valkey_binary(), str(file), "--bind", "127.0.0.1", "--port", str(port)]
+    with (
+        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as server,
+        redis.Redis(port=port, password=secret["password"], retry=BRIEFLY) as client,
+    ):
+        try:
+            assert client.ping()
+            kept = client.config_get("appendonly")
+            assert kept == {"appendonly": "yes" if store == "gcs" else "no"}
+        finally:
+            server.terminate()
+            assert server.wait(20) == 0
 
 
 def test_another_configuration_makes_other_pods() -> None:

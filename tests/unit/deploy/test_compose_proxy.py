@@ -10,15 +10,15 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import HealthServicer
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_health.v1.health import HealthServicer  # type: ignore[import-untyped]
 
 from deploy.ports import free_port
 
@@ -144,15 +144,19 @@ def _listening(server: subprocess.Popen[bytes], port: int) -> None:
             return
 
 
-def _get(proxy: Proxy, path: str) -> http.client.HTTPResponse:
+@contextmanager
+def asked(proxy: Proxy, path: str) -> Iterator[http.client.HTTPResponse]:
+    """The answer to a GET, while it comes; the client hangs up in the end."""
     connection = http.client.HTTPConnection("127.0.0.1", proxy.http, timeout=_DEADLINE_S)
-    connection.request("GET", path)
-    return connection.getresponse()
+    with closing(connection):
+        connection.request("GET", path)
+        with connection.getresponse() as answer:
+            yield answer
 
 
 def test_a_part_is_passed_on_before_the_next_one_is_made(proxy: Proxy) -> None:
     proxy.go_on.clear()
-    with _get(proxy, "/v1/stream") as answer:
+    with asked(proxy, "/v1/stream") as answer:
         assert answer.read1(100) == b"first"
         proxy.go_on.set()
         assert answer.read() == b"second"
@@ -161,12 +165,8 @@ def test_a_part_is_passed_on_before_the_next_one_is_made(proxy: Proxy) -> None:
 def test_a_client_that_hangs_up_is_told_to_baton(proxy: Proxy) -> None:
     proxy.go_on.clear()
     proxy.gone.clear()
-    connection = http.client.HTTPConnection("127.0.0.1", proxy.http, timeout=_DEADLINE_S)
-    connection.request("GET", "/endless")
-    answer = connection.getresponse()
-    assert answer.read1(100) == b"first"
-    answer.close()
-    connection.close()
+    with asked(proxy, "/endless") as answer:
+        assert answer.read1(100) == b"first"
     proxy.go_on.set()
     assert proxy.gone.wait(_DEADLINE_S)
 
@@ -174,7 +174,7 @@ def test_a_client_that_hangs_up_is_told_to_baton(proxy: Proxy) -> None:
 @pytest.mark.parametrize("path", ["/metrics", "/metrics/cluster", "/metrics?a=b"])
 def test_metrics_are_not_for_the_world(proxy: Proxy, path: str) -> None:
     proxy.go_on.set()
-    with _get(proxy, path) as answer:
+    with asked(proxy, path) as answer:
         assert answer.status == 404
 
 
