@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 import redis
 import yaml
-from redis.backoff import ConstantBackoff
+from redis.backoff import ConstantBackoff, NoBackoff
 from redis.retry import Retry
 
 from baton.config import load_config
@@ -25,6 +25,7 @@ from tests.unit.deploy.baton_commands import parse, unknown_variables
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "compose"
 PROFILES = {"baton-cpu": "cpu", "baton-gpu": "gpu"}
+NEVER = Retry(NoBackoff(), 0)
 BRIEFLY = Retry(ConstantBackoff(0.02), 500)
 """Until a server that starts is there."""
 _DEADLINE_S = 20.0
