@@ -1,0 +1,120 @@
+{{/*
+Values with which something would be deployed that does not work, or is open without being told so,
+are refused here, with what to do. Every one of them has a test.
+*/}}
+{{- define "baton.checks" -}}
+{{- range list "http" "grpc" "redis_url" "gcs_store" "keys" "tenants" "require_key" "data_dir" "cluster_id" }}
+{{- if hasKey $.Values.config . }}
+{{- fail (printf "config.%s: the chart says this itself; see redis, gcsStore, auth, kuberay.clusterId and service" .) }}
+{{- end }}
+{{- end }}
+{{- include "baton.checkAuth" . }}
+{{- include "baton.checkIngress" . }}
+{{- include "baton.checkStore" (dict "name" "redis" "store" .Values.redis) }}
+{{- if ne .Values.gcsStore.mode "none" }}
+{{- include "baton.checkStore" (dict "name" "gcsStore" "store" .Values.gcsStore) }}
+{{- end }}
+{{- if .Values.networkPolicy.enabled }}
+{{- if and .Values.ingress.enabled (not .Values.networkPolicy.clients) }}
+{{- fail "networkPolicy.clients: name the ingress controller's pods (namespaceSelector, podSelector), or they are not let in" }}
+{{- end }}
+{{- if and .Values.metrics.serviceMonitor.enabled (not .Values.networkPolicy.monitoring) }}
+{{- fail "networkPolicy.monitoring: name Prometheus's pods (namespaceSelector, podSelector), or they are not let in" }}
+{{- end }}
+{{- end }}
+{{- $ownIndex := and (eq .Values.redis.mode "external") .Values.redis.url }}
+{{- $ownGcs := and (eq .Values.gcsStore.mode "external") .Values.gcsStore.url }}
+{{- if and $ownIndex $ownGcs (eq (include "baton.serverOf" .Values.redis.url) (include "baton.serverOf" .Values.gcsStore.url)) }}
+{{- fail "gcsStore.url: it must be another server than redis.url; what loses one must not lose the other" }}
+{{- end }}
+{{- if and (hasPrefix "/models/" (toString .Values.config.model)) (not .Values.modelVolume) }}
+{{- fail (printf "config.model is %s: give modelVolume, which is mounted at /models" .Values.config.model) }}
+{{- end }}
+{{- if and .Values.metrics.prometheusRule.enabled (not (.Files.Get "files/rules.yaml")) }}
+{{- fail "metrics.prometheusRule: the chart holds no files/rules.yaml" }}
+{{- end }}
+{{- if eq .Values.mode "single" }}
+{{- include "baton.checkGpus" . }}
+{{- else }}
+{{- include "baton.checkKuberay" . }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.checkAuth" -}}
+{{- if .Values.existingConfigSecret }}
+{{- if or .Values.auth.keys .Values.auth.tenants }}
+{{- fail "auth.keys and auth.tenants belong into the file of existingConfigSecret, which is used as it is" }}
+{{- end }}
+{{- else if and .Values.auth.requireKey (not .Values.auth.keys) }}
+{{- fail "auth.keys: give at least one (name, and sha256 of printf %s KEY | sha256sum), or say auth.requireKey=false: then whoever reaches the service may use it" }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.checkIngress" -}}
+{{- if .Values.ingress.enabled }}
+{{- if not .Values.ingress.host }}
+{{- fail "ingress.host: the name under which the world knows the API" }}
+{{- end }}
+{{- $open := and (not .Values.auth.requireKey) (not .Values.existingConfigSecret) }}
+{{- if and (or (not .Values.ingress.tlsSecret) $open) (not .Values.ingress.insecure) }}
+{{- fail "ingress: give tlsSecret and keep auth.requireKey, or say ingress.insecure=true: then keys cross the wire in the clear, or there are none" }}
+{{- end }}
+{{- end }}
+{{- if .Values.ingress.grpc.enabled }}
+{{- if not (and .Values.ingress.enabled .Values.ingress.tlsSecret .Values.ingress.grpc.host) }}
+{{- fail "ingress.grpc: needs ingress.enabled, ingress.tlsSecret (HTTP/2) and a host of its own" }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.checkStore" -}}
+{{- if eq .store.mode "external" }}
+{{- if not (or .store.url .store.existingSecret) }}
+{{- fail (printf "%s: mode external needs url or existingSecret" .name) }}
+{{- end }}
+{{- if and .store.url .store.existingSecret }}
+{{- fail (printf "%s: give url or existingSecret, not both" .name) }}
+{{- end }}
+{{- else }}
+{{- if or .store.url .store.existingSecret }}
+{{- fail (printf "%s: url and existingSecret are of mode external, and it is %s" .name .store.mode) }}
+{{- end }}
+{{- if and (eq .store.mode "valkey") (not .store.password) }}
+{{- fail (printf "%s.password: mode valkey needs one" .name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.serverOf" -}}
+{{- (splitList "@" (get (urlParse .) "host") | last) }}
+{{- end }}
+
+{{- define "baton.checkGpus" -}}
+{{- $asked := 0.0 }}
+{{- range default (list) .Values.config.pools }}
+{{- $each := get (default (dict) .resources) "GPU" | default 0 | float64 }}
+{{- $asked = addf $asked (mulf $each (float64 (default 1 .count))) }}
+{{- end }}
+{{- $given := get (default (dict) .Values.resources.limits) "nvidia.com/gpu" | default 0 | float64 }}
+{{- if gt $asked $given }}
+{{- fail (printf "config.pools ask for %v GPUs, and resources.limits has %v nvidia.com/gpu: some workers would never start" $asked $given) }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.checkKuberay" -}}
+{{- if not .Values.experimental.kuberay }}
+{{- fail "mode kuberay serves nobody yet: Baton cannot place workers in a Ray cluster that it has not started (there is no `baton up --ray-address`), and workers listen on their pod's loopback. Use mode single. experimental.kuberay=true renders what is there; docs/deploy.md lists what is missing." }}
+{{- end }}
+{{- if .Values.existingConfigSecret }}
+{{- fail "existingConfigSecret: mode kuberay makes its routers' settings of config and auth" }}
+{{- end }}
+{{- if or (eq .Values.redis.mode "embedded") .Values.redis.existingSecret }}
+{{- fail "redis: mode kuberay needs a store that all pods reach: mode valkey, or external with url" }}
+{{- end }}
+{{- if or (has .Values.gcsStore.mode (list "none" "embedded")) .Values.gcsStore.existingSecret }}
+{{- fail "gcsStore: mode kuberay needs one for Ray's head: mode valkey, or external with url" }}
+{{- end }}
+{{- if not (hasPrefix "/models/" (toString .Values.config.model)) }}
+{{- fail "config.model: mode kuberay needs a folder of modelVolume, /models/…, which every pod mounts" }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,150 @@
+{{- define "baton.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "baton.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- else if contains (include "baton.name" .) .Release.Name }}
+{{- .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name (include "baton.name" .) | trunc 40 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "baton.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "baton.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{ include "baton.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end }}
+
+{{- define "baton.image" -}}
+{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) }}
+{{- end }}
+
+{{/* Which pods answer requests: a cluster each, or the routers of mode kuberay. */}}
+{{- define "baton.frontComponent" -}}
+{{- if eq .Values.mode "single" }}cluster{{ else }}router{{ end }}
+{{- end }}
+
+{{- define "baton.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{- define "baton.containerSecurityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{/* The configuration file. */}}
+{{- define "baton.toml" -}}
+{{- $config := deepCopy .Values.config }}
+{{- $_ := set $config "require_key" .Values.auth.requireKey }}
+{{- if .Values.auth.keys }}{{ $_ := set $config "keys" .Values.auth.keys }}{{ end }}
+{{- if .Values.auth.tenants }}{{ $_ := set $config "tenants" .Values.auth.tenants }}{{ end }}
+{{- toToml $config }}
+{{- end }}
+
+{{/* What a router process of mode kuberay reads from its standard input. */}}
+{{- define "baton.routerSettings" -}}
+{{- $config := deepCopy .Values.config }}
+{{- $_ := set $config "require_key" .Values.auth.requireKey }}
+{{- $_ := set $config "keys" .Values.auth.keys }}
+{{- $_ := set $config "tenants" .Values.auth.tenants }}
+{{- $_ := set $config "http" "0.0.0.0:8000" }}
+{{- $_ := set $config "grpc" "0.0.0.0:8001" }}
+{{- $_ := set $config "routers" 1 }}
+{{- $settings := dict "config" $config "redis_url" (include "baton.indexUrl" .) "cluster_id" (include "baton.clusterId" .) "model_path" .Values.config.model "model_name" (default (base .Values.config.model) .Values.config.served_model_name) }}
+{{- toJson $settings }}
+{{- end }}
+
+{{- define "baton.clusterId" -}}
+{{- default (include "baton.fullname" .) .Values.kuberay.clusterId }}
+{{- end }}
+
+{{/* The address of the store of registry and index, with its password. */}}
+{{- define "baton.indexUrl" -}}
+{{- if eq .Values.redis.mode "valkey" -}}
+redis://:{{ .Values.redis.password }}@{{ include "baton.fullname" . }}-index:6379/0
+{{- else -}}
+{{ .Values.redis.url }}
+{{- end }}
+{{- end }}
+
+{{/* The same of the control store's. */}}
+{{- define "baton.gcsUrl" -}}
+{{- if eq .Values.gcsStore.mode "valkey" -}}
+redis://:{{ .Values.gcsStore.password }}@{{ include "baton.fullname" . }}-gcs:6379
+{{- else -}}
+{{ .Values.gcsStore.url }}
+{{- end }}
+{{- end }}
+
+{{/* A variable from a secret: of the chart, or the operator's own. */}}
+{{- define "baton.storeVariable" -}}
+- name: {{ .variable }}
+  valueFrom:
+    secretKeyRef:
+      {{- if .store.existingSecret }}
+      name: {{ .store.existingSecret }}
+      key: {{ .store.existingSecretKey }}
+      {{- else }}
+      name: {{ include "baton.fullname" .root }}
+      key: {{ .key }}
+      {{- end }}
+{{- end }}
+
+{{- define "baton.configVolume" -}}
+- name: config
+  secret:
+    secretName: {{ default (include "baton.fullname" .) .Values.existingConfigSecret }}
+    defaultMode: 0440
+    items:
+      - key: baton.toml
+        path: baton.toml
+{{- end }}
+
+{{- define "baton.scratchVolumes" -}}
+- name: tmp
+  emptyDir:
+    sizeLimit: {{ .Values.tmpSize }}
+- name: shm
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ .Values.shmSize }}
+{{- with .Values.modelVolume }}
+- name: models
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.scratchMounts" -}}
+- name: tmp
+  mountPath: /tmp
+- name: shm
+  mountPath: /dev/shm
+{{- if .Values.modelVolume }}
+- name: models
+  mountPath: /models
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{/* The password in a store's address. */}}
+{{- define "baton.passwordOf" -}}
+{{- regexReplaceAll "^[^:]*:?" (get (urlParse .) "userinfo") "" }}
+{{- end }}

@@ -1,0 +1,158 @@
+{{/*
+A Valkey that the chart deploys, for the index (which fills again by itself, and keeps nothing) or
+for Ray's control store (which keeps what it is told).
+*/}}
+{{- define "baton.valkey" -}}
+{{- $root := .root }}
+{{- $full := printf "%s-%s" (include "baton.fullname" $root) .name }}
+{{- $keeps := eq .name "gcs" }}
+---
+apiVersion: v1
+kind: Secret
+metadata:
+  name: {{ $full }}
+  labels:
+    {{- include "baton.labels" $root | nindent 4 }}
+type: Opaque
+stringData:
+  password: {{ .password | quote }}
+  valkey.conf: |
+    requirepass {{ .password }}
+    save ""
+    appendonly {{ ternary "yes" "no" $keeps }}
+    maxmemory {{ int $root.Values.valkey.memoryMib }}mb
+    maxmemory-policy noeviction
+---
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ $full }}
+  labels:
+    {{- include "baton.labels" $root | nindent 4 }}
+spec:
+  selector:
+    {{- include "baton.selectorLabels" $root | nindent 4 }}
+    app.kubernetes.io/component: {{ .name }}
+  ports:
+    - name: valkey
+      port: 6379
+      targetPort: valkey
+---
+apiVersion: apps/v1
+kind: StatefulSet
+metadata:
+  name: {{ $full }}
+  labels:
+    {{- include "baton.labels" $root | nindent 4 }}
+    app.kubernetes.io/component: {{ .name }}
+spec:
+  serviceName: {{ $full }}
+  replicas: 1
+  selector:
+    matchLabels:
+      {{- include "baton.selectorLabels" $root | nindent 6 }}
+      app.kubernetes.io/component: {{ .name }}
+  template:
+    metadata:
+      labels:
+        {{- include "baton.labels" $root | nindent 8 }}
+        app.kubernetes.io/component: {{ .name }}
+        baton.io/store: "true"
+      annotations:
+        checksum/password: {{ .password | sha256sum }}
+    spec:
+      automountServiceAccountToken: false
+      enableServiceLinks: false
+      securityContext:
+        runAsNonRoot: true
+        runAsUser: 999
+        runAsGroup: 1000
+        fsGroup: 1000
+        seccompProfile:
+          type: RuntimeDefault
+      containers:
+        - name: valkey
+          image: {{ $root.Values.valkey.image }}
+          command: ["valkey-server", "/etc/valkey/valkey.conf"]
+          env:
+            - name: REDISCLI_AUTH
+              valueFrom:
+                secretKeyRef:
+                  name: {{ $full }}
+                  key: password
+          ports:
+            - name: valkey
+              containerPort: 6379
+          readinessProbe:
+            exec:
+              command: ["sh", "-c", "valkey-cli ping | grep -q PONG"]
+            periodSeconds: 5
+            timeoutSeconds: 3
+          livenessProbe:
+            tcpSocket:
+              port: valkey
+            periodSeconds: 10
+            failureThreshold: 6
+          resources:
+            requests:
+              cpu: 250m
+              memory: {{ int $root.Values.valkey.memoryMib }}Mi
+            limits:
+              memory: {{ div (mul (int $root.Values.valkey.memoryMib) 3) 2 }}Mi
+          securityContext:
+            {{- include "baton.containerSecurityContext" $root | nindent 12 }}
+          volumeMounts:
+            - name: config
+              mountPath: /etc/valkey
+              readOnly: true
+            - name: data
+              mountPath: /data
+          workingDir: /data
+      volumes:
+        - name: config
+          secret:
+            secretName: {{ $full }}
+            defaultMode: 0440
+            items:
+              - key: valkey.conf
+                path: valkey.conf
+        {{- if not $keeps }}
+        - name: data
+          emptyDir: {}
+        {{- end }}
+  {{- if $keeps }}
+  volumeClaimTemplates:
+    - metadata:
+        name: data
+      spec:
+        accessModes: [ReadWriteOnce]
+        {{- with $root.Values.valkey.storageClassName }}
+        storageClassName: {{ . }}
+        {{- end }}
+        resources:
+          requests:
+            storage: {{ $root.Values.valkey.storage }}
+  {{- end }}
+{{- if $root.Values.networkPolicy.enabled }}
+---
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: {{ $full }}
+  labels:
+    {{- include "baton.labels" $root | nindent 4 }}
+spec:
+  podSelector:
+    matchLabels:
+      {{- include "baton.selectorLabels" $root | nindent 6 }}
+      app.kubernetes.io/component: {{ .name }}
+  policyTypes: [Ingress, Egress]
+  ingress:
+    - from:
+        - podSelector:
+            matchLabels:
+              {{- include "baton.selectorLabels" $root | nindent 14 }}
+      ports:
+        - port: valkey
+{{- end }}
+{{ end }}

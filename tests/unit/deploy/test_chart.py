@@ -1,0 +1,436 @@
+"""The Helm chart: what it renders is valid, and fits what Baton can do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import redis
+import yaml
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
+
+from baton.config import Config, load_config
+from deploy.ports import free_port
+from deploy.ray_worker import WORKER_RESOURCE
+from deploy.valkey import valkey_binary
+from router.main import RouterSettings
+from tests.unit.deploy.baton_commands import parse, unknown_variables
+from tests.unit.deploy.chart import (
+    VALUE_SETS,
+    containers,
+    lint,
+    of_kind,
+    pods,
+    refusal,
+    render,
+    the,
+)
+
+ROOT = Path(__file__).parents[3]
+RAY_SCHEMA = ROOT.parent / "shared" / "schemas" / "raycluster-ray-v1.json"
+OLDEST, NEWEST = "1.27", "1.37"
+"""Of Kubernetes: what Chart.yaml asks for at least, and what the schemas that tests have know."""
+NOT_OF_KUBERNETES = ("RayCluster", "ServiceMonitor", "PrometheusRule")
+ENDING_S = 45
+"""How long ending may take beside a drain, in seconds: routers 8, the supervisor 5, workers 5,
+Redis 5, Ray 10, the stores 3, what is left 2; and some."""
+INGRESS = ("--set=ingress.enabled=true", "--set=ingress.host=a.example.com")
+BRIEFLY = Retry(ConstantBackoff(0.02), 500)
+"""Until a server that starts is there."""
+KEY = "--set=auth.keys[0].name=a,auth.keys[0].sha256=" + "0" * 64
+
+
+def each_set(function: Any) -> Any:
+    return pytest.mark.parametrize("value_set", VALUE_SETS)(function)
+
+
+def test_there_are_several_sets_of_values() -> None:
+    assert len(VALUE_SETS) >= 4
+
+
+@each_set
+def test_helm_finds_no_fault(value_set: str) -> None:
+    done = lint(value_set)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+@each_set
+def test_kubernetes_takes_every_object(value_set: str, version: str) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    for one in render(value_set):
+        if one["kind"] not in NOT_OF_KUBERNETES:
+            kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_kubernetes_refuses_a_misspelt_field() -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    spoilt = json.loads(json.dumps(of_kind(render("open-values.yaml"), "StatefulSet")[0]))
+    spoilt["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(spoilt, NEWEST, strict=True)
+
+
+def test_kuberay_takes_the_cluster() -> None:
+    if not RAY_SCHEMA.is_file():
+        pytest.skip(f"there is no {RAY_SCHEMA.name} beside the repository")
+    validator = jsonschema.Draft202012Validator(json.loads(RAY_SCHEMA.read_text()))
+    (cluster,) = of_kind(render("kuberay-values.yaml"), "RayCluster")
+    assert [error.message for error in validator.iter_errors(cluster)] == []
+    cluster = json.loads(json.dumps(cluster))
+    cluster["spec"]["workerGroupSpecs"][0]["minReplica"] = 1
+    assert list(validator.iter_errors(cluster))
+
+
+@each_set
+def test_names_are_unique_and_short(value_set: str) -> None:
+    names = [(one["kind"], one["metadata"]["name"]) for one in render(value_set)]
+    assert len(set(names)) == len(names)
+    assert all(len(name) <= 63 for _, name in names)
+
+
+@each_set
+def test_baton_takes_its_command_lines(value_set: str) -> None:
+    """With the parser of the real command line: no flag is made up."""
+    seen = []
+    for name, container in containers(render(value_set)):
+        if container["image"].split(":")[0].endswith("baton") and "command" not in container:
+            if arguments := container.get("args"):
+                seen.append(parse(arguments).name)
+            else:
+                assert name.startswith("RayCluster/")  # KubeRay says what they run
+    assert "status" in seen
+    assert ("up" in seen) == (value_set != "kuberay-values.yaml")
+
+
+@each_set
+def test_baton_reads_its_variables(value_set: str) -> None:
+    for _, container in containers(render(value_set)):
+        assert unknown_variables([one["name"] for one in container.get("env", ())]) == []
+
+
+@pytest.mark.parametrize("value_set", ["open-values.yaml", "production-values.yaml"])
+def test_the_configuration_is_one_that_baton_takes(
+    value_set: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifests = render(value_set)
+    (cluster,) = of_kind(manifests, "StatefulSet")
+    (baton,) = cluster["spec"]["template"]["spec"]["containers"]
+    for variable in baton["env"]:
+        monkeypatch.setenv(variable["name"], variable.get("value", "redis://127.0.0.1:1"))
+    file = tmp_path / "baton.toml"
+    file.write_text(the(manifests, "Secret", "demo-baton")["stringData"]["baton.toml"])
+    config = load_config(file)
+    assert config.http.endswith(":8000")
+    assert config.grpc.endswith(":8001")
+    assert config.routers == 2
+    if value_set == "production-values.yaml":
+        assert config.require_key
+        assert config.file_most_bytes == 100 << 20
+        assert [key.name for key in config.keys] == ["example", "operator"]
+        assert config.tenant_weights["acme"] == 2
+        assert [(pool.name, pool.count, pool.resources) for pool in config.pools] == [
+            ("prefill", 1, {"GPU": 1.0}),
+            ("decode", 3, {"GPU": 1.0}),
+        ]
+        assert config.slo_ttft_of("long") == 4.5
+        assert config.redis_url
+        assert config.gcs_store
+    else:
+        assert not config.require_key
+        assert config.redis_url == ""
+        assert config.gcs_store == "embedded"
+
+
+def test_the_file_names_are_those_that_the_command_reads() -> None:
+    for name, container in containers(render("production-values.yaml")):
+        if name.endswith("/baton"):
+            file = Path(parse(container["args"]).parameters["config"])
+            mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+            assert str(file.parent) in mounts
+    (cluster,) = of_kind(render("production-values.yaml"), "StatefulSet")
+    volumes = {one["name"]: one for one in cluster["spec"]["template"]["spec"]["volumes"]}
+    assert volumes["config"]["secret"]["items"] == [{"key": file.name, "path": file.name}]
+
+
+def test_a_router_takes_its_settings() -> None:
+    secret = the(render("kuberay-values.yaml"), "Secret", "demo-baton")
+    settings = RouterSettings.model_validate_json(secret["stringData"]["router.json"])
+    config = Config(**settings.config)
+    assert config.http == "0.0.0.0:8000"
+    assert config.require_key
+    assert settings.redis_url == "redis://:example-index@demo-baton-index:6379/0"
+    assert settings.model_path == "/models/llama"
+    assert settings.model_name == "llama"
+    for pool in config.pools:
+        assert f"baton_{pool.role}" in pool.resources
+
+
+@each_set
+def test_every_pod_is_held_to_what_it_needs(value_set: str) -> None:
+    for name, pod in pods(render(value_set)):
+        spec = pod["spec"]
+        assert spec["automountServiceAccountToken"] is False, name
+        assert spec["enableServiceLinks"] is False, name
+        assert spec["securityContext"]["runAsNonRoot"] is True, name
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+    for name, container in containers(render(value_set)):
+        context = container["securityContext"]
+        assert context["readOnlyRootFilesystem"] is True, name
+        assert context["allowPrivilegeEscalation"] is False, name
+        assert context["capabilities"] == {"drop": ["ALL"]}, name
+
+
+@each_set
+def test_volumes_are_there_and_used(value_set: str) -> None:
+    claimed = {
+        claim["metadata"]["name"]
+        for one in of_kind(render(value_set), "StatefulSet")
+        for claim in one["spec"].get("volumeClaimTemplates", ())
+    }
+    for name, pod in pods(render(value_set)):
+        there = {volume["name"] for volume in pod["spec"].get("volumes", ())}
+        mounted = {
+            mount["name"]
+            for container in pod["spec"]["containers"]
+            for mount in container.get("volumeMounts", ())
+        }
+        assert there <= mounted <= there | claimed, name
+
+
+@each_set
+def test_a_pod_has_time_to_drain(value_set: str) -> None:
+    for name, pod in pods(render(value_set)):
+        if not name.endswith(("/demo-baton", "/demo-baton-router")):
+            continue
+        (container,) = pod["spec"]["containers"]
+        program, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert program == "sleep"
+        drain_s = 60 if value_set == "production-values.yaml" else 30
+        enough = int(seconds) + drain_s + ENDING_S
+        assert pod["spec"]["terminationGracePeriodSeconds"] >= enough, name
+
+
+@each_set
+def test_probes_ask_what_a_router_answers(value_set: str) -> None:
+    served = (ROOT / "router" / "http_app.py").read_text()
+    paths = {
+        container[probe]["httpGet"]["path"]
+        for name, container in containers(render(value_set))
+        if name.endswith(("/baton", "/router"))
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe")
+    }
+    assert paths == {"/live", "/health"}
+    for monitor in of_kind(render(value_set), "ServiceMonitor"):
+        paths |= {endpoint["path"] for endpoint in monitor["spec"]["endpoints"]}
+    assert all(f'("{path}", ' in served for path in paths)
+
+
+@each_set
+def test_selectors_find_one_kind_of_pod(value_set: str) -> None:
+    manifests = render(value_set)
+    labels = [pod["metadata"].get("labels", {}) for _, pod in pods(manifests)]
+    for one in of_kind(manifests, "Service", "PodDisruptionBudget", "NetworkPolicy"):
+        spec = one["spec"]
+        selector = spec.get("selector") or spec["podSelector"]
+        wanted = selector.get("matchLabels", selector)
+        found = [own for own in labels if wanted.items() <= own.items()]
+        assert found, one["metadata"]["name"]
+        components = {own["app.kubernetes.io/component"] for own in found}
+        assert len(components) == 1, one["metadata"]["name"]
+
+
+@each_set
+def test_services_lead_to_ports_that_are_there(value_set: str) -> None:
+    manifests = render(value_set)
+    for service in of_kind(manifests, "Service"):
+        wanted = service["spec"]["selector"].items()
+        for port in service["spec"]["ports"]:
+            for _, pod in pods(manifests):
+                if wanted <= pod["metadata"].get("labels", {}).items():
+                    names = [one["name"] for one in pod["spec"]["containers"][0]["ports"]]
+                    assert port["targetPort"] in names
+    backends = {
+        (path["backend"]["service"]["name"], path["backend"]["service"]["port"]["name"])
+        for ingress in of_kind(manifests, "Ingress")
+        for rule in ingress["spec"]["rules"]
+        for path in rule["http"]["paths"]
+    }
+    ports = {port["name"] for port in the(manifests, "Service", "demo-baton")["spec"]["ports"]}
+    assert all(name == "demo-baton" and port in ports for name, port in backends)
+
+
+@each_set
+def test_a_monitor_finds_one_service(value_set: str) -> None:
+    manifests = render(value_set)
+    for monitor in of_kind(manifests, "ServiceMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        services = of_kind(manifests, "Service")
+        found = [one for one in services if wanted <= one["metadata"]["labels"].items()]
+        assert [one["metadata"]["name"] for one in found] == ["demo-baton"]
+        (endpoint,) = monitor["spec"]["endpoints"]
+        (rule,) = endpoint["relabelings"]
+        assert rule["targetLabel"] == "job"
+        assert rule["replacement"].startswith("baton-")
+
+
+@each_set
+def test_secrets_stay_in_secrets(value_set: str) -> None:
+    for one in render(value_set):
+        if one["kind"] != "Secret":
+            text = json.dumps(one)
+            assert "example-index" not in text
+            assert "example-gcs" not in text
+
+
+def test_answers_stream_through_the_ingress() -> None:
+    ingress = the(render("production-values.yaml"), "Ingress", "demo-baton")
+    notes = ingress["metadata"]["annotations"]
+    prefix = "nginx.ingress.kubernetes.io/"
+    assert notes[prefix + "proxy-buffering"] == "off"
+    assert int(notes[prefix + "proxy-read-timeout"]) > 600
+    assert int(notes[prefix + "proxy-send-timeout"]) > 600
+    assert notes[prefix + "limit-connections"] == "100"
+    paths = [path["path"] for path in ingress["spec"]["rules"][0]["http"]["paths"]]
+    assert not any("/metrics".startswith(path) for path in paths)
+    grpc = the(render("production-values.yaml"), "Ingress", "demo-baton-grpc")
+    assert grpc["metadata"]["annotations"][prefix + "backend-protocol"] == "GRPC"
+
+
+def test_pools_of_kuberay_have_pods_of_their_own() -> None:
+    (cluster,) = of_kind(render("kuberay-values.yaml"), "RayCluster")
+    spec = cluster["spec"]
+    groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
+    assert set(groups) == {"prefill", "decode"}
+    for role, group in groups.items():
+        assert group["resources"][WORKER_RESOURCE] == group["resources"][f"baton_{role}"]
+    pod = groups["decode"]["template"]["spec"]
+    assert pod["nodeSelector"] == {"example.com/accelerator": "h200"}
+    assert pod["tolerations"]
+    assert pod["topologySpreadConstraints"]
+    assert "nodeSelector" not in groups["prefill"]["template"]["spec"]
+    assert spec["gcsFaultToleranceOptions"]["redisAddress"] == "redis://gcs.example.com:6380"
+    assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+
+
+def test_ray_takes_its_parameters() -> None:
+    found = find_spec("ray")
+    assert found is not None
+    assert found.origin is not None
+    options = (Path(found.origin).parent / "scripts" / "scripts.py").read_text()
+    (cluster,) = of_kind(render("kuberay-values.yaml"), "RayCluster")
+    for group in (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]):
+        assert all(f'"--{name}"' in options for name in group["rayStartParams"])
+
+
+def test_rays_version_is_the_one_that_is_installed() -> None:
+    (cluster,) = of_kind(render("kuberay-values.yaml"), "RayCluster")
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    assert f"ray=={cluster['spec']['rayVersion']}" in lines
+
+
+@pytest.mark.parametrize("store", ["index", "gcs"])
+def test_valkey_takes_its_configuration(store: str, tmp_path: Path) -> None:
+    secret = the(render("stores-values.yaml"), "Secret", f"demo-baton-{store}")["stringData"]
+    file, port = tmp_path / "valkey.conf", free_port()
+    file.write_text(secret["valkey.conf"])
+    command = [valkey_binary(), str(file), "--bind", "127.0.0.1", "--port", str(port)]
+    with (
+        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as server,
+        redis.Redis(port=port, password=secret["password"], retry=BRIEFLY) as client,
+    ):
+        try:
+            assert client.ping()
+            kept = client.config_get("appendonly")
+            assert kept == {"appendonly": "yes" if store == "gcs" else "no"}
+        finally:
+            server.terminate()
+            assert server.wait(20) == 0
+
+
+def test_another_configuration_makes_other_pods() -> None:
+    def checksum(*more: str) -> str:
+        (cluster,) = of_kind(render("open-values.yaml", *more), "StatefulSet")
+        return str(cluster["spec"]["template"]["metadata"]["annotations"]["checksum/secret"])
+
+    assert checksum() == checksum()
+    assert checksum() != checksum("--set=config.routers=3")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (("--set=auth.requireKey=true",), "auth.keys: give at least one"),
+        (("--set=existingConfigSecret=a", KEY), "auth.keys and auth.tenants belong"),
+        (("--set=config.http=0.0.0.0:1",), "config.http: the chart says this itself"),
+        (("--set=config.gcs_store=embedded",), "config.gcs_store: the chart says this itself"),
+        (("--set=config.model=/models/a",), "give modelVolume"),
+        (("--set=redis.mode=external",), "mode external needs url or existingSecret"),
+        (("--set=redis.mode=external,redis.existingSecret=a,redis.url=redis://b",), "not both"),
+        (("--set=redis.url=redis://a",), "are of mode external, and it is embedded"),
+        (("--set=gcsStore.mode=valkey",), "gcsStore.password: mode valkey needs one"),
+        (
+            (
+                "--set=redis.mode=external,redis.url=redis://:a@b:6379/0",
+                "--set=gcsStore.mode=external,gcsStore.url=redis://:c@b:6379",
+            ),
+            "another server than redis.url",
+        ),
+        (
+            ("--set=config.pools[1].resources.GPU=1", "--set=config.pools[1].count=2"),
+            "ask for 2 GPUs",
+        ),
+        (("--set=ingress.enabled=true",), "ingress.host"),
+        ((*INGRESS, "--set=ingress.tlsSecret=a"), "say ingress.insecure=true"),
+        ((*INGRESS, "--set=auth.requireKey=true", KEY), "say ingress.insecure=true"),
+        (
+            ("--set=ingress.grpc.enabled=true", "--set=ingress.grpc.host=a"),
+            "ingress.grpc: needs",
+        ),
+        ((*INGRESS, "--set=ingress.insecure=true"), "networkPolicy.clients: name"),
+        (("--set=metrics.serviceMonitor.enabled=true",), "networkPolicy.monitoring: name"),
+        (("--set=mode=kuberay",), "mode kuberay serves nobody yet"),
+        (("--set=mode=ray",), "mode"),
+        (("--set=replicas=two",), "replicas"),
+        (("--set=replica=2",), "replica"),
+        (("--set=redis.password=a b",), "redis.password"),
+        (("--set=env[0].name=BATON_HTTP",), "env.0.name"),
+    ],
+)
+def test_what_would_not_work_is_refused(values: tuple[str, ...], message: str) -> None:
+    pools = (
+        "--set=config.pools[0].name=prefill,config.pools[0].role=prefill",
+        "--set=config.pools[1].name=decode,config.pools[1].role=decode",
+    )
+    more = pools if any("pools[1]" in value for value in values) else ()
+    assert message in refusal("open-values.yaml", *more, *values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (("--set=redis.mode=embedded,redis.password=",), "needs a store that all pods reach"),
+        (("--set=gcsStore.mode=none,gcsStore.url=",), "needs one for Ray's head"),
+        (("--set=config.model=smollm2-135m-instruct",), "needs a folder of modelVolume"),
+        (("--set=existingConfigSecret=a", "--set=auth.keys=null"), "existingConfigSecret"),
+    ],
+)
+def test_kuberay_is_refused_what_it_cannot_have(values: tuple[str, ...], message: str) -> None:
+    assert message in refusal("kuberay-values.yaml", *values)
+
+
+def test_the_rules_are_those_of_the_repository() -> None:
+    """Rendered of the very file; without it the chart says so."""
+    rules = ROOT / "deploy" / "monitoring" / "rules.yaml"
+    asked = ("--set=metrics.prometheusRule.enabled=true",)
+    if not rules.is_file():
+        assert "holds no files/rules.yaml" in refusal("open-values.yaml", *asked)
+        return
+    (rule,) = of_kind(render("open-values.yaml", *asked), "PrometheusRule")
+    assert rule["spec"] == yaml.safe_load(rules.read_text())
