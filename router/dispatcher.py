@@ -53,6 +53,7 @@ WATCH_S = 0.1
 CLOSE_S = 2.0
 """How long a router that stops waits for workers to hear of it."""
 IDLE_POLL_S = 0.02
+IDLE_S = 0.2
 
 
 class ClusterDispatcher:
@@ -129,10 +130,16 @@ class ClusterDispatcher:
         self._draining = True
 
     async def until_idle(self) -> None:
-        """Wait until no request is under way."""
+        """Wait until no request has been under way for ``IDLE_S``.
+
+        One that was accepted is read and turned into tokens before it is known here.
+        """
         # They end in many places, and nobody hurries.
-        while self._active:  # noqa: ASYNC110
+        idle_since = time.monotonic()
+        while time.monotonic() - idle_since < IDLE_S:
             await asyncio.sleep(IDLE_POLL_S)
+            if self._active:
+                idle_since = time.monotonic()
 
     async def close(self) -> None:
         """End every request with an error, and every connection."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from baton.errors import BatonError, DeadlineUnreachable
 from router.admission import Admission, Applicant, Capacity
-from router.drain_rate import ENOUGH_S, DrainRate
+from router.drain_rate import ENOUGH_S, DrainRate, Stay
 from router.forecast import forecast_by_rate
 
 
@@ -94,13 +94,13 @@ def test_a_steady_rate_is_found_whatever_the_prompts_are(
     """Always as many prompts as workers, each at its own speed."""
     rate = DrainRate()
     rate.saturated(0.0, waiting=True)
-    running = []
-    for length in lengths[:workers]:
-        heapq.heappush(running, (length / tokens_per_s, length, rate.sent(length, 0.0)))
-    for length in lengths[workers:]:
-        now, _, stay = heapq.heappop(running)
-        rate.finished(stay, now)
-        entry = (now + length / tokens_per_s, length, rate.sent(length, now))
+    running: list[tuple[float, int, Stay]] = []
+    for number, length in enumerate(lengths):
+        now = 0.0
+        if number >= workers:
+            now, _, stay = heapq.heappop(running)
+            rate.finished(stay, now)
+        entry = (now + length / tokens_per_s, number, rate.sent(length, now))
         heapq.heappush(running, entry)
     assert rate.tokens_per_s is not None
     assert rate.tokens_per_s == pytest.approx(workers * tokens_per_s, rel=0.1)
