@@ -13,6 +13,7 @@ order can still be chosen. Plain Python; ``now`` is passed in. Owned by one even
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -107,9 +108,9 @@ class _Request:
     begun_at: float | None = None
     generated: int = 0
 
-    def late(self, now: float, rate: float | None, in_flight_tokens: int) -> bool:
+    def late(self, now: float, rate: float | None, ahead_tokens: float) -> bool:
         """Whether its first token would come too late if it were sent now, behind those tokens."""
-        ahead = in_flight_tokens + self.applicant.prompt_tokens
+        ahead = ahead_tokens + self.applicant.prompt_tokens
         least = ahead / rate if rate is not None else 0.0
         limit = min(self.applicant.give_up_s, self.applicant.deadline_s)
         return now + least > self.offered_at + limit
@@ -149,6 +150,9 @@ class Admission:
         self._slo_tpot_s = slo_tpot_s
         self._not_before = -math.inf
         self._in_flight_tokens = 0
+        self._computing_since = -math.inf
+        """When the workers last began or ended a prompt."""
+        self._prefill_workers = 1
         self._waiting_tokens = 0
         self._answer_tokens = RunningMean(_WEIGHT)
         self._stay_s = RunningMean(_WEIGHT)
@@ -160,6 +164,19 @@ class Admission:
     def in_flight_tokens(self) -> int:
         """Prompt tokens that were sent and have no first token yet."""
         return self._in_flight_tokens
+
+    def ahead_tokens(self, now: float) -> float:
+        """Of ``in_flight_tokens``, what is still to be computed, as far as is known.
+
+        Since a prompt last ended the workers have computed on: not more than the rate says, nor
+        more than the one prompt that each of them has under way.
+        """
+        rate = self._drain.tokens_per_s
+        if rate is None or not self._sent:
+            return float(self._in_flight_tokens)
+        under_way = itertools.islice(self._sent.values(), self._prefill_workers)
+        most = sum(request.applicant.prompt_tokens for request in under_way)
+        return self._in_flight_tokens - min(most, rate * (now - self._computing_since))
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -206,12 +223,12 @@ class Admission:
             self._behind.push(entry)
             return
         wait_s = self._wait_s(entry, capacity)
-        self._check_time(applicant, answer, wait_s, forecast)
+        self._check_time(applicant, answer, wait_s, forecast, now)
         victim = self._queue.push(entry)
         if victim is not None:
             error = Overloaded(
                 f"{len(self._queue)} requests wait already; try again later",
-                retry_after=self._retry_after(wait_s),
+                retry_after=self._retry_after(wait_s, now),
             )
             if victim is entry:
                 raise error
@@ -227,6 +244,7 @@ class Admission:
         """
         released: list[str] = []
         if capacity is not None:
+            self._prefill_workers = capacity.prefill_workers
             self._drain.served_by(capacity.prefill_workers)
         self._drop_late(now)
         while (entry := self._queue.peek()) is not None:
@@ -246,6 +264,8 @@ class Admission:
         applicant = entry.item.applicant
         if capacity is not None:
             entry.item.blocks = self._need(entry.item, capacity)
+        if not self._sent:
+            self._computing_since = now
         self._sent[applicant.request_id] = entry.item
         entry.item.stay = self._drain.sent(applicant.prompt_tokens, now)
         self._in_flight_tokens += applicant.prompt_tokens
@@ -270,6 +290,7 @@ class Admission:
         if request is None:
             return False
         self._in_flight_tokens -= request.applicant.prompt_tokens
+        self._computing_since = now
         if request.stay is not None:
             self._drain.finished(request.stay, now)
         request.begun_at = now
@@ -297,6 +318,7 @@ class Admission:
         sent = self._sent.pop(request_id, None)
         if sent is not None:
             self._in_flight_tokens -= sent.applicant.prompt_tokens
+            self._computing_since = now
             if sent.stay is not None:
                 self._drain.left(sent.stay)
         begun = self._begun.pop(request_id, None)
@@ -346,7 +368,7 @@ class Admission:
         return max(waits)
 
     def _check_time(
-        self, applicant: Applicant, answer: int, wait_s: float, forecast: Forecast
+        self, applicant: Applicant, answer: int, wait_s: float, forecast: Forecast, now: float
     ) -> None:
         first_s = wait_s + forecast.ttft_ms / 1e3
         end_s = first_s + forecast.tpot_ms / 1e3 * max(0, answer - 1)
@@ -356,27 +378,27 @@ class Admission:
         allowed = min(applicant.first_token_s, applicant.deadline_s)
         raise DeadlineUnreachable(
             f"the request would take about {late:.1f} s, and has {allowed:.1f} s",
-            retry_after=self._retry_after(wait_s),
+            retry_after=self._retry_after(wait_s, now),
         )
 
-    def _retry_after(self, wait_s: float) -> float:
+    def _retry_after(self, wait_s: float, now: float) -> float:
         """When what is ahead now, here and at the workers, will have been served."""
         rate = self.tokens_per_s
         if rate is None:
             return max(FIRST_GUESS_S, wait_s)
-        return max(LEAST_RETRY_S, wait_s + self._in_flight_tokens / rate)
+        return max(LEAST_RETRY_S, wait_s + self.ahead_tokens(now) / rate)
 
     # Room
 
     def _drop_late(self, now: float) -> None:
         rate = self.tokens_per_s
-        in_flight = self._in_flight_tokens
-        for entry in [entry for entry in self._queue if entry.item.late(now, rate, in_flight)]:
+        ahead = self.ahead_tokens(now)
+        for entry in [entry for entry in self._queue if entry.item.late(now, rate, ahead)]:
             self._queue.remove(entry)
             self._forget(entry)
             error = DeadlineUnreachable(
                 "the request waited for its turn until it was too late",
-                retry_after=self._retry_after(0.0),
+                retry_after=self._retry_after(0.0, now),
             )
             self._refuse(entry.item.applicant.request_id, error)
 

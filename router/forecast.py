@@ -17,16 +17,16 @@ class Forecast:
 
 def forecast_by_rate(
     prompt_tokens: int,
-    in_flight_tokens: int,
+    ahead_tokens: float,
     workers: int,
     tokens_per_s: float | None,
     tpot_s: float | None,
 ) -> Forecast:
     """From the drain rate of ``workers`` prefill workers, of which one computes a whole prompt.
 
-    ``in_flight_tokens`` were sent to them and have no first token yet.
+    ``ahead_tokens`` were sent to them and are still to be computed.
     """
     if tokens_per_s is None:
         return Forecast(0.0, 1e3 * (tpot_s or 0.0))
-    seconds = (in_flight_tokens + prompt_tokens * max(1, workers)) / tokens_per_s
+    seconds = (ahead_tokens + prompt_tokens * max(1, workers)) / tokens_per_s
     return Forecast(1e3 * seconds, 1e3 * (tpot_s or 0.0))

@@ -67,7 +67,7 @@ class WaitingRoom:
         admission = self._admission
         forecast = forecast_by_rate(
             applicant.prompt_tokens,
-            admission.in_flight_tokens,
+            admission.ahead_tokens(now),
             capacity.prefill_workers,
             admission.tokens_per_s,
             admission.tpot_s,

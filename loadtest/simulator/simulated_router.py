@@ -138,7 +138,7 @@ class SimulatedRouter:
         admission, capacity = self._admission, self._current_capacity(now)
         forecast = forecast_by_rate(
             applicant.prompt_tokens,
-            admission.in_flight_tokens,
+            admission.ahead_tokens(now),
             capacity.prefill_workers,
             admission.tokens_per_s,
             admission.tpot_s,

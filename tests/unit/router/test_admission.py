@@ -61,7 +61,7 @@ class Cluster:
     def forecast(self, prompt: int) -> Forecast:
         admission = self.admission
         return forecast_by_rate(
-            prompt, admission.in_flight_tokens, 1, admission.tokens_per_s, admission.tpot_s
+            prompt, admission.ahead_tokens(self.now), 1, admission.tokens_per_s, admission.tpot_s
         )
 
     def offer(
@@ -405,3 +405,34 @@ def test_without_workers_all_go_to_be_told_so() -> None:
     cluster.offer("b")
     assert cluster.order == ["a"]
     assert cluster.admission.release(None, 0.0) == ["b"]
+
+
+def test_what_was_computed_of_a_prompt_is_not_waited_for_again() -> None:
+    cluster = Cluster(slo_s=2.0)
+    cluster.learn()
+    rate = cluster.admission.tokens_per_s
+    assert rate is not None
+    long = int(1.5 * rate)
+    cluster.offer("first", long)
+    assert cluster.admission.ahead_tokens(cluster.now) == long
+    # Behind all of it the next one would take three seconds.
+    with pytest.raises(DeadlineUnreachable):
+        cluster.offer("too early", long)
+    cluster.until(cluster.now + 1.2)
+    assert cluster.admission.ahead_tokens(cluster.now) == pytest.approx(long - 1.2 * rate)
+    cluster.offer("second", long)
+    cluster.finish()
+    assert cluster.admission.ahead_tokens(cluster.now) == 0
+
+
+def test_a_worker_that_hangs_has_not_computed_what_waits_behind_its_prompt() -> None:
+    cluster = Cluster(slo_s=1e6)
+    cluster.learn()
+    rate = cluster.admission.tokens_per_s
+    assert rate is not None
+    long = int(1.5 * rate)
+    for name in ("first", "second"):
+        cluster.offer(name, long)
+    cluster.now += 1000.0
+    assert cluster.admission.ahead_tokens(cluster.now) <= cluster.admission.in_flight_tokens
+    assert cluster.admission.ahead_tokens(cluster.now) >= cluster.admission.in_flight_tokens - long

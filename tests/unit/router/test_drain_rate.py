@@ -95,15 +95,18 @@ def test_a_steady_rate_is_found_whatever_the_prompts_are(
     rate = DrainRate()
     rate.saturated(0.0, waiting=True)
     running: list[tuple[float, int, Stay]] = []
+    seen: list[float] = []
     for number, length in enumerate(lengths):
         now = 0.0
         if number >= workers:
             now, _, stay = heapq.heappop(running)
             rate.finished(stay, now)
+            seen.append(rate.tokens_per_s or 0.0)
         entry = (now + length / tokens_per_s, number, rate.sent(length, now))
         heapq.heappush(running, entry)
-    assert rate.tokens_per_s is not None
-    assert rate.tokens_per_s == pytest.approx(workers * tokens_per_s, rel=0.1)
+    # What is remembered may be no more than two long prompts: at a moment it is off by more.
+    later = seen[len(seen) // 3 :]
+    assert sum(later) / len(later) == pytest.approx(workers * tokens_per_s, rel=0.1)
 
 
 # With the admission
@@ -137,7 +140,7 @@ class Cluster:
             name, "default", 0, prompt, 1, self.slo_s, self.slo_s * 1.25, math.inf
         )
         forecast = forecast_by_rate(
-            prompt, admission.in_flight_tokens, self.workers, admission.tokens_per_s, None
+            prompt, admission.ahead_tokens(self.now), self.workers, admission.tokens_per_s, None
         )
         try:
             admission.offer(applicant, forecast, capacity, self.now)
