@@ -49,7 +49,7 @@ from loadtest.whole_table import print_whole, whole_table
 
 _STEP = 1.25
 """From one rate to the next: goodput is known to within so much."""
-_HOPELESS = 0.3
+_HOPELESS = 0.6
 """Of the requests of a rate within the loosest SLO; no higher rate is tried then."""
 _WARM_UP_RATE, _WARM_UP_S = 1.0, 8.0
 _TIMEOUT_S = 60.0
