@@ -91,10 +91,18 @@ class RequestRecorder:
         if self._tokens > 1:
             tpot = (now - self._first_at) / (self._tokens - 1)
             self._series.time_per_output_token.observe(tpot)
-        ttft = self._first_at - self._received_at
-        if self._tokens and ttft <= self._slo.ttft_s and tpot <= self._slo.tpot_s:
-            self._series.goodput_requests.inc()
+        if self._tokens:
+            self._judge(self._first_at - self._received_at, tpot)
         self._end(Outcome.OK, "")
+
+    def _judge(self, ttft: float, tpot: float) -> None:
+        late, slow = ttft > self._slo.ttft_s, tpot > self._slo.tpot_s
+        if late:
+            self._series.ttft_violations.inc()
+        if slow:
+            self._series.tpot_violations.inc()
+        if not (late or slow):
+            self._series.goodput_requests.inc()
 
     def fail(self, error: BatonError) -> None:
         """It ended with an error."""
