@@ -144,6 +144,57 @@ class KeyConfig(_Section):
         return bool(self.requests_per_minute or self.tokens_per_minute or self.concurrency)
 
 
+class AutoscalerConfig(_Section):
+    """How roles and the pools' sizes follow the traffic."""
+
+    enabled: bool = False
+    """Whether the supervisor changes roles and pool sizes; docs/autoscaler.md says how."""
+    dry_run: bool = False
+    """Whether it only logs and counts what it would do."""
+    interval_s: float = Field(default=10.0, ge=0.5, le=3600)
+    """How often it looks, in seconds."""
+    cooldown_s: float = Field(default=60.0, gt=0, le=86400)
+    """Nothing that it has done is taken back for this many seconds, and SLOs are judged over so
+    many."""
+    target_load: float = Field(default=0.8, gt=0, le=1)
+    """Share of what a worker can do within the SLOs that it is planned to do."""
+    hysteresis: float = Field(default=0.15, ge=0, lt=1)
+    """A role gives a worker away only where its load stays below 1 minus this, or where the higher
+    load of the two roles falls by this share at least."""
+    slo_share: float = Field(default=0.95, gt=0, lt=1)
+    """Share of the requests that are to meet each SLO; where fewer do, a role gets one more
+    worker."""
+    least_prefill: int = Field(default=1, ge=1, le=1024)
+    """Fewest workers in the prefill role."""
+    most_prefill: int = Field(default=0, ge=0, le=1024)
+    """Most workers in the prefill role; 0 is bounded by ``most_workers`` alone."""
+    least_decode: int = Field(default=1, ge=1, le=1024)
+    """Fewest workers in the decode role."""
+    most_decode: int = Field(default=0, ge=0, le=1024)
+    """Most workers in the decode role; 0 is bounded by ``most_workers`` alone."""
+    least_workers: int = Field(default=0, ge=0, le=2048)
+    """Fewest workers in all; 0 takes as many as the pools have: then none is drained."""
+    most_workers: int = Field(default=0, ge=0, le=2048)
+    """Most workers in all; 0 takes as many as the pools have: then none is started."""
+
+    @model_validator(mode="after")
+    def _bounds_leave_something(self) -> AutoscalerConfig:
+        for role, least, most in (
+            ("prefill", self.least_prefill, self.most_prefill),
+            ("decode", self.least_decode, self.most_decode),
+            ("workers", self.least_workers, self.most_workers),
+        ):
+            if 0 < most < least:
+                raise ValueError(f"most_{role} must be 0 or at least least_{role}")
+        if 0 < self.most_workers < self.least_prefill + self.least_decode:
+            raise ValueError("most_workers must be 0 or at least least_prefill + least_decode")
+        if 0 < self.most_prefill + self.most_decode < self.least_workers and (
+            self.most_prefill and self.most_decode
+        ):
+            raise ValueError("least_workers must be at most most_prefill + most_decode")
+        return self
+
+
 def _default_classes() -> tuple[ContextClass, ...]:
     return (
         ContextClass(name="short", max_tokens=512),
@@ -295,6 +346,8 @@ class Config(BaseSettings):
     """The time to the first token that counts as good, in seconds."""
     slo_tpot_s: float = Field(default=0.1, gt=0)
     """The time per output token that counts as good, in seconds."""
+    autoscaler: AutoscalerConfig = Field(default_factory=AutoscalerConfig)
+    """How roles and the pools' sizes follow the traffic."""
     cluster_id: str = ""
     """Name of the cluster: prefix of its Redis keys; empty draws one."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -355,6 +408,17 @@ class Config(BaseSettings):
                     raise ValueError(
                         f"classes: {one.name} has no {role} pool: others own all of them"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _autoscaler_knows_its_pools(self) -> Config:
+        if not self.autoscaler.enabled:
+            return self
+        if len(self.pools) != 2:
+            raise ValueError("autoscaler: it knows one prefill pool and one decode pool, no others")
+        configured = sum(pool.count for pool in self.pools)
+        if configured < self.autoscaler.least_prefill + self.autoscaler.least_decode:
+            raise ValueError("autoscaler: the pools have fewer workers than it is to keep")
         return self
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from baton.redis_calls import RedisCalls
+from baton.traffic_meter import TrafficMeter
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
@@ -216,6 +217,8 @@ class RouterMetrics:
             registry=registry,
             multiprocess_mode="livesum",
         )
+        self.traffic = TrafficMeter()
+        """Of this process alone, for the autoscaler: series may be sums over several."""
         self._classes: dict[str, ClassSeries] = {}
 
     def of_class(self, name: str) -> ClassSeries:
@@ -484,5 +487,24 @@ class SupervisorMetrics:
             "baton_worker_deaths",
             "Lives of workers that ended, or could not begin, as the supervisor saw it.",
             ["worker"],
+            registry=registry,
+        )
+        self.autoscaler_decisions = Counter(
+            "baton_autoscaler_decisions",
+            "What the autoscaler has decided: to_prefill, to_decode, grow or shrink; in a dry run"
+            " (mode) nothing follows.",
+            ["action", "reason", "mode"],
+            registry=registry,
+        )
+        self.autoscaler_failures = Counter(
+            "baton_autoscaler_failures",
+            "Decisions of the autoscaler that could not be carried out.",
+            ["action"],
+            registry=registry,
+        )
+        self.autoscaler_needed_workers = Gauge(
+            "baton_autoscaler_needed_workers",
+            "Workers that the traffic asks for, as the autoscaler sees it.",
+            ["role"],
             registry=registry,
         )

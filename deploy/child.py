@@ -70,6 +70,12 @@ class Child:
         """Wait for its end, however long that takes; says how it ended."""
         return _describe(await self._process.wait())
 
+    def kill(self) -> None:
+        """SIGKILL, if it lives."""
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
     async def end(self, grace_s: float, number: signal.Signals = signal.SIGTERM) -> None:
         """The signal ``number``, and SIGKILL if it has not ended after ``grace_s`` seconds."""
         if not self.running:
@@ -80,8 +86,7 @@ class Child:
             async with asyncio.timeout(grace_s):
                 await self._process.wait()
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self.kill()
             await self._process.wait()
 
     def last_lines(self, count: int = 5) -> str:

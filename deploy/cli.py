@@ -15,6 +15,7 @@ from deploy import (
     client_commands,
     doctor_command,
     model_commands,
+    plan_command,
     simulate_command,
     up_command,
     worker_commands,
@@ -40,6 +41,7 @@ app.command()(client_commands.batch)
 app.command()(client_commands.status)
 app.command()(bench_engine_commands.profile)
 app.command()(simulate_command.simulate)
+app.command()(plan_command.plan)
 app.command()(calibrate_command.calibrate)
 app.command()(doctor_command.doctor)
 app.add_typer(model_app, name="model")

@@ -122,6 +122,8 @@ def status(http: Http = None) -> None:
     console.print(f"router {found.http}: {found.health}", markup=False, highlight=False)
     if found.supervisor:
         console.print(f"supervisor: {found.supervisor}", markup=False, highlight=False)
+    if found.autoscaler:
+        console.print(f"autoscaler: {found.autoscaler}", markup=False, highlight=False)
     console.print(table(found))
     if found.slots:
         console.print()

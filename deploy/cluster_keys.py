@@ -11,6 +11,7 @@ from baton.pool_sizes import PoolSizes
 from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry
+from baton.traffic_board import TrafficBoard
 from deploy.slot_board import SlotBoard
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ async def forget_cluster(url: str, cluster_id: str) -> None:
             registry, index = Registry(client, cluster_id), PrefixIndex(client, cluster_id)
             await SlotBoard(client, cluster_id).clear()
             await PoolSizes(client, cluster_id).clear()
+            await TrafficBoard(client, cluster_id).clear()
             for incarnation in await registry.dead():
                 await index.collect(incarnation)
                 await registry.forget(incarnation)

@@ -8,7 +8,14 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from baton.config import Config, ContextClass, KeyConfig, PoolConfig, TenantConfig
+from baton.config import (
+    AutoscalerConfig,
+    Config,
+    ContextClass,
+    KeyConfig,
+    PoolConfig,
+    TenantConfig,
+)
 
 _HEAD = """# Configuration
 
@@ -20,6 +27,7 @@ _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("The cluster", "At the top of the file.", Config),
     ("A pool of workers", "A `[[pools]]` table each.", PoolConfig),
     ("A context-length class", "A `[[classes]]` table each.", ContextClass),
+    ("The autoscaler", "The `[autoscaler]` table.", AutoscalerConfig),
     ("A tenant", "A `[[tenants]]` table each.", TenantConfig),
     (
         "An API key",

@@ -1,5 +1,8 @@
 """What of the workers can be seen through Ray, and what can be done about them.
 
+This process may be deaf: Ray's control store knows of a death, and what it tells of that does not
+come, for minutes, after it was itself started again. Then a new process is needed, which hears.
+
 Calls to living workers go from process to process, so that they need no control store (GCS); to
 find one, to place one and to end one takes it. Those calls block while it is away: they are made on
 a thread of their own, and answers are awaited elsewhere. Owned by the supervisor's event loop.
@@ -21,17 +24,20 @@ from typing import Any
 
 import psutil
 
-from baton.errors import WorkerFailed
+from baton.errors import BatonError, WorkerFailed
 from deploy.actor import Answer, WorkerActor
 from deploy.actor_settings import ActorSettings
 from deploy.child import last_lines
 from deploy.cluster_mark import CLUSTER_VARIABLE
 from deploy.daemon_thread import DaemonThread
 from deploy.pool_keeper import Sight
-from deploy.ray_worker import RayWorker, find, find_all, place, reason
+from deploy.ray_worker import RayWorker, find, find_all, is_known, place, reason
 
 ANSWER_S = 3.0
 """A worker that has not answered a ping for so long is silent."""
+_DEAF_S = 6.0
+"""So much longer than ``ANSWER_S`` a silent worker's death may take to be told, and half of it once
+the control store is known to know."""
 _LONGEST_GAP_S = 5.0
 """Between two looks at the registry no more is counted as time without an entry: the supervisor may
 have stood still itself."""
@@ -98,11 +104,17 @@ class Fleet:
             life.unlisted_s = life.unlisted_s + passed if lost else 0.0
 
     async def look(self, slot: str) -> Seen:
-        """What is there now; does not wait for an answer."""
+        """What is there now; does not wait for an answer.
+
+        Raises BatonError when this process hears nothing of Ray any more.
+        """
         life = self._lives.get(slot)
         if life is None:
             return _NOBODY
-        seen = life.look(time.monotonic())
+        now = time.monotonic()
+        seen = life.look(now)
+        if seen.sight in (Sight.SILENT, Sight.STARTING):
+            self._doubt(slot, life, now)
         if seen.sight is Sight.NOBODY:
             self._lives.pop(slot).close()
             if life.failed_to_start:
@@ -113,6 +125,23 @@ class Fleet:
             # Silence in Redis condemns nobody.
             return Seen(Sight.SERVING, pid=seen.pid, host=seen.host)
         return seen
+
+    def _doubt(self, slot: str, life: _Life, now: float) -> None:
+        """Whether it is the worker that is silent, or Ray."""
+        if life.dead_since is not None and now - life.dead_since > _DEAF_S / 2:
+            raise BatonError(f"Ray knows that {slot} is dead, and does not tell")
+        if not life.doubted and life.silent_s(now) > ANSWER_S + _DEAF_S:
+            life.doubted = True
+            self._in_background(self._ask_ray(slot, life))
+
+    async def _ask_ray(self, slot: str, life: _Life) -> None:
+        try:
+            known = await self._thread.call(lambda: is_known(slot))
+        except Exception as error:
+            log.warning("%s: Ray does not say whether it lives: %s", slot, error)
+            known = True
+        life.dead_since = None if known else time.monotonic()
+        life.doubted = not known
 
     async def start(self, slot: str) -> None:
         """Have Ray place a worker. Raises what Ray raises."""
@@ -177,6 +206,10 @@ class _Life:
         self.failed_to_start = False
         self.unlisted_s = 0.0
         """For how long the registry has not listed it, though it lists others."""
+        self.doubted = False
+        """Whether Ray is being asked if it lives."""
+        self.dead_since: float | None = None
+        """Since when Ray's control store is known to know that it does not."""
         self._serves = False
         self._leaves = False
         self._asked_at = time.monotonic()
@@ -198,6 +231,10 @@ class _Life:
         self._asked_at = now
         self._asking = asyncio.create_task(self._ask())
         return self._seen(silent=self._serves and now - self._heard_at > ANSWER_S)
+
+    def silent_s(self, now: float) -> float:
+        """Seconds since its last answer."""
+        return now - self._heard_at
 
     async def _ask(self) -> dict[str, Any] | Answer:
         if not self._serves:

@@ -8,6 +8,7 @@ Only one with a store behind it may be: the next one reads there what the last o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 
 import psutil
@@ -53,6 +54,14 @@ class GcsProcess:
         while runs(self._first):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
         return "it died"
+
+    def kill(self) -> None:
+        """SIGKILL, if it lives."""
+        if self._child is not None:
+            self._child.kill()
+            return
+        with contextlib.suppress(psutil.Error):
+            self._first.kill()
 
     async def stop(self) -> None:
         """End what was started here; Ray ends its own."""

@@ -32,6 +32,7 @@ from deploy.cluster_state import ClusterState
 from deploy.daemon_thread import DaemonThread
 from deploy.drafter_folder import drafter_folder
 from deploy.gcs_store import EMBEDDED, GcsStore, check_gcs_store
+from deploy.gcs_watch import GcsWatch
 from deploy.guardian import Guardian
 from deploy.model_store import ResolvedModel
 from deploy.part_watch import GCS, SUPERVISOR, PartWatch
@@ -316,6 +317,7 @@ class Launcher:
         if parts.ray.gcs is not None:
             self._pids[GCS] = parts.ray.gcs.pid
             group.create_task(watch.keep_at_it(GCS, parts.ray.gcs))
+            group.create_task(GcsWatch(parts.ray.gcs, parts.ray.ask_gcs, self._report).run())
         group.create_task(self._supervise(watch))
 
     async def _supervise(self, watch: PartWatch) -> None:

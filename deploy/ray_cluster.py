@@ -11,6 +11,7 @@ import math
 import os
 import secrets
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -58,6 +59,7 @@ class RayCluster:
         self._thread = DaemonThread("ray")
         self._daemons: list[psutil.Process] = []
         self._started = False
+        self._questions = DaemonThread("gcs questions")
         self.gcs: GcsProcess | None = None
         """Ray's control store, where it may be started again; there once Ray has started."""
 
@@ -96,6 +98,19 @@ class RayCluster:
                 if not runs(daemon):
                     return _DAEMON_NAMES[_name(daemon) or _DAEMONS[0]]
             await asyncio.sleep(_POLL_S)
+
+    async def ask_gcs(self, timeout_s: float) -> None:
+        """Have the control store read from its store. Raises what Ray does when it does not.
+
+        Raises TimeoutError where Ray does not keep to its own deadline.
+        """
+        try:
+            async with asyncio.timeout(2 * timeout_s):
+                await self._questions.call(lambda: _ask_gcs(timeout_s))
+        except TimeoutError:
+            # The next question must not wait for this one.
+            self._questions = DaemonThread("gcs questions")
+            raise
 
     async def stop(self) -> bool:
         """Disconnect and end the daemons; False if that took too long and may hang for ever."""
@@ -160,6 +175,17 @@ def _totals(config: Config) -> dict[str, int]:
 def _gpus(asked: int) -> int | None:
     """None lets Ray look for them; it must not when nobody asks, since that takes time."""
     return None if asked else 0
+
+
+def _ask_gcs(timeout_s: float) -> None:
+    """Its key-value table is read from its store each time; that there is no such key is an answer.
+
+    Ray has no public call with a deadline.
+    """
+    from ray._private.worker import global_worker  # noqa: PLC0415
+
+    worker: Any = global_worker
+    worker.gcs_client.internal_kv_get(b"baton", None, timeout=timeout_s)
 
 
 def _shutdown() -> None:

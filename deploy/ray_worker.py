@@ -96,6 +96,16 @@ def find(slot: str) -> RayWorker | None:
         return None
 
 
+def is_known(slot: str) -> bool:
+    """Whether Ray's control store knows of a worker that lives in a slot. Blocks while it is away.
+
+    It is asked itself: what this process has heard of actors may be old.
+    """
+    from ray.util import list_named_actors  # noqa: PLC0415
+
+    return slot in list_named_actors()
+
+
 def find_all() -> list[RayWorker]:
     """All workers that live, whatever their slots. Blocks while Ray's control store is away."""
     from ray.util import list_named_actors  # noqa: PLC0415

@@ -38,6 +38,8 @@ class Supervision:
     metrics_address: str
     """host:port of the supervisor's /metrics page."""
     slots: Mapping[str, SlotNews] = field(default_factory=dict)
+    autoscaler: str = ""
+    """What the autoscaler sees, and what it did last; empty where there is none."""
 
 
 class SlotBoard:

@@ -79,6 +79,8 @@ class Status:
     supervisor: str = ""
     """What there is to say of it; nothing where nobody here knows."""
     slots: tuple[SlotRow, ...] = ()
+    autoscaler: str = ""
+    """What it sees, and what it did last; empty where there is none."""
 
 
 def read_status(http: str, cluster: ClusterState | None) -> Status:
@@ -98,13 +100,16 @@ def read_status(http: str, cluster: ClusterState | None) -> Status:
     known = None if cluster is None else _known(cluster)
     supervisor: str = ""
     slots: tuple[SlotRow, ...] = ()
+    autoscaler = ""
     if known is not None:
         records, supervision = known
         rows = rows_from_registry(records) or rows
         supervisor, slots = supervisor_line(supervision), slots_of(supervision)
+        autoscaler = "" if supervision is None else supervision.autoscaler
     healthy = health.status_code == httpx.codes.OK
     pairs = pairs_from_metrics(page)
-    return Status(http, healthy, _health_text(health), rows, pairs, supervisor, slots)
+    text = _health_text(health)
+    return Status(http, healthy, text, rows, pairs, supervisor, slots, autoscaler)
 
 
 def rows_from_registry(records: Iterable[WorkerRecord]) -> tuple[WorkerRow, ...]:

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import redis
@@ -88,8 +88,15 @@ class Supervisor:
         self._seen: dict[str, Seen] = {}
         self._busy: dict[str, asyncio.Task[None]] = {}
         """The order that is being carried out for a slot."""
+        self.note: Callable[[], str] = str
+        """What the autoscaler says of itself; nothing where there is none."""
         self._told: Supervision | None = None
         self._told_at = float("-inf")
+
+    def phases(self) -> Mapping[str, Phase]:
+        """The state of each slot, now."""
+        states = self._keeper.states(time.monotonic())
+        return {slot: state.phase for slot, state in states.items()}
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -171,7 +178,7 @@ class Supervisor:
         states = self._keeper.states(now)
         self._show(states)
         news = {slot: self._news(slot, state) for slot, state in states.items()}
-        told = Supervision(os.getpid(), self._metrics_address, news)
+        told = Supervision(os.getpid(), self._metrics_address, news, self.note())
         if told == self._told and now - self._told_at < _TELL_S:
             return
         try:

@@ -17,13 +17,17 @@ import redis
 from prometheus_client import CollectorRegistry, start_http_server
 from pydantic import BaseModel, ConfigDict
 
+from baton.config import Config
 from baton.metrics import SupervisorMetrics
 from baton.pool_sizes import PoolSizes
 from baton.redis_client import redis_client
 from baton.registry import Registry
+from baton.traffic_board import TrafficBoard
 from deploy.actor import WorkerActor
 from deploy.actor_process import end_process, end_with, log_to
 from deploy.actor_settings import ActorSettings
+from deploy.autoscaling import Autoscaling
+from deploy.cluster_look import ClusterLook
 from deploy.fleet import Fleet
 from deploy.ray_worker import NAMESPACE, SUPERVISOR_NAME
 from deploy.slot_board import SlotBoard
@@ -100,19 +104,40 @@ class SupervisorActor:
                 return frozenset(record.slot for record in records.values())
 
             slots = SlotSettings(settings.workers)
+            sizes = PoolSizes(client, settings.cluster_id)
             supervisor = Supervisor(
                 slots.pools,
                 Fleet(slots.of, roll, self.worker_class),
                 SlotBoard(client, settings.cluster_id),
-                PoolSizes(client, settings.cluster_id),
+                sizes,
                 metrics,
                 f"{_HOST}:{server.server_port}",
                 drain_s=settings.drain_s,
             )
+            config = Config(**settings.workers[0].config)
+            autoscaling = None
+            if config.autoscaler.enabled:
+                # With a registry of its own: a reader keeps what it has read.
+                look = ClusterLook(
+                    config,
+                    Registry(client, settings.cluster_id),
+                    TrafficBoard(client, settings.cluster_id),
+                    supervisor.phases,
+                )
+                autoscaling = Autoscaling(config, look, supervisor.phases, sizes, metrics)
+                supervisor.note = autoscaling.note
             async with asyncio.TaskGroup() as group:
                 group.create_task(end_with(settings.launcher, settings.launcher_started))
-                self._keeping = group.create_task(supervisor.run())
+                self._keeping = group.create_task(_keep(supervisor, autoscaling))
                 self._started.set_result(os.getpid())
+
+
+async def _keep(supervisor: Supervisor, autoscaling: Autoscaling | None) -> None:
+    """Until it is cancelled: workers in their slots, and the slots as the traffic asks."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(supervisor.run())
+        if autoscaling is not None:
+            group.create_task(autoscaling.run())
 
 
 class RaySupervisor:

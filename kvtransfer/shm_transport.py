@@ -112,6 +112,7 @@ class ShmReceiveLink:
     ) -> None:
         self._memory = memory
         self._theirs = theirs
+        """Empty once it is closed: whoever still refers to the link must not keep the mapping."""
         self._block_bytes = block_bytes
         self._executor = executor
         self._transfers = OpenTransfers()
@@ -122,36 +123,37 @@ class ShmReceiveLink:
         if not wanted:
             transfer.cancel()
             return transfer
-        source = batch.source
+        source, theirs = batch.source, self._theirs
         last = (max(source.blocks) + 1) * self._block_bytes
-        if source.offset + source.length > self._block_bytes or last > len(self._theirs):
+        if source.offset + source.length > self._block_bytes or last > len(theirs):
             transfer.fail(HandoffError(f"batch {batch.number} lies outside its writer's blocks"))
             return transfer
         try:
-            self._executor.submit(self._copy, batch, transfer)
+            self._executor.submit(self._copy, batch, theirs, transfer)
         except RuntimeError:
             transfer.fail(WorkerFailed("this worker is stopping"))
         return transfer
 
-    def _copy(self, batch: Batch, transfer: Transfer) -> None:
+    def _copy(self, batch: Batch, theirs: memoryview, transfer: Transfer) -> None:
         if not transfer.begin():
             return
         try:
-            found = self._copy_parts(batch)
+            found = self._copy_parts(batch, theirs)
         except Exception as error:
             transfer.fail(error)
         else:
             transfer.found = () if batch.checksums else found
             transfer.finish()
 
-    def _copy_parts(self, batch: Batch) -> tuple[int, ...]:
+    def _copy_parts(self, batch: Batch, theirs: memoryview) -> tuple[int, ...]:
         source = batch.source
         starts = [block * self._block_bytes + source.offset for block in source.blocks]
-        return place(self._memory, batch, self._theirs, starts)
+        return place(self._memory, batch, theirs, starts)
 
     def close(self) -> None:
         """See ``ReceiveLink``. The mapping goes with the last copy that reads it."""
         self._transfers.end(WorkerFailed("the pair was closed"))
+        self._theirs = memoryview(b"")
 
 
 def _host() -> str:

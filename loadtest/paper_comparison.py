@@ -7,88 +7,43 @@ What is compared, and why figures differ, is in docs/simulator.md. Sources:
 - DistServe: Zhong et al., DistServe: Disaggregating Prefill and Decoding for Goodput-optimized
   Large Language Model Serving, OSDI 2024; its authors' article "Throughput is Not All You Need"
   (2024) has the experiment with 512 tokens in and 64 out on an A100.
-- Splitwise: Patel et al., Splitwise: Efficient Generative LLM Inference Using Phase Splitting, ISCA
-  2024: section VI, iso-cost clusters; the prices are those of its table of machines.
+- Splitwise: see ``loadtest.splitwise_comparison``.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
-from baton.config import Config, ContextClass
+from loadtest.paper_tools import SEED, Finding, MeetsSlos, best_rate, quiet_config
 from loadtest.simulator.analytical_costs import DEFAULT_EFFICIENCY, Efficiency
 from loadtest.simulator.cluster_shape import ClusterShape
 from loadtest.simulator.model_shape import MODELS
-from loadtest.simulator.results import RequestResult, SimulationResult
+from loadtest.simulator.results import SimulationResult
 from loadtest.simulator.simulation import simulate
 from loadtest.simulator.step_model import StepShape
 from loadtest.simulator.worker_kinds import gpu_profile
-from loadtest.simulator.worker_profile import WorkerProfile
-from loadtest.traces import Trace, TracedRequest, read_trace
+from loadtest.splitwise_comparison import KINDS, equal_cost, equal_power
+from loadtest.traces import TracedRequest, read_trace
 from loadtest.whole_table import print_whole, whole_table
 
-_SEED = 7
 _REQUESTS = 400
-_ROUNDS = 6
-"""Of the bisection: the rate is found to within a fiftieth of its range."""
 _ATTAINMENT = 0.9
-_LONGEST_PROMPT = 1 << 30
 
 ENGINE_OF_2024 = Efficiency(products=0.34, attention=0.3, memory=0.6, launch_s=8e-3)
 """Fitted to two of DistServe's figures, prefill alone and decode alone; others are predicted."""
 
-MeetsSlos = Callable[[SimulationResult], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line: what was found there, and here."""
-
-    name: str
-    published: str
-    simulated: str
-
-
-def best_rate(
-    traffic: Callable[[float], Sequence[TracedRequest]],
-    serve: Callable[[Sequence[TracedRequest]], SimulationResult],
-    good: MeetsSlos,
-    most: float,
-) -> float:
-    """The highest rate up to ``most``, in requests/s, at which the SLOs are met; by bisection."""
-    least, above = 0.0, most
-    for _ in range(_ROUNDS):
-        rate = (least + above) / 2
-        if good(serve(traffic(rate))):
-            least = rate
-        else:
-            above = rate
-    return least
-
 
 def poisson(rate: float, prompt: int, answer: int) -> list[TracedRequest]:
     """Requests of one size at random times; the same times at every rate, stretched."""
-    gaps = np.random.default_rng(_SEED).exponential(1.0, _REQUESTS)
+    gaps = np.random.default_rng(SEED).exponential(1.0, _REQUESTS)
     return [TracedRequest(float(at_s), prompt, answer) for at_s in np.cumsum(gaps) / rate]
-
-
-def quiet_config() -> Config:
-    """Nobody is refused, nothing is computed locally: as the papers' systems."""
-    return Config(
-        local_prefill="never",
-        admission_slo_factor=0.0,
-        max_waiting_requests=1_000_000,
-        slo_ttft_s=_LONGEST_PROMPT,
-        slo_tpot_s=1.0,
-        request_deadline_s=1e6,
-        classes=(ContextClass(name="all"),),
-    )
 
 
 def _within(ttft_s: float, tpot_s: float) -> MeetsSlos:
@@ -104,23 +59,6 @@ def _within(ttft_s: float, tpot_s: float) -> MeetsSlos:
     return good
 
 
-def _within_slowdown(lone: WorkerProfile) -> MeetsSlos:
-    """The paper's P90 objectives: three times a request's own TTFT, and one and a half times its
-    own time between tokens, as it has them alone on that machine."""
-
-    def is_good(request: RequestResult) -> bool:
-        prompt, answer = request.input_tokens, request.output_tokens
-        ttft_s = lone.costs.seconds(StepShape(0, 0, ((prompt, 0),)))
-        tpot_s = lone.costs.seconds(StepShape(1, prompt + answer // 2))
-        slow = answer > 1 and request.tpot_s > 1.5 * tpot_s
-        return request.ok and request.ttft_s <= 3 * ttft_s and not slow
-
-    def good(result: SimulationResult) -> bool:
-        return float(np.mean([is_good(one) for one in result.requests])) >= _ATTAINMENT
-
-    return good
-
-
 def distserve(efficiency: Efficiency) -> list[Finding]:
     """13B on A100s, 512 tokens in, 64 out, P90 TTFT 0.4 s and P90 TPOT 0.04 s."""
     worker = gpu_profile("a100", MODELS["opt-13b"], efficiency, chunk_tokens=2048)
@@ -130,7 +68,7 @@ def distserve(efficiency: Efficiency) -> list[Finding]:
     def rate(shape: ClusterShape, answer: int, ttft_s: float, tpot_s: float) -> float:
         return best_rate(
             lambda rate: poisson(rate, prompt, answer),
-            lambda requests: simulate(requests, shape, quiet_config(), seed=_SEED),
+            lambda requests: simulate(requests, shape, quiet_config(), seed=SEED),
             _within(ttft_s, tpot_s),
             30.0,
         )
@@ -159,7 +97,7 @@ def chatbot(efficiency: Efficiency) -> list[Finding]:
     nvlink = replace(worker, wire_bytes_per_s=240e9)
 
     def traffic(rate: float) -> list[TracedRequest]:
-        generator = np.random.default_rng(_SEED)
+        generator = np.random.default_rng(SEED)
         prompts = np.clip(generator.lognormal(np.log(500), 0.9, _REQUESTS), 8, 1500).astype(int)
         answers = np.clip(generator.lognormal(np.log(150), 0.8, _REQUESTS), 2, 500).astype(int)
         times = np.cumsum(generator.exponential(1.0, _REQUESTS)) / rate
@@ -168,7 +106,7 @@ def chatbot(efficiency: Efficiency) -> list[Finding]:
 
     def rate(shape: ClusterShape) -> float:
         def serve(requests: Sequence[TracedRequest]) -> SimulationResult:
-            return simulate(requests, shape, quiet_config(), seed=_SEED)
+            return simulate(requests, shape, quiet_config(), seed=SEED)
 
         found = best_rate(traffic, serve, _within(0.25, 0.1), 12.0 * shape.gpus)
         return found / shape.gpus
@@ -193,54 +131,6 @@ def interference() -> list[Finding]:
     return findings
 
 
-def splitwise(trace: Trace) -> list[Finding]:
-    """Llama-2-70B on machines of eight GPUs, Azure's conversations, clusters of equal cost."""
-    model = MODELS["llama-2-70b"]
-    a100, h100 = (
-        replace(gpu_profile(name, model, tensor_parallel=8), context_length=1 << 20)
-        for name in ("a100", "h100")
-    )
-    # What a machine costs an hour, in A100 machines: the paper's ratio.
-    price = {a100.name: 1.0, h100.name: 2.16}
-    budget = 2 * price[h100.name]
-    good = _within_slowdown(a100)
-
-    def traffic(rate: float) -> Sequence[TracedRequest]:
-        head = trace.requests[: 3 * _REQUESTS]
-        scale = len(head) / max(head[-1].arrival_s, 1e-9) / rate
-        return [replace(request, arrival_s=request.arrival_s * scale) for request in head]
-
-    def rate(shape: ClusterShape) -> float:
-        def serve(requests: Sequence[TracedRequest]) -> SimulationResult:
-            return simulate(requests, shape, quiet_config(), seed=_SEED)
-
-        return best_rate(traffic, serve, good, 60.0)
-
-    def split(prefill: WorkerProfile, decode: WorkerProfile) -> tuple[float, str]:
-        """Half of the budget each."""
-        shape = ClusterShape(
-            int(budget / 2 / price[prefill.name]),
-            int(budget / 2 / price[decode.name]),
-            prefill,
-            decode,
-        )
-        return rate(shape), f"{shape.prefill}+{shape.decode}"
-
-    base_h = rate(ClusterShape(0, 2, h100, h100, paces_chunks=False))
-    base_a = rate(ClusterShape(0, int(budget), a100, a100, paces_chunks=False))
-    split_a, shape_a = split(a100, a100)
-    split_h, shape_h = split(h100, h100)
-    split_m, shape_m = split(h100, a100)
-    return [
-        Finding("baseline of 2 H100 machines, requests/s", "", f"{base_h:.1f}"),
-        Finding(f"baseline of {int(budget)} A100 machines", "", f"{base_a:.1f}"),
-        Finding("Splitwise-AA over baseline H100", "1.4", f"{split_a / base_h:.2f} ({shape_a})"),
-        Finding("Splitwise-AA over baseline A100", "2.15", f"{split_a / base_a:.2f}"),
-        Finding("Splitwise-HH over baseline H100", "", f"{split_h / base_h:.2f} ({shape_h})"),
-        Finding("Splitwise-HA over baseline H100", "", f"{split_m / base_h:.2f} ({shape_m})"),
-    ]
-
-
 def main(asked: Sequence[str]) -> None:
     """Print the tables that are asked for, or those that need no trace."""
     console = Console()
@@ -252,7 +142,10 @@ def main(asked: Sequence[str]) -> None:
     }
     traces = [Path(name) for name in asked if Path(name).is_file()]
     if traces:
-        every["splitwise"] = lambda: splitwise(read_trace(traces[0]))
+        trace = read_trace(traces[0])
+        for costs in KINDS:
+            every[f"splitwise-{costs}"] = partial(equal_cost, trace, costs)
+            every[f"splitwise-power-{costs}"] = partial(equal_power, trace, costs)
     for name, findings in every.items():
         if name in asked or not [one for one in asked if one in every]:
             table = whole_table(name, "published", "simulated", title="")

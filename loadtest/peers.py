@@ -40,9 +40,11 @@ class Comparison:
 
 
 def default_peers(programs: Programs) -> tuple[str, ...]:
-    """All; those in 8 bits where there is a peer to compare ours with."""
-    quantized = ("baton-int8", "llamacpp-q8")
-    return tuple(name for name in PEERS if programs.gguf_q8 is not None or name not in quantized)
+    """All but a variant; those in 8 bits where there is a peer to compare ours with."""
+    left_out = {"vllm-small-steps"}
+    if programs.gguf_q8 is None:
+        left_out |= {"baton-int8", "llamacpp-q8"}
+    return tuple(name for name in PEERS if name not in left_out)
 
 
 def run_comparison(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib import rc_context
@@ -26,6 +26,8 @@ class Line:
     y: Sequence[float]
     marked: bool = False
     """Each point is drawn, since there are few."""
+    joined: bool = True
+    """A line runs through the points."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,8 @@ def _shown(line: Line) -> Line:
     if len(line.x) <= _MOST_POINTS:
         return line
     keep = np.linspace(0, len(line.x) - 1, _MOST_POINTS).astype(int)
-    return Line([line.x[one] for one in keep], [line.y[one] for one in keep], line.marked)
+    x, y = ([values[one] for one in keep] for values in (line.x, line.y))
+    return replace(line, x=x, y=y)
 
 
 def draw_lines(
@@ -67,7 +70,8 @@ def draw_lines(
         figure = Figure(figsize=_SIZE, layout="constrained", dpi=_PIXELS_PER_INCH)
         axes = figure.add_subplot()
         for name, line in ((name, _shown(line)) for name, line in lines.items()):
-            axes.plot(line.x, line.y, label=name, marker="o" if line.marked else "", linewidth=1.2)
+            marker, width = "o" if line.marked else "", 1.2 if line.joined else 0.0
+            axes.plot(line.x, line.y, label=name, marker=marker, linewidth=width)
         for mark in marks:
             draw = axes.axvline if mark.vertical else axes.axhline
             draw(mark.at, color="gray", linestyle="--", linewidth=0.8, label=mark.text)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError, DeadlineUnreachable, Overloaded
 from router.background_share import BackgroundShare
-from router.drain_rate import DrainRate
+from router.drain_rate import DrainRate, Stay
 from router.fair_queue import Entry, FairQueue
 from router.forecast import Forecast
 from router.pace import Pace
@@ -102,6 +102,8 @@ class _Request:
     """How long the answer is expected to be."""
     blocks: int = 0
     """Promised to it, beyond what snapshots show."""
+    stay: Stay | None = None
+    """With the workers, until its first token."""
     begun_at: float | None = None
     generated: int = 0
 
@@ -224,6 +226,8 @@ class Admission:
         ``capacity`` None: there are no workers, and all go, to be told so.
         """
         released: list[str] = []
+        if capacity is not None:
+            self._drain.served_by(capacity.prefill_workers)
         self._drop_late(now)
         while (entry := self._queue.peek()) is not None:
             if capacity is not None and not self._fits(entry.item, capacity, now):
@@ -243,6 +247,7 @@ class Admission:
         if capacity is not None:
             entry.item.blocks = self._need(entry.item, capacity)
         self._sent[applicant.request_id] = entry.item
+        entry.item.stay = self._drain.sent(applicant.prompt_tokens, now)
         self._in_flight_tokens += applicant.prompt_tokens
         self._space(applicant.prompt_tokens, now)
         if applicant.background:
@@ -265,7 +270,8 @@ class Admission:
         if request is None:
             return False
         self._in_flight_tokens -= request.applicant.prompt_tokens
-        self._drain.finished(request.applicant.prompt_tokens, now)
+        if request.stay is not None:
+            self._drain.finished(request.stay, now)
         request.begun_at = now
         self._begun[request_id] = request
         return True
@@ -291,6 +297,8 @@ class Admission:
         sent = self._sent.pop(request_id, None)
         if sent is not None:
             self._in_flight_tokens -= sent.applicant.prompt_tokens
+            if sent.stay is not None:
+                self._drain.left(sent.stay)
         begun = self._begun.pop(request_id, None)
         if request_id in self._background:
             # What is learned is how the others fare.

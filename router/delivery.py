@@ -78,6 +78,7 @@ class Delivery:
             context_class,
             len(request.prompt_ids),
             received_at,
+            request.sampling.max_tokens,
         )
         try:
             await self._within_deadline(place, request, recorder, sink, turns)

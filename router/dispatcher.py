@@ -22,6 +22,7 @@ from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
 from baton.registry import Registry
 from baton.request import TokenOutput
+from baton.traffic_board import TrafficBoard
 from router.admission import Capacity
 from router.attempts import Attempts
 from router.generation import GenerationRequest, OutputDelta, without_answer
@@ -37,6 +38,7 @@ from router.routes import Routes
 from router.running_request import Attempt, RunningRequest
 from router.silence import SilenceWatch
 from router.tokenizer import Tokenizer
+from router.traffic_report import TrafficReport
 from router.waiting_room import WaitingRoom
 from router.worker_links import WorkerLink, WorkerLinks
 
@@ -52,6 +54,7 @@ WATCH_S = 0.1
 CLOSE_S = 2.0
 """How long a router that stops waits for workers to hear of it."""
 IDLE_POLL_S = 0.02
+IDLE_S = 0.2
 
 
 class ClusterDispatcher:
@@ -64,7 +67,9 @@ class ClusterDispatcher:
         metrics: RouterMetrics,
         registry: Registry,
         index: PrefixIndex,
+        board: TrafficBoard | None = None,
     ) -> None:
+        """``board``: where an autoscaler looks what has come; None where there is none."""
         self.router_id = f"router-{secrets.token_hex(6)}"
         self._config = config
         self._tokenizer = tokenizer
@@ -79,7 +84,8 @@ class ClusterDispatcher:
             self._on_broken,
             heartbeat_s=config.heartbeat_s,
         )
-        planner = Planner(make_policy(config.policy, route_settings(config)), config.block_size)
+        policy = make_policy(config.policy, route_settings(config))
+        planner = Planner(policy, config.block_size, metrics.traffic.counts)
         self._waiting_room = WaitingRoom(config, metrics, self._capacity)
         self._running: set[RunningRequest] = set()
         self._attempts = Attempts(self._links, planner, self._on_prefill_failed)
@@ -90,6 +96,9 @@ class ClusterDispatcher:
             self._attempts,
             metrics,
             self._links.is_up,
+        )
+        self._report = (
+            None if board is None else TrafficReport(board, self.router_id, metrics.traffic.counts)
         )
         self._draining = False
         self._told_health = ("down", "")
@@ -115,6 +124,8 @@ class ClusterDispatcher:
                 name="loop-lag",
             ),
         ]
+        if self._report is not None:
+            self._report.start()
 
     async def settled(self) -> None:
         """Wait until the registry was read and, where it lists workers, requests can be served."""
@@ -127,10 +138,16 @@ class ClusterDispatcher:
         self._draining = True
 
     async def until_idle(self) -> None:
-        """Wait until no request is under way."""
+        """Wait until no request has been under way for ``IDLE_S``.
+
+        One that was accepted is read and turned into tokens before it is known here.
+        """
         # They end in many places, and nobody hurries.
-        while self._active:  # noqa: ASYNC110
+        idle_since = time.monotonic()
+        while time.monotonic() - idle_since < IDLE_S:
             await asyncio.sleep(IDLE_POLL_S)
+            if self._active:
+                idle_since = time.monotonic()
 
     async def close(self) -> None:
         """End every request with an error, and every connection."""
@@ -139,6 +156,8 @@ class ClusterDispatcher:
             running.life.fail(WorkerFailed("the router is stopping", retry_after=1.0))
         self._waiting_room.close()
         await end_tasks(self._tasks)
+        if self._report is not None:
+            await self._report.close()
         await self._attempts.close(CLOSE_S)
         await self._prefixes.close()
         await self._links.close()

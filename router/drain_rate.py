@@ -1,16 +1,34 @@
 """How fast the cluster finishes prompts, learned while requests wait for it.
 
+A prompt counts for the part of its stay at the workers in which requests waited, as if it were
+computed evenly from its sending to its first token: by Little's law the tokens that stay there,
+each over its stay, are what is finished in a second. Counting a whole prompt when it ends would be
+right in the long run, but waiting comes in short pieces: requests that come together fill every
+worker at once, and the first one to end ends the waiting, with the others' work unseen.
+
 Plain Python; ``now`` is passed in.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 MEMORY_S = 15.0
 """Saturated seconds after which what was seen counts 1/e: prompts and machines change."""
 ENOUGH_S = 0.5
 """Saturated seconds before the rate is believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A prompt at the workers."""
+
+    tokens: int
+    since: float
+    """When it was sent."""
+    saturated_s: float
+    """Saturated seconds of the router's life until then."""
 
 
 class DrainRate:
@@ -22,32 +40,91 @@ class DrainRate:
 
     def __init__(self) -> None:
         self._tokens = 0.0
+        """Finished in the saturated seconds that are remembered."""
         self._seconds = 0.0
+        """These seconds."""
+        self._saturated_s = 0.0
+        """All saturated seconds."""
         self._saturated = False
+        self._now = 0.0
+        # Sums over those that stay, so that nothing is done for each of them.
+        self._staying = 0
         self._since = 0.0
+        self._workers = 0
+        self._since_saturated_s = 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
         """None while too little was seen."""
         if self._seconds < ENOUGH_S or self._tokens <= 0:
             return None
-        return self._tokens / self._seconds
+        return (self._tokens + self._unfinished()) / self._seconds
+
+    def served_by(self, workers: int) -> None:
+        """So many prefill workers there are now: what was learned of fewer, or more, is theirs.
+
+        Nobody would learn it otherwise: where too low a rate turns all away, nobody waits.
+        """
+        if self._workers and workers:
+            self._tokens *= workers / self._workers
+        self._workers = workers or self._workers
 
     def saturated(self, now: float, *, waiting: bool) -> None:
         """From ``now`` on, requests wait for the prefill workers, or none does."""
         self._pass(now)
         self._saturated = waiting
 
-    def finished(self, tokens: int, now: float) -> None:
-        """A prompt of so many tokens has its first token."""
+    def sent(self, tokens: int, now: float) -> Stay:
+        """A prompt goes to the workers. ``finished`` or ``left`` is to follow, once."""
         self._pass(now)
-        if self._saturated:
-            self._tokens += tokens
+        stay = Stay(tokens, now, self._saturated_s)
+        self._stays(stay, 1)
+        return stay
+
+    def finished(self, stay: Stay, now: float) -> None:
+        """It has its first token."""
+        self._pass(now)
+        self._stays(stay, -1)
+        overlap_s = self._saturated_s - stay.saturated_s
+        self._tokens += self._credit(stay.tokens, overlap_s, now - stay.since)
+
+    def left(self, stay: Stay) -> None:
+        """It has gone without one."""
+        self._stays(stay, -1)
+
+    def _stays(self, stay: Stay, count: int) -> None:
+        tokens = count * stay.tokens
+        self._staying += tokens
+        if self._staying:
+            self._since += tokens * stay.since
+            self._since_saturated_s += tokens * stay.saturated_s
+        else:
+            # Sums of many numbers: their rounding ends here.
+            self._since = self._since_saturated_s = 0.0
+
+    def _unfinished(self) -> float:
+        """Of all that stay, by the means of their times: at any moment half done on average."""
+        if not self._staying:
+            return 0.0
+        overlap_s = self._saturated_s - self._since_saturated_s / self._staying
+        stay_s = self._now - self._since / self._staying
+        return self._credit(self._staying, overlap_s, stay_s) / 2
+
+    def _credit(self, tokens: int, overlap_s: float, stay_s: float) -> float:
+        """Of the tokens, those of the saturated part of the stay that are still remembered."""
+        if stay_s <= 0:
+            return float(tokens) if self._saturated else 0.0
+        share = min(1.0, max(0.0, overlap_s / stay_s))
+        if share == 0.0:
+            return 0.0
+        memory = overlap_s / MEMORY_S
+        return tokens * share * -math.expm1(-memory) / memory
 
     def _pass(self, now: float) -> None:
-        elapsed, self._since = max(0.0, now - self._since), now
+        elapsed, self._now = max(0.0, now - self._now), now
         if self._saturated:
             kept = math.exp(-elapsed / MEMORY_S)
             self._tokens *= kept
             # The integral of what is forgotten meanwhile, so that a steady rate stays itself.
             self._seconds = self._seconds * kept + MEMORY_S * (1 - kept)
+            self._saturated_s += elapsed

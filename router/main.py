@@ -35,6 +35,7 @@ from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry
 from baton.supervision_page import supervision_page
+from baton.traffic_board import TrafficBoard
 from router.access import Access
 from router.batches.batches import Batches
 from router.cache_control import CacheControl
@@ -98,7 +99,12 @@ async def serve(settings: RouterSettings) -> None:
     client = redis_client(settings.redis_url)
     index = PrefixIndex(client, settings.cluster_id)
     dispatcher = ClusterDispatcher(
-        config, tokenizer, metrics, Registry(client, settings.cluster_id), index
+        config,
+        tokenizer,
+        metrics,
+        Registry(client, settings.cluster_id),
+        index,
+        TrafficBoard(client, settings.cluster_id) if config.autoscaler.enabled else None,
     )
     await dispatcher.start()
     folder = Path(settings.model_path)
@@ -170,10 +176,10 @@ async def serve(settings: RouterSettings) -> None:
     finally:
         await end_tasks([told, orphaned])
         await batches.stop()
-        if leaving.in_order:
-            await _let_end(leaving, dispatcher, http, grpc_server, config.drain_deadline_s)
-        await dispatcher.close()
         http.should_exit = True
+        if leaving.in_order:
+            await _let_end(leaving, dispatcher, serving, grpc_server, config.drain_deadline_s)
+        await dispatcher.close()
         await serving
         await grpc_server.stop(STOP_GRACE_S)
         await batches.close()
@@ -193,15 +199,23 @@ async def supervisor_page(client: redis.asyncio.Redis, cluster_id: str) -> str |
 async def _let_end(
     leaving: Leaving,
     dispatcher: ClusterDispatcher,
-    http: uvicorn.Server,
+    serving: asyncio.Task[None],
     grpc_server: grpc.aio.Server,
     deadline_s: float,
 ) -> None:
-    """Take no new connections, and give the requests that run their time."""
+    """Take no new connections, and give the requests that run their time.
+
+    ``serving`` ends when the HTTP server has no request any more.
+    """
     dispatcher.leave()
-    http.should_exit = True
     closing = asyncio.create_task(grpc_server.stop(deadline_s))
-    await leaving.until(dispatcher.until_idle(), deadline_s)
+
+    async def idle() -> None:
+        # One whose body is still read is nowhere else known yet.
+        await asyncio.shield(serving)
+        await dispatcher.until_idle()
+
+    await leaving.until(idle(), deadline_s)
     await end_tasks([closing])
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+from baton.traffic_counts import TrafficCounts
 from router.cost_model import mean_context
 from router.expected_blocks import ExpectedBlocks
 from router.policy import Decision, Policy, RouteRequest
@@ -23,8 +24,14 @@ log = logging.getLogger(__name__)
 class Planner:
     """See the module's text."""
 
-    def __init__(self, policy: Policy, hash_block: int) -> None:
-        """``hash_block``: tokens in a block of the prefix index."""
+    def __init__(
+        self, policy: Policy, hash_block: int, traffic: TrafficCounts | None = None
+    ) -> None:
+        """``hash_block``: tokens in a block of the prefix index. ``traffic``: where it is counted
+
+        what prefill workers take for their prompts.
+        """
+        self.traffic = traffic or TrafficCounts()
         self.table = WorkerTable(hash_block)
         self.transfers = TransferCosts()
         self.expected = ExpectedBlocks()
@@ -88,6 +95,9 @@ class Promise:
         decision, table = self.decision, self._planner.table
         context = mean_context(self._prompt_tokens, self._prompt_tokens - computed_tokens)
         table.learn_prefill(decision.prefill, computed_tokens, context, compute_ms)
+        if computed_tokens and not decision.local:
+            self._planner.traffic.prefilled_tokens += self._prompt_tokens
+            self._planner.traffic.prefill_s += compute_ms / 1e3
         table.prompt_computed(decision.prefill, decision.prefill_ms, now * 1e3)
         table.sequence_settled(decision.decode, decision.missing_blocks)
 

@@ -15,8 +15,9 @@ used up. A candidate is judged by its predicted TTFT and by what it does to othe
   empty. With 5 = 1 + 4, a prompt of which a worker holds a tenth goes there as long as it was given
   no more than a tenth above the mean.
 - ``tpot``: a step's milliseconds for each of 32 tokens.
-- Where a decode worker computes the prompt, those that run there wait for it too, the more the less
-  of their SLO is left.
+- Where a decode worker computes the prompt, each that runs there waits for it too. Counted are as
+  many as run at a decode worker on average, at least: one that is idle now does not stay so, and a
+  long prompt would be in the way of those who come.
 
 The weights are chosen by replays of Mooncake's conversation trace (docs/routing.md): up to the 4,
 more of the prompts are found in a cache and the mean TTFT stays within a hundredth of its least.
@@ -233,8 +234,9 @@ def _alone(
     rows, table = decode.rows, seen.table
     took, tpot = seen.local(route.slo_tpot_ms)
     ttft = seen.queue_ms + took
-    step = table.step_a + table.step_b * table.running + table.step_c * table.context_tokens
-    harm = seen.prefill_ms * table.running * (step / route.slo_tpot_ms)
+    # Their steps go on beside it: what a prompt costs however short it is comes on top of nothing.
+    stolen = seen.prefill_ms - table.prefill_a
+    harm = stolen * np.maximum(table.running, float(table.running @ decode.share))
     score = ttft + OTHERS_WEIGHT * seen.prefill_ms + harm + ANSWER_TOKENS * seen.tpot_ms
     score = score + _spread(work, full, decode)
     if len(rows) > SHORTLIST:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError, HandoffError, Overloaded, Unavailable, WorkerFailed
 from baton.metrics import RouterMetrics
+from baton.traffic_meter import FIRST_ANSWER_TOKENS
 from router.generation import OutputDelta
 
 UNKNOWN_CLASS = "unknown"
@@ -57,7 +58,9 @@ class RequestRecorder:
         context_class: str,
         prompt_tokens: int,
         received_at: float,
+        most_tokens: int = FIRST_ANSWER_TOKENS,
     ) -> None:
+        """``most_tokens``: of the answer."""
         self._metrics = metrics
         self._slo = slo
         self._class = context_class
@@ -68,6 +71,8 @@ class RequestRecorder:
         self._ended = False
         self._series = metrics.of_class(context_class)
         self._series.prompt_tokens.inc(prompt_tokens)
+        self._traffic = metrics.traffic
+        self._traffic.came(context_class, prompt_tokens, most_tokens)
 
     @property
     def ended(self) -> bool:
@@ -91,6 +96,8 @@ class RequestRecorder:
         if self._tokens > 1:
             tpot = (now - self._first_at) / (self._tokens - 1)
             self._series.time_per_output_token.observe(tpot)
+            self._traffic.counts.judge_answer(tpot, self._slo.tpot_s)
+        self._traffic.ended(self._class, self._tokens)
         if self._tokens:
             self._judge(self._first_at - self._received_at, tpot)
         self._end(Outcome.OK, "")
@@ -117,6 +124,7 @@ class RequestRecorder:
             self._first_at = now
             ttft = now - self._received_at
             self._series.time_to_first_token.observe(ttft)
+            self._traffic.counts.judge_first_token(ttft, self._slo.ttft_s)
         else:
             self._series.inter_token_latency.observe(now - self._last_at)
         self._last_at = now
@@ -126,4 +134,5 @@ class RequestRecorder:
         if self._ended:
             return
         self._ended = True
+        self._traffic.counts.shed += outcome is Outcome.SHED
         self._metrics.requests.labels(self._class, outcome, code).inc()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from loadtest.simulator.hardware import Accelerator
 from loadtest.simulator.model_shape import ModelShape
-from loadtest.simulator.step_model import DecodeLine, StepShape
+from loadtest.simulator.step_model import DecodeLine, Peak, StepShape, StepWork
 from worker.step_costs import StepCosts, fit
 
 _CHUNKS = ((64, 0), (256, 0), (512, 512), (1024, 0), (2048, 0), (2048, 6144), (8192, 0))
@@ -70,10 +70,12 @@ class AnalyticalCosts:
         self.kv_token_bytes = model.kv_token_bytes(2.0)
         """KV of one token, over all GPUs."""
         flops = gpu.eight_bit_flops if weight_bytes <= 1 else gpu.flops
-        pair_flops = 4.0 * model.layers * model.heads * model.head_dim
+        self.peak = Peak(flops * tensor_parallel, gpu.memory_bytes_per_s * tensor_parallel)
+        """Of all GPUs. Attention's own peak is lower where weights have 8 bits: KV has 16."""
+        self._pair_flops = 4.0 * model.layers * model.heads * model.head_dim
         self._flops_per_s = flops * efficiency.products * tensor_parallel
         self._bytes_per_s = gpu.memory_bytes_per_s * efficiency.memory * tensor_parallel
-        self._pair_s = pair_flops / (gpu.flops * efficiency.attention * tensor_parallel)
+        self._pair_s = self._pair_flops / (gpu.flops * efficiency.attention * tensor_parallel)
         self._kv_s = self.kv_token_bytes / self._bytes_per_s
         self._lines: dict[int, DecodeLine] = {}
 
@@ -82,12 +84,20 @@ class AnalyticalCosts:
         line = self.decode_line(shape.decodes)
         if not shape.chunks:
             return line.seconds(shape.context_tokens)
-        pairs = sum(count * (start + (count + 1) / 2) for count, start in shape.chunks)
+        pairs = sum(_pairs(*chunk) for chunk in shape.chunks)
         held = sum(count + start for count, start in shape.chunks)
         chunks = max(self._pair_s * pairs, self._kv_s * held)
         rows = shape.decodes + len(shape.chunks)
         decodes = line.per_token_s * shape.context_tokens
         return self._products_s(shape.tokens, rows) + chunks + decodes
+
+    def work(self, shape: StepShape) -> StepWork:
+        """See ``StepModel``."""
+        rows = shape.decodes + len(shape.chunks)
+        pairs = shape.context_tokens + sum(_pairs(*chunk) for chunk in shape.chunks)
+        held = shape.context_tokens + sum(count + start for count, start in shape.chunks)
+        flops, weights = self._products(shape.tokens, rows)
+        return StepWork(flops + self._pair_flops * pairs, weights + self.kv_token_bytes * held)
 
     def decode_line(self, batch: int) -> DecodeLine:
         """See ``StepModel``."""
@@ -109,11 +119,15 @@ class AnalyticalCosts:
 
     def _products_s(self, tokens: int, rows: int) -> float:
         """All but attention: ``tokens`` are computed, and of ``rows`` of them the logits."""
-        model = self.model
-        flops = 2.0 * (model.used_weights * tokens + model.head_weights * rows)
-        size = (model.read_weights(tokens) + model.head_weights) * self.weight_bytes
+        flops, size = self._products(tokens, rows)
         longest = max(flops / self._flops_per_s, size / self._bytes_per_s)
         return longest + self._reduce_s(tokens) + self.efficiency.launch_s
+
+    def _products(self, tokens: int, rows: int) -> tuple[float, float]:
+        """FLOPs of the same, and bytes of the weights."""
+        model = self.model
+        flops = 2.0 * (model.used_weights * tokens + model.head_weights * rows)
+        return flops, (model.read_weights(tokens) + model.head_weights) * self.weight_bytes
 
     def _reduce_s(self, tokens: int) -> float:
         """Two all-reduces a layer, in a ring."""
@@ -123,3 +137,8 @@ class AnalyticalCosts:
         size = 2.0 * tokens * self.model.hidden * 2 * (parts - 1) / parts
         once = size / (self.gpu.link_bytes_per_s * self.efficiency.wire) + _REDUCE_LATENCY_S
         return 2 * self.model.layers * once
+
+
+def _pairs(count: int, start: int) -> float:
+    """Pairs of a query and a key in a chunk: each token sees those before it, and itself."""
+    return count * (start + (count + 1) / 2)

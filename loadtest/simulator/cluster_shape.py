@@ -34,6 +34,10 @@ class ClusterShape:
         """Whether both phases run in each worker."""
         return self.prefill == 0
 
+    def profile_of(self, role: str) -> WorkerProfile:
+        """Of the workers of ``role``, prefill or decode."""
+        return self.prefill_profile if role == "prefill" else self.decode_profile
+
     @property
     def gpus(self) -> int:
         """All of them."""

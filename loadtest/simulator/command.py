@@ -22,6 +22,13 @@ from loadtest.transfer_rows import write_json
 from loadtest.whole_table import print_whole, whole_table
 
 Say = Callable[[str], None]
+_USES = (
+    ("MFU", "busy", "mfu_busy"),
+    ("MFU", "wall", "mfu_wall"),
+    ("MBU", "busy", "mbu_busy"),
+    ("MBU", "wall", "mbu_wall"),
+)
+"""What a pool makes of its hardware, and over which time."""
 _PARTS = ("ttft_s", "tpot_s", "itl_s", "e2el_s")
 
 
@@ -105,7 +112,8 @@ def _print(figures: dict[str, Any], console: Console) -> None:
         cells = [_ms(row[part][p]) for part in _PARTS for p in ("p50", "p95")]
         table.add_row(f"{name} ({row.get('requests', figures['requests'])})", *cells)
     print_whole(console, table)
-    pools = whole_table("pool", "workers", "busy", "mean batch", "wire", title="")
+    columns = ("pool", "workers", "busy", "mean batch", "wire")
+    pools = whole_table(*columns, *(f"{name}, {of}" for name, of, _ in _USES), title="")
     for role, pool in figures["pools"].items():
         pools.add_row(
             role,
@@ -113,6 +121,7 @@ def _print(figures: dict[str, Any], console: Console) -> None:
             f"{pool['busy_share']:.1%}",
             f"{pool['mean_batch']:.1f}",
             f"{pool['wire_share']:.1%}",
+            *(_share(pool[key]) for _, _, key in _USES),
         )
     print_whole(console, pools)
     shares = f"{figures['slo_attainment']:.1%} of {figures['offered_per_s']:.2f} requests/s"
@@ -121,6 +130,10 @@ def _print(figures: dict[str, Any], console: Console) -> None:
         f"{figures['shed']} shed, {figures['failed']} failed)",
         highlight=False,
     )
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def _ms(seconds: float | None) -> str:

@@ -17,6 +17,13 @@ class FittedCosts:
 
     costs: StepCosts
 
+    @property
+    def peak(self) -> None:
+        """See ``StepModel``."""
+
+    def work(self, shape: StepShape) -> None:
+        """See ``StepModel``: times say nothing of it."""
+
     def seconds(self, shape: StepShape) -> float:
         """See ``StepModel``."""
         if not shape.chunks:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from loadtest.simulator.role_change import RoleChange
 from loadtest.simulator.simulated_request import SimulatedRequest
 from loadtest.simulator.simulated_worker import SimulatedWorker, Work
 from loadtest.simulator.step_log import Floats
@@ -92,6 +93,8 @@ class SimulationResult:
     workers: tuple[WorkerResult, ...]
     span_s: float
     """Until the last request and the last step had ended."""
+    role_changes: tuple[RoleChange, ...] = ()
+    """Of the autoscaler."""
 
     @property
     def arrivals_s(self) -> float:

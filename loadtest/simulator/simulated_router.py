@@ -14,6 +14,7 @@ from baton.config import DEFAULT_TENANT, Config
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
 from baton.registry import WorkerRecord
 from baton.request import Geometry
+from baton.traffic_meter import TrafficMeter
 from loadtest.simulator.attempt import Attempt
 from loadtest.simulator.event_queue import EventQueue
 from loadtest.simulator.prefix_directory import PrefixDirectory
@@ -55,7 +56,9 @@ class SimulatedRouter:
         self._side = side
         self._workers = {worker.name: worker for worker in workers}
         self._block_tokens = block_tokens
-        self._planner = Planner(policy, block_tokens)
+        self.traffic = TrafficMeter()
+        """For the autoscaler."""
+        self._planner = Planner(policy, block_tokens, self.traffic.counts)
         self._admission = Admission(
             config.tenant_weights,
             config.max_waiting_requests,
@@ -81,28 +84,46 @@ class SimulatedRouter:
             self._join(worker)
 
     def _join(self, worker: SimulatedWorker) -> None:
-        costs = worker.step_costs
-        table = self._planner.table
-        table.add(
-            WorkerRecord(
-                incarnation=worker.name,
-                slot=worker.name,
-                role=worker.role,
-                address="",
-                metrics_address="",
-                model="",
-                fingerprint="",
-                geometry=Geometry(self._block_tokens, 1, 1, 1, ""),
-                context_length=worker.context_length,
-                total_blocks=worker.pool.total,
-                max_sequences=worker.profile.max_sequences,
-                pool=worker.role,
-                prefill_cost=costs.prefill,
-                step_cost=costs.step,
-            )
-        )
-        table.set_load(worker.name, worker.load(), 0.0)
+        table, record = self._planner.table, self.record(worker)
+        table.add(record)
+        table.set_load(worker.name, record.load, self._events.now * 1e3)
         table.set_up(worker.name, True)
+
+    def record(self, worker: SimulatedWorker) -> WorkerRecord:
+        """What a registry would say of it, now."""
+        costs = worker.step_costs
+        return WorkerRecord(
+            incarnation=worker.name,
+            slot=worker.name,
+            role=worker.role,
+            address="",
+            metrics_address="",
+            model="",
+            fingerprint="",
+            geometry=Geometry(self._block_tokens, 1, 1, 1, ""),
+            context_length=worker.context_length,
+            total_blocks=worker.pool.total,
+            max_sequences=worker.profile.max_sequences,
+            pool=worker.role,
+            prefill_cost=costs.prefill,
+            step_cost=costs.step,
+            load=worker.load(),
+        )
+
+    def leave_out(self, worker: SimulatedWorker) -> None:
+        """It takes nothing more."""
+        self._planner.table.set_up(worker.name, False)
+        for workers in (self._prefill, self._decode):
+            if worker in workers:
+                workers.remove(worker)
+        self._capacity = None
+
+    def take_back(self, worker: SimulatedWorker) -> None:
+        """It serves again, in the role that it has now."""
+        (self._prefill if worker.role == "prefill" else self._decode).append(worker)
+        self._join(worker)
+        self._capacity = None
+        self._pump()
 
     # Admission
 
@@ -111,6 +132,8 @@ class SimulatedRouter:
         now = self._events.now
         self._requests[request.name] = request
         self._deadlines[request.name] = now + self._config.request_deadline_s
+        tokens = request.traced.input_tokens
+        self.traffic.came(self._config.class_of(tokens), tokens, request.output_tokens)
         applicant = self._applicant(request)
         admission, capacity = self._admission, self._current_capacity(now)
         forecast = forecast_by_rate(
@@ -128,7 +151,7 @@ class SimulatedRouter:
 
     def _applicant(self, request: SimulatedRequest) -> Applicant:
         config, tokens = self._config, request.traced.input_tokens
-        slo_s = config.slo_ttft_of(config.class_of(tokens))
+        slo_s = self._slo_ttft(request)
         factor = config.admission_slo_factor
         return Applicant(
             request_id=request.name,
@@ -140,6 +163,9 @@ class SimulatedRouter:
             give_up_s=slo_s * max(1.0, factor) if factor else math.inf,
             deadline_s=config.request_deadline_s,
         )
+
+    def _slo_ttft(self, request: SimulatedRequest) -> float:
+        return self._config.slo_ttft_of(self._config.class_of(request.traced.input_tokens))
 
     def _refused(self, name: str, error: BatonError) -> None:
         self._end(self._requests[name], error.code or "overloaded")
@@ -238,6 +264,8 @@ class SimulatedRouter:
         attempt.promise.computed(now, computed_tokens=computed_tokens, compute_ms=compute_s * 1e3)
         if request.first_token_s is None:
             request.first_token_s = now
+            ttft_s = now - request.traced.arrival_s
+            self.traffic.counts.judge_first_token(ttft_s, self._slo_ttft(request))
             self._begun[request.name] = request
         if self._admission.first_token(request.name, now):
             self._pump()
@@ -267,6 +295,13 @@ class SimulatedRouter:
     def _end(self, request: SimulatedRequest, code: str) -> None:
         now = self._events.now
         request.ended_s, request.code = now, code
+        self.traffic.counts.shed += code in ("overloaded", "deadline_unreachable")
+        if not code:
+            context_class = self._config.class_of(request.traced.input_tokens)
+            self.traffic.ended(context_class, request.generated)
+        if not code and request.generated > 1 and request.first_token_s is not None:
+            tpot_s = (now - request.first_token_s) / (request.generated - 1)
+            self.traffic.counts.judge_answer(tpot_s, self._config.slo_tpot_s)
         self._tell_generated(request)
         attempt = self._attempts.pop(request.name, None)
         if attempt is not None:

@@ -72,6 +72,10 @@ class Work:
     """Computed in chunks."""
     ended_s: float = 0.0
     """When the last step did."""
+    flops: float = 0.0
+    """That the steps had to do at least, where the costs tell; see ``StepWork``."""
+    memory_bytes: float = 0.0
+    """As ``flops``."""
 
 
 class SimulatedWorker:
@@ -251,7 +255,8 @@ class SimulatedWorker:
         first = self.work.steps
         for sequence in self.scheduler.running:
             _owner(sequence).took_run(self.number, first, steps)
-        self._count(steps, run.end_s(self._leapt) - run.end_s(before), shape)
+        leapt = StepShape(shape.decodes, context_tokens)
+        self._count(steps, run.end_s(self._leapt) - run.end_s(before), leapt)
 
     def _end_step(self) -> None:
         run = self._run
@@ -290,7 +295,9 @@ class SimulatedWorker:
             self._planner.observe_run(shape.decodes, shape.context_tokens, 1, ms, 0.0)
 
     def _count(self, steps: int, seconds: float, shape: StepShape) -> None:
+        """Of ``steps`` alike that began with ``shape``."""
         work = self.work
+        self._count_work(steps, shape)
         work.steps += steps
         work.busy_s += seconds
         work.ended_s = self._events.now
@@ -299,6 +306,18 @@ class SimulatedWorker:
             work.prompt_tokens += shape.tokens - shape.decodes
         else:
             work.decode_s += seconds
+
+    def _count_work(self, steps: int, shape: StepShape) -> None:
+        ends = [shape]
+        if steps > 1:
+            # A line in the context: the mean of the first step and of the last one is that of all.
+            grown = shape.context_tokens + (steps - 1) * shape.decodes
+            ends.append(StepShape(shape.decodes, grown))
+        for end in ends:
+            done = self.profile.costs.work(end)
+            if done is not None:
+                self.work.flops += done.flops * steps / len(ends)
+                self.work.memory_bytes += done.memory_bytes * steps / len(ends)
 
     # What others see
 

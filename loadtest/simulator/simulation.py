@@ -18,6 +18,7 @@ from loadtest.simulator.cluster_shape import ClusterShape
 from loadtest.simulator.event_queue import EventQueue
 from loadtest.simulator.prefix_directory import PrefixDirectory
 from loadtest.simulator.results import SimulationResult, WorkerResult, result_of
+from loadtest.simulator.simulated_autoscaler import SimulatedAutoscaler
 from loadtest.simulator.simulated_request import SimulatedRequest
 from loadtest.simulator.simulated_router import SimulatedRouter
 from loadtest.simulator.simulated_worker import SimulatedWorker, WorkerSettings
@@ -43,11 +44,12 @@ def simulate(
 ) -> SimulationResult:
     """Serve ``requests``, which come in the order of their times.
 
-    ``config`` is that of `baton up`: policy, classes, SLOs, admission, local prefill; its pools are
-    not asked. ``trace_block``: tokens of a block of the trace's hashes. ``block_tokens``: tokens of
-    a KV block and of the index, which divide that; 0 takes the trace's own where it has hashes, and
-    64 where it has none. ``seed`` is for policies that draw. ``leaps`` False sees every step for
-    itself: slower by far, the same result. Raises ConfigError.
+    ``config`` is that of `baton up`: policy, classes, SLOs, admission, local prefill, and the
+    autoscaler, which changes roles alone; its pools are not asked. ``trace_block``: tokens of a
+    block of the trace's hashes. ``block_tokens``: tokens of a KV block and of the index, which
+    divide that; 0 takes the trace's own where it has hashes, and 64 where it has none. ``seed`` is
+    for policies that draw. ``leaps`` False sees every step for itself: slower by far, the same
+    result. Raises ConfigError.
     """
     block = block_tokens or _usual_block(requests, trace_block)
     hashed = any(request.block_hashes for request in requests)
@@ -72,8 +74,18 @@ def simulate(
 
     for number, traced in enumerate(requests):
         events.at(traced.arrival_s, partial(arrive, number, traced))
+    autoscaler = None
+    if config.autoscaler.enabled:
+
+        def is_over() -> bool:
+            return len(each) == len(requests) and all(one.ended_s is not None for one in each)
+
+        autoscaler = SimulatedAutoscaler(config, workers, router, side, events, is_over)
+        autoscaler.start()
     events.run()
-    return _result(each, workers)
+    result = _result(each, workers, [role for role, _ in _places(shape)])
+    changes = () if autoscaler is None else tuple(autoscaler.changes)
+    return replace(result, role_changes=changes)
 
 
 def _usual_block(requests: Sequence[TracedRequest], trace_block: int) -> int:
@@ -99,21 +111,22 @@ def _routes(config: Config, shape: ClusterShape, block: int) -> RouteSettings:
 
 
 def _result(
-    requests: Sequence[SimulatedRequest], workers: Sequence[SimulatedWorker]
+    requests: Sequence[SimulatedRequest], workers: Sequence[SimulatedWorker], roles: Sequence[str]
 ) -> SimulationResult:
+    """``roles`` in which the workers began: those of their pools."""
     found = tuple(result_of(request, workers) for request in requests)
     return SimulationResult(
         requests=found,
         workers=tuple(
             WorkerResult(
                 worker.name,
-                worker.role,
+                role,
                 worker.work,
                 worker.scheduler.preemptions,
                 worker.wire.sent_bytes,
                 worker.wire.busy_s,
             )
-            for worker in workers
+            for worker, role in zip(workers, roles, strict=True)
         ),
         span_s=max(
             [result.ended_s for result in found] + [worker.work.ended_s for worker in workers]

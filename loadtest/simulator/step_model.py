@@ -57,8 +57,34 @@ class DecodeLine:
         return self.base_s + self.per_token_s * context_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """What a worker's hardware does at best, by its data sheet, all its GPUs together."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    """To and from memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step must do at least, however it is done."""
+
+    flops: float
+    """Of matrix products and attention; a multiplication and an addition are two."""
+    memory_bytes: float
+    """The weights once, and the KV that is read or written."""
+
+
 class StepModel(Protocol):
     """Pure: the same shape always costs the same."""
+
+    @property
+    def peak(self) -> Peak | None:
+        """None where nobody knows: a profile that was measured has times alone."""
+
+    def work(self, shape: StepShape) -> StepWork | None:
+        """What a step must do; a line in ``context_tokens``. None where ``peak`` is."""
 
     def seconds(self, shape: StepShape) -> float:
         """A step's time, positive; of one without chunks what ``decode_line`` says."""

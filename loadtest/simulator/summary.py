@@ -12,6 +12,7 @@ from baton.config import Config
 from loadtest.simulator.cluster_shape import ClusterShape
 from loadtest.simulator.results import RequestResult, SimulationResult, WorkerResult
 from loadtest.simulator.step_log import Floats
+from loadtest.simulator.step_model import Peak
 
 PERCENTILES = (50, 95, 99)
 
@@ -63,9 +64,9 @@ def summary(result: SimulationResult, shape: ClusterShape, config: Config) -> di
             if (members := [r for r in every if config.class_of(r.input_tokens) == one.name])
         },
         "pools": {
-            role: _pool([worker for worker in result.workers if worker.role == role], result)
+            role: _pool(pool, result.span_s, shape.profile_of(role).costs.peak)
             for role in ("prefill", "decode")
-            if any(worker.role == role for worker in result.workers)
+            if (pool := [worker for worker in result.workers if worker.role == role])
         },
     }
 
@@ -96,21 +97,45 @@ def _each(requests: Iterable[RequestResult], of: Callable[[RequestResult], float
     return np.array([of(request) for request in requests], dtype=np.float64)
 
 
-def _pool(workers: Sequence[WorkerResult], result: SimulationResult) -> dict[str, float]:
-    span_s = max(result.span_s, 1e-9) * len(workers)
+def _pool(
+    workers: Sequence[WorkerResult], wall_s: float, peak: Peak | None
+) -> dict[str, float | None]:
+    span_s = max(wall_s, 1e-9) * len(workers)
     busy_s = sum(worker.work.busy_s for worker in workers)
     steps = sum(worker.work.steps for worker in workers)
     decoded = sum(worker.work.decoded_tokens for worker in workers)
     return {
         "workers": len(workers),
         "busy_share": busy_s / span_s,
-        "busiest_share": max(worker.work.busy_s for worker in workers) / max(result.span_s, 1e-9),
+        "busiest_share": max(worker.work.busy_s for worker in workers) / max(wall_s, 1e-9),
         "steps": steps,
         "prompt_tokens": sum(worker.work.prompt_tokens for worker in workers),
         "decoded_tokens": decoded,
         "mean_batch": _share(decoded, steps),
         "sent_bytes": sum(worker.sent_bytes for worker in workers),
         "wire_share": sum(worker.wire_s for worker in workers) / span_s,
+        **utilization(workers, busy_s, span_s, peak),
+    }
+
+
+def utilization(
+    workers: Sequence[WorkerResult], busy_s: float, span_s: float, peak: Peak | None
+) -> dict[str, float | None]:
+    """MFU and MBU of workers with the same ``peak``, over the seconds in which their engines ran
+
+    and over all of theirs (``span_s``, of all workers together); null where no peak is known.
+
+    MFU: FLOPs that the model needs for what was computed, over those of the peak (Chowdhery et al.,
+    PaLM, 2022, appendix B, forward alone). MBU: the weights once a step and the KV that is read or
+    written, over the bytes of the peak (Databricks, LLM Inference Performance Engineering, 2023).
+    """
+    flops = sum(worker.work.flops for worker in workers)
+    moved = sum(worker.work.memory_bytes for worker in workers)
+    return {
+        "mfu_busy": None if peak is None else _share(flops, busy_s * peak.flops_per_s),
+        "mfu_wall": None if peak is None else _share(flops, span_s * peak.flops_per_s),
+        "mbu_busy": None if peak is None else _share(moved, busy_s * peak.bytes_per_s),
+        "mbu_wall": None if peak is None else _share(moved, span_s * peak.bytes_per_s),
     }
 
 

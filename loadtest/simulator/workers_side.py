@@ -295,6 +295,23 @@ class WorkersSide:
         request.hashes = list(sequence.full_hashes(worker.scheduler.limits.hash_block))
         self._tell(attempt, lambda: self.router.handed_back(attempt))
 
+    # A role that changes
+
+    def is_emptied(self, worker: SimulatedWorker) -> bool:
+        """Have a worker's sequences go on elsewhere, as routers do where one is drained.
+
+        Whether nothing is left there: prompts end where they are, and tickets with their handoff.
+        """
+        worker.catch_up()
+        scheduler = worker.scheduler
+        for sequence in (*scheduler.running, *scheduler.waiting):
+            if not sequence.prefill_only and sequence in self._attempts:
+                worker.remove(sequence)
+                self._hand_back(worker, sequence)
+        seat = self._seat(worker)
+        here = (*scheduler.running, *scheduler.waiting, *scheduler.held, *seat.line)
+        return not here and not seat.tickets and seat.places == worker.profile.max_sequences
+
     # Ends before their time
 
     def on_expired(self, worker: SimulatedWorker, sequences: list[Sequence]) -> None:

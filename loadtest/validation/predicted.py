@@ -34,7 +34,7 @@ def predicted(
     ]
     results = iter(simulate(requests, shape, config, block_tokens=config.block_size).requests)
     return [
-        [_record(result, begin_s) for result in islice(results, len(load.traced()))]
+        [record_of(result, begin_s) for result in islice(results, len(load.traced()))]
         for begin_s, load in loads
     ]
 
@@ -66,7 +66,8 @@ def _median_ttft(records: Sequence[RequestRecord]) -> float:
     return float(np.median([record.ttft_s for record in records if record.outcome == "ok"]))
 
 
-def _record(result: RequestResult, begin_s: float) -> RequestRecord:
+def record_of(result: RequestResult, begin_s: float) -> RequestRecord:
+    """A simulated request as the load generator would have seen it, from ``begin_s`` on."""
     return RequestRecord(
         number=result.number,
         due_s=result.arrival_s - begin_s,

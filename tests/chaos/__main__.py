@@ -32,7 +32,7 @@ async def run(
 ) -> Report:
     """One run with a cluster of its own, for so many minutes or rounds of faults.
 
-    ``logs``: a folder into which the cluster's go. Raises ``Unsteady`` or ``NobodyToStrike``.
+    ``logs``: a folder into which the cluster's go. Raises ``Unsteady``.
     """
     async with Cluster() as cluster:
         try:

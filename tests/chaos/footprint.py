@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import psutil
@@ -25,9 +26,10 @@ QUIET_S = 15.0
 """What is held for longer than this after the last request, in seconds, is leaked."""
 _MORE_DESCRIPTORS = 16
 """Connections come and go: so many more than at first are no leak."""
-_MORE_BYTES = {"router": 64 << 20, "prefill": 224 << 20, "decode": 224 << 20}
-"""Memory that is no leak: a worker's pool of blocks fills with time, and an allocator keeps some
-of what it was given."""
+_MORE_BYTES = {"router": 64 << 20, "prefill": 128 << 20, "decode": 128 << 20}
+"""Memory of its own that is no leak: an allocator keeps some of what it was given."""
+_POOL = "memfd:baton-kv"
+"""What a worker's pool of blocks is called where it is mapped."""
 _DRAWN = re.compile(r"[0-9a-f]{8,}$")
 
 
@@ -36,7 +38,11 @@ class Size:
     """Of one process."""
 
     descriptors: int
-    resident_bytes: int
+    own_bytes: int
+    """Memory that it shares with nobody: neither pools, which fill with time, nor weights."""
+    pools: int
+    """Pools of blocks that it has mapped, its own and other workers'. They cost memory for as long
+    as anybody has them, though their owner may be dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +121,11 @@ def _more_keys(now: Mapping[str, int], first: Mapping[str, int]) -> list[str]:
 def _sizes(cluster: Cluster) -> dict[str, Size]:
     sizes = {}
     for name, pid in cluster.pids().items():
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, OSError):
             process = psutil.Process(pid)
-            sizes[name] = Size(process.num_fds(), process.memory_info().rss)
+            memory = process.memory_info()
+            pools = Path(f"/proc/{pid}/maps").read_text().count(_POOL)
+            sizes[name] = Size(process.num_fds(), memory.rss - memory.shared, pools)
     return sizes
 
 
@@ -127,9 +135,11 @@ def _grown(now: Mapping[str, Size], first: Mapping[str, Size]) -> list[str]:
         size = now.get(name, at_first)
         if size.descriptors > at_first.descriptors + _MORE_DESCRIPTORS:
             found.append(f"{name}: {size.descriptors} descriptors, at first {at_first.descriptors}")
-        if size.resident_bytes > at_first.resident_bytes + _MORE_BYTES[name.partition("-")[0]]:
-            mebibytes = [one.resident_bytes >> 20 for one in (size, at_first)]
+        if size.own_bytes > at_first.own_bytes + _MORE_BYTES[name.partition("-")[0]]:
+            mebibytes = [one.own_bytes >> 20 for one in (size, at_first)]
             found.append(f"{name}: {mebibytes[0]} MiB of memory, at first {mebibytes[1]}")
+        if size.pools > COUNT * len(ROLES):
+            found.append(f"{name}: {size.pools} pools mapped, of {COUNT * len(ROLES)} workers")
     return found
 
 

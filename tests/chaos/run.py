@@ -82,7 +82,7 @@ class Run:
     """Requests in trouble that were told of."""
 
     async def go(self, minutes: float, most_rounds: int | None = None) -> Report:
-        """Until the time is over, or so many rounds. Raises ``Unsteady`` or ``NobodyToStrike``."""
+        """Until the time is over, or so many rounds. Raises ``Unsteady``."""
         fronts, asked = self.cluster.fronts, self.asked
         reference = await take_reference(fronts, asked)
         load = Load(fronts, asked, reference, self.ledger, seed=self.seed, clients=_CLIENTS)
@@ -116,7 +116,12 @@ class Run:
         while time.monotonic() < until and len(self.reports) != most_rounds:
             await asyncio.sleep(_BETWEEN_S)
             load.check()
-            await self._round(next(planned), load, first)
+            try:
+                await self._round(next(planned), load, first)
+            except NobodyToStrike as error:
+                # The cluster stays broken: what was found so far is told, and this with it.
+                self._note((), _Recovery(0.0, 0.0, MOST_S), [f"the run ended early: {error}"])
+                return
 
     async def _round(self, planned: Round, load: Load, first: Footprint) -> None:
         before = time.monotonic()

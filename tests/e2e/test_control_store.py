@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.chaos.clock import Clock, NoClock
 from tests.e2e.cluster import START_S, UpProcess, processes_of
 from tests.e2e.load import Load
 from tests.e2e.test_supervision import pid_of
@@ -78,6 +79,41 @@ def test_serving_goes_on_without_the_control_store_and_healing_comes_back_with_i
         up.wait_healthy()
         up.terminate()
         assert up.wait() == 0, up.text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_control_store_that_hangs_is_started_again() -> None:
+    with UpProcess("--gcs-store", "embedded") as up:
+        up.wait_ready()
+        pid_of(up, "supervisor")
+        with Load(up) as load:
+            os.kill(gcs_of(up).pid, signal.SIGSTOP)
+            up.wait_for("gcs has not answered")
+            load.goes_on()
+            heals(up, "prefill-0")
+        load.check()
+        up.terminate()
+        assert up.wait() == 0, up.text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_clock_that_is_set_back_while_the_store_is_away_stops_no_healing(tmp_path: Path) -> None:
+    """The control store waits for its store by the wall clock: for an hour, here."""
+    try:
+        clock = Clock(tmp_path)
+    except NoClock as error:
+        pytest.skip(str(error))
+    with UpProcess("--gcs-store", "embedded", env=clock.environment) as up:
+        up.wait_ready()
+        pid_of(up, "supervisor")
+        os.kill(up.state.processes["gcs-store"], signal.SIGKILL)
+        time.sleep(1.0)
+        clock.jump(-3600.0)
+        up.wait_for("gcs ended")
+        heals(up, "prefill-0")
+        up.wait_healthy()
 
 
 @pytest.mark.long

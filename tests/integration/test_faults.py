@@ -196,8 +196,8 @@ async def test_a_block_that_changes_on_its_way_fails_the_handoff(
         pack, copy = ReadSendLink.pack, ShmReceiveLink._copy_parts
         copied = threading.Event()
 
-        def watched(link: ShmReceiveLink, batch: Batch) -> tuple[int, ...]:
-            found = copy(link, batch)
+        def watched(link: ShmReceiveLink, batch: Batch, theirs: memoryview) -> tuple[int, ...]:
+            found = copy(link, batch, theirs)
             copied.set()
             return found
 

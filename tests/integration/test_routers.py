@@ -140,3 +140,28 @@ async def test_two_processes_are_one_router(tiny_model: Path, redis_url: str) ->
         os.kill(second.pid, signal.SIGTERM)
         assert await second.wait() == "exit code 0"
         await routers.ask(4)
+        await _left_while_it_reads(routers, first)
+
+
+async def _left_while_it_reads(routers: Routers, last: RouterProcess) -> None:
+    """A request whose body comes when its router was told to leave is answered like others."""
+    host, _, port = routers.config.http.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = b'{"model": "echo", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": true}'
+    head = "POST /v1/completions HTTP/1.1", f"host: {host}", "content-type: application/json"
+    lines = [*head, f"content-length: {len(body)}", "", ""]
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            writer.write("\r\n".join(lines).encode() + body[:9])
+            await writer.drain()
+            # It has accepted the connection once it answers those that came later.
+            await routers.ask(2)
+            os.kill(last.pid, signal.SIGTERM)
+            await asyncio.sleep(1.0)
+            writer.write(body[9:])
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 200"), answer
+            assert b'"completion_tokens":4' in answer.replace(b" ", b"")
+            assert await last.wait() == "exit code 0"
+    finally:
+        writer.close()

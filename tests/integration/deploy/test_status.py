@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -115,7 +116,7 @@ async def test_what_the_supervisor_tells_comes_back_from_redis_and_goes(redis_ur
     async with redis_client(redis_url) as client:
         board = SlotBoard(client, "board-test")
         assert await board.read() is None
-        news = told(Phase.BACKING_OFF, 2.0)
+        news = replace(told(Phase.BACKING_OFF, 2.0), autoscaler="prefill has 1 and needs 0.4")
         await board.write(news)
         assert await board.read() == news
         assert 0 < await client.ttl("baton:{board-test}:supervision") <= TTL_S

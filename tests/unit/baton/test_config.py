@@ -12,10 +12,17 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 from pydantic_settings import SettingsError
 
-from baton.config import Config, ContextClass, PoolConfig, load_config, split_host_port
+from baton.config import (
+    AutoscalerConfig,
+    Config,
+    ContextClass,
+    PoolConfig,
+    load_config,
+    split_host_port,
+)
 
 REQUIRED = {(PoolConfig, "name"), (PoolConfig, "role"), (ContextClass, "name")}
-SECTIONS: list[type[BaseModel]] = [Config, PoolConfig, ContextClass]
+SECTIONS: list[type[BaseModel]] = [Config, PoolConfig, ContextClass, AutoscalerConfig]
 
 
 @pytest.fixture(autouse=True)
@@ -274,3 +281,35 @@ def test_peaks_go_together() -> None:
     for one in ({"peak_gflops": 1.0}, {"peak_gb_per_s": 1.0}):
         with pytest.raises(ValidationError, match="go together"):
             PoolConfig.model_validate({"name": "p", "role": "prefill", **one})
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"least_prefill": 3, "most_prefill": 2}, "most_prefill"),
+        ({"least_workers": 3, "most_workers": 2}, "most_workers"),
+        ({"least_prefill": 2, "least_decode": 2, "most_workers": 3}, "least_prefill"),
+        ({"least_workers": 9, "most_prefill": 4, "most_decode": 4}, "least_workers"),
+        ({"enabled": True, "least_prefill": 2}, "fewer workers"),
+        ({"interval_s": 0}, "interval_s"),
+    ],
+)
+def test_an_autoscalers_bounds_must_leave_something(fields: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValidationError, match=fault):
+        Config(autoscaler=fields)
+
+
+def test_an_autoscaler_is_off_and_knows_one_pool_of_each_role() -> None:
+    assert not Config().autoscaler.enabled
+    pools = [PoolConfig(name=name, role="prefill") for name in ("p", "q")]
+    three = (*pools, PoolConfig(name="d", role="decode"))
+    assert len(Config(pools=three).pools) == 3
+    with pytest.raises(ValidationError, match="one prefill pool"):
+        Config(pools=three, autoscaler={"enabled": True})
+
+
+def test_an_autoscaler_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_AUTOSCALER__ENABLED", "true")
+    monkeypatch.setenv("BATON_AUTOSCALER__DRY_RUN", "true")
+    found = load_config().autoscaler
+    assert (found.enabled, found.dry_run, found.cooldown_s) == (True, True, 60.0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baton.errors import BatonError
 from deploy import fleet as fleet_module
 from deploy.actor import Answer
 from deploy.fleet import Fleet
@@ -27,10 +28,14 @@ class FakeWorker:
         self.unlisted: list[float] = []
         self.drained: list[float] = []
 
+        self.stuck = False
+
     async def ready(self) -> dict[str, Any]:
         return {"pid": 7, "host": "elsewhere"}
 
     async def ping(self, unlisted_s: float) -> Answer:
+        if self.stuck:
+            await asyncio.Future()
         self.unlisted.append(unlisted_s)
         return self.answer
 
@@ -44,10 +49,17 @@ class Scene:
     def __init__(self) -> None:
         self.now = 0.0
         self.listed: Collection[str] | None = ("decode-0", "decode-1")
+        self.known: Collection[str] | None = ("decode-0", "decode-1")
         self.workers = [FakeWorker("decode-0"), FakeWorker("decode-1")]
 
     async def roll(self) -> Collection[str] | None:
         return self.listed
+
+    def is_known(self, slot: str) -> bool:
+        """What Ray's control store says."""
+        if self.known is None:
+            raise ConnectionError("away")
+        return slot in self.known
 
     async def until(self, fleet: Fleet, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -69,6 +81,7 @@ class Scene:
 async def begun(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Scene, Fleet]]:
     scene = Scene()
     monkeypatch.setattr(fleet_module, "find_all", lambda: scene.workers)
+    monkeypatch.setattr(fleet_module, "is_known", scene.is_known)
     monkeypatch.setattr(fleet_module, "time", SimpleNamespace(monotonic=lambda: scene.now))
     fleet = Fleet(lambda _: pytest.fail("nobody is started"), scene.roll)
     await fleet.recall()
@@ -118,3 +131,36 @@ async def test_who_leaves_is_seen_to_and_is_told_to(monkeypatch: pytest.MonkeyPa
         scene.workers[0].answer = Answer.LEAVING
         await scene.pass_time(fleet, 1)
         assert (await fleet.look("decode-0")).sight is Sight.LEAVING
+
+
+async def _looks(scene: Scene, fleet: Fleet, seconds: int) -> None:
+    """At decode-0, which does not answer; Ray has time to."""
+    for _ in range(seconds):
+        scene.now += 1.0
+        await fleet.look("decode-0")
+        await asyncio.sleep(0.01)
+
+
+async def test_a_death_that_ray_knows_and_does_not_tell_makes_this_process_useless(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with begun(monkeypatch) as (scene, fleet):
+        scene.workers[0].stuck = True
+        scene.known = ("decode-1",)
+        # Ray may be about to tell.
+        await _looks(scene, fleet, 8)
+        with pytest.raises(BatonError, match="Ray knows that decode-0 is dead, and does not tell"):
+            await _looks(scene, fleet, 8)
+
+
+@pytest.mark.parametrize("known", [("decode-0", "decode-1"), None])
+async def test_a_worker_that_is_silent_while_ray_thinks_it_lives_is_no_sign_of_that(
+    monkeypatch: pytest.MonkeyPatch, known: tuple[str, ...] | None
+) -> None:
+    async with begun(monkeypatch) as (scene, fleet):
+        scene.workers[0].stuck = True
+        scene.known = known
+        scene.listed = ("decode-1",)
+        await fleet.refresh()
+        await _looks(scene, fleet, 60)
+        assert (await fleet.look("decode-0")).sight is Sight.SILENT

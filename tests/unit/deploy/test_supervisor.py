@@ -112,7 +112,7 @@ class Play:
     ) -> None:
         self.workers, self.board, self.sizes = workers, board, sizes or FakeSizes()
         self.metrics = SupervisorMetrics(CollectorRegistry())
-        supervisor = Supervisor(
+        self.supervisor = supervisor = Supervisor(
             POOLS,
             workers,
             cast(SlotBoard, board),
@@ -243,3 +243,15 @@ async def test_a_chosen_size_outlives_the_supervisor_and_the_store() -> None:
     again = Play(FakeWorkers(**grown), FakeBoard(), FakeSizes(decode=1))
     await again.until(lambda: len(again.workers.drained) == 2)
     await again.end()
+
+
+async def test_its_slots_and_the_autoscalers_note_are_told() -> None:
+    play = Play(FakeWorkers(decode_0=Seen(Sight.SERVING, pid=77, host="here")), FakeBoard())
+    await play.until(lambda: play.phase("decode-1") is Phase.RUNNING)
+    assert play.supervisor.phases() == {"decode-0": Phase.RUNNING, "decode-1": Phase.RUNNING}
+    assert play.board.told is not None
+    assert play.board.told.autoscaler == ""
+    play.supervisor.note = lambda: "decode has 2 and needs 1.5"
+    await play.until(lambda: bool(play.board.told and play.board.told.autoscaler))
+    assert play.board.told.autoscaler == "decode has 2 and needs 1.5"
+    await play.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import heapq
 import itertools
 import math
@@ -158,6 +159,20 @@ def test_the_drain_rate_is_learned() -> None:
     cluster = Cluster(tokens_per_s=3000.0)
     cluster.learn()
     assert cluster.admission.tokens_per_s == pytest.approx(3000.0, rel=0.15)
+
+
+def test_what_was_learned_of_few_prefill_workers_counts_for_each_of_many() -> None:
+    """Where roles change, too low a rate would turn all away, and nobody would wait and tell."""
+    cluster = Cluster(tokens_per_s=3000.0)
+    cluster.learn()
+    learned = cluster.admission.tokens_per_s
+    assert learned is not None
+    for workers in (4, 2, 1):
+        capacity = dataclasses.replace(cluster.capacity(), prefill_workers=workers)
+        cluster.admission.release(capacity, cluster.now)
+        assert cluster.admission.tokens_per_s == pytest.approx(workers * learned)
+    cluster.admission.release(None, cluster.now)
+    assert cluster.admission.tokens_per_s == pytest.approx(learned)
 
 
 def test_an_idle_clusters_rate_is_not_believed() -> None:

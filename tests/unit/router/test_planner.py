@@ -56,6 +56,18 @@ def test_a_request_that_ends_early_gives_everything_back() -> None:
     assert made.table.promised_blocks.max() == 0
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_what_prefill_workers_take_is_counted_for_the_autoscaler(*, local: bool) -> None:
+    made = planner(local)
+    request = RouteRequest(100)
+    for computed, milliseconds in ((60, 80.0), (0, 0.0)):
+        promise = made.promise(made.decide(request, (), {}, 0.0), request, (), 0.0)
+        promise.computed(0.1, computed_tokens=computed, compute_ms=milliseconds)
+        promise.ended(0.2)
+    counted = (made.traffic.prefilled_tokens, made.traffic.prefill_s)
+    assert counted == ((0, 0) if local else (100, pytest.approx(0.08)))
+
+
 def test_it_learns_from_reports() -> None:
     made = planner()
     before = made.decide(RouteRequest(1000), (), {}, 0.0)

@@ -107,11 +107,12 @@ def every_pair(
             score += SPREAD_WEIGHT * full * (table.work[p] - mean) / (mean + SPREAD_PROMPTS * full)
             if local:
                 step = sa + sb * table.running[d] + sc * table.context_tokens[d]
+                usual = sum(table.running[table.row(name)] for name in decode) / len(decode)
+                score += (took - a) * max(table.running[d], usual)
                 if table.running[d]:
                     chunk = min(took, max(route.slo_tpot_ms - step, b * 16))
                     ttft += took / chunk * step
                     score += took / chunk * step
-                    score += took * table.running[d] * step / route.slo_tpot_ms
                     tpot = max(tpot, step + chunk)
             else:
                 first, each = transfers.line(source, target)
@@ -253,6 +254,19 @@ def test_short_prompts_stay_at_an_idle_decode_worker_long_ones_do_not() -> None:
     table.set_load("d-0", busy, 0.0)
     assert not decide(table, RouteRequest(2000), route=auto).local
     assert decide(table, RouteRequest(2000), {"d-0": 124}, route=auto).local, "it holds it"
+
+
+def test_an_idle_decode_worker_is_kept_free_of_long_prompts_where_others_run() -> None:
+    table = table_of("p-0", "d-0", "d-1")
+    auto = ClassRoute("auto")
+    # Nobody is in the way of anybody, and there is no handoff.
+    assert decide(table, RouteRequest(2000), route=auto).local
+    table.set_load("d-1", LoadSnapshot(running=2, free_blocks=4000, context_tokens=1000), 0.0)
+    assert not decide(table, RouteRequest(2000), route=auto).local
+    assert decide(table, RouteRequest(4), route=auto).local, "it is over at once"
+    table.promise_prompt("p-0", 2000.0, 0.0)
+    decision = decide(table, RouteRequest(2000), route=auto)
+    assert (decision.decode, decision.local) == ("d-0", True), "prefill workers are busier"
 
 
 def test_blocks_are_fetched_where_that_is_faster() -> None:

@@ -46,6 +46,22 @@ def test_times_and_tokens() -> None:
     assert value(metrics, "requests_total", outcome="ok", code="") == 1
 
 
+def test_the_autoscalers_counts() -> None:
+    metrics, recorder = make()
+    recorder.delta(delta(1), 101.5)
+    recorder.delta(delta(2), 102.0)
+    recorder.succeed(102.0)
+    refused = RequestRecorder(metrics, Slo(1.0, 0.5), "short", 30, 100.0)
+    refused.fail(errors.Overloaded("full"))
+    refused.fail(errors.Overloaded("full"))
+    traffic = metrics.traffic.counts
+    assert (traffic.requests, traffic.input_tokens) == (2, 40)
+    assert traffic.expected_tokens == 256 + 3, "the second is expected to be as the first was"
+    assert traffic.shed == 1
+    assert (traffic.first_tokens, traffic.late_first_tokens) == (1, 1)
+    assert (traffic.answers, traffic.tight_answers, traffic.slow_answers) == (1, 0, 0)
+
+
 def test_slow_requests_are_no_goodput() -> None:
     for first, last in ((101.5, 101.6), (100.5, 103.0)):
         metrics, recorder = make()

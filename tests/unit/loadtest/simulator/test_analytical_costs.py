@@ -13,7 +13,7 @@ from engine.roofline import Storage, step_work
 from loadtest.simulator.analytical_costs import AnalyticalCosts, Efficiency
 from loadtest.simulator.hardware import ACCELERATORS
 from loadtest.simulator.model_shape import MODELS, ModelShape, model_shape
-from loadtest.simulator.step_model import StepShape
+from loadtest.simulator.step_model import Peak, StepShape, shape_of_rows
 from worker.step_costs import StepCosts
 
 LLAMA = {
@@ -57,6 +57,23 @@ def test_a_long_chunk_computes_what_the_roofline_says(llama: Path) -> None:
     _, _, arithmetic_s = work_s(llama, [PlanRow(0, 4096, 8192, (), True)])
     costs = AnalyticalCosts(H100, model_shape(str(llama)), PERFECT)
     assert costs.seconds(StepShape(0, 0, ((8192, 4096),))) == pytest.approx(arithmetic_s, rel=1e-3)
+
+
+def test_a_steps_work_is_what_the_roofline_counts(llama: Path) -> None:
+    """Chunks, one of them behind others, beside rows that decode."""
+    rows = [PlanRow(n, 999, 1, (), True) for n in range(8)]
+    rows += [PlanRow(8, 0, 300, (), True), PlanRow(9, 4096, 1000, (), True)]
+    storage = Storage(2.0, 2.0, MODELS["llama-3.1-8b"].kv_token_bytes(2.0))
+    counted = step_work(load_model_config(llama), storage, rows)
+    done = AnalyticalCosts(H100, model_shape(str(llama))).work(shape_of_rows(rows))
+    assert done.flops == pytest.approx(counted.operations, rel=1e-3)
+    assert done.memory_bytes == pytest.approx(counted.bytes, rel=1e-3)
+
+
+def test_the_peak_is_that_of_all_gpus() -> None:
+    model = MODELS["llama-3.1-70b"]
+    eight = AnalyticalCosts(H100, model, weight_bytes=1.0, tensor_parallel=8).peak
+    assert eight == Peak(8 * H100.eight_bit_flops, 8 * H100.memory_bytes_per_s)
 
 
 def test_the_config_of_the_default_model_is_its_entry(llama: Path) -> None:

@@ -5,8 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from loadtest.simulator.analytical_costs import Efficiency
+from loadtest.simulator.cluster_shape import ClusterShape
+from loadtest.simulator.hardware import ACCELERATORS
+from loadtest.simulator.model_shape import MODELS
 from loadtest.simulator.results import RequestResult, SimulationResult
+from loadtest.simulator.simulation import simulate
 from loadtest.simulator.summary import is_good, percentiles, summary
+from loadtest.simulator.worker_kinds import gpu_profile
+from loadtest.traces import TracedRequest
 from tests.unit.loadtest.simulator.clusters import config, shape
 
 
@@ -72,3 +79,61 @@ def test_percentiles_lie_between_neighbours() -> None:
     found = percentiles(np.array([1.0, 2.0, 3.0, 4.0, np.nan]))
     assert found["p50"] == pytest.approx(2.5)
     assert found["p99"] == pytest.approx(3.97)
+
+
+# 0.6 of the arithmetic, 0.7 of the bandwidth, and nothing else takes time.
+STATED = Efficiency(products=0.6, attention=0.6, memory=0.7, wire=1.0, launch_s=0.0)
+LLAMA, H100 = MODELS["llama-3.1-8b"], ACCELERATORS["h100"]
+
+
+def lone_request(*, leaps: bool = True) -> tuple[SimulationResult, ClusterShape]:
+    """4096 tokens in one chunk, then 1001 steps of one sequence."""
+    worker = gpu_profile("h100", LLAMA, STATED)
+    both = ClusterShape(1, 1, worker, worker)
+    return simulate([TracedRequest(0.0, 4096, 1002)], both, config(), leaps=leaps), both
+
+
+def test_a_pool_that_is_bound_by_one_peak_reaches_the_stated_share_of_it() -> None:
+    result, both = lone_request()
+    pools = summary(result, both, config())["pools"]
+    # A long chunk is arithmetic alone, a step of one sequence bytes alone.
+    assert pools["prefill"]["mfu_busy"] == pytest.approx(0.6)
+    assert pools["decode"]["mbu_busy"] == pytest.approx(0.7)
+
+
+def test_work_is_what_one_counts_by_hand() -> None:
+    result, both = lone_request()
+    pools = summary(result, both, config())["pools"]
+    prefill, decode = (worker.work for worker in result.workers)
+    layers = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336)
+    head, pair = 128256 * 4096, 4 * 32 * 32 * 128
+    prompt = 2 * (layers * 4096 + head) + pair * 4096 * 4097 / 2
+    assert prefill.flops == pytest.approx(prompt)
+    # The first token came from the prompt; each further one is computed with all before it.
+    contexts = sum(range(4097, 4097 + 1001))
+    assert decode.flops == pytest.approx(1001 * 2 * (layers + head) + pair * contexts)
+    kv = 2 * 32 * 8 * 128 * 2
+    assert decode.memory_bytes == pytest.approx(1001 * 2 * (layers + head) + kv * contexts)
+    mfu = decode.flops / decode.busy_s / H100.flops
+    assert pools["decode"]["mfu_busy"] == pytest.approx(mfu)
+    assert mfu < 0.01
+    for role, pool in pools.items():
+        for name in ("mfu", "mbu"):
+            over_wall = pool[f"{name}_busy"] * pool["busy_share"]
+            assert pool[f"{name}_wall"] == pytest.approx(over_wall), role
+
+
+def test_leaps_count_the_work_of_every_step() -> None:
+    leapt, single = (lone_request(leaps=leaps)[0] for leaps in (True, False))
+    for one, other in zip(leapt.workers, single.workers, strict=True):
+        assert one.work.flops == pytest.approx(other.work.flops)
+        assert one.work.memory_bytes == pytest.approx(other.work.memory_bytes)
+
+
+def test_profiles_that_were_measured_have_no_peak() -> None:
+    result = simulate([TracedRequest(0.0, 100, 10)], shape(1, 1), config())
+    pools = summary(result, shape(1, 1), config())["pools"]
+    for pool in pools.values():
+        names = ("mfu_busy", "mfu_wall", "mbu_busy", "mbu_wall")
+        assert [pool[name] for name in names] == [None] * 4
+        assert pool["busy_share"] > 0

@@ -1,0 +1,89 @@
+"""Ray's control store (GCS) is ended when it lives and does not answer; it is started again then.
+
+    answering ─no answer for SILENT_S→ silent, and killed ─its next process→ answering
+
+Its death alone tells nothing of one that hangs: it waits for its store by the wall clock, so that a
+clock that is set back while the store is away makes it wait for as long as the clock was set back.
+Until then nobody would hear of dead workers, and none would be replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn, Protocol
+
+SILENT_S = 15.0
+"""Without an answer. It starts, and reads its store, in less."""
+_ASK_S = 2.0
+_EACH_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class Gcs(Protocol):
+    """Its process of the moment."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def kill(self) -> None:
+        """SIGKILL; never raises."""
+
+
+class Silence:
+    """How long a process has not answered. Pure: time is passed in, in seconds."""
+
+    def __init__(self, most_s: float = SILENT_S) -> None:
+        self._most_s = most_s
+        self._pid = 0
+        self._heard = 0.0
+
+    def looks_dead(self, pid: int, answered: bool, now: float) -> bool:
+        """Whether it is time to end ``pid``; True once for each such time."""
+        if answered or pid != self._pid:
+            self._pid, self._heard = pid, now
+        if now - self._heard < self._most_s:
+            return False
+        self._heard = now
+        return True
+
+
+class GcsWatch:
+    """Lives in the launcher's loop; it never blocks."""
+
+    def __init__(
+        self,
+        gcs: Gcs,
+        ask: Callable[[float], Coroutine[Any, Any, None]],
+        report: Callable[[str], None],
+        most_s: float = SILENT_S,
+    ) -> None:
+        """``ask(timeout_s)`` returns once the GCS has read from its store, and raises else: about
+
+        then, never much later.
+        """
+        self._gcs = gcs
+        self._ask = ask
+        self._report = report
+        self._most_s = most_s
+        self._silence = Silence(most_s)
+
+    async def run(self) -> NoReturn:
+        """Until it is cancelled."""
+        while True:
+            answered = await self._answers()
+            if self._silence.looks_dead(self._gcs.pid, answered, time.monotonic()):
+                self._report(f"gcs has not answered for {self._most_s:.0f} s; it is ended")
+                self._gcs.kill()
+            await asyncio.sleep(_EACH_S)
+
+    async def _answers(self) -> bool:
+        try:
+            await self._ask(_ASK_S)
+        except Exception as error:
+            log.debug("gcs: %s", error)
+            return False
+        return True

@@ -1,0 +1,200 @@
+"""The drain rate in virtual time: what several prefill workers finish while requests wait."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import BatonError, DeadlineUnreachable
+from router.admission import Admission, Applicant, Capacity
+from router.drain_rate import ENOUGH_S, DrainRate, Stay
+from router.forecast import forecast_by_rate
+
+
+def test_nothing_is_said_before_enough_was_seen() -> None:
+    rate = DrainRate()
+    stay = rate.sent(1000, 0.0)
+    rate.saturated(0.0, waiting=True)
+    rate.finished(stay, ENOUGH_S / 2)
+    assert rate.tokens_per_s is None
+    rate.saturated(2 * ENOUGH_S, waiting=True)
+    assert rate.tokens_per_s is not None
+
+
+def test_an_idle_clusters_prompts_say_nothing() -> None:
+    rate = DrainRate()
+    for second in range(10):
+        stay = rate.sent(1000, float(second))
+        rate.finished(stay, second + 0.9)
+    assert rate.tokens_per_s is None
+
+
+def test_a_burst_shows_what_all_workers_do_though_one_of_them_ends_first() -> None:
+    """Eight workers of 10,000 tokens/s each begin at once; waiting ends with the first of them."""
+    rate = DrainRate()
+    stays = {tokens: rate.sent(tokens, 0.0) for tokens in range(6000, 22_000, 2000)}
+    rate.saturated(0.0, waiting=True)
+    for tokens, stay in sorted(stays.items()):
+        now = tokens / 10_000
+        rate.finished(stay, now)
+        if tokens == 6000:
+            rate.saturated(now, waiting=False)
+            # Whole prompts alone would make it 10,000.
+            assert rate.tokens_per_s == pytest.approx(80_000, rel=0.25)
+    assert rate.tokens_per_s == pytest.approx(80_000, rel=0.01)
+
+
+def test_a_prompt_counts_for_the_part_of_its_stay_in_which_others_waited() -> None:
+    rate = DrainRate()
+    stay = rate.sent(4000, 0.0)
+    rate.saturated(3.0, waiting=True)
+    rate.finished(stay, 4.0)
+    # A quarter of its tokens in one second.
+    assert rate.tokens_per_s == pytest.approx(1000, rel=0.01)
+
+
+def test_who_has_gone_without_a_token_counts_for_nothing() -> None:
+    rate = DrainRate()
+    rate.saturated(0.0, waiting=True)
+    first, second = rate.sent(1000, 0.0), rate.sent(50_000, 0.0)
+    rate.finished(first, 1.0)
+    rate.left(second)
+    assert rate.tokens_per_s == pytest.approx(1000, rel=0.01)
+
+
+def test_a_worker_that_hangs_lowers_the_rate() -> None:
+    rate = DrainRate()
+    rate.saturated(0.0, waiting=True)
+    rate.finished(rate.sent(1000, 0.0), 1.0)
+    rate.sent(1000, 1.0)
+    seen = []
+    for second in range(2, 30, 4):
+        rate.saturated(float(second), waiting=True)
+        assert rate.tokens_per_s is not None
+        seen.append(rate.tokens_per_s)
+    assert seen == sorted(seen, reverse=True)
+    assert seen[-1] < 100
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 12),
+    st.lists(st.integers(200, 4000), min_size=300, max_size=300),
+    st.floats(500.0, 5000.0),
+)
+def test_a_steady_rate_is_found_whatever_the_prompts_are(
+    workers: int, lengths: list[int], tokens_per_s: float
+) -> None:
+    """Always as many prompts as workers, each at its own speed."""
+    rate = DrainRate()
+    rate.saturated(0.0, waiting=True)
+    running: list[tuple[float, int, Stay]] = []
+    for number, length in enumerate(lengths):
+        now = 0.0
+        if number >= workers:
+            now, _, stay = heapq.heappop(running)
+            rate.finished(stay, now)
+        entry = (now + length / tokens_per_s, number, rate.sent(length, now))
+        heapq.heappush(running, entry)
+    assert rate.tokens_per_s is not None
+    assert rate.tokens_per_s == pytest.approx(workers * tokens_per_s, rel=0.1)
+
+
+# With the admission
+
+
+@dataclass
+class Cluster:
+    """``workers`` prefill workers, each a prompt at a time, in the order of their coming."""
+
+    workers: int
+    tokens_per_s: float
+    """Of each."""
+    slo_s: float = 1.6
+    now: float = 0.0
+    refused: dict[str, float] = field(default_factory=dict)
+    ttft_s: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.admission = Admission({"default": 1.0}, 1000, 1.0, math.inf, self.refuse)
+        self.free_at = [0.0] * self.workers
+        self.events: list[tuple[float, str]] = []
+        self.offered: dict[str, tuple[float, int]] = {}
+
+    def refuse(self, name: str, error: BatonError) -> None:
+        self.refused[name] = self.now
+
+    def offer(self, name: str, prompt: int) -> None:
+        admission, capacity = self.admission, self.capacity()
+        self.offered[name] = (self.now, prompt)
+        applicant = Applicant(
+            name, "default", 0, prompt, 1, self.slo_s, self.slo_s * 1.25, math.inf
+        )
+        forecast = forecast_by_rate(
+            prompt, admission.in_flight_tokens, self.workers, admission.tokens_per_s, None
+        )
+        try:
+            admission.offer(applicant, forecast, capacity, self.now)
+        except DeadlineUnreachable:
+            self.refused[name] = self.now
+        self.pump()
+
+    def capacity(self) -> Capacity:
+        return Capacity(16, self.workers, 0, 1 << 20, (1 << 30,), (1 << 30,))
+
+    def pump(self) -> None:
+        for name in self.admission.release(self.capacity(), self.now):
+            worker = self.free_at.index(min(self.free_at))
+            began = max(self.free_at[worker], self.now)
+            self.free_at[worker] = began + self.offered[name][1] / self.tokens_per_s
+            heapq.heappush(self.events, (self.free_at[worker], name))
+
+    def until(self, when: float) -> None:
+        while self.events and self.events[0][0] <= when:
+            self.now, name = heapq.heappop(self.events)
+            self.ttft_s[name] = self.now - self.offered[name][0]
+            self.admission.first_token(name, self.now)
+            self.pump()
+            self.admission.left(name, self.now, finished=True)
+            self.pump()
+        self.now = when
+        self.pump()
+
+
+def test_bursts_that_the_cluster_can_serve_are_not_refused_from_the_first_on() -> None:
+    """Every three seconds a dozen prompts: a burst takes a second, and lasts for less."""
+    cluster = Cluster(workers=8, tokens_per_s=20_000)
+    dice = random.Random(3)
+    for burst in range(40):
+        cluster.until(3.0 * burst)
+        for number in range(12):
+            cluster.offer(f"{burst}-{number}", dice.randint(1000, 12_000))
+    cluster.until(200.0)
+    assert cluster.refused == {}
+    assert len(cluster.ttft_s) == 480
+
+
+@pytest.mark.parametrize("factor", [1.5, 3.0, 10.0])
+def test_a_cold_overload_is_shed_and_who_gets_in_is_in_time(factor: float) -> None:
+    """Nothing is known at first; even so next to nothing of what was begun is late."""
+    cluster = Cluster(workers=8, tokens_per_s=20_000)
+    dice = random.Random(5)
+    most_per_s = 8 * 20_000 / 4000
+    for number in range(round(30 * factor * most_per_s)):
+        cluster.until(number / (factor * most_per_s))
+        cluster.offer(f"r{number}", dice.randint(1000, 7000))
+    cluster.until(100.0)
+    assert len(cluster.ttft_s) + len(cluster.refused) == len(cluster.offered)
+    in_time = sum(ttft_s <= 2.0 for ttft_s in cluster.ttft_s.values())
+    assert in_time >= 0.98 * len(cluster.ttft_s)
+    # Tokens, not requests: long prompts are refused more often.
+    served = sum(cluster.offered[name][1] for name in cluster.ttft_s)
+    assert served >= 0.9 * 30 * 160_000
+    first_refused = min(cluster.refused.values())
+    assert first_refused < 12.0
