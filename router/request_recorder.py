@@ -102,15 +102,6 @@ class RequestRecorder:
             self._judge(self._first_at - self._received_at, tpot)
         self._end(Outcome.OK, "")
 
-    def _judge(self, ttft: float, tpot: float) -> None:
-        late, slow = ttft > self._slo.ttft_s, tpot > self._slo.tpot_s
-        if late:
-            self._series.ttft_violations.inc()
-        if slow:
-            self._series.tpot_violations.inc()
-        if not (late or slow):
-            self._series.goodput_requests.inc()
-
     def fail(self, error: BatonError) -> None:
         """It ended with an error."""
         self._end(outcome_of(error, begun=self._tokens > 0), error.code or "")
@@ -129,6 +120,15 @@ class RequestRecorder:
             self._series.inter_token_latency.observe(now - self._last_at)
         self._last_at = now
         self._tokens += 1
+
+    def _judge(self, ttft: float, tpot: float) -> None:
+        late, slow = ttft > self._slo.ttft_s, tpot > self._slo.tpot_s
+        if late:
+            self._series.ttft_violations.inc()
+        if slow:
+            self._series.tpot_violations.inc()
+        if not (late or slow):
+            self._series.goodput_requests.inc()
 
     def _end(self, outcome: Outcome, code: str) -> None:
         if self._ended:
