@@ -68,11 +68,26 @@ class PoolConfig(_Section):
     CPU float32 and float16 caches are computed by torch, which is slow."""
     resources: dict[str, float] = Field(default_factory=dict)
     """Ray resources that a worker asks for, beside one ``baton_worker``."""
+    peak_gflops: float = Field(default=0.0, ge=0)
+    """The most that a worker's device computes, in GFLOP/s of the type that the weights are
+    multiplied in; ``baton profile`` measures it. With ``peak_gb_per_s`` the metrics tell MFU and
+    MBU; 0 is not known."""
+    peak_gb_per_s: float = Field(default=0.0, ge=0)
+    """The most that its memory moves, in GB per second; the same command measures it."""
+    price_per_hour: float = Field(default=0.0, ge=0)
+    """What a worker costs an hour, in any currency that all pools share: metrics tell what a
+    million tokens cost. 0 is not known."""
 
     @model_validator(mode="after")
     def _every_sequence_may_step(self) -> PoolConfig:
         if 0 < self.chunk_tokens < self.max_sequences:
             raise ValueError("chunk_tokens must be 0 or at least max_sequences")
+        return self
+
+    @model_validator(mode="after")
+    def _both_peaks_or_none(self) -> PoolConfig:
+        if bool(self.peak_gflops) != bool(self.peak_gb_per_s):
+            raise ValueError("peak_gflops and peak_gb_per_s go together")
         return self
 
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass, fields
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from baton.redis_calls import RedisCalls
 from baton.traffic_meter import TrafficMeter
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
-_COMPILE = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _HANDOFF = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
@@ -36,6 +37,8 @@ class ClassSeries:
     inter_token_latency: Histogram
     request_latency: Histogram
     goodput_requests: Counter
+    ttft_violations: Counter
+    tpot_violations: Counter
     prompt_tokens: Counter
     cached_prompt_tokens: Counter
     generated_tokens: Counter
@@ -58,7 +61,40 @@ def _grammar_compile_seconds(registry: CollectorRegistry) -> Histogram:
         "baton_grammar_compile_seconds",
         "Compiling a grammar or a JSON schema that was not known yet.",
         ["role"],
-        buckets=_COMPILE,
+        buckets=_SHORT,
+        registry=registry,
+    )
+
+
+def _event_loop_lag_seconds(registry: CollectorRegistry) -> Histogram:
+    """Routers and workers alike have it, each with a role of its own."""
+    return Histogram(
+        "baton_event_loop_lag_seconds",
+        "How much later than asked for a timer of the process's event loop came.",
+        ["role"],
+        buckets=_SHORT,
+        registry=registry,
+    )
+
+
+def _redis_call_seconds(registry: CollectorRegistry) -> Histogram:
+    """Routers and workers alike have it, each with calls of its own."""
+    return Histogram(
+        "baton_redis_call_seconds",
+        "Calls that Redis answered: of a router registry_read and prefix_lookup, of a worker"
+        " registry_put and index_publish, which is as many calls as there are changes to be told.",
+        ["role", "call"],
+        buckets=_SHORT,
+        registry=registry,
+    )
+
+
+def _redis_failures(registry: CollectorRegistry) -> Counter:
+    """Routers and workers alike have it, each with calls of its own."""
+    return Counter(
+        "baton_redis_failures",
+        "Calls that Redis did not answer, or refused.",
+        ["role", "call"],
         registry=registry,
     )
 
@@ -92,6 +128,11 @@ class RouterMetrics:
         self.requests = counter("requests", "Requests that ended.", ["class", "outcome", "code"])
         self.goodput_requests = counter(
             "goodput_requests", "Requests that ended well within every SLO.", ["class"]
+        )
+        self.slo_violations = counter(
+            "slo_violations",
+            "SLOs (ttft, tpot) that requests missed which ended well; one may miss both.",
+            ["class", "slo"],
         )
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens received.", ["class"])
         self.cached_prompt_tokens = counter(
@@ -138,6 +179,27 @@ class RouterMetrics:
             "Questions about rate limits that Redis did not answer: nobody was refused by them.",
             registry=registry,
         )
+        self.prefix_lookups = counter(
+            "prefix_lookups",
+            "Questions to the prefix index: answered, failed, late (not waited for any longer), or"
+            " away (not asked, since it does not answer).",
+            ["outcome"],
+        )
+        self.prefix_blocks = counter(
+            "prefix_blocks",
+            "Full blocks of prompts that were to be placed, by whether any worker holds them as the"
+            " prefix index knows: found, missing.",
+            ["result"],
+        )
+        self.event_loop_lag_seconds = _event_loop_lag_seconds(registry)
+        self.redis_call_seconds = _redis_call_seconds(registry)
+        self.redis_failures = _redis_failures(registry)
+        self.registry_age_seconds = Gauge(
+            "baton_registry_age_seconds",
+            "How old this router's view of the registry is; the oldest of its processes.",
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
         self.routable_workers = Gauge(
             "baton_routable_workers",
             "Workers that this router can use; the fewest of its processes.",
@@ -163,10 +225,21 @@ class RouterMetrics:
         """The series of a context-length class; ``name`` is one of the configuration's."""
         known = self._classes.get(name)
         if known is None:
+            shared = {"ttft_violations", "tpot_violations"}
+            own = (field.name for field in fields(ClassSeries) if field.name not in shared)
             known = self._classes[name] = ClassSeries(
-                *(getattr(self, field.name).labels(name) for field in fields(ClassSeries))
+                ttft_violations=self.slo_violations.labels(name, "ttft"),
+                tpot_violations=self.slo_violations.labels(name, "tpot"),
+                **{series: getattr(self, series).labels(name) for series in own},
             )
         return known
+
+    def redis_calls(self, call: str) -> RedisCalls:
+        """The accounts of calls to Redis of one kind."""
+        return RedisCalls(
+            self.redis_call_seconds.labels("router", call),
+            self.redis_failures.labels("router", call),
+        )
 
     def shown(self) -> CollectorRegistry:
         """What to show of them: the sums over all processes that share a folder."""
@@ -230,6 +303,55 @@ class WorkerMetrics:
             buckets=_PER_TOKEN,
             registry=registry,
         )
+        self.model_operations = Counter(
+            "baton_model_operations",
+            "Operations that steps took at least, a multiply-add being two: of the model's"
+            " matrices and of attention.",
+            labels,
+            registry=registry,
+        )
+        self.model_memory_bytes = Counter(
+            "baton_model_memory_bytes",
+            "Bytes that steps moved at least between memory and processor: weights and KV.",
+            labels,
+            registry=registry,
+        )
+        self.model_flops_utilization = Gauge(
+            "baton_model_flops_utilization",
+            "MFU of the steps since the last heartbeat: baton_model_operations over their seconds"
+            " and the pool's peak_gflops; 0 without steps, absent without a peak.",
+            labels,
+            registry=registry,
+        )
+        self.model_bandwidth_utilization = Gauge(
+            "baton_model_bandwidth_utilization",
+            "MBU of the steps since the last heartbeat: baton_model_memory_bytes over their seconds"
+            " and the pool's peak_gb_per_s; 0 without steps, absent without a peak.",
+            labels,
+            registry=registry,
+        )
+        self.worker_price_per_hour = Gauge(
+            "baton_worker_price_per_hour",
+            "The pool's price_per_hour, in the operator's currency; absent without one.",
+            labels,
+            registry=registry,
+        )
+        self.event_loop_lag_seconds = _event_loop_lag_seconds(registry)
+        self.redis_call_seconds = _redis_call_seconds(registry)
+        self.redis_failures = _redis_failures(registry)
+        self.index_pending_blocks = Gauge(
+            "baton_index_pending_blocks",
+            "Blocks of which the prefix index was not told yet that they are held, or dropped.",
+            labels,
+            registry=registry,
+        )
+        self.index_lag_seconds = Gauge(
+            "baton_index_lag_seconds",
+            "How far the prefix index is behind this worker's cache: the time that the last telling"
+            " took, or since the last one where it fails.",
+            labels,
+            registry=registry,
+        )
         self.drafted_tokens = Counter(
             "baton_speculation_drafted_tokens",
             "Tokens that were drafted and checked.",
@@ -269,6 +391,14 @@ class WorkerMetrics:
         self.handoff_seconds = Histogram(
             "baton_handoff_seconds",
             "From reserve to commit.",
+            ["transport"],
+            buckets=_HANDOFF,
+            registry=registry,
+        )
+        self.handoff_exposed_seconds = Histogram(
+            "baton_handoff_exposed_seconds",
+            "The part of a handoff that computing did not hide, observed by the sender: from the"
+            " prompt's last step to the commit.",
             ["transport"],
             buckets=_HANDOFF,
             registry=registry,
@@ -321,6 +451,12 @@ class WorkerMetrics:
             "Blocks that a tier could not keep (write) or give back (read, checksum).",
             [*tier, "reason"],
             registry=registry,
+        )
+
+    def redis_calls(self, role: str, call: str) -> RedisCalls:
+        """The accounts of calls to Redis of one kind."""
+        return RedisCalls(
+            self.redis_call_seconds.labels(role, call), self.redis_failures.labels(role, call)
         )
 
     def tier(self, worker: str, role: str, name: str) -> TierSeries:

@@ -34,6 +34,7 @@ from engine.model_drafter import ModelDrafter
 from engine.model_speculation import ModelSpeculation
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.quantization.packed_cache import PackedCache
+from engine.roofline import Storage
 from engine.runner import ModelRunner
 from engine.sampling import sample
 from engine.scheduler import Scheduler
@@ -47,7 +48,7 @@ from engine.speculation import (
 )
 from engine.step import StepModel
 from engine.torch_step import TorchStepModel
-from engine.weights import fingerprint, load_weights, written_at
+from engine.weights import bytes_per_weight, fingerprint, load_weights, written_at
 
 _CHUNK_KEYS = {"cpu": 1 << 19, "cuda": 0}
 """512 tokens up to a context of 1024, and fewer behind that, so that a step stays short."""
@@ -106,6 +107,8 @@ class Engine:
     what computes them. Engines with another one share no KV."""
     grammars: CompiledGrammars
     """Those that sequences follow, in the tokens of the model's tokenizer.json."""
+    storage: Storage | None = None
+    """How its weights and their KV are held; None where there are no weights."""
 
     @property
     def cache(self) -> KvCache:
@@ -126,10 +129,7 @@ def build_engine(settings: EngineSettings, allocate: Allocate | None = None) -> 
     device = _device(settings.device)
     dtype = _dtype(settings.dtype)
     config = load_model_config(settings.model_path)
-    # Held by the model alone: what is packed or fused in its place must not be kept twice.
-    model = DecoderModel(
-        config, load_weights(settings.model_path, device, dtype, settings.quantization), device
-    )
+    model, per_weight = _load_model(settings, config, device, dtype)
     draft = _load_draft(settings, model, device, dtype)
     draft_config = None if draft is None else draft.config
     kv = kv_dtype(settings.kv_dtype, dtype)
@@ -165,7 +165,21 @@ def build_engine(settings: EngineSettings, allocate: Allocate | None = None) -> 
     arithmetic = _arithmetic(device) if settings.deterministic else ""
     lossiest = settings.lossiest_kv_dtype or kv_dtype_name(kv)
     own = _fingerprint(name, lossiest, arithmetic, "" if draft is None else draft.name)
-    return Engine(config, runner, pool, scheduler, own, grammars)
+    storage = Storage(*per_weight, cache.block_bytes / cache.block_size)
+    return Engine(config, runner, pool, scheduler, own, grammars, storage)
+
+
+def _load_model(
+    settings: EngineSettings, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[DecoderModel, tuple[float, float]]:
+    """The model, and ``bytes_per_weight`` of it.
+
+    Weights are held by the model alone: what is packed or fused in their place must not be kept
+    twice.
+    """
+    weights = load_weights(settings.model_path, device, dtype, settings.quantization)
+    per_weight = bytes_per_weight(weights.items())
+    return DecoderModel(config, weights, device), per_weight
 
 
 def _fingerprint(weights: str, kv: str, arithmetic: str, drafter: str) -> str:

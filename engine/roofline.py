@@ -8,8 +8,10 @@ norms, rotations and sampling, which are small beside them, are not: these are f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from engine.model_config import ModelConfig
@@ -144,12 +146,18 @@ def _matrix_weights(config: ModelConfig, tokens: int) -> tuple[float, float]:
 def _attention(config: ModelConfig, row: PlanRow) -> tuple[int, int]:
     """Over all layers: (tokens whose KV is read or written, pairs of a query and a key)."""
     moved = pairs = 0
-    for window in config.windows:
+    for window, layers in _layers_by_window(config.windows):
         reach = window or row.start + row.count
         first = max(0, row.start + 1 - reach)
-        moved += row.start + row.count - first
-        pairs += _pairs(row.start + row.count, reach) - _pairs(row.start, reach)
+        moved += layers * (row.start + row.count - first)
+        pairs += layers * (_pairs(row.start + row.count, reach) - _pairs(row.start, reach))
     return moved, pairs
+
+
+@lru_cache(maxsize=8)
+def _layers_by_window(windows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Each distinct window, and how many layers have it: there are one or two of dozens."""
+    return tuple(Counter(windows).items())
 
 
 def _pairs(length: int, reach: int) -> int:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -93,6 +93,26 @@ def iterate_weights(
                 yield name, weight.to(device=device, dtype=plain)
                 if tied and _module(name) in _EMBEDDINGS:
                     yield TIED_HEAD, quantize(weight.to(device), "int8")
+
+
+def bytes_per_weight(weights: Iterable[tuple[str, Weight]]) -> tuple[float, float]:
+    """Mean bytes of a weight, scales included: of the layers' matrices, and of the head.
+
+    A model without a head of its own takes its embedding for it.
+    """
+    values, held = 0, 0
+    embedding = head = 0.0
+    for name, weight in weights:
+        if len(weight.shape) != 2:
+            continue
+        count = weight.shape[0] * weight.shape[1]
+        if ".layers." in name:
+            values, held = values + count, held + weight.nbytes
+        elif name.endswith("embed_tokens.weight"):
+            embedding = weight.nbytes / count
+        elif name.endswith("lm_head.weight"):
+            head = weight.nbytes / count
+    return held / values, head or embedding
 
 
 def _of_type(weight: QuantizedWeight, dtype: torch.dtype, quantization: str) -> Weight:

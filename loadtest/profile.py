@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from engine.kv_cache import block_bytes
 from engine.model_config import load_model_config
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.roofline import Ceilings, Roof, Storage, Work, step_work, total
-from engine.weights import Weight, iterate_weights
 from loadtest.whole_table import whole_table
 
 Say = Callable[[str], None]
@@ -79,7 +78,8 @@ def profile_engine(settings: ProfileSettings, say: Say) -> Profile:
     _check(settings)
     say("loading the model")
     engine = build_engine(_with_room(settings))
-    bench = _Bench(engine, _storage(settings.engine, engine))
+    assert engine.storage is not None, "an engine with weights knows how it holds them"
+    bench = _Bench(engine, engine.storage)
     _check_fit(settings, engine)
     warm_up(engine)
     say("measuring memory bandwidth and matrix products")
@@ -195,37 +195,10 @@ class _Bench:
             self.engine.runner.forget(number)
 
 
-def _storage(settings: EngineSettings, engine: Engine) -> Storage:
-    cpu, dtype = torch.device("cpu"), _dtype(settings)
-    weights = iterate_weights(settings.model_path, cpu, dtype, settings.quantization)
-    layers, head = bytes_per_weight(weights)
-    return Storage(layers, head, engine.cache.block_bytes / engine.cache.block_size)
-
-
 def _dtype(settings: EngineSettings) -> torch.dtype:
     """That of a name that the engine has accepted."""
     dtype: torch.dtype = getattr(torch, settings.dtype)
     return dtype
-
-
-def bytes_per_weight(weights: Iterable[tuple[str, Weight]]) -> tuple[float, float]:
-    """Mean bytes of a weight, scales included: of the layers' matrices, and of the head.
-
-    A model without a head of its own takes its embedding for it.
-    """
-    values, held = 0, 0
-    embedding = head = 0.0
-    for name, weight in weights:
-        if len(weight.shape) != 2:
-            continue
-        count = weight.shape[0] * weight.shape[1]
-        if ".layers." in name:
-            values, held = values + count, held + weight.nbytes
-        elif name.endswith("embed_tokens.weight"):
-            embedding = weight.nbytes / count
-        elif name.endswith("lm_head.weight"):
-            head = weight.nbytes / count
-    return held / values, head or embedding
 
 
 def _prefill_phase(bench: _Bench, tokens: int, ceilings: Ceilings) -> Phase:

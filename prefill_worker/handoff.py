@@ -114,6 +114,12 @@ class Handoff:
         reserve.sequence.deadline_ms = int(left * 1000)
         return (await self._calls.call(request, left)).reserve
 
+    @property
+    def transport(self) -> str:
+        """How its blocks travel, by name; once reserved."""
+        assert self._pair is not None, "no pair"
+        return self._pair.transport
+
     def computed(self, block_table: list[int], tokens: int) -> None:
         """The first ``tokens`` of the sequence's tokens are: push what is missing and complete.
 

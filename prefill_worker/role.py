@@ -137,11 +137,15 @@ class PrefillRole:
                 pushed = await handoff.commit(
                     firsts[0].token_id, logprobs=firsts[0].logprobs, others=tuple(firsts[1:])
                 )
+                exposed_s = time.monotonic() - computed_at
+                self.context.metrics.handoff_exposed_seconds.labels(handoff.transport).observe(
+                    exposed_s
+                )
                 yield prefill_pb2.PrefillResponse(
                     handoff=prefill_pb2.HandoffCommitted(
                         bytes=pushed,
                         pinned_blocks=handoff.pinned_blocks,
-                        transfer_ms=(time.monotonic() - computed_at) * 1e3,
+                        transfer_ms=exposed_s * 1e3,
                     ),
                     load=convert.load_to_proto(self.context.control.load()),
                 )

@@ -17,6 +17,7 @@ from baton.background import end_tasks
 from baton.config import Config
 from baton.errors import BatonError, WorkerFailed
 from baton.grpc_errors import error_from_code
+from baton.loop_lag import watch_loop
 from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
 from baton.registry import Registry
@@ -75,7 +76,8 @@ class ClusterDispatcher:
         self._metrics = metrics
         self._registry = registry
         self._index = index
-        self._prefixes = PrefixLookup(index)
+        self._prefixes = PrefixLookup(index, metrics)
+        self._registry_calls = metrics.redis_calls("registry_read")
         self._links = WorkerLinks(
             self.router_id,
             self._on_output,
@@ -102,6 +104,8 @@ class ClusterDispatcher:
         self._told_health = ("down", "")
         self._dead_since: dict[str, float] = {}
         """Since when the registry lists a worker as dead."""
+        self._read_at = time.monotonic()
+        """When the registry was read last; at first when it was to be."""
         self._has_view = False
         """Whether the registry was read."""
         self._active = 0
@@ -115,6 +119,10 @@ class ClusterDispatcher:
         self._tasks = [
             asyncio.create_task(self._follow_registry(), name="registry"),
             asyncio.create_task(self._watch(), name="silence"),
+            asyncio.create_task(
+                watch_loop(self._metrics.event_loop_lag_seconds.labels("router").observe),
+                name="loop-lag",
+            ),
         ]
         if self._report is not None:
             self._report.start()
@@ -164,13 +172,16 @@ class ClusterDispatcher:
             except Exception:
                 # A router that follows its workers no more would be worse than what this is.
                 log.exception("the registry could not be followed")
+            self._metrics.registry_age_seconds.set(time.monotonic() - self._read_at)
             for role in ("prefill", "decode"):
                 self._metrics.routable_workers.labels(role=role).set(len(self._links.up(role)))
             self._tell_health()
             await asyncio.sleep(REGISTRY_POLL_S)
 
     async def _read_registry(self) -> None:
-        records, dead = await self._registry.read()
+        with self._registry_calls.one():
+            records, dead = await self._registry.read()
+        self._read_at = time.monotonic()
         self._links.update(records)
         self._has_view = True
         for link in self._links.all():

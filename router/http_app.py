@@ -184,11 +184,20 @@ def _add_operations(
         page = await cluster_page(metrics.shown(), dispatcher.metrics_addresses(), told)
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
+    async def targets() -> list[dict[str, Any]]:
+        """Where the pages of workers and supervisor are, for Prometheus' HTTP service discovery."""
+        told = None if supervisor is None else await supervisor()
+        pages = {"worker": dispatcher.metrics_addresses(), "supervisor": [told] if told else []}
+        return [
+            {"targets": found, "labels": {"part": part}} for part, found in pages.items() if found
+        ]
+
     for path, handler in (
         ("/health", health),
         ("/live", live),
         ("/metrics", own_metrics),
         ("/metrics/cluster", all_metrics),
+        ("/metrics/targets", targets),
     ):
         app.add_api_route(path, handler, tags=["operations"], response_model=None)
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import redis
 
 from baton.background import end_tasks
+from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
@@ -28,8 +29,10 @@ RETRY_S = 0.5
 class PrefixLookup:
     """Owned by the router's event loop."""
 
-    def __init__(self, index: PrefixIndex) -> None:
+    def __init__(self, index: PrefixIndex, metrics: RouterMetrics) -> None:
         self._index = index
+        self._calls = metrics.redis_calls("prefix_lookup")
+        self._lookups = metrics.prefix_lookups
         self._running: set[asyncio.Task[dict[str, int]]] = set()
         self._away = False
         self._next_try = 0.0
@@ -40,6 +43,7 @@ class PrefixLookup:
             now = asyncio.get_running_loop().time()
             if not self._running and now >= self._next_try:
                 self._start(hashes)
+            self._lookups.labels("away").inc()
             return {}
         lookup = self._start(hashes)
         # Waited for from outside: a client's hang-up must not be lost in it (see end_tasks).
@@ -47,18 +51,25 @@ class PrefixLookup:
         if not lookup.done():
             # It goes on, and tells when the index is back. The client's own deadline ends it.
             self._lost("no answer in time")
+            self._lookups.labels("late").inc()
             return {}
-        return {} if lookup.cancelled() or lookup.exception() else lookup.result()
+        failed = lookup.cancelled() or lookup.exception() is not None
+        self._lookups.labels("failed" if failed else "answered").inc()
+        return {} if failed else lookup.result()
 
     async def close(self) -> None:
         """End what is under way."""
         await end_tasks(self._running)
 
     def _start(self, hashes: Sequence[bytes]) -> asyncio.Task[dict[str, int]]:
-        lookup = asyncio.create_task(self._index.lookup(hashes), name="prefix lookup")
+        lookup = asyncio.create_task(self._look_up(hashes), name="prefix lookup")
         self._running.add(lookup)
         lookup.add_done_callback(self._ended)
         return lookup
+
+    async def _look_up(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        with self._calls.one():
+            return await self._index.lookup(hashes)
 
     def _ended(self, lookup: asyncio.Task[dict[str, int]]) -> None:
         self._running.discard(lookup)

@@ -98,9 +98,8 @@ class RequestRecorder:
             self._series.time_per_output_token.observe(tpot)
             self._traffic.counts.judge_answer(tpot, self._slo.tpot_s)
         self._traffic.ended(self._class, self._tokens)
-        ttft = self._first_at - self._received_at
-        if self._tokens and ttft <= self._slo.ttft_s and tpot <= self._slo.tpot_s:
-            self._series.goodput_requests.inc()
+        if self._tokens:
+            self._judge(self._first_at - self._received_at, tpot)
         self._end(Outcome.OK, "")
 
     def fail(self, error: BatonError) -> None:
@@ -121,6 +120,15 @@ class RequestRecorder:
             self._series.inter_token_latency.observe(now - self._last_at)
         self._last_at = now
         self._tokens += 1
+
+    def _judge(self, ttft: float, tpot: float) -> None:
+        late, slow = ttft > self._slo.ttft_s, tpot > self._slo.tpot_s
+        if late:
+            self._series.ttft_violations.inc()
+        if slow:
+            self._series.tpot_violations.inc()
+        if not (late or slow):
+            self._series.goodput_requests.inc()
 
     def _end(self, outcome: Outcome, code: str) -> None:
         if self._ended:

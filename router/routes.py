@@ -67,6 +67,8 @@ class Routes:
         self._roster = Roster(planner, links)
         self._prefixes = prefixes
         self._metrics = metrics
+        self._found = metrics.prefix_blocks.labels("found")
+        self._missing = metrics.prefix_blocks.labels("missing")
 
     async def find(self, stage: Stage, *excluded: frozenset[str]) -> Route:
         """Where it goes: to none of the first of ``excluded``, or where that leaves nobody, of the
@@ -81,6 +83,9 @@ class Routes:
         held: dict[str, int] = {}
         if hashes and not stage.is_scored:
             held = await self._prefixes.ask(hashes)
+            found = max(held.values(), default=0)
+            self._found.inc(found)
+            self._missing.inc(len(hashes) - found)
             if stage.holder:
                 held = {**held, stage.holder: len(hashes)}
         now = time.monotonic()

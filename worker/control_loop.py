@@ -24,6 +24,7 @@ from worker.engine_thread import EngineThread
 from worker.engine_watch import EngineWatch
 from worker.gauges import WorkerGauges
 from worker.pace import Pace
+from worker.step_meter import StepMeter
 from worker.step_planner import StepPlanner
 
 STEP_TOKENS = 32
@@ -90,11 +91,12 @@ class ControlLoop:
         incarnation: str,
         board: CoreBoard | None = None,
         slack: ChunkSlack | None = None,
+        meter: StepMeter | None = None,
     ) -> None:
         """``board``: how the worker shares its host's cores; see ``EngineThread``. ``slack`` bounds
 
         the prompt tokens of a step in which others decode; without it nothing but the step's own
-        limits does.
+        limits does. ``meter`` counts what steps do.
         """
         self.engine = engine
         self.scheduler = engine.scheduler
@@ -103,6 +105,7 @@ class ControlLoop:
         self.steps = 0
         self.tiers: Tiers | None = None
         self._gauges = gauges
+        self._meter = meter
         self._loop = asyncio.get_running_loop()
         self._thread = EngineThread(engine.runner, self._hand_over, board)
         self._is_cpu = engine.runner.device.type == "cpu"
@@ -216,6 +219,8 @@ class ControlLoop:
             updates = self.scheduler.complete(plan, result)
             computed = sum(update.computed_prompt_tokens for update in updates)
             self._gauges.step(result.seconds, computed)
+            if self._meter is not None:
+                self._gauges.worked(self._meter.observe(plan, result.seconds))
             if result.drafted:
                 drafter = self.engine.runner.drafter
                 self._gauges.speculated(drafter, result.drafted, result.accepted)
@@ -244,6 +249,15 @@ class ControlLoop:
             if row.sequence_id == sequence.sequence_id:
                 return Progress(row.start + row.count, row.sample, layers)
         return None
+
+    def tell_utilization(self) -> None:
+        """Show how well the steps since the last call used the device, where its peaks are known.
+
+        To be called every ``heartbeat_s``.
+        """
+        found = None if self._meter is None else self._meter.take()
+        if found is not None:
+            self._gauges.utilization(*found)
 
     def load(self) -> LoadSnapshot:
         """What this worker is doing right now."""

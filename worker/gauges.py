@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 from baton.metrics import WorkerMetrics
+from baton.redis_calls import RedisCalls
 from engine.block_pool import BlockPool
+from engine.roofline import Work
 from engine.scheduler import Scheduler
 
 _BLOCK_STATES = ("free", "used", "cached", "quarantined")
@@ -14,7 +17,10 @@ _BLOCK_STATES = ("free", "used", "cached", "quarantined")
 class WorkerGauges:
     """Written by the control loop; prometheus-client's own locks guard the readers."""
 
-    def __init__(self, metrics: WorkerMetrics, worker: str, role: str) -> None:
+    def __init__(
+        self, metrics: WorkerMetrics, worker: str, role: str, price_per_hour: float = 0.0
+    ) -> None:
+        """``price_per_hour``: what the worker costs, in whatever currency; 0: not known."""
         labels = {"worker": worker, "role": role}
         self._metrics = metrics
         self._labels = (worker, role)
@@ -34,6 +40,15 @@ class WorkerGauges:
         self._staging = metrics.transfer_staging
         self._pairs = metrics.transfer_pairs
         self._in_flight = metrics.transfer_in_flight.labels(worker=worker)
+        self._operations = metrics.model_operations.labels(**labels)
+        self._memory_bytes = metrics.model_memory_bytes.labels(**labels)
+        self._index_pending = metrics.index_pending_blocks.labels(**labels)
+        self._index_lag = metrics.index_lag_seconds.labels(**labels)
+        self._loop_lag = metrics.event_loop_lag_seconds.labels(role)
+        self.registry_calls: RedisCalls = metrics.redis_calls(role, "registry_put")
+        self.index_calls: RedisCalls = metrics.redis_calls(role, "index_publish")
+        if price_per_hour:
+            metrics.worker_price_per_hour.labels(**labels).set(price_per_hour)
 
     def retire(self) -> None:
         """The worker plays this role no longer: what it has now is shown under another one."""
@@ -41,7 +56,18 @@ class WorkerGauges:
             self._metrics.sequences.remove(*self._labels, state)
         for state in _BLOCK_STATES:
             self._metrics.kv_blocks.remove(*self._labels, state)
-        self._metrics.batch_fill_ratio.remove(*self._labels)
+        metrics = self._metrics
+        for gauge in (
+            metrics.batch_fill_ratio,
+            metrics.index_pending_blocks,
+            metrics.index_lag_seconds,
+            metrics.model_flops_utilization,
+            metrics.model_bandwidth_utilization,
+            metrics.worker_price_per_hour,
+        ):
+            # Some are there only where the configuration knows a peak, or a price.
+            with contextlib.suppress(KeyError):
+                gauge.remove(*self._labels)
 
     def refresh(self, scheduler: Scheduler, pool: BlockPool) -> None:
         """Take over the counts of sequences and blocks."""
@@ -86,6 +112,25 @@ class WorkerGauges:
         """A step has ended."""
         self._step.observe(seconds)
         self._computed.inc(computed_prompt_tokens)
+
+    def worked(self, work: Work) -> None:
+        """What a step did at least."""
+        self._operations.inc(work.operations)
+        self._memory_bytes.inc(work.bytes)
+
+    def utilization(self, mfu: float, mbu: float) -> None:
+        """Of the steps since the last heartbeat, while they ran."""
+        self._metrics.model_flops_utilization.labels(*self._labels).set(mfu)
+        self._metrics.model_bandwidth_utilization.labels(*self._labels).set(mbu)
+
+    def index_told(self, pending_blocks: int, lag_s: float) -> None:
+        """What the prefix index does not know yet, and since when."""
+        self._index_pending.set(pending_blocks)
+        self._index_lag.set(lag_s)
+
+    def loop_lag(self, seconds: float) -> None:
+        """The event loop was so late."""
+        self._loop_lag.observe(seconds)
 
     def speculated(self, drafter: str, drafted: int, accepted: int) -> None:
         """A step has checked so many drafted tokens."""

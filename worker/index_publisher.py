@@ -50,6 +50,12 @@ class IndexPublisher:
         self._batch: tuple[list[bytes], list[bytes]] | None = None
         """Sent under the present sequence number, with no answer yet."""
 
+    @property
+    def pending_blocks(self) -> int:
+        """Blocks of which the index was not told yet."""
+        in_flight = 0 if self._batch is None else sum(map(len, self._batch))
+        return len(self._pending) + in_flight
+
     async def publish(self, *, verify: bool = False) -> None:
         """Send what has changed since the last call; ``verify`` asks even if nothing has.
 

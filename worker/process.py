@@ -30,9 +30,12 @@ from prometheus_client import CollectorRegistry, start_http_server
 from baton.background import end_tasks
 from baton.config import Config, PoolConfig
 from baton.errors import InvalidRequest, Unavailable
+from baton.loop_lag import watch_loop
 from baton.metrics import WorkerMetrics
 from baton.redis_client import redis_client
 from baton.registry import DRAINING, Registry, WorkerRecord
+from engine.engine import Engine
+from engine.roofline import Ceilings
 from worker.chunk_slack import ChunkSlack
 from worker.control_loop import ControlLoop
 from worker.engine_start import Measure, StartEngine, core_board, measure, start_engine
@@ -45,6 +48,7 @@ from worker.process_tuning import keep_buffers, spare_the_interpreter
 from worker.role import RoleFactory, WorkerContext
 from worker.settings import WorkerSettings
 from worker.step_costs import StepCosts
+from worker.step_meter import StepMeter
 
 log = logging.getLogger(__name__)
 
@@ -132,9 +136,10 @@ class WorkerProcess:
         engine = await asyncio.to_thread(self._start_engine, settings, self._memory.allocate)
         costs = await asyncio.to_thread(self._measure, settings, engine, board)
         metrics = WorkerMetrics(CollectorRegistry())
-        self._gauges = WorkerGauges(metrics, settings.slot, settings.pool.role)
+        self._gauges = _make_gauges(metrics, settings)
         slack = ChunkSlack(costs, settings.config.slo_tpot_s)
-        control = ControlLoop(engine, self._gauges, "", board, slack)
+        meter = _step_meter(engine, settings.pool)
+        control = ControlLoop(engine, self._gauges, "", board, slack, meter)
         # serves /metrics from a thread of its own; ended in stop()
         self._metrics_server, self._metrics_thread = start_http_server(
             0, settings.host, registry=metrics.registry
@@ -157,6 +162,7 @@ class WorkerProcess:
             asyncio.create_task(self._heartbeat(), name="heartbeat"),
             asyncio.create_task(self._publish(), name="publish"),
             asyncio.create_task(self._watch_itself(), name="own-lease"),
+            asyncio.create_task(watch_loop(self._show_lag), name="loop-lag"),
         ]
         if self._lasting.tiers is not None:
             self._tasks.append(asyncio.create_task(self._lasting.tiers.run(), name="tier-spill"))
@@ -325,7 +331,7 @@ class WorkerProcess:
         pool = pool_for(self.settings.config, self.settings.pool, name)
         self.settings = replace(self.settings, pool=pool)
         life.turn(self.settings)
-        self._gauges = WorkerGauges(life.context.metrics, self.settings.slot, name)
+        self._gauges = _make_gauges(life.context.metrics, self.settings)
         life.context.control.turn(life.role, self._gauges)
         if self._cores is not None:
             self._cores.take_turn(yields=name == "prefill")
@@ -364,6 +370,11 @@ class WorkerProcess:
         control, exchange = context.control, context.exchange
         self._gauges.refresh(control.scheduler, control.pool)
         self._gauges.transfers(exchange.pairs(), exchange.in_flight_bytes, exchange.staging())
+        control.tell_utilization()
+
+    def _show_lag(self, late_s: float) -> None:
+        # Another role has gauges of its own.
+        self._gauges.loop_lag(late_s)
 
     async def _renew(self) -> None:
         """Say in the registry what this worker is and does."""
@@ -372,9 +383,10 @@ class WorkerProcess:
         record = replace(life.record, load=life.context.control.load())
         renew = self._lease.registered and self._leave_by is None
         try:
-            is_there = await self._registry.put(
-                record, self.settings.config.registry_ttl_s, renew=renew
-            )
+            with self._gauges.registry_calls.one():
+                is_there = await self._registry.put(
+                    record, self.settings.config.registry_ttl_s, renew=renew
+                )
         except redis.RedisError as error:
             log.warning("the registry cannot be reached: %s", error)
             return
@@ -397,19 +409,38 @@ class WorkerProcess:
     async def _publish(self) -> None:
         verify_every = max(1, int(self.settings.config.heartbeat_s / PUBLISH_EVERY_S))
         count = 0
+        told_at = time.monotonic()
         while True:
             count += 1
             took = 0.0
+            publisher = self.life.publisher
             try:
                 began = time.monotonic()
-                await self.life.publisher.publish(verify=count % verify_every == 0)
-                took = time.monotonic() - began
+                with self._gauges.index_calls.one():
+                    await publisher.publish(verify=count % verify_every == 0)
+                told_at = time.monotonic()
+                took = told_at - began
+                self._gauges.index_told(publisher.pending_blocks, took)
             except redis.RedisError as error:
                 log.warning("the prefix index cannot be reached: %s", error)
+                self._gauges.index_told(publisher.pending_blocks, time.monotonic() - told_at)
                 await asyncio.sleep(self.settings.config.heartbeat_s)
             # Where many workers keep the server busy, each asks for less of it.
             rest = min(_PUBLISH_REST * took, self.settings.config.heartbeat_s)
             await asyncio.sleep(max(PUBLISH_EVERY_S, rest))
+
+
+def _make_gauges(metrics: WorkerMetrics, settings: WorkerSettings) -> WorkerGauges:
+    pool = settings.pool
+    return WorkerGauges(metrics, settings.slot, pool.role, pool.price_per_hour)
+
+
+def _step_meter(engine: Engine, pool: PoolConfig) -> StepMeter | None:
+    """None for an engine without weights: what its steps do is nobody's work."""
+    if engine.storage is None:
+        return None
+    peaks = Ceilings(pool.peak_gb_per_s * 1e9, pool.peak_gflops * 1e9)
+    return StepMeter(engine.config, engine.storage, peaks if pool.peak_gflops else None)
 
 
 def pool_for(config: Config, own: PoolConfig, role: str) -> PoolConfig:

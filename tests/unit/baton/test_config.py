@@ -275,6 +275,14 @@ def test_a_smaller_model_is_named_where_one_drafts() -> None:
     assert load_config(drafter="draft", draft_model="small").draft_model == "small"
 
 
+def test_peaks_go_together() -> None:
+    known = PoolConfig(name="p", role="prefill", peak_gflops=500.0, peak_gb_per_s=40.0)
+    assert known.peak_gflops == 500.0
+    for one in ({"peak_gflops": 1.0}, {"peak_gb_per_s": 1.0}):
+        with pytest.raises(ValidationError, match="go together"):
+            PoolConfig.model_validate({"name": "p", "role": "prefill", **one})
+
+
 @pytest.mark.parametrize(
     ("fields", "fault"),
     [

@@ -29,6 +29,13 @@ ROUTER = {
     "baton_waiting_requests": ("tenant",),
     "baton_prefill_drain_tokens_per_second": (),
     "baton_rate_limit_failures": (),
+    "baton_slo_violations": ("class", "slo"),
+    "baton_prefix_lookups": ("outcome",),
+    "baton_prefix_blocks": ("result",),
+    "baton_registry_age_seconds": (),
+    "baton_event_loop_lag_seconds": ("role",),
+    "baton_redis_call_seconds": ("role", "call"),
+    "baton_redis_failures": ("role", "call"),
 }
 WORKER = {
     "baton_sequences": ("worker", "role", "state"),
@@ -40,6 +47,13 @@ WORKER = {
     "baton_handoffs": ("transport", "outcome"),
     "baton_handoff_seconds": ("transport",),
     "baton_handoff_bytes": ("transport",),
+    "baton_handoff_exposed_seconds": ("transport",),
+    "baton_model_flops_utilization": ("worker", "role"),
+    "baton_model_bandwidth_utilization": ("worker", "role"),
+    "baton_index_lag_seconds": ("worker", "role"),
+    "baton_event_loop_lag_seconds": ("role",),
+    "baton_redis_call_seconds": ("role", "call"),
+    "baton_redis_failures": ("role", "call"),
 }
 
 
@@ -68,7 +82,13 @@ def test_router_and_worker_share_one_name() -> None:
     """One page shows both; those that both have carry the role in a label."""
     router = set(series_of(RouterMetrics(CollectorRegistry())))
     worker = set(series_of(WorkerMetrics(CollectorRegistry())))
-    assert router & worker == {"baton_queue_seconds", "baton_grammar_compile_seconds"}
+    assert router & worker == {
+        "baton_queue_seconds",
+        "baton_grammar_compile_seconds",
+        "baton_event_loop_lag_seconds",
+        "baton_redis_call_seconds",
+        "baton_redis_failures",
+    }
 
 
 COUNT = """

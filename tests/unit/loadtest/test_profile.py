@@ -16,9 +16,9 @@ from deploy.cli import app
 from engine.engine import EngineSettings
 from engine.quantization.weight import quantize
 from engine.roofline import Ceilings
-from engine.weights import Weight
+from engine.weights import Weight, bytes_per_weight
 from loadtest import profile
-from loadtest.profile import ProfileSettings, bytes_per_weight, draw, profile_engine
+from loadtest.profile import ProfileSettings, draw, profile_engine
 from loadtest.whole_table import print_whole
 from tests.models import make_tiny_model
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from baton import errors
 from baton.request import FinishReason
 from router.generation import GenerationRequest, OutputDelta
+from router.http_app import create_app
 from tests.unit.router.front_fakes import (
     CONTEXT,
     MODEL,
@@ -537,6 +538,37 @@ async def test_metrics() -> None:
     assert 'baton_requests_total{class="short",code="",outcome="ok"} 1.0' in page
     cluster = (await call(front, "GET", "/metrics/cluster")).text
     assert 'baton_requests_total{class="short",code="",outcome="ok"} 1.0' in cluster
+
+
+async def test_prometheus_is_told_where_the_parts_are() -> None:
+    """https://prometheus.io/docs/prometheus/latest/http_sd/."""
+    front = make_front()
+    assert (await call(front, "GET", "/metrics/targets")).json() == []
+    front.dispatcher.addresses = ["127.0.0.1:1", "127.0.0.1:2"]
+    targets = await call(front, "GET", "/metrics/targets")
+    assert targets.headers["content-type"] == "application/json"
+    workers = {"targets": ["127.0.0.1:1", "127.0.0.1:2"], "labels": {"part": "worker"}}
+    assert targets.json() == [workers]
+
+
+async def test_the_supervisor_is_one_of_the_parts() -> None:
+    front = make_front()
+
+    async def supervisor() -> str:
+        return "127.0.0.1:3"
+
+    app = create_app(
+        front.dispatcher,
+        front.tokenizer,
+        front.model,
+        front.metrics,
+        front.config,
+        supervisor=supervisor,
+    )
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        found = (await client.get("/metrics/targets")).json()
+    assert found == [{"targets": ["127.0.0.1:3"], "labels": {"part": "supervisor"}}]
 
 
 async def test_the_api_describes_itself() -> None:

@@ -9,7 +9,9 @@ from typing import cast
 
 import pytest
 import redis
+from prometheus_client import CollectorRegistry
 
+from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
 from router import prefix_lookup
 from router.prefix_lookup import PrefixLookup
@@ -41,8 +43,13 @@ def index(monkeypatch: pytest.MonkeyPatch) -> FakeIndex:
 
 
 @pytest.fixture
-async def lookup(index: FakeIndex) -> AsyncIterator[PrefixLookup]:
-    asking = PrefixLookup(cast(PrefixIndex, index))
+def metrics() -> RouterMetrics:
+    return RouterMetrics(CollectorRegistry())
+
+
+@pytest.fixture
+async def lookup(index: FakeIndex, metrics: RouterMetrics) -> AsyncIterator[PrefixLookup]:
+    asking = PrefixLookup(cast(PrefixIndex, index), metrics)
     yield asking
     async with asyncio.timeout(DEADLINE_S):
         await asking.close()
@@ -127,3 +134,26 @@ async def test_a_fault_of_ours_is_told_and_costs_no_request(
     with caplog.at_level(logging.ERROR):
         assert await asking == {}
     assert [record.exc_info is not None for record in caplog.records] == [True]
+
+
+async def test_every_question_is_counted_by_its_outcome(
+    index: FakeIndex, lookup: PrefixLookup, metrics: RouterMetrics
+) -> None:
+    def count(name: str, **labels: str) -> float:
+        return metrics.registry.get_sample_value(f"baton_{name}", labels) or 0.0
+
+    calls = {"role": "router", "call": "prefix_lookup"}
+    index.at_once = {"w": 1}
+    await lookup.ask(HASHES)
+    index.at_once = redis.ConnectionError("away")
+    await lookup.ask(HASHES)
+    index.at_once = None
+    await lookup.ask(HASHES)
+    await until_asked(index, 3)
+    index.asked[2].set_result({})
+    await asyncio.sleep(0.001)
+    await lookup.ask(HASHES)
+    for outcome in ("answered", "failed", "away", "late"):
+        assert count("prefix_lookups_total", outcome=outcome) == 1, outcome
+    assert count("redis_failures_total", **calls) == 1
+    assert count("redis_call_seconds_count", **calls) == 2

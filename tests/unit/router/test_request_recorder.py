@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from baton import errors
@@ -68,6 +69,33 @@ def test_slow_requests_are_no_goodput() -> None:
         recorder.delta(delta(1), last)
         recorder.succeed(last)
         assert value(metrics, "goodput_requests_total") == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "missed"),
+    [
+        (100.5, 100.9, []),
+        (101.5, 101.6, ["ttft"]),
+        (100.5, 103.0, ["tpot"]),
+        (101.5, 103.0, ["ttft", "tpot"]),
+    ],
+)
+def test_what_a_request_missed(first: float, last: float, missed: list[str]) -> None:
+    metrics, recorder = make()
+    recorder.delta(delta(1), first)
+    recorder.delta(delta(1), last)
+    recorder.succeed(last)
+    for slo in ("ttft", "tpot"):
+        assert value(metrics, "slo_violations_total", slo=slo) == (slo in missed)
+    assert value(metrics, "goodput_requests_total") == (not missed)
+
+
+def test_what_failed_is_counted_by_its_outcome_alone() -> None:
+    metrics, recorder = make()
+    recorder.delta(delta(1), 109.0)
+    recorder.fail(errors.WorkerFailed("x"))
+    assert value(metrics, "slo_violations_total", slo="ttft") == 0
+    assert value(metrics, "goodput_requests_total") == 0
 
 
 def test_the_first_end_counts() -> None:

@@ -1,0 +1,175 @@
+"""Grafana dashboards as data: panels are named and laid out here, once for all of them.
+
+The JSON is what Grafana 10 and newer import: https://grafana.com/docs/grafana/latest/dashboards/
+build-dashboards/view-dashboard-json-model/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+_WIDTH = 24
+"""Columns of Grafana's grid."""
+_SCHEMA_VERSION = 39
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_TAG = "baton"
+
+Kind = Literal["timeseries", "stat", "heatmap"]
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A PromQL expression; ``legend`` names its series by their labels, as ``{{class}}``."""
+
+    expression: str
+    legend: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One picture."""
+
+    title: str
+    queries: tuple[Query, ...]
+    unit: str = "short"
+    """Grafana's name of it: ``s``, ``bytes``, ``percentunit``, ``reqps`` …"""
+    meaning: str = ""
+    """What a person should know who looks at it."""
+    kind: Kind = "timeseries"
+    stacked: bool = False
+    limit: float | None = None
+    """A line that it should stay below, or above."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Panels side by side, of equal width."""
+
+    title: str
+    panels: tuple[Panel, ...]
+    height: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    """One page."""
+
+    uid: str
+    title: str
+    meaning: str
+    rows: tuple[Row, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As Grafana imports it."""
+        return {
+            "uid": self.uid,
+            "title": self.title,
+            "description": self.meaning,
+            "tags": [_TAG],
+            "schemaVersion": _SCHEMA_VERSION,
+            "editable": True,
+            "graphTooltip": 1,
+            "refresh": "10s",
+            "time": {"from": "now-1h", "to": "now"},
+            "timezone": "browser",
+            "links": [_link_to_others()],
+            "templating": {"list": [_source_variable()]},
+            "panels": _laid_out(self.rows),
+        }
+
+    @property
+    def panels(self) -> list[Panel]:
+        """All of them."""
+        return [panel for row in self.rows for panel in row.panels]
+
+
+def _laid_out(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    placed: list[dict[str, Any]] = []
+    top = 0
+    for row in rows:
+        placed.append(
+            {
+                "id": len(placed) + 1,
+                "type": "row",
+                "title": row.title,
+                "collapsed": False,
+                "gridPos": {"x": 0, "y": top, "w": _WIDTH, "h": 1},
+                "panels": [],
+            }
+        )
+        top += 1
+        width = _WIDTH // len(row.panels)
+        for number, panel in enumerate(row.panels):
+            place = {"x": number * width, "y": top, "w": width, "h": row.height}
+            placed.append({"id": len(placed) + 1, "gridPos": place, **_panel(panel)})
+        top += row.height
+    return placed
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    return {
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.meaning,
+        "datasource": _SOURCE,
+        "targets": [
+            {
+                "refId": chr(ord("A") + number),
+                "datasource": _SOURCE,
+                "expr": query.expression,
+                "legendFormat": query.legend or "__auto",
+                **({"format": "heatmap"} if panel.kind == "heatmap" else {}),
+            }
+            for number, query in enumerate(panel.queries)
+        ],
+        "fieldConfig": {"defaults": _defaults(panel), "overrides": []},
+        "options": _options(panel),
+    }
+
+
+def _defaults(panel: Panel) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = [{"color": "green", "value": None}]
+    if panel.limit is not None:
+        steps.append({"color": "red", "value": panel.limit})
+    defaults: dict[str, Any] = {
+        "unit": panel.unit,
+        "thresholds": {"mode": "absolute", "steps": steps},
+    }
+    if panel.kind == "timeseries":
+        defaults["min"] = 0
+        defaults["custom"] = {
+            "lineWidth": 1,
+            "fillOpacity": 20 if panel.stacked else 0,
+            "showPoints": "never",
+            "stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"},
+            "thresholdsStyle": {"mode": "off" if panel.limit is None else "dashed"},
+        }
+    return defaults
+
+
+def _options(panel: Panel) -> dict[str, Any]:
+    if panel.kind == "timeseries":
+        return {
+            "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        }
+    if panel.kind == "stat":
+        return {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "value"}
+    return {"calculate": False, "yAxis": {"unit": panel.unit}}
+
+
+def _link_to_others() -> dict[str, Any]:
+    return {
+        "type": "dashboards",
+        "title": "Baton",
+        "tags": [_TAG],
+        "asDropdown": True,
+        "includeVars": True,
+        "keepTime": True,
+    }
+
+
+def _source_variable() -> dict[str, Any]:
+    return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Source"}

@@ -1,0 +1,107 @@
+"""Rules ask for series that there are, and every alert is described and tested."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from baton.errors import BatonError, RateLimitExceeded, classes_by_code
+from tests.unit.deploy.monitoring.watched import (
+    MONITORING,
+    RULES,
+    checker,
+    checker_with_rules,
+    rules,
+)
+
+GUIDE = Path(__file__).parents[4] / "docs" / "observability.md"
+ALERTS = [rule for rule in rules() if "alert" in rule]
+_LABEL = re.compile(r"\$labels\.(\w+)")
+
+
+def test_every_rule_asks_for_what_there_is() -> None:
+    checker_with_rules()
+
+
+def test_names_of_rules() -> None:
+    records = [rule["record"] for rule in rules() if "record" in rule]
+    for name in records:
+        assert re.fullmatch(r"baton:[a-z0-9_]+(:[a-z0-9_]+)+", name), name
+    names = Counter(records + [rule["alert"] for rule in ALERTS])
+    assert [name for name, times in names.items() if times > 1] == []
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: str(rule["alert"]))
+def test_an_alert_says_what_is_wrong_and_the_guide_what_to_do(rule: dict[str, object]) -> None:
+    assert rule["labels"] in ({"severity": "critical"}, {"severity": "warning"})
+    annotations = rule["annotations"]
+    assert isinstance(annotations, dict)
+    labels = checker_with_rules().check(str(rule["expr"]))
+    assert set(_LABEL.findall(annotations["summary"])) <= labels
+    assert f"### {rule['alert']}\n" in GUIDE.read_text()
+
+
+def test_the_guide_has_no_alert_that_there_is_not() -> None:
+    described = set(re.findall(r"^### (Baton\w+)$", GUIDE.read_text(), re.MULTILINE))
+    assert described == {rule["alert"] for rule in ALERTS}
+
+
+def test_every_alert_is_tested() -> None:
+    tests = yaml.safe_load((MONITORING / "rules_test.yaml").read_text())["tests"]
+    fires: set[str] = set()
+    stays: set[str] = set()
+    for test in tests:
+        for one in test.get("alert_rule_test", ()):
+            (fires if one.get("exp_alerts") else stays).add(one["alertname"])
+    assert fires == stays == {rule["alert"] for rule in ALERTS}
+
+
+def test_a_client_fault_is_no_due_request() -> None:
+    """The codes of the expressions are those of the errors that are their client's own."""
+    own = {code for code, kind in classes_by_code().items() if _is_client_fault(kind)}
+    found = re.findall(r'code!~"([^"]*)"', RULES.read_text())
+    assert found
+    for codes in found:
+        assert set(codes.split("|")) == own
+
+
+def _is_client_fault(kind: type[BatonError]) -> bool:
+    return kind.http_status in (400, 401, 403, 404, 413) or kind is RateLimitExceeded
+
+
+def test_the_example_names_the_jobs_that_alerts_ask_for() -> None:
+    example = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())
+    jobs = [job["job_name"] for job in example["scrape_configs"]]
+    assert all(re.fullmatch("baton-.*", job) for job in jobs)
+    assert example["rule_files"] == [RULES.name]
+    assert checker().check('up{job=~"baton-.*"} == 0')
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "rules", "rules.yaml"),
+        ("test", "rules", "rules_test.yaml"),
+        ("check", "config", "prometheus.yaml"),
+    ],
+    ids=" ".join,
+)
+def test_promtool(arguments: tuple[str, ...]) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed: it comes with Debian's package prometheus")
+    told = subprocess.run(
+        [promtool, *arguments],
+        cwd=MONITORING,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
