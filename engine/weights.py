@@ -98,7 +98,7 @@ def iterate_weights(
 def bytes_per_weight(weights: Iterable[tuple[str, Weight]]) -> tuple[float, float]:
     """Mean bytes of a weight, scales included: of the layers' matrices, and of the head.
 
-    A model without a head of its own takes its embedding for it.
+    A model without a head of its own takes its embedding for it; what there is none of has 0.
     """
     values, held = 0, 0
     embedding = head = 0.0
@@ -112,7 +112,8 @@ def bytes_per_weight(weights: Iterable[tuple[str, Weight]]) -> tuple[float, floa
             embedding = weight.nbytes / count
         elif name.endswith("lm_head.weight"):
             head = weight.nbytes / count
-    return held / values, head or embedding
+    # Weights that are missing are complained of by the model itself.
+    return held / values if values else 0.0, head or embedding
 
 
 def _of_type(weight: QuantizedWeight, dtype: torch.dtype, quantization: str) -> Weight:
