@@ -146,7 +146,7 @@ class Bench:
         return {block for block, pair in enumerate(pairs) if np.array_equal(*pair)}
 
     def placed(self) -> set[int]:
-        """The blocks that have arrived; the others are untouched. For when nothing is on its way."""
+        """The blocks that have arrived, when nothing is on its way; the others are untouched."""
         whole = {block for block in range(BLOCKS) if self.ours[block].any()}
         for block in whole:
             assert not self.ours[block, :64].any()
