@@ -168,15 +168,17 @@ class Admission:
     def ahead_tokens(self, now: float) -> float:
         """Of ``in_flight_tokens``, what is still to be computed, as far as is known.
 
-        Since a prompt last ended the workers have computed on: not more than the rate says, nor
-        more than the one prompt that each of them has under way.
+        Since a prompt last ended the workers have computed on, each on one prompt and at its share
+        of the rate: an idle one helps nobody.
         """
         rate = self._drain.tokens_per_s
         if rate is None or not self._sent:
             return float(self._in_flight_tokens)
-        under_way = itertools.islice(self._sent.values(), self._prefill_workers)
-        most = sum(request.applicant.prompt_tokens for request in under_way)
-        return self._in_flight_tokens - min(most, rate * (now - self._computing_since))
+        workers = max(1, self._prefill_workers)
+        each = rate / workers * (now - self._computing_since)
+        under_way = itertools.islice(self._sent.values(), workers)
+        done = sum(min(request.applicant.prompt_tokens, each) for request in under_way)
+        return self._in_flight_tokens - done
 
     @property
     def tokens_per_s(self) -> float | None:

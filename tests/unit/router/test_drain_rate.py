@@ -201,3 +201,16 @@ def test_a_cold_overload_is_shed_and_who_gets_in_is_in_time(factor: float) -> No
     assert served >= 0.9 * 30 * 160_000
     first_refused = min(cluster.refused.values())
     assert first_refused < 12.0
+
+
+def test_a_prompt_alone_is_computed_by_one_worker_however_many_there_are() -> None:
+    cluster = Cluster(4, 1000.0, slo_s=1e6)
+    for number in range(40):
+        cluster.offer(f"r{number}", 1000)
+    cluster.until(60.0)
+    rate = cluster.admission.tokens_per_s
+    assert rate is not None
+    cluster.offer("alone", 4000)
+    cluster.now += 1.0
+    left = cluster.admission.ahead_tokens(cluster.now)
+    assert left == pytest.approx(4000 - rate / 4)
