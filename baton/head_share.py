@@ -1,0 +1,55 @@
+"""Which heads of a model lie on which rank of a tensor-parallel worker.
+
+With H KV heads and k ranks:
+
+- k <= H: rank r holds the KV heads [r*H//k, (r+1)*H//k), and the query heads of their groups. Ranks
+  may so differ by one KV head: of 3 heads on 2 ranks, one has 1 and the other 2.
+- k > H: rank r holds the one KV head r*H//k. Several ranks hold the same one, and share the query
+  heads of its group: contiguous runs, which differ by one at most.
+
+Engine and handoff go by this one rule. Plain Python; all functions raise ValueError for what no
+worker can be.
+"""
+
+from __future__ import annotations
+
+
+def kv_heads_of(rank: int, ranks: int, kv_heads: int) -> range:
+    """The model's KV heads that a rank holds: one at least."""
+    _check(ranks, kv_heads)
+    if not 0 <= rank < ranks:
+        raise ValueError(f"there is no rank {rank} of {ranks}")
+    first = rank * kv_heads // ranks
+    return range(first, max(first + 1, (rank + 1) * kv_heads // ranks))
+
+
+def ranks_of(kv_head: int, ranks: int, kv_heads: int) -> range:
+    """The ranks that hold a KV head of the model: one, unless there are more ranks than heads."""
+    _check(ranks, kv_heads)
+    if not 0 <= kv_head < kv_heads:
+        raise ValueError(f"there is no KV head {kv_head} of {kv_heads}")
+    last = ((kv_head + 1) * ranks - 1) // kv_heads
+    first = -(-kv_head * ranks // kv_heads)
+    return range(min(first, last), last + 1)
+
+
+def query_heads_of(rank: int, ranks: int, kv_heads: int, query_heads: int) -> range:
+    """The model's query heads that a rank computes; every one is computed by one rank.
+
+    All that they attend to lies on the rank. None are left for some ranks where there are more
+    ranks than query heads.
+    """
+    held = kv_heads_of(rank, ranks, kv_heads)
+    group, rest = divmod(query_heads, kv_heads)
+    if rest or group < 1:
+        raise ValueError(f"{query_heads} query heads cannot share {kv_heads} KV heads evenly")
+    if ranks <= kv_heads:
+        return range(held.start * group, held.stop * group)
+    holders = ranks_of(held.start, ranks, kv_heads)
+    place, first = rank - holders.start, held.start * group
+    return range(first + place * group // len(holders), first + (place + 1) * group // len(holders))
+
+
+def _check(ranks: int, kv_heads: int) -> None:
+    if min(ranks, kv_heads) < 1:
+        raise ValueError(f"{kv_heads} KV heads cannot lie on {ranks} ranks")
