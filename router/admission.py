@@ -23,7 +23,7 @@ from baton.errors import BatonError, DeadlineUnreachable, Overloaded
 from router.background_share import BackgroundShare
 from router.drain_rate import DrainRate, Stay
 from router.fair_queue import Entry, FairQueue
-from router.forecast import Forecast
+from router.forecast import forecast_by_rate
 from router.pace import Pace
 from router.running_mean import RunningMean
 
@@ -202,15 +202,13 @@ class Admission:
 
     # A request's way
 
-    def offer(
-        self, applicant: Applicant, forecast: Forecast, capacity: Capacity, now: float
-    ) -> None:
+    def offer(self, applicant: Applicant, capacity: Capacity, now: float) -> None:
         """Let a request wait for its turn; ``release`` tells of it.
 
-        ``forecast`` is of its sending now, before what waits here. Raises DeadlineUnreachable
-        where it would be late, Overloaded where there is no place, with the time that the work
-        ahead takes.
+        Raises DeadlineUnreachable where it would be late, Overloaded where there is no place, with
+        the time that the work ahead takes.
         """
+        self._drain.look(now)
         answer = self._expected_answer(applicant.max_tokens)
         lead = max(-MOST_LEAD_S, min(MOST_LEAD_S, applicant.priority * self._step_s))
         request = _Request(applicant, now, answer)
@@ -225,7 +223,7 @@ class Admission:
             self._behind.push(entry)
             return
         wait_s = self._wait_s(entry, capacity)
-        self._check_time(applicant, answer, wait_s, forecast, now)
+        self._check_time(applicant, answer, wait_s, capacity, now)
         victim = self._queue.push(entry)
         if victim is not None:
             error = Overloaded(
@@ -255,8 +253,9 @@ class Admission:
             released.append(self._send(self._queue, capacity, now))
         released += self._release_background(capacity, now)
         # Not where decode workers are what is waited for.
+        waiting = len(self._queue) > 0
         busy = capacity is not None and self._prefill_full(capacity)
-        self._drain.saturated(now, waiting=busy and len(self._queue) > 0)
+        self._drain.saturated(now, waiting=waiting and busy, elsewhere=waiting and not busy)
         return released
 
     def _send(self, queue: FairQueue[_Request], capacity: Capacity | None, now: float) -> str:
@@ -370,8 +369,15 @@ class Admission:
         return max(waits)
 
     def _check_time(
-        self, applicant: Applicant, answer: int, wait_s: float, forecast: Forecast, now: float
+        self, applicant: Applicant, answer: int, wait_s: float, capacity: Capacity, now: float
     ) -> None:
+        forecast = forecast_by_rate(
+            applicant.prompt_tokens,
+            self.ahead_tokens(now),
+            capacity.prefill_workers,
+            self.tokens_per_s,
+            self.tpot_s,
+        )
         first_s = wait_s + forecast.ttft_ms / 1e3
         end_s = first_s + forecast.tpot_ms / 1e3 * max(0, answer - 1)
         if first_s <= applicant.first_token_s and end_s <= applicant.deadline_s:

@@ -6,6 +6,13 @@ each over its stay, are what is finished in a second. Counting a whole prompt wh
 right in the long run, but waiting comes in short pieces: requests that come together fill every
 worker at once, and the first one to end ends the waiting, with the others' work unseen.
 
+How much of a prompt under way is done is not known. When one ends, the others count as half done;
+until the next one ends the rate stays as it is, unless it is certain to be wrong: it is at least
+what none of the prompts under way adds to, and at most what all of them do.
+
+Only waiting teaches, and who is refused does not wait: so what was learned fades also while nobody
+waits, and is forgotten where the cluster has nothing to do.
+
 Plain Python; ``now`` is passed in.
 """
 
@@ -16,8 +23,16 @@ from dataclasses import dataclass
 
 MEMORY_S = 15.0
 """Saturated seconds after which what was seen counts 1/e: prompts and machines change."""
+QUIET_MEMORY_S = 30.0
+"""The same for seconds in which nobody waits."""
+IDLE_S = 5.0
+"""An idle cluster in which nobody has waited for so long is as one that was never seen."""
 ENOUGH_S = 0.5
-"""Saturated seconds before the rate is believed."""
+"""Saturated seconds before the rate is believed; then it is until they have faded."""
+FADED_S = 0.1
+"""Saturated seconds that are still remembered below which it is not believed any more."""
+LEAST_TOKENS_PER_S = 1.0
+"""However long a cluster stands still: times are divided by the rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +60,26 @@ class DrainRate:
         """These seconds."""
         self._saturated_s = 0.0
         """All saturated seconds."""
-        self._saturated = False
+        self._saturated, self._quiet = False, True
         self._now = 0.0
         # Sums over those that stay, so that nothing is done for each of them.
         self._staying = 0
         self._since = 0.0
         self._workers = 0
         self._since_saturated_s = 0.0
+        self._waited_at = 0.0
+        """When somebody waited last."""
+        self._estimate: float | None = None
+        """As of the last end of a prompt."""
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None while too little was seen."""
-        if self._seconds < ENOUGH_S or self._tokens <= 0:
+        """None while too little was seen, or nothing lately."""
+        if self._estimate is None:
             return None
-        return (self._tokens + self._unfinished()) / self._seconds
+        least = self._tokens / self._seconds
+        most = (self._tokens + self._unfinished()) / self._seconds
+        return max(LEAST_TOKENS_PER_S, min(most, max(least, self._estimate)))
 
     def served_by(self, workers: int) -> None:
         """So many prefill workers there are now: what was learned of fewer, or more, is theirs.
@@ -67,12 +88,27 @@ class DrainRate:
         """
         if self._workers and workers:
             self._tokens *= workers / self._workers
+            if self._estimate is not None:
+                self._estimate *= workers / self._workers
         self._workers = workers or self._workers
 
-    def saturated(self, now: float, *, waiting: bool) -> None:
-        """From ``now`` on, requests wait for the prefill workers, or none does."""
+    def look(self, now: float) -> None:
+        """Before the rate is asked for: an idle cluster's is forgotten in time."""
         self._pass(now)
-        self._saturated = waiting
+        if self._quiet and not self._staying and now - self._waited_at >= IDLE_S:
+            self._tokens = self._seconds = 0.0
+        if self._seconds < FADED_S:
+            self._estimate = None
+
+    def saturated(self, now: float, *, waiting: bool, elsewhere: bool = False) -> None:
+        """From ``now`` on, requests wait for the prefill workers, or none does.
+
+        ``elsewhere``: they wait, but for something else.
+        """
+        self._pass(now)
+        self._saturated, self._quiet = waiting, not waiting and not elsewhere
+        if self._estimate is None:
+            self._judge()
 
     def sent(self, tokens: int, now: float) -> Stay:
         """A prompt goes to the workers. ``finished`` or ``left`` is to follow, once."""
@@ -87,6 +123,7 @@ class DrainRate:
         self._stays(stay, -1)
         overlap_s = self._saturated_s - stay.saturated_s
         self._tokens += self._credit(stay.tokens, overlap_s, now - stay.since)
+        self._judge()
 
     def left(self, stay: Stay) -> None:
         """It has gone without one."""
@@ -102,13 +139,19 @@ class DrainRate:
             # Sums of many numbers: their rounding ends here.
             self._since = self._since_saturated_s = 0.0
 
+    def _judge(self) -> None:
+        """A prompt has ended: of those that have not, half is done on average."""
+        known = self._estimate is not None or self._seconds >= ENOUGH_S
+        if known and self._tokens > 0:
+            self._estimate = (self._tokens + self._unfinished() / 2) / self._seconds
+
     def _unfinished(self) -> float:
-        """Of all that stay, by the means of their times: at any moment half done on average."""
+        """What all that stay would count for, were they done; by the means of their times."""
         if not self._staying:
             return 0.0
         overlap_s = self._saturated_s - self._since_saturated_s / self._staying
         stay_s = self._now - self._since / self._staying
-        return self._credit(self._staying, overlap_s, stay_s) / 2
+        return self._credit(self._staying, overlap_s, stay_s)
 
     def _credit(self, tokens: int, overlap_s: float, stay_s: float) -> float:
         """Of the tokens, those of the saturated part of the stay that are still remembered."""
@@ -118,13 +161,20 @@ class DrainRate:
         if share == 0.0:
             return 0.0
         memory = overlap_s / MEMORY_S
-        return tokens * share * -math.expm1(-memory) / memory
+        quiet = (self._now - self._waited_at) / QUIET_MEMORY_S
+        return tokens * share * -math.expm1(-memory) / memory * math.exp(-quiet)
 
     def _pass(self, now: float) -> None:
         elapsed, self._now = max(0.0, now - self._now), now
+        if not self._quiet:
+            self._waited_at = self._now
         if self._saturated:
             kept = math.exp(-elapsed / MEMORY_S)
             self._tokens *= kept
             # The integral of what is forgotten meanwhile, so that a steady rate stays itself.
             self._seconds = self._seconds * kept + MEMORY_S * (1 - kept)
             self._saturated_s += elapsed
+        elif self._quiet:
+            kept = math.exp(-elapsed / QUIET_MEMORY_S)
+            self._tokens *= kept
+            self._seconds *= kept

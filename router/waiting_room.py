@@ -14,7 +14,6 @@ from baton.config import DEFAULT_TENANT, Config
 from baton.errors import BatonError
 from baton.metrics import RouterMetrics
 from router.admission import Admission, Applicant, Capacity
-from router.forecast import forecast_by_rate
 from router.generation import GenerationRequest
 
 TICK_S = 0.05
@@ -64,15 +63,7 @@ class WaitingRoom:
         if capacity is None:
             return
         applicant = self._applicant(request)
-        admission = self._admission
-        forecast = forecast_by_rate(
-            applicant.prompt_tokens,
-            admission.ahead_tokens(now),
-            capacity.prefill_workers,
-            admission.tokens_per_s,
-            admission.tpot_s,
-        )
-        admission.offer(applicant, forecast, capacity, now)
+        self._admission.offer(applicant, capacity, now)
         turn = asyncio.get_running_loop().create_future()
         self._turns[request.request_id] = turn
         try:

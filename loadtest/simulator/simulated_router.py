@@ -22,7 +22,6 @@ from loadtest.simulator.simulated_request import SimulatedRequest
 from loadtest.simulator.simulated_worker import SimulatedWorker
 from loadtest.simulator.workers_side import WorkersSide
 from router.admission import Admission, Applicant, Capacity
-from router.forecast import forecast_by_rate
 from router.planner import Planner
 from router.policy import Policy, RouteRequest
 
@@ -134,17 +133,9 @@ class SimulatedRouter:
         self._deadlines[request.name] = now + self._config.request_deadline_s
         tokens = request.traced.input_tokens
         self.traffic.came(self._config.class_of(tokens), tokens, request.output_tokens)
-        applicant = self._applicant(request)
-        admission, capacity = self._admission, self._current_capacity(now)
-        forecast = forecast_by_rate(
-            applicant.prompt_tokens,
-            admission.ahead_tokens(now),
-            capacity.prefill_workers,
-            admission.tokens_per_s,
-            admission.tpot_s,
-        )
+        capacity = self._current_capacity(now)
         try:
-            admission.offer(applicant, forecast, capacity, now)
+            self._admission.offer(self._applicant(request), capacity, now)
         except Overloaded as error:
             self._refused(request.name, error)
         self._pump()

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from baton.errors import BatonError, DeadlineUnreachable, Overloaded
 from router.admission import MOST_LEAD_S, Admission, Applicant, Capacity
-from router.forecast import Forecast, forecast_by_rate
 
 BLOCK = 16
 WEIGHTS = {"default": 1.0, "other": 1.0}
@@ -58,12 +57,6 @@ class Cluster:
             BLOCK, 1, len(self.running), self.places, (self.blocks - used,), (self.blocks,)
         )
 
-    def forecast(self, prompt: int) -> Forecast:
-        admission = self.admission
-        return forecast_by_rate(
-            prompt, admission.ahead_tokens(self.now), 1, admission.tokens_per_s, admission.tpot_s
-        )
-
     def offer(
         self,
         name: str,
@@ -79,7 +72,7 @@ class Cluster:
             name, tenant, priority, prompt, answer, slo_s, slo_s * 1.25, deadline_s
         )
         self.wanted[name] = applicant
-        self.admission.offer(applicant, self.forecast(prompt), self.capacity(), self.now)
+        self.admission.offer(applicant, self.capacity(), self.now)
         self.pump()
 
     def pump(self) -> None:
@@ -173,6 +166,52 @@ def test_what_was_learned_of_few_prefill_workers_counts_for_each_of_many() -> No
         assert cluster.admission.tokens_per_s == pytest.approx(workers * learned)
     cluster.admission.release(None, cluster.now)
     assert cluster.admission.tokens_per_s == pytest.approx(learned)
+
+
+def stand_still(cluster: Cluster, seconds: float) -> None:
+    """The prefill worker computes nothing for so long, while four prompts lie there or wait."""
+    for number in range(4):
+        cluster.offer(f"held-{number}", 1000)
+    cluster.events = [
+        (when + seconds, number, what, name) for when, number, what, name in cluster.events
+    ]
+    cluster.free_at += seconds
+    while cluster.events:
+        cluster.until(cluster.now + 0.05)
+        cluster.pump()
+    assert cluster.admission.tokens_per_s is not None
+    assert cluster.admission.tokens_per_s < 200
+
+
+def test_a_worker_that_stood_still_turns_nobody_away_for_ever() -> None:
+    """Only waiting teaches a rate, and who is refused does not wait."""
+    cluster = Cluster()
+    cluster.learn()
+    stand_still(cluster, 60.0)
+    cluster.slo_s = 1.6
+    refused = []
+    for number in range(60):
+        cluster.until(cluster.now + 1.0)
+        try:
+            cluster.offer(f"r{number}", 1000)
+        except DeadlineUnreachable:
+            refused.append(number)
+    assert max(refused) < 10
+
+
+def test_short_prompts_that_never_wait_do_not_keep_long_ones_locked_out() -> None:
+    cluster = Cluster()
+    cluster.learn()
+    stand_still(cluster, 60.0)
+    cluster.slo_s = 1.6
+    refused = []
+    for number in range(240):
+        cluster.until(cluster.now + 0.5)
+        try:
+            cluster.offer(f"r{number}", 1000 if number % 4 == 3 else 40)
+        except DeadlineUnreachable:
+            refused.append(number)
+    assert max(refused) < 60
 
 
 def test_an_idle_clusters_rate_is_not_believed() -> None:
@@ -289,7 +328,7 @@ def test_a_long_prompt_leaves_the_other_prefill_workers_theirs() -> None:
     for number, tokens in enumerate((90_000, 2000, 2000, 2000)):
         name = f"r{number}"
         applicant = Applicant(name, "default", 0, tokens, 10, math.inf, math.inf, math.inf)
-        admission.offer(applicant, Forecast(), capacity, 0.0)
+        admission.offer(applicant, capacity, 0.0)
     assert admission.release(capacity, 0.0) == ["r0", "r1", "r2"]
     admission.first_token("r1", 0.1)
     assert admission.release(capacity, 0.1) == ["r3"]
@@ -304,7 +343,7 @@ def test_a_slow_reader_slows_nobody_down() -> None:
         cluster.until(cluster.now + 0.06)
         cluster.admission.generated(f"r{number}", 10)
         cluster.admission.left(f"r{number}", cluster.now + 60.0, finished=True, held_s=60.0)
-    assert cluster.admission.tokens_per_s == rate
+    assert cluster.admission.tokens_per_s == pytest.approx(rate)
 
 
 def test_a_lower_priority_number_goes_first_and_age_makes_up_for_it() -> None:

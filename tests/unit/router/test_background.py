@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 
 from router.admission import BACKGROUND_TPOT_SHARE, Applicant, Capacity
 from router.background_share import HOLD_S, BackgroundShare
-from router.forecast import Forecast
 from tests.unit.router.test_admission import BLOCK, Cluster
-
-NO_FORECAST = Forecast(0.0, 0.0)
 
 
 @dataclass
@@ -37,7 +34,7 @@ class Shared(Cluster):
             name, "default", 0, prompt, answer, math.inf, math.inf, math.inf, background=True
         )
         self.wanted[name] = applicant
-        self.admission.offer(applicant, NO_FORECAST, self.capacity(), self.now)
+        self.admission.offer(applicant, self.capacity(), self.now)
         self.pump()
 
     def pass_time(self, seconds: float, step_s: float = 0.05) -> None:

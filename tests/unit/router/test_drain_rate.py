@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 
 from baton.errors import BatonError, DeadlineUnreachable
 from router.admission import Admission, Applicant, Capacity
-from router.drain_rate import ENOUGH_S, DrainRate, Stay
-from router.forecast import forecast_by_rate
+from router.drain_rate import (
+    ENOUGH_S,
+    IDLE_S,
+    LEAST_TOKENS_PER_S,
+    QUIET_MEMORY_S,
+    DrainRate,
+    Stay,
+)
 
 
 def test_nothing_is_said_before_enough_was_seen() -> None:
@@ -82,6 +88,68 @@ def test_a_worker_that_hangs_lowers_the_rate() -> None:
     assert seen[-1] < 100
 
 
+def test_between_two_ends_of_prompts_the_rate_stays_as_it_is() -> None:
+    """How much of a long prompt is done nobody knows: that must not swing what is predicted."""
+    rate = DrainRate()
+    rate.saturated(0.0, waiting=True)
+    now = 0.0
+    for _ in range(8):
+        stay = rate.sent(2000, now)
+        seen = []
+        for tenth in range(1, 20):
+            rate.saturated(now + tenth / 10, waiting=True)
+            seen.append(rate.tokens_per_s)
+        now += 2.0
+        rate.finished(stay, now)
+        assert seen == pytest.approx([seen[0]] * len(seen)) if seen[0] else seen == [None] * 19
+        assert rate.tokens_per_s == pytest.approx(1000, rel=0.15)
+
+
+def test_a_rate_by_which_times_are_divided_is_never_zero() -> None:
+    rate = DrainRate()
+    rate.saturated(0.0, waiting=True)
+    rate.finished(rate.sent(1000, 0.0), 1.0)
+    hangs = rate.sent(50_000, 1.0)
+    for now in (1e2, 1e5, 1e9):
+        rate.saturated(now, waiting=True)
+        assert rate.tokens_per_s is not None
+        assert rate.tokens_per_s >= LEAST_TOKENS_PER_S
+    rate.left(hangs)
+    assert rate.tokens_per_s is not None
+    assert rate.tokens_per_s >= LEAST_TOKENS_PER_S
+
+
+def test_what_was_learned_fades_while_nobody_waits_and_idleness_forgets_it() -> None:
+    rate = DrainRate()
+    rate.saturated(0.0, waiting=True)
+    rate.finished(rate.sent(20_000, 0.0), 20.0)
+    rate.saturated(20.0, waiting=False)
+    rate.look(20.0 + IDLE_S / 2)
+    assert rate.tokens_per_s == pytest.approx(1000, rel=0.01)
+    # Something lies at the workers all the time, but nobody waits for them.
+    stay = rate.sent(10, 20.0 + IDLE_S / 2)
+    rate.look(20.0 + QUIET_MEMORY_S)
+    assert rate.tokens_per_s == pytest.approx(1000, rel=0.01)
+    rate.look(20.0 + 10 * QUIET_MEMORY_S)
+    assert rate.tokens_per_s is None
+    idle = DrainRate()
+    idle.saturated(0.0, waiting=True)
+    idle.finished(idle.sent(20_000, 0.0), 20.0)
+    idle.saturated(20.0, waiting=False)
+    idle.look(20.0 + IDLE_S)
+    assert idle.tokens_per_s is None
+    rate.left(stay)
+
+
+def test_who_waits_for_something_else_keeps_what_was_learned() -> None:
+    rate = DrainRate()
+    rate.saturated(0.0, waiting=True)
+    rate.finished(rate.sent(1000, 0.0), 1.0)
+    rate.saturated(1.0, waiting=False, elsewhere=True)
+    rate.look(1e6)
+    assert rate.tokens_per_s == pytest.approx(1000, rel=0.01)
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.integers(1, 12),
@@ -139,11 +207,8 @@ class Cluster:
         applicant = Applicant(
             name, "default", 0, prompt, 1, self.slo_s, self.slo_s * 1.25, math.inf
         )
-        forecast = forecast_by_rate(
-            prompt, admission.ahead_tokens(self.now), self.workers, admission.tokens_per_s, None
-        )
         try:
-            admission.offer(applicant, forecast, capacity, self.now)
+            admission.offer(applicant, capacity, self.now)
         except DeadlineUnreachable:
             self.refused[name] = self.now
         self.pump()
@@ -207,7 +272,7 @@ def test_a_prompt_alone_is_computed_by_one_worker_however_many_there_are() -> No
     cluster = Cluster(4, 1000.0, slo_s=1e6)
     for number in range(40):
         cluster.offer(f"r{number}", 1000)
-    cluster.until(60.0)
+    cluster.until(12.0)
     rate = cluster.admission.tokens_per_s
     assert rate is not None
     cluster.offer("alone", 4000)
