@@ -32,6 +32,11 @@ from engine.model import DecoderModel
 from engine.model_config import ModelConfig, load_model_config
 from engine.model_drafter import ModelDrafter
 from engine.model_speculation import ModelSpeculation
+from engine.parallel.model_share import config_of, share_of
+from engine.parallel.rank_group import RankGroup
+from engine.parallel.rank_model import RankModel
+from engine.parallel.ranks import FollowingModel, FollowingTorch, LeadingRank, LeadModel, LeadRank
+from engine.parallel.weight_slices import WeightSlices
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.quantization.packed_cache import PackedCache
 from engine.roofline import Storage
@@ -119,32 +124,29 @@ class Engine:
         return self.scheduler.limits.context_length
 
 
-def build_engine(settings: EngineSettings, allocate: Allocate | None = None) -> Engine:
+def build_engine(
+    settings: EngineSettings, allocate: Allocate | None = None, ranks: LeadingRank | None = None
+) -> Engine:
     """Load the model and take the memory, that of the KV blocks by ``allocate``.
 
-    Raises ConfigError with what to change.
+    Of several ``ranks`` this one leads: it loads its share, and the others compute theirs.
+
+    Raises ConfigError with what to change, and WorkerFailed where another rank is lost.
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    device = _device(settings.device)
+    device = device_of(settings)
     dtype = _dtype(settings.dtype)
     config = load_model_config(settings.model_path)
-    model, per_weight = _load_model(settings, config, device, dtype)
+    if ranks is not None:
+        _check_ranks(settings)
+    group = None if ranks is None else ranks.group
+    model, per_weight = _load_model(settings, config, device, dtype, group)
     draft = _load_draft(settings, model, device, dtype)
     draft_config = None if draft is None else draft.config
     kv = kv_dtype(settings.kv_dtype, dtype)
-    size = block_bytes(config, settings.block_size, kv, draft_config)
-    blocks = _pool_bytes(settings, config, device, dtype) // size
-    if blocks < 2:
-        advice = (
-            "raise kv_pool_mib"
-            if device.type == "cpu"
-            else "raise gpu_memory_fraction, lower chunk_tokens, or quantise the weights"
-        )
-        raise ConfigError(
-            f"the KV pool holds {max(0, blocks)} blocks of {size} bytes, and needs 2; {advice}"
-        )
-    cache = KvCache(config, blocks, settings.block_size, kv, device, allocate, draft_config)
+    blocks = _blocks(settings, config, model, dtype, draft_config, device)
+    cache = KvCache(model.config, blocks, settings.block_size, kv, device, allocate, draft_config)
     pool = BlockPool(blocks)
     limits = SchedulerLimits(
         block_size=settings.block_size,
@@ -160,26 +162,110 @@ def build_engine(settings: EngineSettings, allocate: Allocate | None = None) -> 
         (settings.model_path / "tokenizer.json").read_text, config.vocab_size, config.eos_ids
     )
     speculation = _speculation(settings, model, cache, draft)
-    runner = _runner(model, cache, settings, name, grammars, speculation)
+    lead = None if ranks is None else ranks.lead
+    runner = _runner(model, cache, settings, name, grammars, speculation, lead)
     scheduler = Scheduler(pool, limits)
     arithmetic = _arithmetic(device) if settings.deterministic else ""
     lossiest = settings.lossiest_kv_dtype or kv_dtype_name(kv)
     own = _fingerprint(name, lossiest, arithmetic, "" if draft is None else draft.name)
-    storage = Storage(*per_weight, cache.block_bytes / cache.block_size)
+    whole = block_bytes(config, settings.block_size, kv, draft_config)
+    storage = Storage(*per_weight, whole / cache.block_size)
     return Engine(config, runner, pool, scheduler, own, grammars, storage)
 
 
+def build_following(
+    settings: EngineSettings, group: RankGroup, allocate: Allocate | None = None
+) -> tuple[FollowingModel, KvCache]:
+    """What another rank than 0 has of an engine: its share of the model, and of all KV blocks.
+
+    Raises ConfigError and WorkerFailed, as ``build_engine`` does.
+    """
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    device = device_of(settings)
+    dtype = _dtype(settings.dtype)
+    config = load_model_config(settings.model_path)
+    _check_ranks(settings)
+    model, _ = _load_model(settings, config, device, dtype, group)
+    kv = kv_dtype(settings.kv_dtype, dtype)
+    blocks = _blocks(settings, config, model, dtype, None, device)
+    cache = KvCache(model.config, blocks, settings.block_size, kv, device, allocate)
+    gpu_model = gpu_decoder(model, cache, _most_rows(settings, device))
+    return gpu_model or FollowingTorch(TorchStepModel(model, cache, device)), cache
+
+
+def _check_ranks(settings: EngineSettings) -> None:
+    """Raises ConfigError for what several ranks do not do."""
+    if settings.deterministic:
+        raise ConfigError(
+            "deterministic is not promised with tp above 1: sums over ranks have an order of their"
+            " own; take tp 1"
+        )
+    if settings.drafter in ("draft", *HEADS):
+        raise ConfigError(
+            f"drafter {settings.drafter} has KV or weights that are not divided among ranks: take"
+            " drafter ngram or none with tp above 1"
+        )
+
+
+def _blocks(
+    settings: EngineSettings,
+    config: ModelConfig,
+    model: DecoderModel,
+    dtype: torch.dtype,
+    draft: ModelConfig | None,
+    device: torch.device,
+) -> int:
+    """How many KV blocks there is room for, on every rank. Raises ConfigError where that is none.
+
+    ``config`` is the whole model's.
+    """
+    kv = kv_dtype(settings.kv_dtype, dtype)
+    size = block_bytes(model.config, settings.block_size, kv, draft)
+    blocks = _pool_bytes(settings, model.config, device, dtype) // size
+    if model.rank is not None:
+        if device.type == "cpu":
+            # The pool's memory is the worker's: all of its ranks share it.
+            ranks = model.rank.share.ranks
+            own = (config_of(config, share_of(config, rank, ranks)) for rank in range(ranks))
+            size = sum(block_bytes(one, settings.block_size, kv) for one in own)
+            blocks = settings.kv_pool_bytes // size
+        blocks = model.rank.group.least(blocks)
+    if blocks < 2:
+        advice = (
+            "raise kv_pool_mib"
+            if device.type == "cpu"
+            else "raise gpu_memory_fraction, lower chunk_tokens, or quantise the weights"
+        )
+        raise ConfigError(
+            f"the KV pool holds {max(0, blocks)} blocks of {size} bytes, and needs 2; {advice}"
+        )
+    return blocks
+
+
 def _load_model(
-    settings: EngineSettings, config: ModelConfig, device: torch.device, dtype: torch.dtype
+    settings: EngineSettings,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    group: RankGroup | None = None,
 ) -> tuple[DecoderModel, tuple[float, float]]:
-    """The model, and ``bytes_per_weight`` of it.
+    """The model, or the share that a rank of a ``group`` has, and ``bytes_per_weight`` of it.
 
     Weights are held by the model alone: what is packed or fused in their place must not be kept
     twice.
     """
-    weights = load_weights(settings.model_path, device, dtype, settings.quantization)
+    path, quantization = settings.model_path, settings.quantization
+    if group is None:
+        weights = load_weights(path, device, dtype, quantization)
+        per_weight = bytes_per_weight(weights.items())
+        return DecoderModel(config, weights, device), per_weight
+    share = share_of(config, group.rank, group.ranks)
+    slices = WeightSlices(config, share)
+    weights = load_weights(path, device, dtype, quantization, slices)
     per_weight = bytes_per_weight(weights.items())
-    return DecoderModel(config, weights, device), per_weight
+    own = config_of(config, share)
+    return DecoderModel(own, weights, device, RankModel(share, group)), per_weight
 
 
 def _fingerprint(weights: str, kv: str, arithmetic: str, drafter: str) -> str:
@@ -205,19 +291,23 @@ def _runner(
     name: str,
     grammars: CompiledGrammars,
     speculation: StepSpeculation | None,
+    lead: LeadRank | None,
 ) -> ModelRunner:
     """With the fastest step model that there is for the device."""
     device = cache.data.device
     most = _most_rows(settings, device)
     embedder = Embedder(model)
-    gpu_model = gpu_decoder(model, cache, most, deterministic=settings.deterministic)
+    copy = None if lead is None else lead.copier(cache.copy)
+    gpu_model = gpu_decoder(model, cache, most, deterministic=settings.deterministic, lead=lead)
     if gpu_model is not None:
         drafts = make_overlap_speculation(drafter_of(settings, device))
-        return GpuRunner(gpu_model, cache, device, grammars, drafts, embedder)
+        return GpuRunner(gpu_model, cache, device, grammars, drafts, embedder, copy)
     step_model = _step_model(model, cache, settings.model_path, name)
     if settings.deterministic:
         _check_deterministic(step_model, settings)
-    return ModelRunner(step_model, cache, device, grammars, speculation, embedder)
+    if lead is not None:
+        step_model = LeadModel(step_model, lead)
+    return ModelRunner(step_model, cache, device, grammars, speculation, embedder, copy)
 
 
 def _step_model(model: DecoderModel, cache: KvGroup, folder: Path, name: str) -> StepModel:
@@ -331,7 +421,9 @@ def warm_up(engine: Engine) -> None:
         engine.runner.capture()
 
 
-def _device(name: str) -> torch.device:
+def device_of(settings: EngineSettings) -> torch.device:
+    """Where it is to compute. Raises ConfigError for what there is not."""
+    name = settings.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

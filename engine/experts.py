@@ -18,6 +18,8 @@ class Experts:
 
     router: Linear
     experts: tuple[GatedMlp, ...]
+    first: int = 0
+    """The number of the first: a rank of several has a run of them."""
 
 
 def route(
@@ -37,15 +39,18 @@ def mix_experts(
     """fp32 [tokens, hidden_size] of ``x`` [tokens, hidden_size], of the weights' type.
 
     Tokens are sorted by expert, so that each expert that has any runs once over all of them. A
-    token's results are added in the order of its own choice, whatever else is in the batch.
+    token's results are added in the order of its own choice, whatever else is in the batch. Of
+    experts that are not here the results are zeros.
     """
     weights, chosen = route(experts.router, x, config)
     order = chosen.flatten().argsort(stable=True)
     rows = x[order // config.per_token]
     counts = chosen.flatten().bincount(minlength=config.count).tolist()
-    found = torch.empty(rows.shape, dtype=torch.float32, device=x.device)
-    end = 0
-    for expert, count in zip(experts.experts, counts, strict=True):
+    here = range(experts.first, experts.first + len(experts.experts))
+    make = torch.empty if len(here) == config.count else torch.zeros
+    found = make(rows.shape, dtype=torch.float32, device=x.device)
+    end = sum(counts[: here.start])
+    for expert, count in zip(experts.experts, counts[here.start : here.stop], strict=True):
         if count:
             span = slice(end, end + count)
             found[span] = gated_mlp(expert, rows[span], activation)

@@ -19,6 +19,7 @@ from engine.linear import Linear
 from engine.mlp import GatedMlp, gated_mlp
 from engine.model_config import ExpertsConfig, ModelConfig
 from engine.named_tensors import TIED_HEAD, Matrix, NamedTensors
+from engine.parallel.rank_model import RankModel
 from engine.quantization.weight import QuantizedWeight, dequantize
 from engine.rope import apply_rope, rope_table
 
@@ -72,26 +73,35 @@ class DecoderModel:
 
     combine: Linear | None = None
     """Of an EAGLE head (engine/eagle_model.py): makes a feature of what went into some layers."""
+    rank: RankModel | None = None
+    """Of one rank of several (engine/parallel/): what it shares with the others."""
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, Matrix], device: torch.device
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Matrix],
+        device: torch.device,
+        rank: RankModel | None = None,
     ) -> None:
         """``weights`` has Hugging Face's names.
+
+        Of one ``rank`` of several, ``config`` and ``weights`` are its share of the model.
 
         Raises ConfigError where one is missing or has another shape than ``config`` says.
         """
         self.config = config
+        self.rank = rank
         tensors = NamedTensors(weights)
         prefix = _prefix(config, tensors)
-        hidden, vocab = config.hidden_size, config.vocab_size
+        hidden, vocab = config.hidden_size, _vocabulary(config, rank)
         self.embedding = tensors.matrix(f"{prefix}embed_tokens.weight", vocab, hidden)
         self.dtype = tensors.take(f"{prefix}norm.weight", hidden).dtype
         """Of the weights, where they are not quantised, and of what linear layers take."""
         self.embedding_scale = torch.tensor(config.embedding_scale).to(self.dtype).item()
         """Rounded to the weights' type, as the models were trained."""
-        self.layers = [_layer(config, tensors, prefix, n) for n in range(config.layers)]
+        self.layers = [_layer(config, tensors, prefix, n, rank) for n in range(config.layers)]
         self.norm = _norm(config, tensors, f"{prefix}norm", hidden)
-        self.head = _head(config, tensors, self.embedding)
+        self.head = _head(config, tensors, self.embedding, vocab)
         self.ropes = tuple(rope_table(spec, config.context_length, device) for spec in config.ropes)
         """fp32 [context_length, 2, rotary_dim / 2] each."""
 
@@ -130,7 +140,9 @@ class DecoderModel:
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """fp32 [tokens, hidden_size]."""
-        if isinstance(self.embedding, QuantizedWeight):
+        if self.rank is not None:
+            x = self.rank.embed(self.embedding, token_ids)
+        elif isinstance(self.embedding, QuantizedWeight):
             x = dequantize(self.embedding.rows(token_ids))
         else:
             x = F.embedding(token_ids, self.embedding).float()
@@ -174,7 +186,11 @@ class DecoderModel:
             window=config.windows[index],
             softcap=config.attention_softcap,
         )
-        return layer.output.to_float(attended)
+        return self._joined(layer.output.to_float(attended))
+
+    def _joined(self, part: torch.Tensor) -> torch.Tensor:
+        """What all ranks have computed of a sublayer, of what this one has."""
+        return part if self.rank is None else self.rank.add(part)
 
     def _heads(
         self, x: torch.Tensor, norm: torch.Tensor | None, rotation: torch.Tensor | None
@@ -190,12 +206,31 @@ class DecoderModel:
     def _mlp(self, h: torch.Tensor, mlp: GatedMlp | Experts) -> torch.Tensor:
         """fp32 [tokens, hidden_size]."""
         if isinstance(mlp, GatedMlp):
-            return gated_mlp(mlp, h, self.config.activation)
+            return self._joined(gated_mlp(mlp, h, self.config.activation))
         assert self.config.experts is not None
-        return mix_experts(mlp, h, self.config.experts, self.config.activation)
+        return self._joined(mix_experts(mlp, h, self.config.experts, self.config.activation))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """fp32 [rows, vocab_size] of hidden states [rows, hidden_size]."""
+        """fp32 [rows, vocab_size] of hidden states [rows, hidden_size].
+
+        Of several ranks on the first alone; on others [0, vocab_size].
+        """
+        found = self._own_logits(hidden)
+        return found if self.rank is None else self.rank.whole_logits(found, self.config.vocab_size)
+
+    def best(self, hidden: torch.Tensor) -> list[int]:
+        """The likeliest token of each row of hidden states, of equals the lowest.
+
+        Of several ranks on the first alone; on others there are none.
+        """
+        found = self._own_logits(hidden)
+        if self.rank is not None:
+            return self.rank.best(found)
+        tokens: list[int] = found.argmax(dim=-1).tolist()
+        return tokens
+
+    def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the vocabulary that this rank has."""
         found = self.head.to_float(self._before(hidden, self.norm))
         cap = self.config.logits_softcap
         return torch.tanh(found / cap) * cap if cap else found
@@ -207,15 +242,22 @@ def _prefix(config: ModelConfig, tensors: NamedTensors) -> str:
     return next((p for p in prefixes if f"{p}embed_tokens.weight" in tensors), prefixes[0])
 
 
-def _head(config: ModelConfig, tensors: NamedTensors, embedding: Matrix) -> Linear:
-    vocab, hidden = config.vocab_size, config.hidden_size
+def _vocabulary(config: ModelConfig, rank: RankModel | None) -> int:
+    """How many tokens' rows embedding and head have."""
+    return config.vocab_size if rank is None else len(rank.share.vocabulary)
+
+
+def _head(config: ModelConfig, tensors: NamedTensors, embedding: Matrix, vocab: int) -> Linear:
+    hidden = config.hidden_size
     if not config.tied_embeddings:
         return tensors.linear("lm_head", vocab, hidden)
     copied = TIED_HEAD in tensors
     return Linear(tensors.matrix(TIED_HEAD, vocab, hidden) if copied else embedding)
 
 
-def _layer(config: ModelConfig, tensors: NamedTensors, prefix: str, number: int) -> Layer:
+def _layer(
+    config: ModelConfig, tensors: NamedTensors, prefix: str, number: int, rank: RankModel | None
+) -> Layer:
     base = f"{prefix}layers.{number}"
     norms = [
         None if name is None else _norm(config, tensors, f"{base}.{name}", config.hidden_size)
@@ -235,7 +277,7 @@ def _layer(config: ModelConfig, tensors: NamedTensors, prefix: str, number: int)
         attention_post_norm=norms[1],
         mlp_norm=norms[2],
         mlp_post_norm=norms[3],
-        mlp=_mlp(config, tensors, base, number),
+        mlp=_mlp(config, tensors, base, number, rank),
     )
 
 
@@ -272,12 +314,15 @@ def _qk_norms(
     )
 
 
-def _mlp(config: ModelConfig, tensors: NamedTensors, base: str, number: int) -> GatedMlp | Experts:
+def _mlp(
+    config: ModelConfig, tensors: NamedTensors, base: str, number: int, rank: RankModel | None
+) -> GatedMlp | Experts:
     hidden, inner = config.hidden_size, config.intermediate_size
     family = FAMILIES[config.architecture]
     if config.experts is not None and number in config.experts.layers:
         assert family.experts is not None
-        return _experts(hidden, config.experts, family.experts, tensors, base)
+        held = range(config.experts.count) if rank is None else rank.share.experts
+        return _experts(hidden, config.experts, family.experts, tensors, base, held)
     if family.fused_projections:
         gate, up = tensors.split_linear(f"{base}.mlp.gate_up_proj", (inner, inner), hidden)
     else:
@@ -287,21 +332,30 @@ def _mlp(config: ModelConfig, tensors: NamedTensors, base: str, number: int) -> 
 
 
 def _experts(
-    hidden: int, config: ExpertsConfig, names: ExpertNames, tensors: NamedTensors, base: str
+    hidden: int,
+    config: ExpertsConfig,
+    names: ExpertNames,
+    tensors: NamedTensors,
+    base: str,
+    held: range,
 ) -> Experts:
-    """Experts of a tensor each, as published, or fused, as transformers 5 holds them."""
+    """Experts of a tensor each, as published, or fused, as transformers 5 holds them.
+
+    ``held``: those that there are weights of.
+    """
     inner = config.intermediate_size
     if f"{base}.mlp.experts.gate_up_proj" in tensors:
         router = tensors.linear(f"{base}.mlp.gate", config.count, hidden)
         fused = f"{base}.mlp.experts"
-        gate_up = tensors.take(f"{fused}.gate_up_proj", config.count, 2 * inner, hidden)
-        down = tensors.take(f"{fused}.down_proj", config.count, hidden, inner)
+        gate_up = tensors.take(f"{fused}.gate_up_proj", len(held), 2 * inner, hidden)
+        down = tensors.take(f"{fused}.down_proj", len(held), hidden, inner)
         return Experts(
             router,
             tuple(
                 GatedMlp(Linear(gate_up[n, :inner]), Linear(gate_up[n, inner:]), Linear(down[n]))
-                for n in range(config.count)
+                for n in range(len(held))
             ),
+            held.start,
         )
     block = f"{base}.{names.block}"
     return Experts(
@@ -312,6 +366,7 @@ def _experts(
                 tensors.linear(f"{block}.experts.{n}.{names.up}", inner, hidden),
                 tensors.linear(f"{block}.experts.{n}.{names.down}", hidden, inner),
             )
-            for n in range(config.count)
+            for n in held
         ),
+        held.start,
     )

@@ -18,6 +18,7 @@ from engine.known_sequence import KnownSequence
 from engine.kv_cache import KvCache
 from engine.logprobs import token_logprobs
 from engine.model_drafter import ComputedRow
+from engine.parallel.ranks import CopyBlocks
 from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.sampling import SampleRow, draw_of, sample
 from engine.speculation import DraftedRow, StepSpeculation, kept_tokens, with_place
@@ -41,10 +42,12 @@ class ModelRunner:
         grammars: CompiledGrammars | None = None,
         speculation: StepSpeculation | None = None,
         embedder: Embedder | None = None,
+        copy: CopyBlocks | None = None,
     ) -> None:
         """Without ``grammars`` a sequence that has one fails; without ``speculation`` each gets one
 
-        token a step; without ``embedder`` none can be embedded.
+        token a step; without ``embedder`` none can be embedded. ``copy`` copies blocks, where they
+        are not copied in this cache alone.
         """
         self.model = model
         self.cache = cache
@@ -56,6 +59,7 @@ class ModelRunner:
         self._known: dict[int, KnownSequence] = {}
         self._speculation = speculation
         self._embedder = embedder
+        self._copy = copy or cache.copy
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -133,7 +137,7 @@ class ModelRunner:
             self.forget(sequence_id)
         for new in plan.new:
             self._learn(new)
-        self.cache.copy(plan.copies)
+        self._copy(plan.copies)
 
     def _learn(self, new: NewSequence) -> None:
         known = self._known[new.sequence_id] = KnownSequence.of(new)

@@ -50,10 +50,10 @@ class TorchStepModel:
             self._layer_done,
             inputs.take if step.hidden_layers else None,
         )
-        logits = self._model.logits(hidden[step.outputs])
+        wanted = hidden[step.outputs]
         if step.greedy:
-            return StepOutput(logits.argmax(dim=-1).tolist(), None, inputs.found())
-        return StepOutput(None, logits, inputs.found())
+            return StepOutput(self._model.best(wanted), None, inputs.found())
+        return StepOutput(None, self._model.logits(wanted), inputs.found())
 
     def _layer_done(self, layer: int) -> None:
         # On a GPU it has only been asked for.

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from baton.errors import ConfigError
 from engine.named_tensors import TIED_HEAD
+from engine.parallel.weight_slices import Cut, WeightSlices
 from engine.quantization.checkpoint_format import UNUSED, CheckpointFormat, checkpoint_format
 from engine.quantization.tensor_file import PADDING
 from engine.quantization.weight import KINDS, QuantizedWeight, QuantKind, dequantize, quantize
@@ -42,9 +43,10 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     quantization: str = "auto",
+    slices: WeightSlices | None = None,
 ) -> dict[str, Weight]:
     """All weights of the folder's model by name; see ``iterate_weights``."""
-    return dict(iterate_weights(folder, device, dtype, quantization))
+    return dict(iterate_weights(folder, device, dtype, quantization, slices))
 
 
 def iterate_weights(
@@ -52,6 +54,7 @@ def iterate_weights(
     device: torch.device,
     dtype: torch.dtype,
     quantization: str = "auto",
+    slices: WeightSlices | None = None,
 ) -> Iterator[tuple[str, Weight]]:
     """The weights of the folder's model, one after another, under Hugging Face's plain names.
 
@@ -68,6 +71,9 @@ def iterate_weights(
     tensors are views of the mapped file; otherwise they are copies. One weight is in fp32 at a time
     at most. Raises ConfigError where there is no file, where one cannot be read, and for a
     quantisation that is not served.
+
+    With ``slices`` they are what one rank holds of each, as copies: no more of the files is read,
+    and none of it stays mapped. Of a quantised matrix that is not in Baton's own form all is read.
     """
     if quantization not in _QUANTIZATIONS:
         known = ", ".join(_QUANTIZATIONS)
@@ -79,10 +85,10 @@ def iterate_weights(
             f"auto to serve them as they are, or none, not {quantization}"
         )
     with ExitStack() as stack:
-        files = _TensorFiles(_files(folder), stack)
+        files = _TensorFiles(_files(folder), stack, stay_open=slices is None)
         # A model without a head of its own multiplies by the embedding.
         tied = quantization in KINDS and not any(_HEAD in f".{name}" for name in files)
-        for name, weight in _stored(files, layout):
+        for name, weight in _stored(files, layout, slices):
             if isinstance(weight, QuantizedWeight):
                 yield name, _of_type(weight.to(device), dtype, quantization)
             elif (kind := _kind_of(name, weight, quantization)) is not None:
@@ -149,14 +155,19 @@ def _kind_of(name: str, weight: torch.Tensor, quantization: str) -> QuantKind | 
 class _TensorFiles:
     """The tensors of several safetensors files by name. Its methods raise ConfigError."""
 
-    def __init__(self, paths: list[Path], stack: ExitStack) -> None:
-        """``stack`` closes the files."""
+    def __init__(self, paths: list[Path], stack: ExitStack, *, stay_open: bool) -> None:
+        """``stack`` closes the files. Those that do not stay open are mapped tensor by tensor: what
+
+        was read of a file does not count as this process's memory any more.
+        """
         self._files: dict[str, tuple[Path, Any]] = {}
         for path in paths:
             with _read_errors(path):
-                file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-                names = (name for name in file.keys() if not name.startswith(PADDING))  # noqa: SIM118
-                self._files |= dict.fromkeys(names, (path, file))
+                file = stack.enter_context(_open(path))
+                names = [name for name in file.keys() if not name.startswith(PADDING)]  # noqa: SIM118
+                self._files |= dict.fromkeys(names, (path, file if stay_open else None))
+                if not stay_open:
+                    stack.pop_all().close()
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -166,9 +177,28 @@ class _TensorFiles:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         path, file = self._files[name]
-        with _read_errors(path):
-            tensor: torch.Tensor = file.get_tensor(name)
+        with _read_errors(path), _open(path) if file is None else nullcontext(file) as opened:
+            tensor: torch.Tensor = opened.get_tensor(name)
         return tensor
+
+    def cut(self, name: str, cut: Cut) -> torch.Tensor:
+        """What ``cut`` says of a tensor, in memory of its own."""
+        path, _ = self._files[name]
+        with _read_errors(path), _open(path) as opened:
+            if not cut.runs:
+                return opened.get_tensor(name).clone()  # type: ignore[no-any-return]
+            found = opened.get_slice(name)
+
+            def read(dim: int, run: range) -> torch.Tensor:
+                chosen = slice(run.start, run.stop)
+                part: torch.Tensor = found[chosen] if dim == 0 else found[:, chosen]
+                return part
+
+            return cut.tensor(read)
+
+
+def _open(path: Path) -> Any:
+    return safe_open(path, framework="pt", device="cpu")
 
 
 @contextmanager
@@ -179,8 +209,10 @@ def _read_errors(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
-def _stored(files: _TensorFiles, layout: CheckpointFormat | None) -> Iterator[tuple[str, Weight]]:
-    """Every weight as its file holds it, in the files' order."""
+def _stored(
+    files: _TensorFiles, layout: CheckpointFormat | None, slices: WeightSlices | None
+) -> Iterator[tuple[str, Weight]]:
+    """Every weight as its file holds it, or the part of ``slices``, in the files' order."""
     owners = {} if layout is None else _owners(files, layout)
     done: set[str] = set()
     for name in files:
@@ -188,9 +220,14 @@ def _stored(files: _TensorFiles, layout: CheckpointFormat | None) -> Iterator[tu
         if layout is not None and module is not None:
             if module not in done:
                 done.add(module)
-                yield f"{module}.weight", _read(files, layout, module)
+                weight = _read_part(files, layout, module, slices)
+                if weight is not None:
+                    yield f"{module}.weight", weight
         elif layout is None or not name.endswith(UNUSED):
-            tensor = files[name]
+            cut = None if slices is None else slices.of(name)
+            if slices is not None and cut is None:
+                continue
+            tensor = files[name] if cut is None else files.cut(name, cut)
             if tensor.dtype in _FLOAT8:
                 raise ConfigError(f"tensor {name} is fp8, and the checkpoint has no scale for it")
             yield name, tensor
@@ -200,6 +237,18 @@ def _owners(files: _TensorFiles, layout: CheckpointFormat) -> dict[str, str]:
     """The quantised module that a tensor belongs to, by the tensor's name."""
     modules = {module for name in files if (module := layout.module(name)) is not None}
     return {name: module for module in modules for name in layout.names(module).values()}
+
+
+def _read_part(
+    files: _TensorFiles, layout: CheckpointFormat, module: str, slices: WeightSlices | None
+) -> QuantizedWeight | None:
+    """A quantised matrix, or what ``slices`` say of it; None: nothing of it."""
+    name = f"{module}.weight"
+    if slices is None:
+        return _read(files, layout, module)
+    if slices.of(name) is None:
+        return None
+    return slices.quantized(name, _read(files, layout, module))
 
 
 def _read(files: _TensorFiles, layout: CheckpointFormat, module: str) -> QuantizedWeight:

@@ -113,6 +113,33 @@ def make_tiny_model(
     return folder
 
 
+def make_tiny_moe(folder: Path, *, experts: int = 5, seed: int = 0) -> Path:
+    """The same with a mixture of experts in each layer, as Mixtral has it."""
+    make_tiny_model(folder, seed=seed)
+    config = json.loads((folder / "config.json").read_text()) | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": experts,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if ".mlp." in name]:
+        weight = weights.pop(name)
+        base, _, layer = name.removesuffix("_proj.weight").partition(".mlp.")
+        part = {"gate": "w1", "up": "w3", "down": "w2"}[layer]
+        moe = f"{base}.block_sparse_moe"
+        for n in range(experts):
+            noise = torch.randn(weight.shape, generator=generator) / weight.shape[-1] ** 0.5
+            weights[f"{moe}.experts.{n}.{part}.weight"] = noise
+        router = torch.randn(experts, config["hidden_size"], generator=generator)
+        weights[f"{moe}.gate.weight"] = router
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
 def make_padded_model(folder: Path, *, layers: int, **options: Any) -> Path:
     """The tiny model of one layer as one of many: those behind the first change nothing.
 

@@ -48,6 +48,7 @@ def _fits(model: DecoderModel, cache: KvGroup) -> bool:
     dim, size = config.head_dim, cache.block_size
     return (
         data.device.type == "cpu"
+        and model.rank is None
         and data.dtype in _KV_KINDS
         and model.dtype == torch.bfloat16
         and dim % _LANES == 0

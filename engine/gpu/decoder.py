@@ -7,6 +7,7 @@ being drawn: they never go by way of the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,7 @@ from engine.gpu.step_tensors import (
 from engine.grammar_state import Mask, pack
 from engine.kv_cache import KvCache
 from engine.model import DecoderModel
+from engine.parallel.ranks import LeadRank
 from engine.step import StepInput, StepOutput
 
 Masks = Callable[[], dict[int, Mask]]
@@ -41,17 +43,23 @@ _CHUNKS = (2, 8, 16, 32, 128)
 
 
 def gpu_decoder(
-    model: DecoderModel, cache: KvCache, most_rows: int, *, deterministic: bool = False
+    model: DecoderModel,
+    cache: KvCache,
+    most_rows: int,
+    *,
+    deterministic: bool = False,
+    lead: LeadRank | None = None,
 ) -> GpuStepModel | None:
     """The GPU's decoder for a model and a cache that lie on one; None where they do not.
 
-    Takes the layers out of ``model``. ``most_rows`` bounds the sequences of a step.
+    Takes the layers out of ``model``. ``most_rows`` bounds the sequences of a step. Of several
+    ranks the first one has the ``lead``.
     """
     device = cache.data.device
     if device.type != "cuda":
         return None
     return GpuStepModel(
-        model, cache, most_rows, capture=CudaCapture(device), deterministic=deterministic
+        model, cache, most_rows, capture=CudaCapture(device), deterministic=deterministic, lead=lead
     )
 
 
@@ -86,12 +94,15 @@ class GpuStepModel:
         *,
         capture: Capture | None = None,
         deterministic: bool = False,
+        lead: LeadRank | None = None,
     ) -> None:
         """Takes the layers out of ``model``. Without ``capture`` no step is captured.
 
-        With ``deterministic`` a row's logits depend on its sequence alone, bit for bit.
+        With ``deterministic`` a row's logits depend on its sequence alone, bit for bit. With the
+        ``lead`` other ranks are told of each step.
         """
         config = model.config
+        self._rank, self._lead = model.rank, lead
         self._device = cache.data.device
         self._block_size = cache.block_size
         self._singles_first = not deterministic
@@ -126,10 +137,11 @@ class GpuStepModel:
         """
         draws = [GREEDY] * len(step.outputs) if step.greedy else []
         hidden = None
-        if step.hidden_layers:
-            logits, tensors, hidden = self._watched(step, draws)
-        else:
-            logits, tensors = self._compute(step, draws)
+        with self._leading(step, draws=False):
+            if step.hidden_layers:
+                logits, tensors, hidden = self._watched(step, draws)
+            else:
+                logits, tensors = self._compute(step, draws)
         if not step.greedy:
             return StepOutput(None, logits, hidden)
         return StepOutput(self._draw(logits, tensors).tolist(), None, hidden)
@@ -143,13 +155,33 @@ class GpuStepModel:
         A token id of -1 - n stands for the token that the step started last draws for its output n.
         At most ``most_rows`` outputs.
         """
-        logits, tensors = self._compute(step, draws)
-        if masks is not None:
-            made = masks()
-            forbid(logits, list(made), list(made.values()))
-        drawn = self._draw(keep_allowed(logits, draws), tensors)
-        self._drawn[: len(drawn)].copy_(drawn)
+        with self._leading(step, draws=True):
+            logits, tensors = self._compute(step, draws)
+            if masks is not None:
+                made = masks()
+                forbid(logits, list(made), list(made.values()))
+            drawn = self._draw(keep_allowed(logits, draws), tensors)
+            self._drawn[: len(drawn)].copy_(drawn)
+            self._share_drawn(len(drawn))
         return self._brought(drawn)
+
+    @torch.inference_mode()
+    def follow(self, step: StepInput, *, draws: bool) -> None:
+        """On another rank than 0: compute its part, and with ``draws`` take what rank 0 draws."""
+        if step.hidden_layers:
+            self._watched(step, [])
+        else:
+            self._compute(step, [])
+        if draws:
+            self._share_drawn(len(step.outputs))
+
+    def _leading(self, step: StepInput, *, draws: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self._lead is None else self._lead.computing(step, draws=draws)
+
+    def _share_drawn(self, count: int) -> None:
+        """Have the tokens that rank 0 has drawn, so that the next step may name them."""
+        if self._rank is not None and count:
+            self._rank.group.share(self._drawn[:count])
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -157,6 +189,8 @@ class GpuStepModel:
 
         They are steps of padding alone: nothing is written into any block.
         """
+        if self._lead is not None:
+            self._lead.tell_warm_up()
         nothing = StepInput((), [], [], True)
         any_token = pack(np.ones(self._vocab_size, np.bool_))
         forbid(torch.zeros(1, self._vocab_size, device=self._device), [0], [any_token])
@@ -250,7 +284,8 @@ class GpuStepModel:
         """A decode step on tensors that are always the same: what is captured."""
         tensors = step_tensors(self._inputs, self._decode_shape(bucket))
         logits = self._forward.logits(tensors, self._drawn, None)
-        self._logits[: bucket.rows].copy_(logits)
+        # Of several ranks the first alone has them.
+        self._logits[: len(logits)].copy_(logits)
 
     def _decode_shape(self, bucket: Bucket) -> StepShape:
         singles = bucket.rows if self._singles_first else 0

@@ -37,6 +37,7 @@ class Forward:
         """
         config = model.config
         self._config = config
+        self._rank = model.rank
         self._dtype = model.dtype
         self._blocks = KvBlocks(cache.data, cache.scales)
         self._capability = capability_of(cache.data)
@@ -71,6 +72,8 @@ class Forward:
     ) -> torch.Tensor:
         """Compute the tokens and store their KV: fp32 or the weights' type [outputs, vocab_size].
 
+        Of several ranks the first alone has logits; others have [0, vocab_size].
+
         ``drawn`` int64 holds tokens that the host may not know (``engine.gpu.embedding``);
         ``outputs`` says which tokens' logits are wanted, None: all. ``states`` gets what the last
         layer puts out, fp32 [tokens, hidden_size].
@@ -80,9 +83,9 @@ class Forward:
         post_norm: torch.Tensor | None = None
         for number, layer in enumerate(self._layers):
             h = self._enter(residual, added, post_norm, layer.attention_norm)
-            added = layer.output(self._attention(h, layer, number, step))
+            added = self._joined(layer.output(self._attention(h, layer, number, step)))
             h = self._enter(residual, added, layer.attention_post_norm, layer.mlp_norm)
-            added, post_norm = self._mlp(h, layer), layer.mlp_post_norm
+            added, post_norm = self._joined(self._mlp(h, layer)), layer.mlp_post_norm
         if states is not None:
             # Entered without a norm, that is, added and nothing more.
             self._enter(residual, added, post_norm, None)
@@ -92,10 +95,20 @@ class Forward:
             residual, added = residual[outputs], None if added is None else added[outputs]
         found = self._head(self._enter(residual, added, post_norm, self._norm))
         cap = self._config.logits_softcap
-        return torch.tanh(found.float() / cap) * cap if cap else found
+        found = torch.tanh(found.float() / cap) * cap if cap else found
+        if self._rank is None:
+            return found
+        return self._rank.whole_logits(found, self._config.vocab_size)
+
+    def _joined(self, part: torch.Tensor) -> torch.Tensor:
+        """What all ranks have computed of a sublayer, of what this one has."""
+        return part if self._rank is None else self._rank.add(part)
 
     def _embed(self, token_ids: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
         """fp32 [tokens, hidden_size]."""
+        if self._rank is not None:
+            found = self._rank.embed(self._embedding, known_tokens(token_ids, drawn))
+            return found * self._embedding_scale
         if isinstance(self._embedding, QuantizedWeight):
             found = dequantize(self._embedding.rows(known_tokens(token_ids, drawn)))
             return found * self._embedding_scale

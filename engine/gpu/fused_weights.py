@@ -122,6 +122,8 @@ class StackedExperts:
     router: Linear
     gate_up: torch.Tensor
     down: torch.Tensor
+    first: int
+    """The number of the first: a rank of several has a run of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,8 @@ class SeparateExperts:
 
     router: GpuLinear
     experts: tuple[FusedMlp, ...]
+    first: int
+    """The number of the first: a rank of several has a run of them."""
 
 
 GpuMlp = FusedMlp | StackedExperts | SeparateExperts
@@ -184,6 +188,7 @@ def _gpu_mlp(mlp: GatedMlp | Experts, dtype: torch.dtype, *, deterministic: bool
     return SeparateExperts(
         fuse((mlp.router,), dtype, deterministic=deterministic),
         tuple(_fused_mlp(one, dtype, deterministic=deterministic) for one in mlp.experts),
+        mlp.first,
     )
 
 
@@ -204,7 +209,7 @@ def _stacked(experts: Experts) -> StackedExperts | None:
             return None
         gate_up.append(torch.cat(weights[:2]))
         down.append(weights[2])
-    return StackedExperts(experts.router, torch.stack(gate_up), torch.stack(down))
+    return StackedExperts(experts.router, torch.stack(gate_up), torch.stack(down), experts.first)
 
 
 def fuse(linears: Sequence[Linear], dtype: torch.dtype, *, deterministic: bool) -> GpuLinear:

@@ -47,6 +47,18 @@ def route(expert_ids: torch.Tensor, experts: int) -> Routing:
     return Routing(order, counts.cumsum(0, dtype=torch.int32), expert_ids.shape[1])
 
 
+def route_held(expert_ids: torch.Tensor, held: range) -> Routing:
+    """The routing among the experts ``held``; pairs of others come last, and belong to none.
+
+    Rows of the latter are left as they are by ``grouped_linear``: ``add_choices`` drops them.
+    """
+    others = len(held)
+    own = expert_ids - held.start
+    own = torch.where((own >= 0) & (own < others), own, others)
+    routing = route(own, others + 1)
+    return Routing(routing.order, routing.offsets[:-1], routing.choices)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def grouped_linear_kernel(  # type: ignore[no-untyped-def]
     x,
@@ -181,11 +193,12 @@ def add_choices(rows: torch.Tensor, routing: Routing, factors: torch.Tensor) -> 
     """Each token's sum of its experts' ``rows`` [pairs, hidden], sorted, times ``factors``.
 
     ``factors`` fp32 [tokens, experts_per_token]. Returns fp32 [tokens, hidden]; the choices are
-    added in their order, without atomics.
+    added in their order, without atomics. Pairs that belong to no expert here count as zeros.
     """
     where = torch.empty_like(routing.order)
     numbers = torch.arange(len(routing.order), dtype=where.dtype, device=where.device)
     where[routing.order.long()] = numbers
+    rows = torch.where((numbers < routing.offsets[-1])[:, None], rows, 0)
     by_token = rows[where.long()].view(*factors.shape, -1).float()
     return (by_token * factors[:, :, None]).sum(dim=1)
 

@@ -8,7 +8,7 @@ from engine.experts import route as choose
 from engine.families import Activation
 from engine.gpu.activation import gated
 from engine.gpu.fused_weights import FusedMlp, SeparateExperts, StackedExperts
-from engine.gpu.grouped_linear import add_choices, grouped_linear, route
+from engine.gpu.grouped_linear import add_choices, grouped_linear, route, route_held
 from engine.model_config import ExpertsConfig
 
 
@@ -27,7 +27,12 @@ def mix_stacked(
 ) -> torch.Tensor:
     """fp32 [rows, hidden] of ``x`` [rows, hidden], without waiting for the GPU."""
     factors, chosen = choose(experts.router, x, config)
-    routing = route(chosen, config.count)
+    first, count = experts.first, len(experts.gate_up)
+    routing = (
+        route(chosen, count)
+        if count == config.count
+        else route_held(chosen, range(first, first + count))
+    )
     both = grouped_linear(x, experts.gate_up, routing, gathers=True)
     rows = grouped_linear(_gated(both, activation), experts.down, routing, gathers=False)
     return add_choices(rows, routing, factors)
@@ -45,12 +50,15 @@ def mix_separate(
     factors, chosen = probabilities.topk(config.per_token, dim=-1)
     if config.normalised:
         factors = factors / factors.sum(dim=-1, keepdim=True)
-    routing = route(chosen, config.count)
+    held = range(experts.first, experts.first + len(experts.experts))
+    routing = route_held(chosen, held)
     rows = x[routing.order.long() // config.per_token]
     counts = routing.offsets.diff().tolist()
+    others = len(rows) - sum(counts)
+    parts = torch.split(rows, [*counts, others])
     found = [
         fused_mlp(expert, part, activation)
-        for expert, part in zip(experts.experts, torch.split(rows, counts), strict=True)
+        for expert, part in zip(experts.experts, parts[:-1], strict=True)
         if len(part)
     ]
-    return add_choices(torch.cat(found), routing, factors)
+    return add_choices(torch.cat([*found, parts[-1]]), routing, factors)

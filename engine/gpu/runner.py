@@ -23,6 +23,7 @@ from engine.gpu.draws import draw_of
 from engine.gpu.speculation import OverlapSpeculation, verification_rows
 from engine.grammar_state import Mask
 from engine.kv_cache import KvCache
+from engine.parallel.ranks import CopyBlocks
 from engine.plan import PlanRow, StepPlan, StepResult
 from engine.runner import Ending, ModelRunner, accepted_of, result_of, step_of
 from engine.sampling import SampleRow
@@ -81,8 +82,9 @@ class GpuRunner(ModelRunner):
         grammars: CompiledGrammars | None = None,
         speculation: OverlapSpeculation | None = None,
         embedder: Embedder | None = None,
+        copy: CopyBlocks | None = None,
     ) -> None:
-        super().__init__(model, cache, device, grammars, speculation, embedder)
+        super().__init__(model, cache, device, grammars, speculation, embedder, copy)
         self._gpu = model
         self._drafts = speculation
         self._unsettled: list[_Unsettled] = []

@@ -102,6 +102,40 @@ class QuantizedWeight:
             mins=None if self.mins is None else self.mins[chosen],
         )
 
+    def inputs(self, run: range) -> QuantizedWeight:
+        """A run of the inputs; views. Raises ValueError where it does not consist of whole groups,
+
+        or columns have another order than the inputs.
+        """
+        if self.columns is not None:
+            raise ValueError("its columns have another order than its inputs")
+        if run.start % self.group or run.stop % self.group:
+            raise ValueError(
+                f"inputs {run.start} to {run.stop} are no whole groups of {self.group}"
+            )
+        codes = slice(run.start, run.stop)
+        if self.kind == "int4":
+            codes = slice(run.start // 2, run.stop // 2)
+        groups = slice(run.start // self.group, run.stop // self.group)
+        return replace(
+            self,
+            codes=self.codes[:, codes],
+            scales=self.scales[:, groups],
+            mins=None if self.mins is None else self.mins[:, groups],
+        )
+
+    def clone(self) -> QuantizedWeight:
+        """A contiguous copy in memory of its own."""
+        return replace(
+            self,
+            codes=self.codes.clone(memory_format=torch.contiguous_format),
+            scales=self.scales.clone(memory_format=torch.contiguous_format),
+            mins=None
+            if self.mins is None
+            else self.mins.clone(memory_format=torch.contiguous_format),
+            columns=None if self.columns is None else self.columns.clone(),
+        )
+
 
 def code_values(weight: QuantizedWeight) -> torch.Tensor:
     """The codes' values as fp32 [out, in], without scales, in the stored order of columns."""

@@ -1,0 +1,75 @@
+"""What a rank adds to the layers that it computes: the parts of the model that the ranks divide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+
+from engine.parallel.model_share import ModelShare
+from engine.parallel.rank_group import RankGroup
+from engine.quantization.weight import QuantizedWeight, dequantize
+
+
+@dataclass(frozen=True, slots=True)
+class RankModel:
+    """One rank's share of a model, and the way to the other ranks."""
+
+    share: ModelShare
+    group: RankGroup
+
+    def embed(self, table: torch.Tensor | QuantizedWeight, token_ids: torch.Tensor) -> torch.Tensor:
+        """fp32 [tokens, hidden_size], of ``table``, which has the rows of the rank's vocabulary.
+
+        Exact: of each token one rank has the row, and the others add zeros.
+        """
+        own = self.share.vocabulary
+        here = (token_ids >= own.start) & (token_ids < own.stop)
+        ids = (token_ids - own.start).clamp(0, len(own) - 1)
+        if isinstance(table, QuantizedWeight):
+            found = dequantize(table.rows(ids))
+        else:
+            found = F.embedding(ids, table).float()
+        return self.group.add(found * here[:, None])
+
+    def add(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of what the ranks have computed of a layer; ``part`` is overwritten."""
+        return self.group.add(part)
+
+    def whole_logits(self, own: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """On rank 0 fp32 [rows, vocab_size] of ``own``, fp32 [rows, the rank's vocabulary].
+
+        Elsewhere there is nothing: [0, vocab_size].
+        """
+        if not len(own):
+            return own.new_empty(0, vocab_size)
+        # Ranks may differ by one token, and what is gathered has one shape.
+        widest = -(-vocab_size // self.share.ranks)
+        found = self.group.gather(F.pad(own, (0, widest - own.shape[1])))
+        if found is None:
+            return own.new_empty(0, vocab_size)
+        sizes = [_vocabulary(vocab_size, rank, self.share.ranks) for rank in range(len(found))]
+        parts = zip(found, sizes, strict=True)
+        return torch.cat([part[:, :size] for part, size in parts], dim=1)
+
+    def best(self, own: torch.Tensor) -> list[int]:
+        """On rank 0 the likeliest token of each row of such logits, of equals the lowest one.
+
+        Elsewhere there is nothing.
+        """
+        if not len(own):
+            return []
+        value, place = own.max(dim=1)
+        # fp64 holds both exactly.
+        named = torch.stack((value.double(), (place + self.share.vocabulary.start).double()))
+        found = self.group.gather(named)
+        if found is None:
+            return []
+        ranks = found[:, 0].argmax(dim=0)
+        tokens: list[int] = found[:, 1].gather(0, ranks[None])[0].long().tolist()
+        return tokens
+
+
+def _vocabulary(size: int, rank: int, ranks: int) -> int:
+    return (rank + 1) * size // ranks - rank * size // ranks

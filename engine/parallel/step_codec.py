@@ -1,0 +1,136 @@
+"""What rank 0 tells the other ranks: flat numbers, no pickle. Pure but for numpy.
+
+A frame is one byte for its kind and little-endian numbers behind it. A row's block table is told
+once: of a sequence that was in the step before, the blocks that were added alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.plan import PlanRow
+from engine.step import StepInput
+
+_STEP = struct.Struct("<BBIIII")
+"""Kind, greedy, rows, tokens, outputs, layers whose states are wanted."""
+_ROW = np.dtype(
+    [("id", "<i8"), ("start", "<i4"), ("count", "<i4"), ("kept", "<i4"), ("new", "<i4")]
+)
+_NUMBER = np.dtype("<i4")
+
+Copies: TypeAlias = tuple[tuple[int, int], ...]
+
+
+class Kind(IntEnum):
+    """Of a frame."""
+
+    STEP = 1
+    """Compute a step."""
+    DRAWING_STEP = 2
+    """Compute a step, and take the tokens that rank 0 draws of it: the next one may name them."""
+    COPY = 3
+    """Copy blocks."""
+    WARM_UP = 4
+    """Run and capture what a GPU is to have done before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A frame that was read."""
+
+    kind: Kind
+    step: StepInput | None = None
+    copies: Copies = ()
+
+
+class StepWriter:
+    """Rank 0's end. Used by the engine thread."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, tuple[int, ...]] = {}
+
+    def step(self, step: StepInput, *, draws: bool) -> bytes:
+        """A frame of a step; with ``draws`` the ranks take its tokens afterwards."""
+        rows = np.zeros(len(step.rows), _ROW)
+        added: list[int] = []
+        tables: dict[int, tuple[int, ...]] = {}
+        for place, row in enumerate(step.rows):
+            before = self._tables.get(row.sequence_id, ())
+            kept = len(before) if row.block_table[: len(before)] == before else 0
+            new = row.block_table[kept:]
+            rows[place] = (row.sequence_id, row.start, row.count, kept, len(new))
+            added += new
+            tables[row.sequence_id] = row.block_table
+        self._tables = tables
+        kind = Kind.DRAWING_STEP if draws else Kind.STEP
+        lists = step.token_ids, step.outputs, step.hidden_layers
+        head = _STEP.pack(kind, step.greedy, len(rows), *(len(one) for one in lists))
+        numbers = [number for one in (added, *lists) for number in one]
+        return head + rows.tobytes() + _numbers(numbers)
+
+
+class StepReader:
+    """Another rank's end."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, tuple[int, ...]] = {}
+
+    def read(self, frame: bytes) -> Told:
+        """Raises ValueError for what no ``StepWriter`` writes."""
+        kind = Kind(frame[0])
+        if kind is Kind.COPY:
+            pairs = np.frombuffer(frame, _NUMBER, offset=1).reshape(-1, 2).tolist()
+            return Told(kind, copies=tuple((one, other) for one, other in pairs))
+        if kind is Kind.WARM_UP:
+            return Told(kind)
+        _, greedy, count, *sizes = _STEP.unpack_from(frame)
+        heads = np.frombuffer(frame, _ROW, count, _STEP.size)
+        numbers = np.frombuffer(frame, _NUMBER, offset=_STEP.size + heads.nbytes).tolist()
+        rows, end = self._rows(heads, numbers)
+        if len(numbers) != end + sum(sizes):
+            raise ValueError(f"a step of {len(frame)} bytes for {count} rows and {sizes} numbers")
+        lists = []
+        for size in sizes:
+            lists.append(numbers[end : end + size])
+            end += size
+        token_ids, outputs, layers = lists
+        return Told(kind, StepInput(rows, token_ids, outputs, bool(greedy), tuple(layers)))
+
+    def _rows(
+        self, heads: npt.NDArray[np.void], numbers: Sequence[int]
+    ) -> tuple[tuple[PlanRow, ...], int]:
+        """The rows, and where the tables' numbers end."""
+        tables: dict[int, tuple[int, ...]] = {}
+        rows: list[PlanRow] = []
+        end = 0
+        for sequence, start, count, kept, new in heads.tolist():
+            before = self._tables.get(sequence, ())
+            if kept > len(before):
+                raise ValueError(f"sequence {sequence} has {len(before)} blocks, not {kept}")
+            table = (*before[:kept], *numbers[end : end + new])
+            end += new
+            tables[sequence] = table
+            rows.append(PlanRow(sequence, start, count, table, sample=False))
+        self._tables = tables
+        return tuple(rows), end
+
+
+def copy_frame(copies: Sequence[tuple[int, int]]) -> bytes:
+    """A frame that has blocks copied: (from, to) each."""
+    return bytes((Kind.COPY,)) + _numbers([block for pair in copies for block in pair])
+
+
+def warm_up_frame() -> bytes:
+    """A frame that has a GPU warmed up."""
+    return bytes((Kind.WARM_UP,))
+
+
+def _numbers(values: Sequence[int]) -> bytes:
+    return np.array(values, dtype=_NUMBER).tobytes()

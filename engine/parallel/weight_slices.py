@@ -1,0 +1,117 @@
+"""Which part of each of a checkpoint's tensors a rank holds, by the tensors' names.
+
+Layers whose outputs are divided (query, key, value, gate, up, embedding, head) are cut by rows,
+those whose inputs are (the output of attention and of the MLP) by columns; the bias of the latter
+is rank 0's, since their results are added up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from baton.errors import ConfigError
+from engine.families import FAMILIES
+from engine.model_config import ModelConfig
+from engine.parallel.model_share import ModelShare
+from engine.quantization.weight import QuantizedWeight, concat_rows
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+_HEADS = ("lm_head", "tied_lm_head")
+
+ReadSpan = Callable[[int, range], torch.Tensor]
+"""Reads a run of a tensor's rows (0) or columns (1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Runs of a tensor along one dimension, one behind another. Without runs: all of it."""
+
+    dim: int = 0
+    runs: tuple[range, ...] = ()
+
+    def tensor(self, read: ReadSpan) -> torch.Tensor:
+        """What is held of a plain tensor, contiguous, in memory of its own."""
+        parts = [read(self.dim, run) for run in self.runs]
+        return (
+            torch.cat(parts, dim=self.dim)
+            if len(parts) > 1
+            else parts[0].clone(memory_format=torch.contiguous_format)
+        )
+
+    def quantized(self, weight: QuantizedWeight) -> QuantizedWeight:
+        """What is held of a quantised matrix, in memory of its own.
+
+        Raises ValueError where a run of inputs does not begin and end between groups.
+        """
+        if not self.runs:
+            return weight.clone()
+        if self.dim == 0:
+            parts = [weight.rows(slice(run.start, run.stop)) for run in self.runs]
+            return concat_rows(parts) if len(parts) > 1 else parts[0].clone()
+        (run,) = self.runs
+        return weight.inputs(run).clone()
+
+
+class WeightSlices:
+    """Of one rank. The model's names are Hugging Face's."""
+
+    def __init__(self, config: ModelConfig, share: ModelShare) -> None:
+        """``config`` is the whole model's."""
+        self._family = FAMILIES[config.architecture]
+        self._share = share
+        dim, inner = config.head_dim, config.intermediate_size
+        wide, narrow = config.heads * dim, config.kv_heads * dim
+        query, key = _scaled(share.query_heads, dim), _scaled(share.kv_heads, dim)
+        self._rows: dict[str, tuple[range, ...]] = {
+            "q_proj": (query,),
+            "k_proj": (key,),
+            "v_proj": (key,),
+            "qkv_proj": (query, _moved(key, wide), _moved(key, wide + narrow)),
+            "gate_proj": (share.inner,),
+            "up_proj": (share.inner,),
+            "gate_up_proj": (share.inner, _moved(share.inner, inner)),
+            "embed_tokens": (share.vocabulary,),
+            **dict.fromkeys(_HEADS, (share.vocabulary,)),
+        }
+        self._columns = {"o_proj": query, "down_proj": share.inner}
+
+    def of(self, name: str) -> Cut | None:
+        """The part of the tensor ``name``, or of the matrix of that name; None: nothing of it."""
+        if not name.startswith((*self._family.tensor_prefixes, *_HEADS)):
+            return None
+        if _FUSED_EXPERTS.search(name):
+            return Cut(0, (self._share.experts,))
+        expert = _EXPERT.search(name)
+        if expert is not None:
+            return Cut() if int(expert[1]) in self._share.experts else None
+        module, _, kind = name.rpartition(".")
+        layer = module.rpartition(".")[2]
+        if layer in self._columns and kind == "bias":
+            return Cut() if self._share.leads else None
+        if layer in self._columns:
+            return Cut(1, (self._columns[layer],))
+        return Cut(0, self._rows.get(layer, ()))
+
+    def quantized(self, name: str, weight: QuantizedWeight) -> QuantizedWeight | None:
+        """What is held of the quantised matrix ``name``. Raises ConfigError."""
+        cut = self.of(name)
+        try:
+            return None if cut is None else cut.quantized(weight)
+        except ValueError as error:
+            raise ConfigError(
+                f"the quantised weight {name} cannot be cut for tp {self._share.ranks}: {error};"
+                " take another tp, or quantization none"
+            ) from error
+
+
+def _scaled(heads: range, dim: int) -> range:
+    return range(heads.start * dim, heads.stop * dim)
+
+
+def _moved(run: range, by: int) -> range:
+    return range(run.start + by, run.stop + by)

@@ -1,0 +1,55 @@
+"""All ranks of a worker in one process, a thread each: as real as processes to gloo, and cheap."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import torch
+
+from engine.engine import Engine, EngineSettings, build_engine, build_following
+from engine.kv_cache import KvCache
+from engine.parallel.ranks import FollowingRank, LeadRank
+
+HOST = "127.0.0.1"
+CPU = torch.device("cpu")
+WAIT_S = 60.0
+
+
+@contextlib.contextmanager
+def engine_of_ranks(settings: EngineSettings, ranks: int) -> Iterator[tuple[Engine, list[KvCache]]]:
+    """Rank 0's engine, and the caches of all ranks."""
+    lead = LeadRank(HOST, ranks)
+    broken: list[str] = []
+    caches: list[Future[KvCache]] = [Future() for _ in range(ranks)]
+    ended: list[Future[None]] = [Future() for _ in range(1, ranks)]
+
+    def follow(rank: int) -> None:
+        try:
+            following = FollowingRank(lead.address, rank, ranks, WAIT_S)
+            group = following.form(CPU, broken.append)
+            model, cache = build_following(settings, group)
+            caches[rank].set_result(cache)
+            following.run(model, cache)
+            following.close()
+            ended[rank - 1].set_result(None)
+        except BaseException as error:
+            ended[rank - 1].set_exception(error)
+
+    threads = [threading.Thread(target=follow, args=(rank,)) for rank in range(1, ranks)]
+    for thread in threads:
+        thread.start()
+    try:
+        leading = lead.form(CPU, broken.append, WAIT_S)
+        engine = build_engine(settings, ranks=leading)
+        caches[0].set_result(engine.cache)
+        yield engine, [cache.result(WAIT_S) for cache in caches]
+    finally:
+        lead.close()
+        for thread in threads:
+            thread.join(WAIT_S)
+    for end in ended:
+        end.result(0)
+    assert not broken
