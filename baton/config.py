@@ -320,7 +320,8 @@ class Config(BaseSettings):
     """Requests that may wait for their turn, in one router process; more are shed with 429."""
     admission_slo_factor: float = Field(default=0.8, ge=0)
     """A request without a deadline of its own is refused with 429 when its predicted time to the
-    first token is over its class's SLO times this; 0 never does."""
+    first token is over its class's SLO times this, where as much waits before it; where less
+    does, caution gives way to the whole SLO. 0 never refuses."""
     priority_step_s: float = Field(default=1.0, gt=0)
     """A request that has waited this many seconds longer has overtaken one level of priority."""
     tenants: tuple[TenantConfig, ...] = ()

@@ -52,6 +52,10 @@ BACKGROUND_WINDOW_S = 0.01
 take no longer than this. Measured (docs/batches.md): more of them hurt others, and gain little."""
 MOST_BACKGROUND = 64
 """Background requests of one router that are with the workers at a time."""
+GRACE = 1.1
+"""Who waits alone may be late by so much, as far as is known: nobody else wants the time."""
+LOOK_S = 0.04
+"""How often all that wait are looked through for those that are too late."""
 _WEIGHT = 0.1
 
 
@@ -67,9 +71,12 @@ class Applicant:
     max_tokens: int
     """Most tokens of the answer."""
     first_token_s: float
-    """It is refused when its first token is predicted later than this many seconds from now."""
+    """It is refused when its first token is predicted later than this many seconds from now, where
+
+    as much waits before it."""
     give_up_s: float
-    """It is refused when it has waited until its first token would come later than this."""
+    """The same where nothing waits; and it is refused when it has waited until its first token
+    would come later than this. No less than ``first_token_s``."""
     deadline_s: float
     """Seconds from now by which the answer must have ended."""
     choices: int = 1
@@ -108,11 +115,11 @@ class _Request:
     begun_at: float | None = None
     generated: int = 0
 
-    def late(self, now: float, rate: float | None, ahead_tokens: float) -> bool:
+    def late(self, now: float, rate: float | None, ahead_tokens: float, grace: float) -> bool:
         """Whether its first token would come too late if it were sent now, behind those tokens."""
         ahead = ahead_tokens + self.applicant.prompt_tokens
         least = ahead / rate if rate is not None else 0.0
-        limit = min(self.applicant.give_up_s, self.applicant.deadline_s)
+        limit = min(grace * self.applicant.give_up_s, self.applicant.deadline_s)
         return now + least > self.offered_at + limit
 
 
@@ -149,6 +156,7 @@ class Admission:
         self._pace = Pace()
         self._slo_tpot_s = slo_tpot_s
         self._not_before = -math.inf
+        self._looked_at = -math.inf
         self._in_flight_tokens = 0
         self._computing_since = -math.inf
         """When the workers last began or ended a prompt."""
@@ -248,6 +256,10 @@ class Admission:
             self._drain.served_by(capacity.prefill_workers)
         self._drop_late(now)
         while (entry := self._queue.peek()) is not None:
+            ahead = self.ahead_tokens(now)
+            if entry.item.late(now, self.tokens_per_s, ahead, self._grace):
+                self._drop(entry, now)
+                continue
             if capacity is not None and not self._fits(entry.item, capacity, now):
                 break
             released.append(self._send(self._queue, capacity, now))
@@ -380,14 +392,28 @@ class Admission:
         )
         first_s = wait_s + forecast.ttft_ms / 1e3
         end_s = first_s + forecast.tpot_ms / 1e3 * max(0, answer - 1)
-        if first_s <= applicant.first_token_s and end_s <= applicant.deadline_s:
+        most_s = self._most_s(applicant, wait_s)
+        if first_s <= most_s and end_s <= applicant.deadline_s:
             return
-        late = first_s if first_s > applicant.first_token_s else end_s
-        allowed = min(applicant.first_token_s, applicant.deadline_s)
+        late = first_s if first_s > most_s else end_s
+        allowed = min(most_s, applicant.deadline_s)
         raise DeadlineUnreachable(
             f"the request would take about {late:.1f} s, and has {allowed:.1f} s",
             retry_after=self._retry_after(wait_s, now),
         )
+
+    def _most_s(self, applicant: Applicant, wait_s: float) -> float:
+        """How late its first token may be predicted.
+
+        The longer the wait, the more may come otherwise, and the more others want the time.
+        """
+        cautious_s, give_up_s = applicant.first_token_s, applicant.give_up_s
+        if math.isinf(give_up_s):
+            return cautious_s
+        if not len(self._queue):
+            return GRACE * give_up_s
+        caution = min(1.0, wait_s / cautious_s)
+        return give_up_s - caution * (give_up_s - cautious_s)
 
     def _retry_after(self, wait_s: float, now: float) -> float:
         """When what is ahead now, here and at the workers, will have been served."""
@@ -399,16 +425,26 @@ class Admission:
     # Room
 
     def _drop_late(self, now: float) -> None:
-        rate = self.tokens_per_s
-        ahead = self.ahead_tokens(now)
-        for entry in [entry for entry in self._queue if entry.item.late(now, rate, ahead)]:
-            self._queue.remove(entry)
-            self._forget(entry)
-            error = DeadlineUnreachable(
-                "the request waited for its turn until it was too late",
-                retry_after=self._retry_after(0.0, now),
-            )
-            self._refuse(entry.item.applicant.request_id, error)
+        """Of all that wait, at times."""
+        if now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        rate, ahead, grace = self.tokens_per_s, self.ahead_tokens(now), self._grace
+        for entry in [one for one in self._queue if one.item.late(now, rate, ahead, grace)]:
+            self._drop(entry, now)
+
+    @property
+    def _grace(self) -> float:
+        return GRACE if len(self._queue) == 1 else 1.0
+
+    def _drop(self, entry: Entry[_Request], now: float) -> None:
+        self._queue.remove(entry)
+        self._forget(entry)
+        error = DeadlineUnreachable(
+            "the request waited for its turn until it was too late",
+            retry_after=self._retry_after(0.0, now),
+        )
+        self._refuse(entry.item.applicant.request_id, error)
 
     def _space(self, tokens: int, now: float) -> None:
         """Let the time pass that these tokens take at the present pace."""

@@ -8,13 +8,15 @@ import heapq
 import itertools
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import router.admission as admission_module
 from baton.errors import BatonError, DeadlineUnreachable, Overloaded
-from router.admission import MOST_LEAD_S, Admission, Applicant, Capacity
+from router.admission import GRACE, MOST_LEAD_S, Admission, Applicant, Capacity
 
 BLOCK = 16
 WEIGHTS = {"default": 1.0, "other": 1.0}
@@ -267,6 +269,61 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
         cluster.offer("talker", 6000, deadline_s=6.0)
     cluster.finish()
     assert "patient" in cluster.begun
+
+
+def test_caution_is_for_those_who_wait_behind_others() -> None:
+    """A prompt that takes most of its SLO: alone it is let in, behind many it is not."""
+    cluster = Cluster(slo_s=1.6)
+    cluster.learn()
+    rate = cluster.admission.tokens_per_s
+    assert rate is not None
+    cluster.offer("alone", int(0.95 * 2.0 * rate))
+    cluster.finish()
+    assert "alone" in cluster.begun
+    behind = int(0.95 * 2.0 * rate) - 3100
+    for number in range(31):
+        cluster.offer(f"before-{number}", 100)
+    with pytest.raises(DeadlineUnreachable):
+        cluster.offer("behind", behind)
+    # The same predicted time, but nobody waits: it is all the prompt's own.
+    cluster.finish()
+    cluster.offer("not behind", behind + 3100)
+
+
+def test_who_waits_alone_has_some_grace_and_no_more() -> None:
+    cluster = Cluster(slo_s=1.6)
+    cluster.learn()
+    rate = cluster.admission.tokens_per_s
+    assert rate is not None
+    most = int(GRACE * 2.0 * rate)
+    with pytest.raises(DeadlineUnreachable):
+        cluster.offer("too long", most + 10)
+    cluster.offer("just", most - 10)
+    cluster.finish()
+    assert "just" in cluster.begun
+    # A deadline of its own is one.
+    with pytest.raises(DeadlineUnreachable):
+        cluster.offer("own deadline", most - 10, deadline_s=2.0)
+
+
+def test_a_full_queue_is_not_looked_through_for_each_that_leaves_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks, late = 0, admission_module._Request.late
+
+    def counted(self: Any, *arguments: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        return late(self, *arguments)
+
+    monkeypatch.setattr(admission_module._Request, "late", counted)
+    cluster = Cluster(tokens_per_s=1e6, slo_s=60.0, places=10_000)
+    for number in range(1000):
+        cluster.offer(f"r{number}", 1024)
+    cluster.finish()
+    assert len(cluster.begun) == 1000
+    # All are looked at every 40 ms of a second, and each when its turn comes.
+    assert looks < 30 * 1000
 
 
 def test_who_waited_too_long_after_all_is_refused_and_costs_nothing() -> None:
