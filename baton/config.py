@@ -9,7 +9,15 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -25,10 +33,12 @@ PolicyName = Literal[
 ]
 ToolParserName = Literal["auto", "hermes", "llama3", "smollm", "mistral", "mistral_args"]
 KvTypeName = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
+Scope = Literal["inference", "metrics", "admin"]
 MIB = 1 << 20
 DEFAULT_TENANT = "default"
 """The tenant of whoever belongs to no other."""
 _NAME = r"^[A-Za-z0-9._-]{1,64}$"
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _KV_TYPES: tuple[KvTypeName, ...] = ("float32", "bfloat16", "float16", "int8", "fp8")
 """The most precise first. Neither of the 16-bit types holds the other's values; their order must
 only be the same everywhere."""
@@ -135,8 +145,15 @@ class KeyConfig(_Section):
     """Most tokens in a minute, of prompts and answers, over all routers; 0 is unlimited."""
     concurrency: int = Field(default=0, ge=0)
     """Most requests at a time, over all routers; 0 is unlimited."""
-    admin: bool = False
-    """Whether it may use the operators' endpoints: to look at the cache and to drop it."""
+    scopes: tuple[Scope, ...] = Field(default=("inference",), min_length=1)
+    """What it may do: ask the model, with files and batches (``inference``); read metrics and the
+    console (``metrics``); all of that, and tell the cluster what to do (``admin``)."""
+    expires_at: AwareDatetime | None = None
+    """When it ends, with its time zone; None: never."""
+
+    def allows(self, scope: Scope) -> bool:
+        """Whether it may do what ``scope`` stands for."""
+        return scope in self.scopes or "admin" in self.scopes
 
     @property
     def limited(self) -> bool:
@@ -246,6 +263,18 @@ class Config(BaseSettings):
     """host:port of the HTTP front."""
     grpc: str = "127.0.0.1:8001"
     """host:port of the gRPC front."""
+    admin_http: str = ""
+    """host:port of a second HTTP front for metrics, console and the operators' endpoints, which the
+    first one then has no more; empty: they share the first one."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names in the Host header by which the HTTP fronts may be called; ``*`` is any. On loopback IP
+    addresses, ``localhost`` and names without a dot always are, and where this is empty no others,
+    so that no web page comes by a name of its own (DNS rebinding); elsewhere empty is any."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call the API from a browser (CORS), as in
+    ``https://chat.example.com``; ``*`` is any. Empty: none but those that this server has sent."""
+    head_deadline_s: float = Field(default=10.0, gt=0)
+    """The head of an HTTP request must have arrived after this many seconds."""
     routers: int = Field(default=1, ge=1, le=64)
     """Router processes behind the HTTP and gRPC ports; the kernel picks one for each connection."""
     redis_url: str = ""
@@ -328,8 +357,11 @@ class Config(BaseSettings):
     """Tenants that are known by name; ``default`` always is."""
     keys: tuple[KeyConfig, ...] = ()
     """The API keys that are known."""
+    keys_file: str = ""
+    """A file of more keys, which ``baton keys`` writes; it is read again whenever it changes."""
     require_key: bool = False
-    """Whether requests without a known API key are refused with 401."""
+    """Whether requests without a known API key are refused with 401, but for ``/health`` and
+    ``/live``. Where there is a ``keys_file``, they are unless this says otherwise."""
     max_body_bytes: int = Field(default=8 * MIB, ge=1024)
     """Largest HTTP body that is read, in bytes; of an uploaded file ``file_most_bytes``."""
     data_dir: str = ""
@@ -354,11 +386,27 @@ class Config(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severity that is logged."""
 
-    @field_validator("http", "grpc")
+    @field_validator("http", "grpc", "admin_http")
     @classmethod
-    def _host_port(cls, value: str) -> str:
-        split_host_port(value)
+    def _host_port(cls, value: str, info: ValidationInfo) -> str:
+        if value or info.field_name != "admin_http":
+            split_host_port(value)
         return value
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is no origin, as in https://chat.example.com")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_file_of_keys_requires_one(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if values.get("keys_file") and "require_key" not in values:
+            return {**values, "require_key": True}
+        return values
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -388,7 +436,7 @@ class Config(BaseSettings):
             raise ValueError("keys: no two may have the same sha256")
         if self.require_key and "" in hashes:
             raise ValueError("keys: one without a sha256 contradicts require_key")
-        if any(key.admin and not key.sha256 for key in self.keys):
+        if any(key.allows("admin") and not key.sha256 for key in self.keys):
             raise ValueError("keys: one without a sha256 cannot be an admin's")
         known = {DEFAULT_TENANT, *(tenant.name for tenant in self.tenants)}
         for key in self.keys:

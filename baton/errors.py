@@ -124,6 +124,13 @@ class RequestTooLarge(BatonError):
     code = "request_too_large"
 
 
+class HeadTooLarge(RequestTooLarge):
+    """The request's headers are too many or too long."""
+
+    http_status = 431
+    code = "head_too_large"
+
+
 class Overloaded(BatonError):
     """Queues are full; the request was not started and may be tried again."""
 

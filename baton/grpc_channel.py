@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,9 +71,14 @@ def open_blocking_channel(address: str, tls: TlsFiles | None = None) -> grpc.Cha
     return grpc.secure_channel(address, credentials, options=_CLIENT_OPTIONS)
 
 
-def make_server(*, shares_port: bool = False) -> grpc.aio.Server:
-    """A server without services and ports. ``shares_port``: others may listen on the same one."""
-    return grpc.aio.server(options=_server_options(shares_port=shares_port))
+def make_server(
+    *, shares_port: bool = False, gates: Sequence[grpc.aio.ServerInterceptor] = ()
+) -> grpc.aio.Server:
+    """A server without services and ports. ``shares_port``: others may listen on the same one.
+
+    Every call passes the ``gates`` first.
+    """
+    return grpc.aio.server(interceptors=gates, options=_server_options(shares_port=shares_port))
 
 
 def make_blocking_server(

@@ -179,6 +179,11 @@ class RouterMetrics:
             "Questions about rate limits that Redis did not answer: nobody was refused by them.",
             registry=registry,
         )
+        self.key_file_failures = Counter(
+            "baton_key_file_failures",
+            "Changed files of API keys that could not be used: the keys stayed as they were.",
+            registry=registry,
+        )
         self.prefix_lookups = counter(
             "prefix_lookups",
             "Questions to the prefix index: answered, failed, late (not waited for any longer), or"

@@ -14,6 +14,7 @@ from deploy import (
     calibrate_command,
     client_commands,
     doctor_command,
+    keys_commands,
     model_commands,
     plan_command,
     simulate_command,
@@ -29,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 model_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
+keys_app = typer.Typer(help="API keys, in a file that holds their hashes.", no_args_is_help=True)
 bench_app = typer.Typer(help="Benchmarks on this machine.", no_args_is_help=True)
 
 # In the order in which --help shows them.
@@ -45,9 +47,14 @@ app.command()(plan_command.plan)
 app.command()(calibrate_command.calibrate)
 app.command()(doctor_command.doctor)
 app.add_typer(model_app, name="model")
+app.add_typer(keys_app, name="keys")
 app.add_typer(bench_app, name="bench")
 model_app.command()(model_commands.pull)
 model_app.command("list")(model_commands.list_models)
+keys_app.command()(keys_commands.create)
+keys_app.command("list")(keys_commands.list_keys)
+keys_app.command()(keys_commands.revoke)
+keys_app.command()(keys_commands.rotate)
 bench_app.command()(bench_load_commands.serve)
 bench_app.command()(bench_load_commands.goodput)
 bench_app.command()(bench_load_commands.soak)

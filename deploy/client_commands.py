@@ -12,6 +12,7 @@ from deploy.command_line import (
     DEFAULT_GRPC,
     DEFAULT_HTTP,
     INTERRUPTED,
+    ApiKey,
     Http,
     clear_errors,
     complain,
@@ -41,6 +42,7 @@ def chat(
     seed: Annotated[
         int | None, typer.Option(min=0, help="Same seed, same answer. Default: drawn.")
     ] = None,
+    api_key: ApiKey = "",
 ) -> None:
     """Stream answers in the terminal. Ctrl-C ends an answer; Ctrl-D ends the conversation."""
     from baton.client import Client  # noqa: PLC0415
@@ -50,7 +52,7 @@ def chat(
     cluster = local_cluster()
     address = grpc or (cluster.grpc if cluster is not None else DEFAULT_GRPC)
     sampling = SamplingParameters(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    with Client(address) as client:
+    with Client(address, api_key) as client:
         session = Chat(client, sampling, lambda text: typer.echo(text, nl=False))
         with clear_errors():
             client.list_models()
@@ -82,9 +84,7 @@ def batch(
         str, typer.Option(help="The batch ends after this time with what there is.")
     ] = "24h",
     http: Http = None,
-    api_key: Annotated[
-        str, typer.Option(envvar="BATON_API_KEY", help="Where the cluster asks for one.")
-    ] = "",
+    api_key: ApiKey = "",
 ) -> None:
     """Run a file of requests in the slack that other traffic leaves, and wait for the results.
 
@@ -110,14 +110,14 @@ def batch(
     raise typer.Exit(code)
 
 
-def status(http: Http = None) -> None:
+def status(http: Http = None, api_key: ApiKey = "") -> None:
     """Show the router's health and what each worker does; exit code 1 when it is not healthy."""
     from deploy.status import pairs_table, read_status, slots_table, table  # noqa: PLC0415
 
     cluster = local_cluster(http)
-    address = http or (cluster.http if cluster is not None else DEFAULT_HTTP)
+    address = http or (cluster.operators if cluster is not None else DEFAULT_HTTP)
     with clear_errors():
-        found = read_status(address, cluster)
+        found = read_status(address, cluster, api_key)
     console = Console()
     console.print(f"router {found.http}: {found.health}", markup=False, highlight=False)
     if found.supervisor:

@@ -29,6 +29,8 @@ class ClusterState:
     """When the launcher started, in Unix seconds: a process id alone may be another's by now."""
     processes: dict[str, int]
     """Process ids by name: the router, the store, the workers by slot."""
+    admin_http: str = ""
+    """Where metrics and the operators' endpoints are, if not at ``http``."""
 
     def save(self) -> None:
         """Write the file, readable by its owner alone; readers see the old or the new one."""
@@ -38,6 +40,11 @@ class ClusterState:
         with os.fdopen(descriptor, "w") as file:
             json.dump(asdict(self), file, indent=2)
         fresh.replace(path)
+
+    @property
+    def operators(self) -> str:
+        """host:port of metrics and the operators' endpoints."""
+        return self.admin_http or self.http
 
     @property
     def alive(self) -> bool:

@@ -26,6 +26,9 @@ Http = Annotated[
         help="The router's HTTP front. Default: that of the cluster on this machine.",
     ),
 ]
+ApiKey = Annotated[
+    str, typer.Option(envvar="BATON_API_KEY", help="Where the cluster asks for one.")
+]
 Model = Annotated[
     str,
     typer.Option(help="As for `baton up`. Default: smollm2-135m-instruct.", show_default=False),
@@ -53,7 +56,7 @@ def local_cluster(http: str | None = None) -> ClusterState | None:
     from deploy.cluster_state import running_clusters  # noqa: PLC0415
 
     clusters = running_clusters()
-    return next((state for state in clusters if http in (None, state.http)), None)
+    return next((one for one in clusters if http in (None, one.http, one.admin_http)), None)
 
 
 def say(text: str) -> None:

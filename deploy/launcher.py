@@ -15,12 +15,14 @@ import signal
 import sys
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
 from baton.config import Config, PoolConfig
 from baton.errors import BatonError
+from baton.keys_file import read_keys
 from baton.redis_client import redis_client
 from deploy import model_store
 from deploy.actor_settings import ActorSettings
@@ -121,6 +123,8 @@ class Launcher:
         self._take_signals()
         try:
             self._config = choose_ports(self._config)
+            if self._config.keys_file:
+                read_keys(Path(self._config.keys_file))
             if self._config.redis_url:
                 await check_redis(self._config.redis_url)
             check_gcs_store(self._config.gcs_store, self._config.redis_url)
@@ -381,7 +385,12 @@ class Launcher:
             launcher=os.getpid(),
             launcher_started=psutil.Process().create_time(),
             processes=dict(self._pids),
+            admin_http=self._admin_http,
         ).save()
+
+    @property
+    def _admin_http(self) -> str:
+        return reachable(self._config.admin_http) if self._config.admin_http else ""
 
     def _announce(self) -> None:
         self._ready = True
@@ -392,6 +401,8 @@ class Launcher:
             model=self._model.name,
             workers=[worker.slot for worker in self._parts.workers],
             logs=self._run.logs,
+            admin_http=self._admin_http,
+            needs_key=self._config.require_key,
         )
         self._progress.line("ready", "bold green")
         self._progress.line(text)

@@ -25,10 +25,16 @@ def choose_ports(config: Config) -> Config:
 
     Raises ConfigError when a port is in use or cannot be had, or when the fronts share one.
     """
-    http, grpc = _choose("--http", config.http), _choose("--grpc", config.grpc)
-    if http == grpc:
-        raise ConfigError(f"--http and --grpc are both {http}: give one of them another port")
-    return config.model_copy(update={"http": http, "grpc": grpc})
+    given = {"--http": config.http, "--grpc": config.grpc, "--admin-http": config.admin_http}
+    chosen: dict[str, str] = {}
+    for flag, address in given.items():
+        here = _choose(flag, address) if address else ""
+        other = next((name for name, taken in chosen.items() if taken == here), None)
+        if other is not None:
+            raise ConfigError(f"{other} and {flag} are both {here}: give one of them another port")
+        chosen[flag] = here
+    http, grpc, admin_http = chosen.values()
+    return config.model_copy(update={"http": http, "grpc": grpc, "admin_http": admin_http})
 
 
 def reachable(address: str) -> str:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.table import Table
 from rich.text import Text
 
-from baton.errors import Unavailable
+from baton.errors import Forbidden, Unavailable
 from baton.redis_client import redis_client
 from baton.registry import Registry, WorkerRecord
 from deploy.cluster_state import ClusterState
@@ -83,19 +83,27 @@ class Status:
     """What it sees, and what it did last; empty where there is none."""
 
 
-def read_status(http: str, cluster: ClusterState | None) -> Status:
+def read_status(http: str, cluster: ClusterState | None, api_key: str = "") -> Status:
     """Ask the router at ``http`` (host:port), and its registry when ``cluster`` says where.
 
-    Raises Unavailable when the router does not answer.
+    Raises Unavailable when the router does not answer, and Forbidden when it does not let
+    ``api_key`` read its metrics.
     """
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        with httpx.Client(trust_env=False, timeout=_DEADLINE_S) as client:
+        with httpx.Client(trust_env=False, timeout=_DEADLINE_S, headers=headers) as client:
             health = client.get(f"http://{http}/health")
-            page = client.get(f"http://{http}/metrics/cluster").text
+            answer = client.get(f"http://{http}/metrics/cluster")
     except httpx.HTTPError as error:
         raise Unavailable(
             f"no router answers at {http} ({error}); is `baton up` running?"
         ) from None
+    if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        raise Forbidden(
+            f"the router at {http} shows its metrics to a key that allows them: give it with"
+            " --api-key or in BATON_API_KEY"
+        )
+    page = answer.text
     rows = rows_from_metrics(page)
     known = None if cluster is None else _known(cluster)
     supervisor: str = ""

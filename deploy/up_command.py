@@ -55,6 +55,21 @@ def up(
             help=f"The gRPC front; port 0 takes a free one. Default: {DEFAULT_GRPC}.",
         ),
     ] = None,
+    admin_http: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Another HTTP front for metrics, console and operators, which the first one then"
+            " has no more. Default: none.",
+        ),
+    ] = None,
+    keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="API keys that `baton keys` has made; one is then required. Default: none.",
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="bfloat16, float32 or float16. Default: bfloat16."),
@@ -162,6 +177,8 @@ def up(
         routers=routers,
         http=http,
         grpc=grpc,
+        admin_http=admin_http,
+        keys_file=None if keys_file is None else str(keys_file.absolute()),
         dtype=dtype,
         quantization=quantization,
         kv_dtype=kv_dtype,

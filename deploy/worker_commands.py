@@ -84,7 +84,7 @@ def _cluster(http: str | None) -> ClusterState | None:
     from deploy.cluster_state import running_clusters  # noqa: PLC0415
 
     found = running_clusters()
-    return next((one for one in found if http in (None, one.http)), None)
+    return next((one for one in found if http in (None, one.http, one.admin_http)), None)
 
 
 def _drain_router(name: str, cluster: ClusterState | None) -> None:
@@ -100,7 +100,7 @@ def _post(
 ) -> dict[str, Any]:
     import httpx  # noqa: PLC0415
 
-    address = http or (cluster.http if cluster is not None else "127.0.0.1:8000")
+    address = http or (cluster.operators if cluster is not None else "127.0.0.1:8000")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     url = f"http://{address}/v1/{path}"
     try:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from baton.config import Config
-from baton.errors import Overloaded, RateLimitExceeded, RequestTooLarge, Unavailable
+from baton.config import Config, KeyConfig, Scope, split_host_port
+from baton.errors import (
+    Forbidden,
+    Overloaded,
+    RateLimitExceeded,
+    RequestTooLarge,
+    Unauthenticated,
+    Unavailable,
+)
 from baton.metrics import RouterMetrics
 from router.answer import Choice
-from router.api_keys import ApiKeys, Caller
+from router.api_keys import ApiKeys, Caller, authorization_of
 from router.generation import GenerationRequest
 from router.rate_limits import Charge, RateLimits
 from router.request_recorder import count_refusal
@@ -21,16 +29,44 @@ class Access:
     def __init__(
         self, config: Config, metrics: RouterMetrics, limits: RateLimits | None = None
     ) -> None:
-        self._keys = ApiKeys(config.keys, required=config.require_key)
+        self._config = config
         self._metrics = metrics
         self._limits = limits
+        hosts = [split_host_port(one)[0] for one in (config.admin_http or config.http, config.grpc)]
+        keyless = not config.keys and not config.keys_file and not config.require_key
+        self._all_are_operators = keyless and all(map(is_loopback, hosts))
+        self.set_keys(())
+
+    def set_keys(self, keys: Sequence[KeyConfig]) -> None:
+        """From now on these are known, and those of the configuration; what runs goes on."""
+        known = (*self._config.keys, *keys)
+        self._keys = ApiKeys(known, required=self._config.require_key)
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """Who asks, by ``headers`` (or gRPC metadata) with names in lower case.
 
         Raises Unauthenticated.
         """
-        return self._keys.caller(headers.get("authorization", ""))
+        return self._keys.caller(authorization_of(headers))
+
+    def check(self, headers: Mapping[str, str], scope: Scope) -> None:
+        """Whether whoever asks may do what takes ``scope``. Raises Unauthenticated, Forbidden.
+
+        Where no key is required, everybody may ask the model and read metrics; an operator is who
+        shows an admin's key, or everybody where there are no keys at all and the fronts listen on
+        loopback alone.
+        """
+        caller = self.caller(headers)
+        if caller.key is not None and caller.key.allows(scope):
+            return
+        if scope == "admin":
+            if self._all_are_operators:
+                return
+        elif not self._config.require_key:
+            return
+        if not authorization_of(headers):
+            raise Unauthenticated(f"an API key that allows {scope} is required")
+        raise Forbidden(f"this API key does not allow {scope}")
 
     @asynccontextmanager
     async def entered(
@@ -65,3 +101,11 @@ class Access:
         except (RateLimitExceeded, RequestTooLarge) as error:
             count_refusal(self._metrics, error)
             raise
+
+
+def is_loopback(host: str) -> bool:
+    """Whether who listens on ``host`` is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

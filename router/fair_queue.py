@@ -56,12 +56,20 @@ class _Flow(Generic[T]):
         return self.deficit >= self.entries[0].tokens
 
 
+class _Flows(dict[str, _Flow[T]]):
+    """By tenant. A key that was made while the router ran may bring one that nobody has named."""
+
+    def __missing__(self, tenant: str) -> _Flow[T]:
+        flow = self[tenant] = _Flow(1.0)
+        return flow
+
+
 class FairQueue(Generic[T]):
     """Not safe for threads; owned by one event loop."""
 
     def __init__(self, weights: Mapping[str, float], limit: int) -> None:
-        """``weights`` of all tenants, above 0; at most ``limit`` entries at a time."""
-        self._flows: dict[str, _Flow[T]] = {name: _Flow(weight) for name, weight in weights.items()}
+        """``weights`` of tenants, above 0, of others 1; at most ``limit`` entries at a time."""
+        self._flows = _Flows[T]((name, _Flow(weight)) for name, weight in weights.items())
         self._turns: deque[_Flow[T]] = deque()
         self._limit = limit
         self._size = 0

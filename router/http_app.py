@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 
 from baton.config import Config
@@ -25,6 +27,7 @@ from router.exchange import Exchange
 from router.generation import Dispatcher
 from router.http_edge import HttpEdge
 from router.http_errors import add_error_handlers
+from router.http_gate import gated
 from router.more_routes import BODIES, add_more_routes
 from router.openai_api import OpenAiApi
 from router.openai_protocol import (
@@ -84,7 +87,45 @@ def create_app(
     supervisor: SupervisorPage | None = None,
     more: Sequence[Mountable] = (),
 ) -> ASGIApp:
-    """The app of one router process; its life is that of what it is given.
+    """The app of one router process with all endpoints, behind one gate; see ``create_apps``."""
+    parts = create_apps(
+        dispatcher,
+        tokenizer,
+        model,
+        metrics,
+        config.model_copy(update={"admin_http": ""}),
+        access,
+        number=number,
+        supervisor=supervisor,
+        more=more,
+    )
+    return parts.http
+
+
+@dataclass(frozen=True, slots=True)
+class Apps:
+    """What each listener serves."""
+
+    http: ASGIApp
+    admin: ASGIApp | None
+    """At ``admin_http``; None where there is none."""
+    paths: tuple[tuple[str, str], ...]
+    """Methods and paths of all endpoints."""
+
+
+def create_apps(
+    dispatcher: Dispatcher,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    metrics: RouterMetrics,
+    config: Config,
+    access: Access | None = None,
+    *,
+    number: int = 0,
+    supervisor: SupervisorPage | None = None,
+    more: Sequence[Mountable] = (),
+) -> Apps:
+    """The apps of one router process; their life is that of what they are given.
 
     Without ``access``, keys are those of ``config``, and their limits are not kept. ``number``
     tells the process from the others that share its port. ``supervisor`` tells where the
@@ -106,7 +147,24 @@ def create_app(
     for endpoints in more:
         endpoints.mount(app)
     _describe_bodies(app)
-    return DirectRoutes(app, {_CHAT: api.chat_completions, _PLAIN: api.completions, **direct})
+    direct |= {_CHAT: api.chat_completions, _PLAIN: api.completions}
+    routed = DirectRoutes(app, direct)
+    if not config.admin_http:
+        return Apps(gated(routed, access, config, metrics, counted=direct), None, _paths(app))
+    return Apps(
+        gated(routed, access, config, metrics, part="clients", counted=direct),
+        gated(app, access, config, metrics, part="operators"),
+        _paths(app),
+    )
+
+
+def _paths(app: FastAPI) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (method, route.path)
+        for route in app.routes
+        if isinstance(route, Route | Mount)
+        for method in (sorted(route.methods or ()) if isinstance(route, Route) else ["GET"])
+    )
 
 
 def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:

@@ -49,8 +49,6 @@ def _check_headers(request: Request, limit: int) -> None:
     # Pages of other sites may send anything else to a server on loopback without asking.
     if kind != "application/json" and not kind.endswith("+json"):
         raise InvalidRequest("the Content-Type must be application/json")
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise InvalidRequest("a Content-Encoding is not supported")
     length = request.headers.get("content-length", "0")
     if len(length) > 18 or (length.isdecimal() and int(length) > limit):
         raise _too_large(limit)

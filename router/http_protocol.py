@@ -3,6 +3,9 @@
     flowing ─the write buffer is full→ held up ─it has been emptied→ flowing
     held up ─hardly a byte in ``slow_client_s``→ cut off
 
+    waiting for a head ─it is whole→ answered ─another one begins→ waiting for a head
+    waiting for a head ─``head_deadline_s`` after it could begin→ cut off
+
 A connection that is held up costs what its buffer holds, ``HIGH_WATER_LIMIT`` and one message, and
 the system's own buffer. Owned by the router's event loop.
 """
@@ -22,6 +25,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 log = logging.getLogger(__name__)
 
+_LATE = (
+    b"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain; charset=utf-8\r\n"
+    b"content-length: 44\r\nconnection: close\r\n\r\nThe request's head did not arrive in time.\r\n"
+)
 _NO_LINGER = struct.pack("ii", 1, 0)
 SLOW_BYTES = 4096
 """Who reads fewer in ``slow_client_s`` is cut off: a token's event has some 200."""
@@ -38,11 +45,41 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """
 
     slow_client_s: ClassVar[float] = 30.0
+    head_deadline_s: ClassVar[float] = 10.0
     """See the configuration."""
+    _head: asyncio.TimerHandle | None = None
+    """The end of the time that a head has."""
     _look: asyncio.TimerHandle | None = None
     """The next look at a client that is held up."""
     _unfinished = 0
     """Bytes since the parser has last completed a head, a piece of a body or a message."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._head is None:
+            self._expect_head()
+
+    def _expect_head(self) -> None:
+        self._head = self.loop.call_later(self.head_deadline_s, self._head_is_late)
+
+    def _expect_no_head(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+            self._head = None
+
+    def _head_is_late(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The next request has begun before this one's answer ended, and may have to wait.
+            self._expect_head()
+            return
+        self._head = None
+        if not self.transport.is_closing():
+            self.transport.write(_LATE)
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         self._unfinished += len(data)
@@ -52,6 +89,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._unfinished = 0
+        self._expect_no_head()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -74,6 +112,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._look_no_more()
+        self._expect_no_head()
         super().connection_lost(exc)
 
     def _look_later(self) -> None:
@@ -104,6 +143,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.abort()
 
 
-def http_protocol(slow_client_s: float) -> type[BoundedHttpProtocol]:
+def http_protocol(
+    slow_client_s: float, head_deadline_s: float = BoundedHttpProtocol.head_deadline_s
+) -> type[BoundedHttpProtocol]:
     """The protocol of a server whose clients may be held up for so long, in seconds."""
-    return type("HttpProtocol", (BoundedHttpProtocol,), {"slow_client_s": slow_client_s})
+    bounds = {"slow_client_s": slow_client_s, "head_deadline_s": head_deadline_s}
+    return type("HttpProtocol", (BoundedHttpProtocol,), bounds)

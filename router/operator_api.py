@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 
 import grpc.aio
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
-from baton.config import Config, split_host_port
-from baton.errors import Forbidden, Unauthenticated
 from baton.grpc_errors import guarded
 from baton.v1 import cache_pb2, cache_pb2_grpc
 from router.access import Access
@@ -57,31 +54,14 @@ class CacheDropped(BaseModel):
 
 
 class Operators:
-    """Who is one: whoever shows an admin's key; where there are no keys at all, everybody, as long
+    """Who may use these endpoints; the gates in front of them ask the same, for all endpoints."""
 
-    as the router listens on loopback alone.
-    """
-
-    def __init__(self, config: Config, access: Access) -> None:
+    def __init__(self, access: Access) -> None:
         self._access = access
-        hosts = [split_host_port(address)[0] for address in (config.http, config.grpc)]
-        self._open = not config.keys and not config.require_key and all(map(_is_loopback, hosts))
 
     def check(self, headers: Mapping[str, str]) -> None:
         """By headers, or gRPC metadata. Raises Unauthenticated, Forbidden."""
-        caller = self._access.caller(headers)
-        if self._open or (caller.key is not None and caller.key.admin):
-            return
-        if not headers.get("authorization"):
-            raise Unauthenticated("an admin's API key is required")
-        raise Forbidden("this API key is no admin's")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        self._access.check(headers, "admin")
 
 
 class OperatorApi:

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable
 
-from baton.config import DEFAULT_TENANT, Config
+from baton.config import Config
 from baton.errors import BatonError
 from baton.metrics import RouterMetrics
 from router.admission import Admission, Applicant, Capacity
@@ -102,13 +102,14 @@ class WaitingRoom:
 
     def _applicant(self, request: GenerationRequest) -> Applicant:
         tenant = request.principal.tenant
+        self._tenants.setdefault(tenant, 1.0)
         prompt_tokens = len(request.prompt_ids)
         slo_s = self._config.slo_ttft_of(self._config.class_of(prompt_tokens))
         factor = self._config.admission_slo_factor
         by_slo = factor > 0 and not request.own_deadline
         return Applicant(
             request_id=request.request_id,
-            tenant=tenant if tenant in self._tenants else DEFAULT_TENANT,
+            tenant=tenant,
             priority=request.priority,
             prompt_tokens=prompt_tokens,
             max_tokens=request.sampling.max_tokens,

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
-from urllib.parse import urlsplit
 
 from fastapi import Request
 from starlette.datastructures import FormData, UploadFile
@@ -100,11 +99,6 @@ def _check_headers(request: Request, most_bytes: int) -> None:
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "multipart/form-data":
         raise InvalidRequest("the Content-Type must be multipart/form-data")
-    # A page of another site can send a form to a server on loopback without asking; its browser
-    # says where it comes from.
-    origin = request.headers.get("origin", "")
-    if origin and urlsplit(origin).netloc != request.headers.get("host", ""):
-        raise InvalidRequest("files are not taken from pages of other sites")
     length = request.headers.get("content-length", "0")
     if len(length) > 18 or (length.isdecimal() and int(length) > most_bytes + _FORM_BYTES):
         raise _too_large(most_bytes)

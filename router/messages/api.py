@@ -10,7 +10,6 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from baton.errors import BatonError, UnsupportedParameter
-from router.api_keys import Caller
 from router.exchange import Exchange
 from router.http_body import validate
 from router.http_errors import error_response
@@ -18,8 +17,6 @@ from router.messages.answer import MessagesAnswer, error_body
 from router.messages.blocks import message_tools, message_turns
 from router.messages.protocol import CountTokensRequest, MessagesRequest
 from router.sampling_input import SamplingInput
-
-_KEY_HEADER = "x-api-key"
 
 
 class MessagesApi:
@@ -40,7 +37,7 @@ class MessagesApi:
         arrival_at = time.monotonic()
         exchange = self._exchange
         async with exchange.counting_refusals():
-            caller = self._caller(request)
+            caller = exchange.caller(request.headers)
             raw = await exchange.read(request)
             body = validate(MessagesRequest, raw)
             exchange.builder.check_model(body.model)
@@ -57,18 +54,11 @@ class MessagesApi:
     async def _count(self, request: Request) -> Response:
         exchange = self._exchange
         async with exchange.counting_refusals():
-            self._caller(request)
+            exchange.caller(request.headers)
             body = validate(CountTokensRequest, await exchange.read(request))
             exchange.builder.check_model(body.model)
             ids = await exchange.builder.chat_ids(message_turns(body), message_tools(body))
         return JSONResponse({"input_tokens": len(ids)})
-
-    def _caller(self, request: Request) -> Caller:
-        """These clients have a header of their own for their key."""
-        headers: dict[str, str] = dict(request.headers)
-        if _KEY_HEADER in headers:
-            headers.setdefault("authorization", f"Bearer {headers[_KEY_HEADER]}")
-        return self._exchange.caller(headers)
 
 
 async def _answering_errors(work: Callable[[], Awaitable[Response]]) -> Response:

@@ -395,6 +395,10 @@ def test_another_configuration_makes_other_pods() -> None:
         ),
         ((*INGRESS, "--set=ingress.insecure=true"), "networkPolicy.clients: name"),
         (("--set=metrics.serviceMonitor.enabled=true",), "networkPolicy.monitoring: name"),
+        (
+            ("--set=metrics.serviceMonitor.enabled=true", "--set=auth.requireKey=true", KEY),
+            "metrics.serviceMonitor.keySecret: name",
+        ),
         (("--set=mode=kuberay",), "mode kuberay serves nobody yet"),
         (("--set=mode=ray",), "mode"),
         (("--set=replicas=two",), "replicas"),

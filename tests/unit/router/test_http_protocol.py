@@ -8,7 +8,7 @@ import json
 import pytest
 
 from router.http_protocol import MOST_HEAD_BYTES
-from tests.unit.router.front_fakes import make_front, serve
+from tests.unit.router.front_fakes import make_front, serve, silent_after_one
 
 DEADLINE_S = 20.0
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -67,3 +67,34 @@ async def test_long_bodies_are_no_heads() -> None:
         head = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY)
         assert b" 200 " in await answer(address, head + BODY.encode())
         assert b" 200 " in await answer(address, CHUNKED + CHUNK + b"0\r\n\r\n")
+
+
+async def test_a_head_that_does_not_come_ends_the_connection() -> None:
+    async with serve(make_front().app(), head_deadline_s=0.2) as address:
+        for begun in (b"", HEAD, b"GET /live HTTP/1.1\r\nHost: x\r\n\r\nGET /li"):
+            host, port = address.split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(begun)
+            async with asyncio.timeout(DEADLINE_S):
+                told = await reader.read()
+            assert b" 408 " in told
+            assert told.startswith(b"HTTP/1.1 200") is begun.startswith(b"GET")
+            writer.close()
+
+
+async def test_an_answer_may_take_longer_than_a_head() -> None:
+    async with serve(make_front(silent_after_one).app(), head_deadline_s=0.05) as address:
+        host, port = address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = json.dumps({"model": "tiny", "prompt": "Hello", "stream": True}).encode()
+        # The next head begins, and is late, while the answer to the first one still comes.
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body + b"GET /li")
+        async with asyncio.timeout(DEADLINE_S):
+            assert b" 200 " in await reader.readline()
+            while b'"text":"x"' not in await reader.readline():
+                pass
+        late = asyncio.create_task(reader.read())
+        done, _ = await asyncio.wait([late], timeout=0.5)
+        assert not done
+        late.cancel()
+        writer.close()

@@ -12,7 +12,7 @@ import grpc
 import httpx
 import pytest
 
-from baton.config import Config, KeyConfig
+from baton.config import Config, KeyConfig, Scope
 from baton.errors import Forbidden, Unauthenticated
 from baton.grpc_channel import make_server, open_channel
 from baton.prefix_index import IndexSize
@@ -28,7 +28,8 @@ DEADLINE_S = 20.0
 
 
 def key(name: str, *, admin: bool = False) -> KeyConfig:
-    return KeyConfig(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), admin=admin)
+    scopes: tuple[Scope, ...] = ("admin",) if admin else ("inference",)
+    return KeyConfig(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), scopes=scopes)
 
 
 class FakeControl:
@@ -58,7 +59,7 @@ class Fronts:
 async def fronts(**config: Any) -> AsyncIterator[Fronts]:
     front = make_front(**config)
     access, control = Access(front.config, front.metrics), FakeControl()
-    operators = Operators(front.config, access)
+    operators = Operators(access)
     real = cast(CacheControl, control)
     parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
     server = make_server()
@@ -153,7 +154,7 @@ def test_without_keys_loopback_is_needed(
     addresses: dict[str, str], refused: type[Exception] | None
 ) -> None:
     config = Config(**addresses)  # type: ignore[arg-type]
-    operators = Operators(config, Access(config, make_front().metrics))
+    operators = Operators(Access(config, make_front().metrics))
     if refused is None:
         operators.check({})
         return
@@ -165,4 +166,4 @@ def test_without_keys_loopback_is_needed(
 
 def test_nobody_without_a_key_is_an_admin() -> None:
     with pytest.raises(ValueError, match="admin"):
-        Config(keys=(KeyConfig(name="all", admin=True),))
+        Config(keys=(KeyConfig(name="all", scopes=("admin",)),))

@@ -74,7 +74,7 @@ async def fronts(**config: Any) -> AsyncIterator[Fronts]:
     front, control, sizes = make_front(**config), FakeControl(), FakeSizes()
     scaling = PoolScaling(front.config.pools, cast(PoolSizes, sizes))
     access = Access(front.config, front.metrics)
-    operators, real = Operators(front.config, access), cast(WorkerControl, control)
+    operators, real = Operators(access), cast(WorkerControl, control)
     parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
     server = make_server()
     servicer = WorkerOperatorServicer(real, scaling, operators, front.config)

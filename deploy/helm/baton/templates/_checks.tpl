@@ -14,6 +14,9 @@ are refused here, with what to do. Every one of them has a test.
 {{- if ne .Values.gcsStore.mode "none" }}
 {{- include "baton.checkStore" (dict "name" "gcsStore" "store" .Values.gcsStore) }}
 {{- end }}
+{{- if and .Values.metrics.serviceMonitor.enabled .Values.auth.requireKey (not .Values.metrics.serviceMonitor.keySecret.name) }}
+{{- fail "metrics.serviceMonitor.keySecret: name a Secret with an API key of the scope metrics, or Prometheus is refused" }}
+{{- end }}
 {{- if .Values.networkPolicy.enabled }}
 {{- if and .Values.ingress.enabled (not .Values.networkPolicy.clients) }}
 {{- fail "networkPolicy.clients: name the ingress controller's pods (namespaceSelector, podSelector), or they are not let in" }}

@@ -322,7 +322,7 @@ FORMS: tuple[tuple[dict[str, str], bool, dict[str, str], int], ...] = (
     ({}, True, {}, 400),
     ({"purpose": "fine-tune"}, True, {}, 400),
     ({"purpose": "batch"}, False, {}, 400),
-    ({"purpose": "batch"}, True, {"origin": "https://evil.example"}, 400),
+    ({"purpose": "batch"}, True, {"origin": "https://evil.example"}, 403),
     ({"purpose": "x" * 10_000}, True, {}, 400),
     ({"purpose": "batch"}, True, {}, 200),
     ({"purpose": "batch", **EXPIRES}, True, {}, 200),

@@ -1,0 +1,97 @@
+"""All that a router process shows to its clients and operators, put together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import grpc.aio
+import redis.asyncio
+
+from baton.config import Config
+from baton.grpc_channel import make_server
+from baton.metrics import RouterMetrics
+from baton.pool_sizes import PoolSizes
+from baton.prefix_index import PrefixIndex
+from baton.supervision_page import supervision_page
+from router.access import Access
+from router.batches.batches import Batches
+from router.cache_control import CacheControl
+from router.dispatcher import ClusterDispatcher
+from router.grpc_front import add_grpc_front
+from router.grpc_gate import GrpcGate
+from router.http_app import Apps, Mountable, create_apps
+from router.operator_api import OperatorApi, Operators, OperatorServicer
+from router.pool_scaling import PoolScaling
+from router.served_model import ServedModel
+from router.tokenizer import Tokenizer
+from router.worker_control import WorkerControl
+from router.worker_operations import WorkerOperations, WorkerOperatorServicer
+
+PAGE_S = 0.5
+"""The longest that a page of metrics waits for Redis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fronts:
+    """Nothing of it listens yet."""
+
+    apps: Apps
+    grpc_server: grpc.aio.Server
+    """Without a port."""
+    batches: Batches
+
+
+def make_fronts(
+    dispatcher: ClusterDispatcher,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    metrics: RouterMetrics,
+    config: Config,
+    access: Access,
+    client: redis.asyncio.Redis,
+    cluster_id: str,
+    *,
+    number: int = 0,
+    more: Sequence[Mountable] = (),
+) -> Fronts:
+    """Every endpoint, each behind a gate; ``more`` are added to those of HTTP."""
+    cache = CacheControl(dispatcher.workers.all, PrefixIndex(client, cluster_id), metrics)
+    operators = Operators(access)
+    control = WorkerControl(dispatcher.workers.all, dispatcher.workers.is_up)
+    scaling = PoolScaling(config.pools, PoolSizes(client, cluster_id))
+    parts = (dispatcher, tokenizer, model, metrics, config, access)
+    batches = Batches(*parts)
+    apps = create_apps(
+        *parts,
+        number=number,
+        supervisor=partial(supervisor_page, client, cluster_id),
+        more=(
+            batches.api,
+            OperatorApi(cache, operators),
+            WorkerOperations(control, scaling, operators, config),
+            *more,
+        ),
+    )
+    server = make_server(shares_port=config.routers > 1, gates=(GrpcGate(access),))
+    add_grpc_front(
+        server,
+        *parts,
+        more=(
+            *batches.services,
+            OperatorServicer(cache, operators),
+            WorkerOperatorServicer(control, scaling, operators, config),
+        ),
+    )
+    return Fronts(apps, server, batches)
+
+
+async def supervisor_page(client: redis.asyncio.Redis, cluster_id: str) -> str | None:
+    """Where the supervisor's metrics are, None where that is not known."""
+    try:
+        async with asyncio.timeout(PAGE_S):
+            return await supervision_page(client, cluster_id)
+    except (redis.RedisError, TimeoutError):
+        return None

@@ -1,0 +1,93 @@
+"""The HTTP listeners of a router process: one for clients, and one for operators if wanted.
+
+States: made → serving → ending (no new connection) → ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from baton.config import Config, split_host_port
+from router.http_app import Apps
+from router.http_protocol import http_protocol
+
+STOP_GRACE_S = 2
+"""How long open connections have to end once the router stops."""
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the router's process, which stops everything in order."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServers:
+    """Owned by the router's event loop."""
+
+    def __init__(self, apps: Apps, config: Config) -> None:
+        self._config = config
+        self._clients = self._server(apps.http)
+        self._operators = None if apps.admin is None else self._server(apps.admin)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> list[asyncio.Task[None]]:
+        """Listen; the tasks end when their server has. Raises OSError."""
+        shares_port = self._config.routers > 1
+        pairs = [(self._clients, self._config.http)]
+        if self._operators is not None:
+            pairs.append((self._operators, self._config.admin_http))
+        listening = [_listen(address, shares_port=shares_port) for _, address in pairs]
+        self._tasks = [
+            asyncio.create_task(server.serve(sockets=[there]))
+            for (server, _), there in zip(pairs, listening, strict=True)
+        ]
+        return self._tasks
+
+    def leave(self) -> asyncio.Task[None]:
+        """Take no more of clients' connections; the task ends when no request runs."""
+        self._clients.should_exit = True
+        return self._tasks[0]
+
+    async def close(self) -> None:
+        """End both. Operators' is the last, so that who watches a drain sees its end."""
+        await self.leave()
+        if self._operators is not None:
+            self._operators.should_exit = True
+        await asyncio.gather(*self._tasks)
+
+    def _server(self, app: ASGIApp) -> _Server:
+        config = self._config
+        return _Server(
+            uvicorn.Config(
+                app,
+                http=http_protocol(config.slow_client_s, config.head_deadline_s),
+                ws="none",
+                log_config=None,
+                access_log=False,
+                # Nothing asks for a client's address.
+                proxy_headers=False,
+                lifespan="off",
+                timeout_graceful_shutdown=int(config.drain_deadline_s) + STOP_GRACE_S,
+            )
+        )
+
+
+def _listen(address: str, *, shares_port: bool) -> socket.socket:
+    host, port = split_host_port(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With its protocol said: asyncio switches Nagle's algorithm off only where it knows that it is
+    # TCP, and an answer's second packet would wait 40 ms for the client's acknowledgement.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shares_port:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listening.bind((host, port))
+    return listening
