@@ -275,14 +275,23 @@ class Config(BaseSettings):
     ``https://chat.example.com``; ``*`` is any. Empty: none but those that this server has sent."""
     head_deadline_s: float = Field(default=10.0, gt=0)
     """The head of an HTTP request must have arrived after this many seconds."""
-    routers: int = Field(default=1, ge=1, le=64)
-    """Router processes behind the HTTP and gRPC ports; the kernel picks one for each connection."""
+    routers: int = Field(default=1, ge=0, le=64)
+    """Router processes behind the HTTP and gRPC ports; the kernel picks one for each connection. 0,
+    with a ``ray_address``, leaves them to ``baton router``."""
     redis_url: str = ""
     """A Redis or Valkey server, ``redis://host:port/db``; empty starts an embedded Valkey."""
     gcs_store: str = ""
     """Where Ray's control store keeps what it knows: ``embedded`` starts a Valkey for it; or a
     Redis or Valkey server, ``redis://host:port``, other than ``redis_url``. With one the cluster
     serves on when the control store dies; empty has none, and that death ends the cluster."""
+    ray_address: str = ""
+    """A Ray cluster that others have started, whose nodes have ``baton_worker`` places:
+    ``host:port`` of its control store, which this machine joins without a place; or ``auto``, of
+    the Ray node that runs on this machine. Needs ``redis_url``; empty starts a Ray on this machine
+    alone."""
+    leave_workers: bool = False
+    """Whether ``baton up`` with a ``ray_address`` leaves its workers running on SIGTERM: the next
+    launcher of this ``cluster_id``, which has a minute to come, takes them over."""
     index_mib: int = Field(default=256, ge=1, le=1 << 20)
     """Most memory of the prefix index in Redis, in MiB; beyond it the index forgets blocks that
     nobody asks for. A million blocks take some 45 MiB, and 2 more for each worker that holds all of
@@ -442,6 +451,31 @@ class Config(BaseSettings):
         for key in self.keys:
             if key.tenant not in known:
                 raise ValueError(f"keys: {key.name} belongs to an unknown tenant, {key.tenant!r}")
+
+    @model_validator(mode="after")
+    def _several_machines(self) -> Config:
+        if not self.ray_address:
+            if not self.routers:
+                raise ValueError("routers: 0 needs a ray_address; nobody would serve without")
+            if self.leave_workers:
+                raise ValueError(
+                    "leave_workers: it needs a ray_address; workers end with their Ray"
+                )
+            return self
+        if self.ray_address != "auto":
+            split_host_port(self.ray_address)
+        if not self.redis_url:
+            raise ValueError(
+                "ray_address: workers on other machines need a redis_url that they reach, too; the"
+                " embedded Valkey listens on loopback"
+            )
+        if self.gcs_store:
+            raise ValueError("gcs_store: with a ray_address it is for whoever starts that Ray")
+        if self.leave_workers and not self.cluster_id:
+            raise ValueError(
+                "leave_workers: it needs a cluster_id, by which the next launcher comes"
+            )
+        return self
 
     @model_validator(mode="after")
     def _classes_have_workers(self) -> Config:

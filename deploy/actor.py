@@ -12,6 +12,8 @@ from typing import Any
 
 from deploy.actor_process import log_to, take_sigterm
 from deploy.actor_settings import ActorSettings
+from deploy.node_share import NodeShare
+from deploy.ray_place import RayPlace
 from deploy.worker_life import WorkerLife
 from deploy.worker_process import build_process
 
@@ -39,15 +41,17 @@ class WorkerActor:
 
     def __init__(self, settings_json: str) -> None:
         settings = ActorSettings.model_validate_json(settings_json)
-        log_file = log_to(settings.log_file, str(settings.config["log_level"]))
+        place = RayPlace.own()
+        share = NodeShare.take(settings, place.host, place.node, place.gcs)
+        log_file = log_to(str(share.log_file), str(settings.config["log_level"]))
         # Ray says 1 for an actor without CPUs of its own; OpenMP reads it when torch is loaded.
-        os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-        self._life = WorkerLife(settings, log_file, self.build)
+        os.environ["OMP_NUM_THREADS"] = str(share.threads)
+        self._life = WorkerLife(settings, share, place.node, log_file, self.build)
         take_sigterm(self._life.on_sigterm)
         self._life.begin()
 
     def ready(self) -> dict[str, Any]:
-        """The worker's registry record, ``pid`` and ``host``, once it serves.
+        """The worker's registry record, and what ``WorkerLife.record`` adds, once it serves.
 
         Raises what kept it from starting, or TimeoutError.
         """

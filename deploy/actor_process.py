@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import logging
 import os
@@ -14,29 +15,36 @@ from typing import NoReturn, TextIO
 
 import psutil
 
+from deploy.launcher_lease import lease_lost
+from deploy.launcher_life import LauncherLife
+
 _LAUNCHER_POLL_S = 2.0
 
 log = logging.getLogger(__name__)
 
 
-async def end_with(launcher: int, started: float) -> NoReturn:
-    """End this process when the launcher of this process id has gone.
+async def end_with(launcher: LauncherLife, redis_url: str, cluster_id: str) -> NoReturn:
+    """End this process when the launcher has gone.
 
-    The guardian ends orphans; this is for the case that it was killed as well.
+    The guardian of its machine ends orphans there; this is for the case that it was killed as well,
+    and for other machines. There the launcher's lease tells.
     """
-    # Not our child, so only asking again tells.
-    while is_alive(launcher, started):  # noqa: ASYNC110
-        await asyncio.sleep(_LAUNCHER_POLL_S)
+    if launcher.is_near:
+        # Not our child, so only asking again tells.
+        while not launcher.is_gone:  # noqa: ASYNC110
+            await asyncio.sleep(_LAUNCHER_POLL_S)
+    else:
+        await lease_lost(redis_url, cluster_id)
     log.error("the launcher is gone: this process ends")
     end_process()
 
 
-def is_alive(pid: int, started: float) -> bool:
-    """Whether the process of that id that began then, in Unix seconds, lives."""
-    try:
-        return psutil.Process(pid).create_time() == started
-    except psutil.Error:
-        return False
+def end_other(pid: int, started: float) -> None:
+    """SIGKILL for the process of that id that began then; whoever has gone has gone."""
+    with contextlib.suppress(psutil.Error, OSError):
+        process = psutil.Process(pid)
+        if process.create_time() == started:
+            process.kill()
 
 
 def take_sigterm(handler: Callable[[int, object], None]) -> None:

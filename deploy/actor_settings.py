@@ -7,10 +7,14 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from baton.config import Config, PoolConfig
+from deploy.launcher_life import LauncherLife
 
 
 class ActorSettings(BaseModel):
-    """What the launcher tells an actor; it travels as JSON and holds the store's password."""
+    """What the launcher tells an actor; it travels as JSON and holds the store's password.
+
+    What differs from node to node is not in it: see ``deploy.node_share``.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -18,22 +22,13 @@ class ActorSettings(BaseModel):
     pool: str
     slot: str
     model_path: str
+    """On the launcher's machine."""
     model_name: str
     draft_model_path: str
+    """On the launcher's machine."""
     redis_url: str
     cluster_id: str
-    threads: int
-    core_board: str
-    core_lines: int
-    """How many workers have a place on it."""
-    number: int
-    """Its place among the workers of this machine, from 0."""
-    workers_here: int
-    log_file: str
-    launcher: int
-    """Process id of the launcher."""
-    launcher_started: float
-    """When the launcher started, in Unix seconds."""
+    launcher: LauncherLife
 
     def resources(self) -> dict[str, float]:
         """What the worker asks of Ray, beside a place."""
@@ -42,3 +37,13 @@ class ActorSettings(BaseModel):
     def pool_of(self, config: Config) -> PoolConfig:
         """Its pool, of those in ``config``."""
         return next(pool for pool in config.pools if pool.name == self.pool)
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether all of the cluster is on the launcher's."""
+        return not self.config["ray_address"]
+
+    @property
+    def drain_s(self) -> float:
+        """How long it may take to end what it runs, in seconds."""
+        return float(self.config["drain_deadline_s"])

@@ -17,7 +17,15 @@ def announcement(
     admin_http: str = "",
     needs_key: bool = False,
 ) -> str:
-    """The addresses (host:port), and a command to paste."""
+    """The addresses (host:port), none where routers are elsewhere; and a command to paste."""
+    if not http:
+        lines = [
+            "  routers  `baton router`, with the same configuration",
+            f"  model    {model}",
+            f"  workers  {', '.join(workers)}",
+            f"  logs     {logs}, and the run directories of the workers' nodes",
+        ]
+        return "\n".join(lines)
     admin = [f"  admin    http://{admin_http} (metrics, operators)"] if admin_http else []
     lines = [
         f"  HTTP     http://{http}/v1 (OpenAI; http://{http}/docs)",

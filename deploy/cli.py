@@ -16,6 +16,7 @@ from deploy import (
     doctor_command,
     keys_commands,
     model_commands,
+    node_commands,
     plan_command,
     simulate_command,
     up_command,
@@ -38,6 +39,9 @@ app.command()(worker_commands.drain)
 app.command()(worker_commands.role)
 app.command()(worker_commands.scale)
 app.command()(up_command.up)
+app.command()(node_commands.join)
+app.command()(node_commands.leave)
+app.command()(node_commands.router)
 app.command()(client_commands.chat)
 app.command()(client_commands.batch)
 app.command()(client_commands.status)

@@ -12,6 +12,7 @@ from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry
 from baton.traffic_board import TrafficBoard
+from deploy.launcher_claim import told_key
 from deploy.slot_board import SlotBoard
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ async def forget_cluster(url: str, cluster_id: str) -> None:
     try:
         async with asyncio.timeout(_FORGET_S), redis_client(url) as client:
             registry, index = Registry(client, cluster_id), PrefixIndex(client, cluster_id)
+            await client.delete(told_key(cluster_id))
             await SlotBoard(client, cluster_id).clear()
             await PoolSizes(client, cluster_id).clear()
             await TrafficBoard(client, cluster_id).clear()

@@ -11,27 +11,22 @@ a thread of their own, and answers are awaited elsewhere. Owned by the superviso
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import platform
-import signal
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import psutil
 
 from baton.errors import BatonError, WorkerFailed
 from deploy.actor import Answer, WorkerActor
+from deploy.actor_process import end_other
 from deploy.actor_settings import ActorSettings
 from deploy.child import last_lines
-from deploy.cluster_mark import CLUSTER_VARIABLE
 from deploy.daemon_thread import DaemonThread
+from deploy.launcher_life import pid_space
+from deploy.node_share import run_directory_here
 from deploy.pool_keeper import Sight
-from deploy.ray_worker import RayWorker, find, find_all, is_known, place, reason
+from deploy.ray_worker import RayWorker, end_at, find, find_all, is_known, place, reason
 
 ANSWER_S = 3.0
 """A worker that has not answered a ping for so long is silent."""
@@ -53,7 +48,8 @@ class Seen:
     error: str = ""
     """Why nobody is there."""
     pid: int = 0
-    host: str = ""
+    node: str = ""
+    """Ray's id of the node where it is."""
 
 
 _NOBODY = Seen(Sight.NOBODY)
@@ -78,6 +74,7 @@ class Fleet:
         self._refreshed_at = time.monotonic()
         self._actor_class = actor_class
         self._thread = DaemonThread("fleet")
+        self._far_ends = DaemonThread("far ends")
         self._lives: dict[str, _Life] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -120,10 +117,10 @@ class Fleet:
             if life.failed_to_start:
                 # It stays until it is ended, so that it could say why.
                 self._in_background(self._kill(life))
-            return Seen(Sight.NOBODY, seen.error + self._last_words(slot))
+            return Seen(Sight.NOBODY, seen.error + self._last_words(slot, life))
         if seen.sight is Sight.SILENT and (self._listed is None or slot in self._listed):
             # Silence in Redis condemns nobody.
-            return Seen(Sight.SERVING, pid=seen.pid, host=seen.host)
+            return Seen(Sight.SERVING, pid=seen.pid, node=seen.node)
         return seen
 
     def _doubt(self, slot: str, life: _Life, now: float) -> None:
@@ -173,19 +170,31 @@ class Fleet:
             await self._kill(life)
 
     async def _kill(self, life: _Life) -> None:
-        if life.host == platform.node():
-            # Ray calls a worker dead that it could not end, because it was stopped (SIGSTOP).
-            _end(life.pid)
+        # Ray calls a worker dead that it could not end, because it was stopped (SIGSTOP).
+        if life.is_near:
+            end_other(life.pid, life.started)
+        elif life.node:
+            self._in_background(self._end_far(life))
         await self._thread.call(life.worker.kill)
+
+    async def _end_far(self, life: _Life) -> None:
+        try:
+            await end_at(life.node, life.pid, life.started, self._far_ends)
+        except Exception as error:
+            # Its node may be gone, and it with it.
+            log.info("%s was not ended on its node: %s", life.worker.slot, reason(error))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _last_words(self, slot: str) -> str:
-        """What a worker's log ends with, where it is on this host: an error, or a traceback."""
-        line = last_lines(Path(self._settings(slot).log_file), 1)
+    def _last_words(self, slot: str, life: _Life) -> str:
+        """What a worker's log ends with, where it is on this node: an error, or a traceback."""
+        settings = self._settings(slot)
+        if not (life.is_near or settings.is_on_one_machine):
+            return ""
+        line = last_lines(run_directory_here(settings.cluster_id).log(slot), 1)
         # A line of the log begins with a date.
         if line and line[0].isdigit():
             line = line.partition(" ERROR ")[2].partition(": ")[2]
@@ -202,7 +211,10 @@ class _Life:
 
     def __init__(self, worker: RayWorker) -> None:
         self.worker = worker
-        self.pid, self.host = 0, ""
+        self.pid, self.started = 0, 0.0
+        self.node = ""
+        self.is_near = False
+        """Whether its process id means it here, too."""
         self.failed_to_start = False
         self.unlisted_s = 0.0
         """For how long the registry has not listed it, though it lists others."""
@@ -247,13 +259,14 @@ class _Life:
             self._leaves = answer is Answer.LEAVING
             return
         self._serves, self.unlisted_s = True, 0.0
-        self.pid, self.host = answer["pid"], answer["host"]
+        self.pid, self.started = answer["pid"], answer["started"]
+        self.node, self.is_near = answer["node"], answer["pid_space"] == pid_space()
 
     def _seen(self, *, silent: bool) -> Seen:
         if not self._serves:
             return Seen(Sight.STARTING)
         sight = Sight.LEAVING if self._leaves else Sight.SERVING
-        return Seen(Sight.SILENT if silent else sight, pid=self.pid, host=self.host)
+        return Seen(Sight.SILENT if silent else sight, pid=self.pid, node=self.node)
 
     def close(self) -> None:
         self._asking.cancel()
@@ -263,11 +276,3 @@ def _is_death(error: BaseException) -> bool:
     from ray.exceptions import ActorDiedError  # noqa: PLC0415
 
     return isinstance(error, ActorDiedError)
-
-
-def _end(pid: int) -> None:
-    # The id may be another's by now: only a process of this cluster is ended.
-    with contextlib.suppress(psutil.Error, OSError):
-        process = psutil.Process(pid)
-        if process.environ().get(CLUSTER_VARIABLE) == os.environ.get(CLUSTER_VARIABLE):
-            process.send_signal(signal.SIGKILL)

@@ -87,3 +87,38 @@ class GcsWatch:
             log.debug("gcs: %s", error)
             return False
         return True
+
+
+class FarGcsWatch:
+    """Of one that others start again: says when it is silent, and when it is back."""
+
+    def __init__(
+        self,
+        ask: Callable[[float], Coroutine[Any, Any, None]],
+        report: Callable[[str], None],
+        most_s: float = SILENT_S,
+    ) -> None:
+        """As for ``GcsWatch``."""
+        self._ask = ask
+        self._report = report
+        self._most_s = most_s
+
+    async def run(self) -> NoReturn:
+        """Until it is cancelled."""
+        heard, told = time.monotonic(), False
+        while True:
+            try:
+                await self._ask(_ASK_S)
+            except Exception as error:
+                log.debug("Ray's control store: %s", error)
+            else:
+                heard = time.monotonic()
+            silent = time.monotonic() - heard > self._most_s
+            if silent != told:
+                told = silent
+                self._report(
+                    "Ray's control store does not answer: workers serve on, and none is replaced"
+                    if silent
+                    else "Ray's control store is back"
+                )
+            await asyncio.sleep(_EACH_S)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+import redis
 
 from baton.config import Config, PoolConfig
 from baton.errors import BatonError
@@ -34,26 +35,31 @@ from deploy.cluster_state import ClusterState
 from deploy.daemon_thread import DaemonThread
 from deploy.drafter_folder import drafter_folder
 from deploy.gcs_store import EMBEDDED, GcsStore, check_gcs_store
-from deploy.gcs_watch import GcsWatch
+from deploy.gcs_watch import FarGcsWatch, GcsWatch
 from deploy.guardian import Guardian
+from deploy.joined_ray import JoinedRay
+from deploy.launcher_claim import LauncherClaim
+from deploy.launcher_life import LauncherLife
 from deploy.model_store import ResolvedModel
 from deploy.part_watch import GCS, SUPERVISOR, PartWatch
 from deploy.ports import choose_ports, reachable
 from deploy.progress import Progress
 from deploy.ray_cluster import RayCluster
-from deploy.ray_worker import RayWorker, find_all, place, reason
+from deploy.ray_worker import RayWorker, find, find_all, is_known, place, reason
 from deploy.reaper import GRACE_S, sweep
 from deploy.router_process import RouterProcess
 from deploy.run_directory import RunDirectory
 from deploy.slot_board import SlotBoard
-from deploy.slot_settings import CORE_LINES
 from deploy.supervisor_actor import RaySupervisor, SupervisorActor, SupervisorSettings
 from deploy.valkey import EmbeddedValkey, check_redis
+from deploy.wanted_slots import split
 
 _WORKER_STOP_S = 5.0
 _SUPERVISOR_START_S = 60.0
 _SUPERVISOR_AGAIN_S = 10.0
 _FIND_S = 3.0
+_WORKER_GONE_S = 30.0
+_POLL_S = 0.1
 
 Result = TypeVar("Result")
 
@@ -83,7 +89,7 @@ class _Parts:
     """What has been started so far."""
 
     guardian: Guardian
-    ray: RayCluster
+    ray: RayCluster | JoinedRay
     valkey: EmbeddedValkey | None = None
     gcs_valkey: EmbeddedValkey | None = None
     routers: tuple[RouterProcess, ...] = ()
@@ -109,12 +115,17 @@ class Launcher:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._pids: dict[str, int] = {}
+        """Of processes on this machine."""
+        self._worker_pids: dict[str, int] = {}
+        """Of the first workers, each on its machine."""
         self._calls = DaemonThread("ray calls")
         """Makes those that block while Ray's control store is away."""
         self._redis_url = config.redis_url
         self._draft_model_path = ""
         self._ready = False
         self._gcs_store: GcsStore | None = None
+        self._claim: LauncherClaim | None = None
+        """On a cluster that has workers elsewhere."""
         self.hanging = False
         """Whether a thread of this process may never end."""
 
@@ -122,7 +133,8 @@ class Launcher:
         """The whole life; returns the exit code."""
         self._take_signals()
         try:
-            self._config = choose_ports(self._config)
+            if self._config.routers:
+                self._config = choose_ports(self._config)
             if self._config.keys_file:
                 read_keys(Path(self._config.keys_file))
             if self._config.redis_url:
@@ -150,8 +162,8 @@ class Launcher:
         self._mark = ClusterMark(self._config.cluster_id or secrets.token_hex(6), run.path)
         # Whatever this process starts from here on, by whatever library, is found again.
         os.environ.update(self._mark.variables)
-        handler = _log_to_file(run)
-        self._parts = _Parts(Guardian(self._mark, run), RayCluster(self._config, self._mark, run))
+        handler = log_to_file(run)
+        self._parts = _Parts(Guardian(self._mark, run), self._make_ray(run))
         failure = await self._serve_until_told()
         if failure is not None:
             self._tell(failure)
@@ -163,6 +175,11 @@ class Launcher:
             return 1
         run.remove()
         return 0
+
+    def _make_ray(self, run: RunDirectory) -> RayCluster | JoinedRay:
+        if self._config.ray_address:
+            return JoinedRay(self._config, self._mark)
+        return RayCluster(self._config, self._mark, run)
 
     async def _serve_until_told(self) -> BaseException | None:
         """Bring the cluster up and watch it; None when a signal ended that, or what failed."""
@@ -183,11 +200,12 @@ class Launcher:
         await self._parts.guardian.start()
         async with asyncio.TaskGroup() as group:
             group.create_task(watch.keep("guardian", self._parts.guardian))
-            await self._start()
+            await self._start(group)
             self._watch(group, watch)
             self._announce()
 
-    async def _start(self) -> None:
+    async def _start(self, lasting: asyncio.TaskGroup) -> None:
+        """``lasting`` is for what goes on once all has started."""
         async with asyncio.TaskGroup() as group:
             store = group.create_task(self._start_store())
             model = group.create_task(self._resolve_model())
@@ -198,14 +216,46 @@ class Launcher:
             # Until they are watched for good, their death is a failure to start.
             alive = [group.create_task(router.fail_on_death()) for router in routers]
             await ray
+            await self._claim_cluster(lasting)
             with self._progress.step("loading the model into the workers"):
                 self._parts.workers = await self._place_workers()
                 for record in await _together(worker.ready() for worker in self._parts.workers):
-                    self._pids[record["slot"]] = record["pid"]
+                    self._worker_pids[record["slot"]] = record["pid"]
+                if not self._config.ray_address:
+                    self._pids.update(self._worker_pids)
             with self._progress.step("waiting for the router"):
                 await _together(router.healthy() for router in routers)
             for task in alive:
                 task.cancel()
+
+    async def _claim_cluster(self, group: asyncio.TaskGroup) -> None:
+        """Where workers live elsewhere: be the one launcher that they have."""
+        if not self._config.ray_address:
+            return
+        with self._progress.step("taking the cluster"):
+            self._claim = LauncherClaim(self._config, self._redis_url, self._mark.cluster_id)
+            changed = await self._claim.take()
+            group.create_task(self._claim.keep())
+            if changed:
+                await self._end_workers_of_others()
+
+    async def _end_workers_of_others(self) -> None:
+        """A launcher before this one has told them something else."""
+        supervisor = await self._calls.call(RaySupervisor.find)
+        if supervisor is not None:
+            await self._calls.call(supervisor.kill)
+        workers = await self._calls.call(find_all)
+        if workers:
+            self._report(f"{len(workers)} workers of another configuration are ended first")
+        await asyncio.gather(*map(self._end_worker, workers))
+
+    async def _end_worker(self, worker: RayWorker) -> None:
+        with contextlib.suppress(Exception):
+            await worker.stop(_WORKER_STOP_S)
+        await self._calls.call(worker.kill)
+        async with asyncio.timeout(_WORKER_GONE_S):
+            while await self._calls.call(lambda: is_known(worker.slot)):  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)
 
     async def _start_store(self) -> str:
         if self._config.redis_url:
@@ -278,19 +328,21 @@ class Launcher:
         """The first lives. Of later ones the supervisor takes care, once all of them serve."""
         self._slots = self._all_settings()
         actor = self._supervisor_class.worker_class
-        return await self._calls.call(lambda: tuple(place(one, actor) for one in self._slots))
+        takes_over = bool(self._config.ray_address)
+
+        def worker(settings: ActorSettings) -> RayWorker:
+            found = find(settings.slot) if takes_over else None
+            return found or place(settings, actor)
+
+        return await self._calls.call(lambda: tuple(map(worker, self._slots)))
 
     def _all_settings(self) -> tuple[ActorSettings, ...]:
         pools = self._config.pools
-        slots = [(pool, f"{pool.name}-{n}") for pool in pools for n in range(pool.count)]
         return tuple(
-            self._settings(pool, slot, number, len(slots))
-            for number, (pool, slot) in enumerate(slots)
+            self._settings(pool, f"{pool.name}-{n}") for pool in pools for n in range(pool.count)
         )
 
-    def _settings(
-        self, pool: PoolConfig, slot: str, number: int, workers_here: int
-    ) -> ActorSettings:
+    def _settings(self, pool: PoolConfig, slot: str) -> ActorSettings:
         return ActorSettings(
             config=self._config.model_dump(mode="json"),
             pool=pool.name,
@@ -300,14 +352,7 @@ class Launcher:
             draft_model_path=self._draft_model_path,
             redis_url=self._redis_url,
             cluster_id=self._mark.cluster_id,
-            threads=pool.threads or _share_of_cores(self._config),
-            core_board="" if pool.threads else str(self._run.path / "cores"),
-            core_lines=workers_here + CORE_LINES,
-            number=number,
-            workers_here=workers_here,
-            log_file=str(self._run.log(slot)),
-            launcher=os.getpid(),
-            launcher_started=psutil.Process().create_time(),
+            launcher=LauncherLife.own(),
         )
 
     def _watch(self, group: asyncio.TaskGroup, watch: PartWatch) -> None:
@@ -322,6 +367,8 @@ class Launcher:
             self._pids[GCS] = parts.ray.gcs.pid
             group.create_task(watch.keep_at_it(GCS, parts.ray.gcs))
             group.create_task(GcsWatch(parts.ray.gcs, parts.ray.ask_gcs, self._report).run())
+        elif self._config.ray_address:
+            group.create_task(FarGcsWatch(parts.ray.ask_gcs, self._report).run())
         group.create_task(self._supervise(watch))
 
     async def _supervise(self, watch: PartWatch) -> None:
@@ -334,15 +381,13 @@ class Launcher:
             drain_s=self._config.drain_deadline_s,
             redis_url=self._redis_url,
             cluster_id=self._mark.cluster_id,
-            log_file=str(self._run.log(SUPERVISOR)),
             log_level=self._config.log_level,
-            launcher=os.getpid(),
-            launcher_started=psutil.Process().create_time(),
+            launcher=LauncherLife.own(),
         )
         self._note_pid(SUPERVISOR, await self._start_supervisor(settings))
         async with redis_client(self._redis_url) as client:
             board = SlotBoard(client, self._mark.cluster_id)
-            await watch.supervision(board, dict(self._pids))
+            await watch.supervision(board, self._worker_pids | self._pids)
 
     async def _start_supervisor(self, settings: SupervisorSettings) -> int:
         """Its process id, once it keeps the workers, however long that takes."""
@@ -367,6 +412,8 @@ class Launcher:
         self._progress.line(text, "yellow")
 
     def _note_pid(self, name: str, pid: int) -> None:
+        if self._config.ray_address and split(name)[0] in {one.name for one in self._config.pools}:
+            return  # on whichever machine that is
         if pid:
             self._pids[name] = pid
         else:
@@ -396,8 +443,8 @@ class Launcher:
         self._ready = True
         self._save_state()
         text = announcement(
-            http=reachable(self._config.http),
-            grpc=reachable(self._config.grpc),
+            http=reachable(self._config.http) if self._config.routers else "",
+            grpc=reachable(self._config.grpc) if self._config.routers else "",
             model=self._model.name,
             workers=[worker.slot for worker in self._parts.workers],
             logs=self._run.logs,
@@ -438,16 +485,17 @@ class Launcher:
         parts = self._parts
         drain_s = self._config.drain_deadline_s if self._drains and self._ready else None
         stops = [router.stop(drain_s) for router in parts.routers]
-        if parts.supervisor is not None:
+        leaves_workers = self._config.leave_workers and self._drains and self._ready
+        if parts.supervisor is not None and not leaves_workers:
             # Before the workers leave: it would start others.
             stops.append(parts.supervisor.stop(_WORKER_STOP_S))
         await asyncio.gather(*stops, return_exceptions=True)
-        workers = await self._living_workers()
-        await asyncio.gather(
-            *(worker.stop(_WORKER_STOP_S) for worker in workers), return_exceptions=True
-        )
-        if self._config.redis_url:
-            await forget_cluster(self._config.redis_url, self._mark.cluster_id)
+        if not leaves_workers:
+            await self._end_workers()
+        if self._claim is not None:
+            with contextlib.suppress(redis.RedisError):
+                await self._claim.give_up()
+            await self._claim.close()
         if not await parts.ray.stop():
             self.hanging = True
         if self._config.gcs_store not in ("", EMBEDDED) and self._gcs_store is not None:
@@ -455,6 +503,25 @@ class Launcher:
         for valkey in (parts.valkey, parts.gcs_valkey):
             if valkey is not None:
                 await valkey.stop()
+
+    async def _end_workers(self) -> None:
+        workers = await self._living_workers()
+        await asyncio.gather(
+            *(worker.stop(_WORKER_STOP_S) for worker in workers), return_exceptions=True
+        )
+        if self._config.ray_address:
+            # Ray goes on, and would keep their processes.
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(_WORKER_STOP_S):
+                    await self._calls.call(lambda: self._kill(workers))
+        if self._config.redis_url:
+            await forget_cluster(self._config.redis_url, self._mark.cluster_id)
+
+    def _kill(self, workers: Sequence[RayWorker]) -> None:
+        if self._parts.supervisor is not None:
+            self._parts.supervisor.kill()
+        for worker in workers:
+            worker.kill()
 
     async def _living_workers(self) -> Sequence[RayWorker]:
         """Those that the supervisor has started, too; the first ones where Ray does not tell."""
@@ -482,12 +549,9 @@ def _leaf(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def _share_of_cores(config: Config) -> int:
-    return max(1, (os.cpu_count() or 1) // sum(pool.count for pool in config.pools))
-
-
-def _log_to_file(run: RunDirectory) -> logging.Handler:
-    handler = logging.FileHandler(run.log("launcher"))
+def log_to_file(run: RunDirectory, name: str = "launcher") -> logging.Handler:
+    """Have this process's log written to its file in the run directory."""
+    handler = logging.FileHandler(run.log(name))
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
     return handler

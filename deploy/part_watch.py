@@ -14,6 +14,7 @@ from typing import NoReturn, Protocol
 import redis
 
 from baton.errors import BatonError
+from deploy.joined_ray import JoinedRay
 from deploy.pool_keeper import HEALTHY_S, Phase, pause_after
 from deploy.ray_cluster import RayCluster
 from deploy.restarts import Restarts
@@ -86,7 +87,7 @@ class PartWatch:
                 self._note_pid(name, part.pid)
                 how = await part.wait()
 
-    async def ray(self, cluster: RayCluster) -> NoReturn:
+    async def ray(self, cluster: RayCluster | JoinedRay) -> NoReturn:
         """Raises BatonError when one of Ray's daemons dies that cannot be started again."""
         raise BatonError(f"{await cluster.lost()} has died: the cluster cannot go on")
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 
 from rich.console import Console
 from rich.status import Status
+
+log = logging.getLogger(__name__)
 
 
 class Progress:
@@ -58,3 +61,8 @@ class Progress:
                 self._status.start()
             else:
                 self._status.stop()
+
+
+def log_progress(text: str) -> None:
+    """For a process that nobody watches."""
+    log.info("%s", text)

@@ -21,10 +21,11 @@ from deploy.cluster_mark import ClusterMark
 from deploy.daemon_thread import DaemonThread
 from deploy.gcs_process import GcsProcess, runs
 from deploy.gcs_store import PROGRAM, GcsStore
-from deploy.ray_worker import NAMESPACE, WORKER_RESOURCE
+from deploy.ray_worker import WORKER_RESOURCE, namespace
 from deploy.run_directory import RunDirectory
 
-_OBJECT_STORE_BYTES = 80 << 20  # Ray's least, about: nothing of ours goes through it
+OBJECT_STORE_BYTES = 80 << 20
+"""Ray's least, about: nothing of ours goes through it."""
 _DAEMONS = ("gcs_server", "raylet")
 _PLACES = 1024
 """For workers: a pool may grow while the cluster runs."""
@@ -34,12 +35,19 @@ _SHUTDOWN_S = 10.0
 
 
 def ray_environment(token_file: Path) -> dict[str, str]:
-    """What Ray must find in the environment before it is imported."""
+    """What Ray must find in the environment before it is imported: of a Ray on loopback."""
     return {
         # Without it Ray listens on every interface.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file),
+        **common_environment(),
+    }
+
+
+def common_environment() -> dict[str, str]:
+    """What every Ray of Baton's must find there."""
+    return {
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray would add 15: anything else that runs on the host would push the workers aside.
         "RAY_worker_niceness": "0",
@@ -59,7 +67,7 @@ class RayCluster:
         self._thread = DaemonThread("ray")
         self._daemons: list[psutil.Process] = []
         self._started = False
-        self._questions = DaemonThread("gcs questions")
+        self._questions = GcsQuestions()
         self.gcs: GcsProcess | None = None
         """Ray's control store, where it may be started again; there once Ray has started."""
 
@@ -104,13 +112,7 @@ class RayCluster:
 
         Raises TimeoutError where Ray does not keep to its own deadline.
         """
-        try:
-            async with asyncio.timeout(2 * timeout_s):
-                await self._questions.call(lambda: _ask_gcs(timeout_s))
-        except TimeoutError:
-            # The next question must not wait for this one.
-            self._questions = DaemonThread("gcs questions")
-            raise
+        await self._questions.ask(timeout_s)
 
     async def stop(self) -> bool:
         """Disconnect and end the daemons; False if that took too long and may hang for ever."""
@@ -118,7 +120,7 @@ class RayCluster:
             return True
         try:
             async with asyncio.timeout(_SHUTDOWN_S):
-                await self._thread.call(_shutdown)
+                await self._thread.call(disconnect)
         except TimeoutError:
             return False
         finally:
@@ -148,9 +150,9 @@ class RayCluster:
             num_cpus=max(totals.pop("CPU", 0), sum(pool.count for pool in self._config.pools)),
             num_gpus=_gpus(totals.pop("GPU", 0)),
             resources={WORKER_RESOURCE: _PLACES, **totals},
-            object_store_memory=_OBJECT_STORE_BYTES,
+            object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
-            namespace=NAMESPACE,
+            namespace=namespace(self._mark.cluster_id),
             configure_logging=False,
             logging_level=logging.ERROR,
             log_to_driver=False,
@@ -177,6 +179,23 @@ def _gpus(asked: int) -> int | None:
     return None if asked else 0
 
 
+class GcsQuestions:
+    """Asks the control store by way of this driver. Owned by one event loop."""
+
+    def __init__(self) -> None:
+        self._thread = DaemonThread("gcs questions")
+
+    async def ask(self, timeout_s: float) -> None:
+        """As ``RayCluster.ask_gcs``."""
+        try:
+            async with asyncio.timeout(2 * timeout_s):
+                await self._thread.call(lambda: _ask_gcs(timeout_s))
+        except TimeoutError:
+            # The next question must not wait for this one.
+            self._thread = DaemonThread("gcs questions")
+            raise
+
+
 def _ask_gcs(timeout_s: float) -> None:
     """Its key-value table is read from its store each time; that there is no such key is an answer.
 
@@ -188,7 +207,8 @@ def _ask_gcs(timeout_s: float) -> None:
     worker.gcs_client.internal_kv_get(b"baton", None, timeout=timeout_s)
 
 
-def _shutdown() -> None:
+def disconnect() -> None:
+    """Leave Ray; ends daemons that this process has started by ``ray.init``."""
     import ray  # noqa: PLC0415
 
     ray.shutdown()

@@ -1,5 +1,7 @@
 """Workers as Ray actors: placed, found by their slot's name, asked, and ended.
 
+Their names are those of one Ray namespace, the cluster's own.
+
 They are detached: whoever has placed one, the launcher or the supervisor, may go without taking it
 along. Ray itself starts none again; that is the supervisor's part.
 """
@@ -12,13 +14,15 @@ from typing import Any, cast
 
 from baton.errors import BatonError, WorkerFailed
 from deploy.actor import Answer, WorkerActor
+from deploy.actor_process import end_other
 from deploy.actor_settings import ActorSettings
+from deploy.daemon_thread import DaemonThread
 
 WORKER_RESOURCE = "baton_worker"
-NAMESPACE = "baton"
 SUPERVISOR_NAME = "supervisor"
 # ready, ping and stop must not wait for one another, whoever calls them.
 _CONCURRENT_CALLS = 8
+_END_S = 20.0
 
 
 class RayWorker:
@@ -29,7 +33,7 @@ class RayWorker:
         self._handle = handle
 
     async def ready(self) -> dict[str, Any]:
-        """Wait until it serves: its registry record, ``pid`` and ``node``.
+        """Wait until it serves: see ``deploy.worker_life.WorkerLife.record``.
 
         Raises WorkerFailed with the reason, and what Ray raises where that is no failure.
         """
@@ -75,7 +79,6 @@ def place(settings: ActorSettings, actor_class: type = WorkerActor) -> RayWorker
     asked = settings.resources()
     actor: Any = ray.remote(actor_class).options(
         name=settings.slot,
-        namespace=NAMESPACE,
         lifetime="detached",
         num_cpus=asked.pop("CPU", 0),
         num_gpus=asked.pop("GPU", 0),
@@ -86,12 +89,31 @@ def place(settings: ActorSettings, actor_class: type = WorkerActor) -> RayWorker
     return RayWorker(settings.slot, actor.remote(settings.model_dump_json()))
 
 
+def namespace(cluster_id: str) -> str:
+    """Of Ray, in which a cluster's actors have their names: others may use the same Ray."""
+    return f"baton-{cluster_id}"
+
+
+async def end_at(node: str, pid: int, started: float, submit: DaemonThread) -> None:
+    """End a process on a node, frozen or not, by a task there. Raises TimeoutError, or what Ray
+
+    raises. ``submit`` makes the call, which blocks while Ray's control store is away.
+    """
+    import ray  # noqa: PLC0415
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415
+
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    task: Any = ray.remote(end_other).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    async with asyncio.timeout(_END_S):
+        await result(await submit.call(lambda: task.remote(pid, started)))
+
+
 def find(slot: str) -> RayWorker | None:
     """The worker that lives in a slot, if one does. Blocks while Ray's control store is away."""
     import ray  # noqa: PLC0415
 
     try:
-        return RayWorker(slot, ray.get_actor(slot, namespace=NAMESPACE))
+        return RayWorker(slot, ray.get_actor(slot))
     except ValueError:
         return None
 

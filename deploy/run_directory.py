@@ -34,6 +34,24 @@ class RunDirectory:
         run.logs.mkdir()
         return run
 
+    @classmethod
+    def of_node(cls, cluster_id: str) -> RunDirectory:
+        """That of a node which nobody of Baton has started, for the workers of a cluster.
+
+        Raises PermissionError where it is not this user's.
+        """
+        run = cls(parent_directory() / f"{PREFIX}node-{cluster_id}")
+        run.path.mkdir(mode=0o700, exist_ok=True)
+        if run.path.is_symlink() or run.path.stat().st_uid != os.getuid():
+            raise PermissionError(f"{run.path} belongs to another user")
+        run.logs.mkdir(exist_ok=True)
+        return run
+
+    @property
+    def workers(self) -> Path:
+        """Where the workers of this node have their numbers."""
+        return self.path / "workers"
+
     @property
     def logs(self) -> Path:
         return self.path / "logs"

@@ -205,4 +205,4 @@ class Supervisor:
         seen = self._seen[slot]
         # To the second: it would be news at every look else.
         shown = SlotState(state.phase, state.deaths, state.last_error, float(round(state.wait_s)))
-        return SlotNews(shown, seen.pid, seen.host)
+        return SlotNews(shown, seen.pid, seen.node)

@@ -29,13 +29,16 @@ from deploy.actor_settings import ActorSettings
 from deploy.autoscaling import Autoscaling
 from deploy.cluster_look import ClusterLook
 from deploy.fleet import Fleet
-from deploy.ray_worker import NAMESPACE, SUPERVISOR_NAME
+from deploy.launcher_life import LauncherLife
+from deploy.node_share import run_directory_here
+from deploy.ports import join_host_port
+from deploy.ray_place import RayPlace
+from deploy.ray_worker import SUPERVISOR_NAME
 from deploy.slot_board import SlotBoard
 from deploy.slot_settings import SlotSettings
 from deploy.supervisor import Supervisor
 
 _START_S = 60.0
-_HOST = "127.0.0.1"
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +54,8 @@ class SupervisorSettings(BaseModel):
     """How long a worker of a pool that shrinks may take to end what it runs."""
     redis_url: str
     cluster_id: str
-    log_file: str
     log_level: str
-    launcher: int
-    """Process id of the launcher."""
-    launcher_started: float
-    """When the launcher started, in Unix seconds."""
+    launcher: LauncherLife
 
 
 class SupervisorActor:
@@ -66,7 +65,8 @@ class SupervisorActor:
 
     def __init__(self, settings_json: str) -> None:
         self._settings = SupervisorSettings.model_validate_json(settings_json)
-        log_to(self._settings.log_file, self._settings.log_level)
+        log_file = run_directory_here(self._settings.cluster_id).log(SUPERVISOR_NAME)
+        log_to(str(log_file), self._settings.log_level)
         self._started: concurrent.futures.Future[int] = concurrent.futures.Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._keeping: asyncio.Task[None] | None = None
@@ -92,7 +92,8 @@ class SupervisorActor:
         settings = self._settings
         self._loop = asyncio.get_running_loop()
         metrics = SupervisorMetrics(CollectorRegistry())
-        server, _ = start_http_server(0, _HOST, registry=metrics.registry)
+        host = RayPlace.own().host
+        server, _ = start_http_server(0, host, registry=metrics.registry)
         async with redis_client(settings.redis_url) as client:
             registry = Registry(client, settings.cluster_id)
 
@@ -111,7 +112,7 @@ class SupervisorActor:
                 SlotBoard(client, settings.cluster_id),
                 sizes,
                 metrics,
-                f"{_HOST}:{server.server_port}",
+                join_host_port(host, server.server_port),
                 drain_s=settings.drain_s,
             )
             config = Config(**settings.workers[0].config)
@@ -127,7 +128,9 @@ class SupervisorActor:
                 autoscaling = Autoscaling(config, look, supervisor.phases, sizes, metrics)
                 supervisor.note = autoscaling.note
             async with asyncio.TaskGroup() as group:
-                group.create_task(end_with(settings.launcher, settings.launcher_started))
+                group.create_task(
+                    end_with(settings.launcher, settings.redis_url, settings.cluster_id)
+                )
                 self._keeping = group.create_task(_keep(supervisor, autoscaling))
                 self._started.set_result(os.getpid())
 
@@ -155,18 +158,30 @@ class RaySupervisor:
         Blocks while Ray's control store is away.
         """
         import ray  # noqa: PLC0415
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415
 
         actor: Any = ray.remote(actor_class).options(
             name=SUPERVISOR_NAME,
-            namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
             num_cpus=0,
+            # Beside the launcher, as long as that is there.
+            scheduling_strategy=NodeAffinitySchedulingStrategy(RayPlace.own().node, soft=True),
             max_restarts=-1,
             max_task_retries=-1,
             max_concurrency=2,
         )
         return cls(actor.remote(settings.model_dump_json()))
+
+    @classmethod
+    def find(cls) -> RaySupervisor | None:
+        """The one that is there. Blocks while Ray's control store is away."""
+        import ray  # noqa: PLC0415
+
+        try:
+            return cls(ray.get_actor(SUPERVISOR_NAME))
+        except ValueError:
+            return None
 
     async def ready(self) -> int:
         """Its process id, once it keeps the workers. Raises what Ray raises."""

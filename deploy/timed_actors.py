@@ -13,14 +13,15 @@ from deploy.worker_process import worker_settings
 
 if TYPE_CHECKING:
     from deploy.actor_settings import ActorSettings
+    from deploy.node_share import NodeShare
     from worker.process import WorkerProcess
 
 
-def build_timed_process(settings: ActorSettings) -> WorkerProcess:
+def build_timed_process(settings: ActorSettings, share: NodeShare) -> WorkerProcess:
     """A worker whose engine is timed; see ``loadtest.timed``."""
     from loadtest.timed.process import TimedProcess  # noqa: PLC0415
 
-    return TimedProcess(worker_settings(settings)).process
+    return TimedProcess(worker_settings(settings, share)).process
 
 
 class TimedWorkerActor(WorkerActor):

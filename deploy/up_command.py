@@ -39,7 +39,10 @@ def up(
     ] = None,
     routers: Annotated[
         int | None,
-        typer.Option(help="How many router processes share the two ports. Default: 1."),
+        typer.Option(
+            help="How many router processes share the two ports; 0, with --ray-address, leaves them"
+            " to `baton router`. Default: 1."
+        ),
     ] = None,
     http: Annotated[
         str | None,
@@ -139,6 +142,15 @@ def up(
             help="A Redis or Valkey server, redis://HOST:PORT/DB. Default: an embedded Valkey.",
         ),
     ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT|auto",
+            help="A Ray cluster that others have started, whose nodes have places for workers"
+            " (`baton join`); auto: that of the node on this machine. Needs --redis-url. Default:"
+            " a Ray of its own, on this machine alone.",
+        ),
+    ] = None,
     gcs_store: Annotated[
         str | None,
         typer.Option(
@@ -166,11 +178,11 @@ def up(
         typer.Option(metavar="FILE", help="A TOML file. Default: none."),
     ] = None,
 ) -> None:
-    """Bring a cluster up on this machine and serve until Ctrl-C.
+    """Bring a cluster up, on this machine unless --ray-address says more, and serve until Ctrl-C.
 
     Flags override the environment (BATON_...), which overrides the configuration file.
     """
-    settings = _load(
+    settings = load(
         config,
         model=model,
         served_model_name=served_model_name,
@@ -190,6 +202,7 @@ def up(
         draft_model=draft_model,
         transport=transport,
         redis_url=redis_url,
+        ray_address=ray_address,
         gcs_store=gcs_store,
         local_prefill=local_prefill,
         policy=policy,
@@ -202,7 +215,8 @@ def up(
     raise typer.Exit(run_cluster(settings, Progress(Console())))
 
 
-def _load(file: Path | None, **flags: Any) -> Config:
+def load(file: Path | None, **flags: Any) -> Config:
+    """The configuration; ends the command where it is at fault, and says every fault."""
     from pydantic import ValidationError  # noqa: PLC0415
     from pydantic_settings import SettingsError  # noqa: PLC0415
 

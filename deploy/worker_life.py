@@ -19,7 +19,6 @@ import concurrent.futures
 import faulthandler
 import logging
 import os
-import platform
 import threading
 import time
 from dataclasses import asdict
@@ -27,9 +26,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
 
-from deploy.actor_process import end_process, end_with, fail, is_alive
+from deploy.actor_process import end_process, end_with, fail
 from deploy.actor_settings import ActorSettings
+from deploy.launcher_life import pid_space
 from deploy.life_watch import LOOK_S, LifeWatch
+from deploy.node_share import NodeShare
 from deploy.worker_process import BuildProcess, build_process
 
 if TYPE_CHECKING:
@@ -51,10 +52,17 @@ class WorkerLife:
     """See the module's text."""
 
     def __init__(
-        self, settings: ActorSettings, log_file: TextIO, build: BuildProcess = build_process
+        self,
+        settings: ActorSettings,
+        share: NodeShare,
+        node: str,
+        log_file: TextIO,
+        build: BuildProcess = build_process,
     ) -> None:
-        """``build`` makes the worker, on its own thread."""
+        """``node`` is Ray's id of its node; ``build`` makes the worker, on its own thread."""
         self._settings = settings
+        self._share = share
+        self._node = node
         self._build = build
         self._log = log_file
         self._started: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
@@ -75,7 +83,9 @@ class WorkerLife:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def record(self, timeout_s: float) -> dict[str, Any]:
-        """The worker's registry record, ``pid`` and ``host``, once it serves.
+        """The worker's registry record, once it serves, and where that is.
+
+        The latter is ``pid``, ``started`` in Unix seconds, ``pid_space``, and ``node``, Ray's id.
 
         Raises what kept it from starting, or TimeoutError.
         """
@@ -109,14 +119,14 @@ class WorkerLife:
 
     def on_sigterm(self, number: int, frame: object) -> None:
         """Instead of Ray's, by which the process would end at once. On the main thread."""
-        launcher = self._settings.launcher, self._settings.launcher_started
         self._terms += 1
         loop, process = self._loop, self._process
-        if loop is None or process is None or not (self._serves() and is_alive(*launcher)):
+        gone = self._settings.launcher.is_gone
+        if loop is None or process is None or gone or not self._serves():
             end_process(0)
         if self._terms == 1:
             log.info("worker %s was told to leave (SIGTERM)", self._settings.slot)
-            self.drain(float(self._settings.config["drain_deadline_s"]))
+            self.drain(self._settings.drain_s)
         else:
             self._leave_by = time.monotonic()
             loop.call_soon_threadsafe(process.hurry)
@@ -194,12 +204,13 @@ class WorkerLife:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._process = self._build(self._settings)
+        settings = self._settings
+        self._process = self._build(settings, self._share)
         record = await self._process.start()
-        self._started.set_result({**asdict(record), "pid": os.getpid(), "host": platform.node()})
+        self._started.set_result({**asdict(record), **self._whereabouts()})
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(
-                end_with(self._settings.launcher, self._settings.launcher_started)
+                end_with(settings.launcher, settings.redis_url, settings.cluster_id)
             )
             await self._process.run()
             watch.cancel()
@@ -207,3 +218,11 @@ class WorkerLife:
         if self._stopping:
             # The loop must not end under it; stop() itself holds the deadline.
             await self._left.wait()
+
+    def _whereabouts(self) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "started": psutil.Process().create_time(),
+            "pid_space": pid_space(),
+            "node": self._node,
+        }

@@ -10,43 +10,46 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from baton.config import Config
 from deploy.actor_settings import ActorSettings
+from deploy.node_share import NodeShare, model_paths
 
 if TYPE_CHECKING:
     from worker.process import WorkerProcess
     from worker.role import RoleFactory
     from worker.settings import WorkerSettings
 
-BuildProcess: TypeAlias = "Callable[[ActorSettings], WorkerProcess]"
+BuildProcess: TypeAlias = "Callable[[ActorSettings, NodeShare], WorkerProcess]"
 """Makes a worker that has not started."""
 
 
-def build_process(settings: ActorSettings) -> WorkerProcess:
+def build_process(settings: ActorSettings, share: NodeShare) -> WorkerProcess:
     """A worker as users have it."""
     from decode_worker.role import DecodeRole  # noqa: PLC0415
     from prefill_worker.role import PrefillRole  # noqa: PLC0415
     from worker.process import WorkerProcess  # noqa: PLC0415
 
     roles: dict[str, RoleFactory] = {"prefill": PrefillRole, "decode": DecodeRole}
-    return WorkerProcess(worker_settings(settings), roles)
+    return WorkerProcess(worker_settings(settings, share), roles)
 
 
-def worker_settings(settings: ActorSettings) -> WorkerSettings:
-    """What the worker itself is told."""
+def worker_settings(settings: ActorSettings, share: NodeShare) -> WorkerSettings:
+    """What the worker itself is told. Raises BatonError where its node cannot have the model."""
     from worker.settings import WorkerSettings  # noqa: PLC0415
 
     config = Config(**settings.config)
+    model, drafter = model_paths(settings)
     return WorkerSettings(
         config=config,
         pool=settings.pool_of(config),
         slot=settings.slot,
-        model_path=settings.model_path,
+        model_path=model,
         model_name=settings.model_name,
         redis_url=settings.redis_url,
         cluster_id=settings.cluster_id,
-        threads=settings.threads,
-        core_board=settings.core_board,
-        core_lines=settings.core_lines,
-        draft_model_path=settings.draft_model_path,
-        number=settings.number,
-        workers_here=settings.workers_here,
+        threads=share.threads,
+        core_board=share.core_board,
+        core_lines=share.core_lines,
+        draft_model_path=drafter,
+        number=share.number,
+        workers_here=share.workers_here,
+        host=share.host,
     )

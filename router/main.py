@@ -62,6 +62,8 @@ class RouterSettings(BaseModel):
     model_name: str
     number: int = 0
     """Of this process, among those that share the ports."""
+    ends_with_parent: bool = True
+    """Whether whoever has started it is its launcher."""
 
 
 async def serve(settings: RouterSettings) -> None:
@@ -105,7 +107,7 @@ async def serve(settings: RouterSettings) -> None:
     await fronts.batches.start()
     serving = servers.start()
     told = asyncio.create_task(leaving.told.wait())
-    orphaned = asyncio.create_task(_parent_gone())
+    orphaned = asyncio.create_task(_parent_gone(settings.ends_with_parent))
     watching = [] if watch is None else [asyncio.create_task(watch.run())]
     ends = [*serving, told, orphaned, *watching]
     try:
@@ -166,8 +168,10 @@ def _keep_collections_short() -> None:
     gc.set_threshold(GARBAGE_OBJECTS, 20, 50)
 
 
-async def _parent_gone() -> None:
+async def _parent_gone(matters: bool) -> None:
     """Return when the launcher has died: no event tells, and its guardian may be dead too."""
+    if not matters:
+        await asyncio.Event().wait()
     parent = os.getppid()
     while os.getppid() == parent:  # noqa: ASYNC110
         await asyncio.sleep(PARENT_POLL_S)
@@ -182,8 +186,12 @@ def _served(name: str, folder: Path) -> ServedModel:
 
 
 def main() -> None:
-    """Entry point of the process."""
-    settings = RouterSettings.model_validate_json(sys.stdin.readline())
+    """Entry point of a launcher's child."""
+    run(RouterSettings.model_validate_json(sys.stdin.readline()))
+
+
+def run(settings: RouterSettings) -> None:
+    """Be a router, until SIGINT or SIGTERM."""
     logging.basicConfig(
         level=str(settings.config.get("log_level", "info")).upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",

@@ -43,11 +43,13 @@ def core_board(settings: WorkerSettings) -> CoreBoard | None:
 def start_engine(settings: WorkerSettings, allocate: Allocate) -> Engine:
     """Load the model; the KV pool's memory comes from ``allocate``. Raises BatonError."""
     pool, config = settings.pool, settings.config
+    asked = pool.resources.get("GPU", 0)
     placement = place(
         pool.device,
         pool.gpu_memory_fraction,
-        number=settings.number,
-        workers_here=settings.workers_here,
+        # Of GPUs that Ray gives out a worker sees its own alone.
+        number=0 if asked else settings.number,
+        workers_here=max(1, int(1 / asked)) if asked else settings.workers_here,
         gpus=torch.cuda.device_count(),
     )
     engine = build_engine(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import platform
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -22,9 +21,11 @@ from baton.config import PoolConfig, load_config
 from baton.redis_client import redis_client
 from deploy.actor import Answer
 from deploy.actor_settings import ActorSettings
-from deploy.cluster_mark import ClusterMark
+from deploy.cluster_mark import RUN_VARIABLE, ClusterMark
+from deploy.launcher_life import LauncherLife, pid_space
 from deploy.pool_keeper import Phase
 from deploy.ray_cluster import RayCluster
+from deploy.ray_place import RayPlace
 from deploy.ray_worker import place
 from deploy.run_directory import RunDirectory
 from deploy.slot_board import SlotBoard, SlotNews, Supervision
@@ -41,10 +42,16 @@ class LightWorker:
         self._settings = ActorSettings.model_validate_json(settings_json)
 
     def ready(self) -> dict[str, Any]:
-        broken = Path(self._settings.log_file).with_suffix(".broken")
+        run = RunDirectory(Path(os.environ[RUN_VARIABLE]))
+        broken = run.log(self._settings.slot).with_suffix(".broken")
         if broken.exists():
             raise ValueError(broken.read_text())
-        return {"pid": os.getpid(), "host": platform.node()}
+        return {
+            "pid": os.getpid(),
+            "started": psutil.Process().create_time(),
+            "pid_space": pid_space(),
+            "node": RayPlace.own().node,
+        }
 
     def ping(self, unlisted_s: float) -> str:
         return Answer.SERVING.value
@@ -89,14 +96,7 @@ class Stage:
             model_name="",
             redis_url=self.redis_url,
             cluster_id=self.mark.cluster_id,
-            threads=1,
-            core_board="",
-            core_lines=0,
-            number=0,
-            workers_here=1,
-            log_file=str(self.run.log(slot)),
-            launcher=os.getpid(),
-            launcher_started=psutil.Process().create_time(),
+            launcher=LauncherLife.own(),
         )
 
     def supervise(self) -> RaySupervisor:
@@ -105,10 +105,8 @@ class Stage:
             drain_s=0.0,
             redis_url=self.redis_url,
             cluster_id=self.mark.cluster_id,
-            log_file=str(self.run.log("supervisor")),
             log_level="info",
-            launcher=os.getpid(),
-            launcher_started=psutil.Process().create_time(),
+            launcher=LauncherLife.own(),
         )
         return RaySupervisor.place(settings, LightSupervisor)
 

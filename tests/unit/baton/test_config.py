@@ -313,3 +313,29 @@ def test_an_autoscaler_comes_from_the_environment(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("BATON_AUTOSCALER__DRY_RUN", "true")
     found = load_config().autoscaler
     assert (found.enabled, found.dry_run, found.cooldown_s) == (True, True, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"ray_address": "a:6379"}, "need a redis_url that they reach"),
+        ({"ray_address": "a", "redis_url": "redis://b"}, "a"),
+        ({"ray_address": "auto", "redis_url": "redis://b", "gcs_store": "embedded"}, "gcs_store"),
+        ({"routers": 0}, "nobody would serve"),
+        ({"leave_workers": True}, "needs a ray_address"),
+        (
+            {"ray_address": "auto", "redis_url": "redis://b", "leave_workers": True},
+            "needs a cluster_id",
+        ),
+    ],
+)
+def test_a_cluster_of_several_machines_has_what_it_needs(
+    flags: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        load_config(**flags)
+
+
+def test_the_launcher_of_several_machines_may_leave_routers_to_others() -> None:
+    config = load_config(ray_address="10.0.0.1:6379", redis_url="redis://10.0.0.1", routers=0)
+    assert config.routers == 0

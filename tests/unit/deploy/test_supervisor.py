@@ -57,7 +57,7 @@ class FakeWorkers:
         self.started.append(slot)
         if self.failure is not None:
             raise self.failure
-        self.seen[slot] = Seen(Sight.SERVING, pid=len(self.started), host="here")
+        self.seen[slot] = Seen(Sight.SERVING, pid=len(self.started), node="here")
 
     async def drain(self, slot: str, deadline_s: float) -> None:
         self.drained.append((slot, deadline_s))
@@ -146,7 +146,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_it_fills_what_is_empty_leaves_who_serves_and_tells() -> None:
-    play = Play(FakeWorkers(decode_0=Seen(Sight.SERVING, pid=77, host="here")), FakeBoard())
+    play = Play(FakeWorkers(decode_0=Seen(Sight.SERVING, pid=77, node="here")), FakeBoard())
     await play.until(lambda: play.phase("decode-1") is Phase.RUNNING)
     assert play.workers.started == ["decode-1"]
     assert play.board.told is not None
@@ -230,7 +230,7 @@ async def test_a_drained_worker_is_followed_by_another_one_and_is_no_death() -> 
 
 
 async def test_a_chosen_size_outlives_the_supervisor_and_the_store() -> None:
-    grown = {f"decode_{n}": Seen(Sight.SERVING, pid=n, host="here") for n in range(3)}
+    grown = {f"decode_{n}": Seen(Sight.SERVING, pid=n, node="here") for n in range(3)}
     sizes = FakeSizes()
     sizes.away = True
     play = Play(FakeWorkers(**grown), FakeBoard(), sizes)
@@ -246,7 +246,7 @@ async def test_a_chosen_size_outlives_the_supervisor_and_the_store() -> None:
 
 
 async def test_its_slots_and_the_autoscalers_note_are_told() -> None:
-    play = Play(FakeWorkers(decode_0=Seen(Sight.SERVING, pid=77, host="here")), FakeBoard())
+    play = Play(FakeWorkers(decode_0=Seen(Sight.SERVING, pid=77, node="here")), FakeBoard())
     await play.until(lambda: play.phase("decode-1") is Phase.RUNNING)
     assert play.supervisor.phases() == {"decode-0": Phase.RUNNING, "decode-1": Phase.RUNNING}
     assert play.board.told is not None

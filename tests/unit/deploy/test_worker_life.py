@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import socket
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 
 from deploy import worker_life as worker_life_module
+from deploy.node_share import NodeShare
+from deploy.run_directory import RunDirectory
 from deploy.worker_life import UNLISTED_S, WorkerLife
 from tests.unit.deploy.test_slot_settings import settings
 
@@ -27,8 +30,14 @@ def no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_life_module, "fail", fail)
 
 
+def life_of_nobody() -> WorkerLife:
+    run = RunDirectory(Path("run"))
+    share = NodeShare("127.0.0.1", run, run.log("decode-0"), 0, 1, 1, "", 0)
+    return WorkerLife(settings("decode", 0), share, "node", io.StringIO())
+
+
 def serving(port: int, leave_by: float | None = None) -> WorkerLife:
-    life = WorkerLife(settings("decode", 0, 1), io.StringIO())
+    life = life_of_nobody()
     process: Any = SimpleNamespace(
         leave_by=leave_by, record=SimpleNamespace(address=f"127.0.0.1:{port}")
     )
@@ -60,5 +69,5 @@ def test_who_leaves_says_so_whatever_the_registry_lists() -> None:
 
 
 def test_who_does_not_serve_yet_is_not_judged() -> None:
-    life = WorkerLife(settings("decode", 0, 1), io.StringIO())
+    life = life_of_nobody()
     assert not life.ask(10 * UNLISTED_S)

@@ -1,0 +1,44 @@
+"""A router by itself, of a cluster whose launcher runs elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from baton.config import Config
+from baton.errors import ConfigError
+from deploy import model_store
+from deploy.ports import choose_ports
+
+log = logging.getLogger(__name__)
+
+
+def serve_router(config: Config) -> None:
+    """Serve until SIGINT or SIGTERM. Raises BatonError where it cannot begin."""
+    if not config.redis_url:
+        raise ConfigError("a router needs --redis-url, which its cluster's workers have, too")
+    if not config.cluster_id:
+        raise ConfigError(
+            "a router needs cluster_id (BATON_CLUSTER_ID, or in the file), as `baton up` was given"
+        )
+    config = choose_ports(config.model_copy(update={"routers": 1}))
+    # Slow to import; whoever is told what is missing need not wait.
+    from router.main import RouterSettings, run  # noqa: PLC0415
+
+    model = model_store.resolve(config.model, _tell, config.quantization)
+    sys.stdout.write(f"HTTP http://{config.http}/v1, gRPC {config.grpc}\n")
+    sys.stdout.flush()
+    run(
+        RouterSettings(
+            config=config.model_dump(mode="json"),
+            redis_url=config.redis_url,
+            cluster_id=config.cluster_id,
+            model_path=str(model.path),
+            model_name=config.served_model_name or model.name,
+            ends_with_parent=False,
+        )
+    )
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{text}\n")

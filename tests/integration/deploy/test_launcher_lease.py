@@ -1,0 +1,103 @@
+"""Who has a cluster, and when those elsewhere know that nobody does."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+
+from baton.config import Config, PoolConfig
+from baton.errors import BatonError
+from baton.redis_client import redis_client
+from deploy import launcher_lease as lease_module
+from deploy.launcher_claim import LauncherClaim, what_workers_are_told
+from deploy.launcher_lease import GONE_S, TTL_S, LauncherLease, LeaseSight, lease_lost
+
+
+def test_a_lease_that_is_free_for_long_enough_says_that_the_launcher_is_gone() -> None:
+    sight = LeaseSight()
+    assert not sight.look(0.0, held=True)
+    assert not sight.look(10.0, held=False)
+    assert not sight.look(10.0 + GONE_S - 1, held=False)
+    assert sight.look(10.0 + GONE_S, held=False)
+
+
+@pytest.mark.parametrize("between", [None, True])
+def test_redis_that_is_away_and_a_launcher_that_comes_begin_it_anew(between: bool | None) -> None:
+    sight = LeaseSight()
+    assert not sight.look(0.0, held=False)
+    assert not sight.look(GONE_S + 100, held=between)
+    assert not sight.look(GONE_S + 101, held=False)
+    assert not sight.look(2 * GONE_S + 100, held=False)
+    assert sight.look(2 * GONE_S + 101, held=False)
+
+
+async def test_one_launcher_has_it_at_a_time(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = secrets.token_hex(4)
+    async with redis_client(redis_url) as client:
+        first, second = (LauncherLease(client, cluster, name) for name in ("a", "b"))
+        await first.take()
+        await first.take()
+        clock = count(0.0, TTL_S)
+        monkeypatch.setattr(
+            lease_module,
+            "time",
+            SimpleNamespace(monotonic=lambda: next(clock)),
+        )
+        with pytest.raises(BatonError, match="another launcher has the cluster"):
+            await second.take()
+        await second.give_up()
+        with pytest.raises(BatonError):
+            await second.take()
+        await first.give_up()
+        await second.take()
+
+
+async def test_a_launcher_that_lost_it_ends(redis_url: str) -> None:
+    cluster = secrets.token_hex(4)
+    async with redis_client(redis_url) as client:
+        first = LauncherLease(client, cluster, "a")
+        await first.take()
+        await first.give_up()
+        await LauncherLease(client, cluster, "b").take()
+        async with asyncio.timeout(30):
+            with pytest.raises(BatonError, match="has taken the cluster"):
+                await first.keep()
+
+
+async def test_a_watcher_learns_that_it_is_free(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "_POLL_S", 0.01)
+    monkeypatch.setattr(lease_module, "LeaseSight", lambda: LeaseSight(0.05))
+    cluster = secrets.token_hex(4)
+    async with redis_client(redis_url) as client, asyncio.timeout(30):
+        lease = LauncherLease(client, cluster, "a")
+        await lease.take()
+        watching = asyncio.create_task(lease_lost(redis_url, cluster))
+        await asyncio.sleep(0.2)
+        assert not watching.done()
+        await lease.give_up()
+        await watching
+
+
+async def test_a_claim_knows_whether_workers_were_told_the_same(redis_url: str) -> None:
+    cluster = secrets.token_hex(4)
+    seen = []
+    for config in (Config(), Config(http="127.0.0.1:9"), Config(block_size=32), Config()):
+        claim = LauncherClaim(config, redis_url, cluster)
+        seen.append(await claim.take())
+        await claim.give_up()
+        await claim.close()
+    assert seen == [False, False, True, True]
+
+
+def test_what_workers_are_told_has_their_pools_in_it() -> None:
+    more = PoolConfig(name="decode", role="decode", max_sequences=8)
+    pools = (Config().pools[0], more)
+    assert what_workers_are_told(Config(pools=pools)) != what_workers_are_told(Config())
