@@ -330,7 +330,7 @@ def test_an_autoscaler_comes_from_the_environment(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_a_cluster_of_several_machines_has_what_it_needs(
-    flags: dict[str, object], message: str
+    flags: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValidationError, match=message):
         load_config(**flags)

@@ -1,0 +1,264 @@
+"""A cluster on several machines: prefill and decode on nodes of their own, and the loss of one.
+
+Each machine has its own network, its own processes and its own idea of process ids. Ray's head and
+`baton up` are on the first; the workers' nodes have joined by `baton join`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from deploy.valkey import valkey_binary
+from tests.machines import Machine, machines
+from tests.models import make_tiny_model
+
+BATON, RAY = (str(Path(sys.executable).with_name(name)) for name in ("baton", "ray"))
+START_S = 180.0
+END_S = 90.0
+TOKENS = 64
+LONG = 1200
+ASK = """
+import sys, httpx
+method, url, body = sys.argv[1], sys.argv[2], sys.argv[3]
+with httpx.Client(trust_env=False, timeout=150) as client:
+    with client.stream(method, url, content=body or None) as answer:
+        for piece in answer.iter_text():
+            print(piece, end="", flush=True)
+    sys.exit(answer.status_code != 200)
+"""
+CONFIG = """
+model = "{model}"
+redis_url = "redis://{head}:6390/0"
+ray_address = "{head}:6379"
+dtype = "float32"
+local_prefill = "never"
+drain_deadline_s = 20
+[[pools]]
+name = "prefill"
+role = "prefill"
+threads = 1
+kv_pool_mib = 16
+resources = {{ baton_prefill = 1 }}
+[[pools]]
+name = "decode"
+role = "decode"
+count = 2
+threads = 1
+kv_pool_mib = 16
+resources = {{ baton_decode = 1 }}
+"""
+
+
+class Network:
+    """The machines, and what runs on them."""
+
+    def __init__(self, folder: Path, all_of_them: list[Machine]) -> None:
+        self.folder = folder
+        self.head, *self.others = all_of_them
+        token = folder / "token"
+        token.write_text(secrets.token_hex(32))
+        # Programs there find what is installed here, and the repository.
+        self.env = {
+            **os.environ,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "BATON_CLUSTER_ID": f"machines-{secrets.token_hex(4)}",
+            "BATON_DATA_DIR": str(folder / "data"),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def text(self, name: str) -> str:
+        log = self.log(name)
+        return log.read_text() if log.exists() else ""
+
+    def start(self, machine: Machine, name: str, *command: str) -> subprocess.Popen[bytes]:
+        return machine.start(command, self.log(name), self.env)
+
+    def start_head(self) -> None:
+        store = ("--bind", self.head.address, "--port", "6390", "--protected-mode", "no")
+        data = ("--save", "", "--dir", str(self.folder))
+        self.start(self.head, "valkey", valkey_binary(), *store, *data)
+        self.env |= {
+            "RAY_health_check_period_ms": "1000",
+            "RAY_health_check_timeout_ms": "1000",
+            "RAY_health_check_failure_threshold": "4",
+        }
+        where = ("--node-ip-address", self.head.address, "--port", "6379")
+        little = ("--num-cpus", "0", "--include-dashboard", "false")
+        # A path of a socket must be short.
+        folder = ("--temp-dir", f"{self.folder}/r", "--object-store-memory", str(80 << 20))
+        self.start(self.head, "head", RAY, "start", "--head", "--block", *where, *little, *folder)
+        self.until(lambda: "Ray runtime started" in self.text("head"), "no head", "head")
+
+    def join(self, machine: Machine, name: str, resource: str) -> subprocess.Popen[bytes]:
+        """It has one place, for workers that ask for ``resource``."""
+        given = ("--workers", "1", "--cpus", "0", "--gpus", "0", "--resource", f"{resource}=1")
+        return self.start(machine, name, BATON, "join", f"{self.head.address}:6379", *given)
+
+    def up(self, name: str = "up") -> subprocess.Popen[bytes]:
+        model = make_tiny_model(self.folder / "model", context=2048, head_dim=16)
+        file = self.folder / "baton.toml"
+        file.write_text(CONFIG.format(model=model, head=self.head.address))
+        fronts = [f"--{front}={self.head.address}:{port}" for front, port in PORTS.items()]
+        up = self.start(self.head, name, BATON, "up", "--config", str(file), *fronts)
+        self.until(lambda: "\nready\n" in self.text(name) or up.poll() is not None, "up", name)
+        assert up.poll() is None, self.text(name)
+        return up
+
+    def until(self, holds: Callable[[], bool], what: str, *logs: str) -> None:
+        end = time.monotonic() + START_S
+        while not holds():
+            said = "\n".join(self.text(log) for log in logs)
+            assert time.monotonic() < end, f"{what}: not in time\n{said}"
+            time.sleep(0.1)
+
+    def ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, port: int = 8000
+    ) -> subprocess.Popen[str]:
+        url = f"http://{self.head.address}:{port}{path}"
+        text = json.dumps(body) if body is not None else ""
+        return subprocess.Popen(
+            self.head.command(sys.executable, "-c", ASK, method, url, text),
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self.env,
+        )
+
+    def answer(self, tokens: int = TOKENS, prompt: str = "Once", port: int = 8000) -> str:
+        asked = self.ask("POST", "/v1/completions", body(prompt, tokens), port)
+        said, _ = asked.communicate(timeout=START_S)
+        assert asked.returncode == 0, said
+        return str(json.loads(said)["choices"][0]["text"])
+
+    def streamed(self, tokens: int, begun: threading.Event) -> str:
+        asked = self.ask("POST", "/v1/completions", body("Once", tokens) | {"stream": True})
+        text = ""
+        assert asked.stdout is not None
+        for line in asked.stdout:
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                text += event["choices"][0]["text"]
+                begun.set()
+        assert asked.wait(END_S) == 0
+        return text
+
+    def metrics(self) -> dict[str, float]:
+        said, _ = self.ask("GET", "/metrics/cluster").communicate(timeout=END_S)
+        lines = [line for line in said.splitlines() if line and not line.startswith("#")]
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+    def health(self) -> dict[str, Any]:
+        said, _ = self.ask("GET", "/health").communicate(timeout=END_S)
+        found: dict[str, Any] = json.loads(said)
+        return found
+
+
+PORTS = {"http": 8000, "grpc": 8001}
+
+
+def body(prompt: str, tokens: int) -> dict[str, Any]:
+    return {
+        "model": "model",
+        "prompt": f"{prompt} upon a time there was " * 4,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+
+
+def houses_a_worker(machine: Machine) -> bool:
+    """Whether the engine runs there."""
+    for process in machine.processes():
+        try:
+            if any("libtorch" in entry.path for entry in process.memory_maps()):
+                return True
+        except (psutil.Error, OSError):
+            continue
+    return False
+
+
+@contextmanager
+def network(folder: Path, count: int) -> Iterator[Network]:
+    with machines(count) as all_of_them:
+        yield Network(folder, all_of_them)
+
+
+def reference(model: Path, tokens: int) -> str:
+    """What a whole cluster of one machine answers."""
+    from tests.e2e.cluster import UpProcess  # noqa: PLC0415
+
+    given = ("--model", str(model), "--dtype", "float32", "--served-model-name", "model")
+    with UpProcess(*given) as up:
+        up.wait_ready()
+        import httpx  # noqa: PLC0415
+
+        with httpx.Client(trust_env=False, timeout=START_S) as client:
+            answer = client.post(f"{up.http}/v1/completions", json=body("Once", tokens))
+        return str(answer.json()["choices"][0]["text"])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_prefill_and_decode_on_nodes_of_their_own_and_the_loss_of_one(tmp_path: Path) -> None:
+    with network(tmp_path, 5) as net, ThreadPoolExecutor() as threads:
+        first, second, third, spare = net.others
+        net.start_head()
+        net.join(first, "prefill", "baton_prefill")
+        joined = net.join(second, "decode-a", "baton_decode")
+        net.join(third, "decode-b", "baton_decode")
+        up = net.up()
+        # Everybody is where there is a place for it, and KV crosses from machine to machine.
+        assert [houses_a_worker(one) for one in (net.head, *net.others)] == [
+            *(False, True, True, True),
+            False,
+        ]
+        whole = net.answer()
+        series = net.metrics()
+        assert series['baton_handoffs_total{outcome="ok",transport="grpc"}'] >= 1
+        assert not any('transport="shm"' in name and value for name, value in series.items())
+        # A machine goes amid answers: they go on elsewhere, and its worker where there is room.
+        begun = [threading.Event() for _ in range(4)]
+        running = [threads.submit(net.streamed, LONG, one) for one in begun]
+        assert all(one.wait(START_S) for one in begun)
+        third.power_off()
+        texts = {one.result(START_S) for one in running}
+        assert len(texts) == 1, "all of them are one answer"
+        assert net.answer() == whole
+        net.join(spare, "spare", "baton_decode")
+        net.until(lambda: "is back" in net.text("up"), "nobody came back", "up", "spare")
+        assert houses_a_worker(spare)
+        assert net.answer(prompt="Twice")
+        # A node that is told to leave lets its worker end what it runs.
+        begun = [threading.Event() for _ in range(4)]
+        running = [threads.submit(net.streamed, LONG, one) for one in begun]
+        assert all(one.wait(START_S) for one in begun)
+        second.terminate(joined)
+        assert {one.result(START_S) for one in running} == texts
+        assert joined.wait(END_S) == 0, net.text("decode-a")
+        assert "is told to leave" in net.text("decode-a")
+        assert net.answer() == whole
+        # And the launcher leaves nobody behind, wherever that is.
+        net.head.terminate(up)
+        assert up.wait(END_S) == 0, net.text("up")
+        net.until(lambda: not houses_a_worker(first), "a worker is left", "up")
+        net.until(lambda: not houses_a_worker(spare), "a worker is left", "up")
+        assert whole == reference(tmp_path / "model", TOKENS)
