@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -103,7 +104,6 @@ class Network:
         }
         where = ("--node-ip-address", self.head.address, "--port", "6379")
         little = ("--num-cpus", "0", "--include-dashboard", "false")
-        # A path of a socket must be short.
         folder = ("--temp-dir", f"{self.folder}/r", "--object-store-memory", str(80 << 20))
         self.start(self.head, "head", RAY, "start", "--head", "--block", *where, *little, *folder)
         self.until(lambda: "Ray runtime started" in self.text("head"), "no head", "head")
@@ -197,9 +197,10 @@ def houses_a_worker(machine: Machine) -> bool:
 
 
 @contextmanager
-def network(folder: Path, count: int) -> Iterator[Network]:
-    with machines(count) as all_of_them:
-        yield Network(folder, all_of_them)
+def network(count: int) -> Iterator[Network]:
+    # A path of a socket must be short.
+    with TemporaryDirectory(prefix="baton-m", dir="/tmp") as folder, machines(count) as made:  # noqa: S108
+        yield Network(Path(folder), made)
 
 
 def reference(model: Path, tokens: int) -> str:
@@ -218,8 +219,8 @@ def reference(model: Path, tokens: int) -> str:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_prefill_and_decode_on_nodes_of_their_own_and_the_loss_of_one(tmp_path: Path) -> None:
-    with network(tmp_path, 5) as net, ThreadPoolExecutor() as threads:
+def test_prefill_and_decode_on_nodes_of_their_own_and_the_loss_of_one() -> None:
+    with network(5) as net, ThreadPoolExecutor() as threads:
         first, second, third, spare = net.others
         net.start_head()
         net.join(first, "prefill", "baton_prefill")
@@ -261,4 +262,4 @@ def test_prefill_and_decode_on_nodes_of_their_own_and_the_loss_of_one(tmp_path: 
         assert up.wait(END_S) == 0, net.text("up")
         net.until(lambda: not houses_a_worker(first), "a worker is left", "up")
         net.until(lambda: not houses_a_worker(spare), "a worker is left", "up")
-        assert whole == reference(tmp_path / "model", TOKENS)
+        assert whole == reference(net.folder / "model", TOKENS)
