@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,21 +21,15 @@ from deploy.command_line import (
     names_in,
     say,
 )
+from deploy.engine_options import DeviceOptions, EngineOptions, Quantization
+from deploy.option_group import takes
 
 
+@takes(DeviceOptions)
 def profile(
-    model: Model = DEFAULT_MODEL,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float16.")] = "bfloat16",
-    quantization: Annotated[
-        str, typer.Option(help="As for `baton up`: auto, none, int8, int4 or fp8.")
-    ] = "auto",
+    options: DeviceOptions,
+    quantization: Quantization = "auto",
     kv_dtype: Annotated[str, typer.Option(help="As for `baton up`: auto, int8 or fp8.")] = "auto",
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU where there is one.")
-    ] = "auto",
-    threads: Annotated[
-        int, typer.Option(min=0, help="Compute threads on the CPU; 0 takes one for each core.")
-    ] = 0,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 1024,
     context_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens in the cache of each sequence that decodes.")
@@ -46,33 +41,24 @@ def profile(
     ] = None,
 ) -> None:
     """Prefill and decode steps of one engine, without a cluster, against the machine's limits."""
-    from deploy import model_store  # noqa: PLC0415
-    from engine.engine import EngineSettings  # noqa: PLC0415
     from loadtest.profile import ProfileSettings, draw, profile_engine  # noqa: PLC0415
     from loadtest.whole_table import print_whole  # noqa: PLC0415
 
     with clear_errors():
-        path = model_store.resolve(model, say, quantization).path
-        engine = EngineSettings(
-            path,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            quantization=quantization,
-            kv_dtype=kv_dtype,
-        )
+        engine = options.settings_on_device(quantization, kv_dtype)
         sizes = counts_in(batches)
         settings = ProfileSettings(engine, prompt_tokens, context_tokens, sizes, output)
         found = profile_engine(settings, say)
     print_whole(Console(), draw(found))
 
 
+@takes(DeviceOptions)
 def quality(
+    options: DeviceOptions,
     text: Annotated[
         Path,
         typer.Option(metavar="FILE", help="A text, or a .jsonl file whose rows have `turns`."),
     ],
-    model: Model = DEFAULT_MODEL,
     quantizations: Annotated[
         str,
         typer.Option(
@@ -80,20 +66,12 @@ def quality(
             " compared with the first."
         ),
     ] = "none,int8,int4,auto",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float16.")] = "bfloat16",
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU where there is one.")
-    ] = "auto",
-    threads: Annotated[
-        int, typer.Option(min=0, help="Compute threads on the CPU; 0 takes one for each core.")
-    ] = 0,
     tokens: Annotated[int, typer.Option(min=2, help="Where the text is cut.")] = 8192,
     window: Annotated[int, typer.Option(min=2, help="Tokens that are computed together.")] = 512,
     answer: Annotated[int, typer.Option(min=1, help="Tokens of each compared answer.")] = 64,
 ) -> None:
     """Perplexity and greedy agreement of a model's quantisations, without a cluster."""
-    from deploy import model_store  # noqa: PLC0415
-    from engine.engine import Engine, EngineSettings, build_engine  # noqa: PLC0415
+    from engine.engine import Engine, build_engine  # noqa: PLC0415
     from loadtest.quality import (  # noqa: PLC0415
         Candidate,
         QualitySettings,
@@ -105,23 +83,14 @@ def quality(
 
     def build(name: str) -> Engine:
         quantization, _, kv_dtype = name.partition("/")
-        path = model_store.resolve(model, say, quantization).path
-        settings = EngineSettings(
-            path,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            quantization=quantization,
-            kv_dtype=kv_dtype or "auto",
-        )
-        return build_engine(settings)
+        return build_engine(options.settings_on_device(quantization, kv_dtype or "auto"))
 
     names = names_in(quantizations)
     if not names:
         fail("--quantizations names none")
     with clear_errors():
         first = names[0].partition("/")[0]
-        tokenizer = model_store.resolve(model, say, first).path / "tokenizer.json"
+        tokenizer = options.folder(first) / "tokenizer.json"
         found = measure(
             [Candidate(name, functools.partial(build, name)) for name in names],
             read_tokens(text, tokenizer),
@@ -131,7 +100,9 @@ def quality(
     print_whole(Console(), draw(found))
 
 
+@takes(EngineOptions)
 def speculation(
+    options: EngineOptions,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -139,10 +110,7 @@ def speculation(
             help="Has .jsonl files of `category` and `turns`. Default: tasks of copying alone.",
         ),
     ] = None,
-    model: Model = DEFAULT_MODEL,
-    quantization: Annotated[
-        str, typer.Option(help="Weights, as for `baton up`: auto, none, int8, int4 or fp8.")
-    ] = "auto",
+    quantization: Quantization = "auto",
     drafter: Annotated[str, typer.Option(help="What is compared with none.")] = "ngram",
     draft_model: Annotated[
         str,
@@ -158,24 +126,16 @@ def speculation(
     tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     repeats: Annotated[int, typer.Option(min=1, help="How often both ways are run.")] = 2,
-    threads: Annotated[
-        int, typer.Option(min=0, help="Compute threads; 0 takes one for each core.")
-    ] = 0,
     output: Figures = None,
 ) -> None:
     """Tokens a second with and without drafts, of one engine on the CPU, without a cluster."""
-    from deploy import model_store  # noqa: PLC0415
     from deploy.drafter_folder import drafter_folder  # noqa: PLC0415
-    from engine.engine import EngineSettings  # noqa: PLC0415
     from loadtest.speculation import SpeculationSettings  # noqa: PLC0415
     from loadtest.speculation import bench_speculation as run_bench  # noqa: PLC0415
 
     with clear_ends():
-        engine = EngineSettings(
-            model_store.resolve(model, say, quantization).path,
-            device="cpu",
-            threads=threads,
-            quantization=quantization,
+        engine = replace(
+            options.settings(quantization),
             drafter=drafter,
             draft_model=drafter_folder(drafter, draft_model, say) if draft_model else None,
         )

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from baton.registry import WorkerRecord
     from deploy.cluster_state import ClusterState
 
-_CALL_S = 0.0005
-"""A message between router and worker on one machine, one way."""
 _REGISTRY_S = 5.0
 _VALUE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0}
 
@@ -37,8 +35,9 @@ def calibrate(
 ) -> None:
     """Time a running cluster that has nothing else to do, and write what its workers cost.
 
-    Prompts of growing length alone, answers side by side, and handoffs of growing size: a minute or
-    two. The profile is for `baton simulate`.
+    Prompts of growing length alone, answers side by side, handoffs of growing size, and prompts
+    beside answers: a minute or two. The cluster is to have one prefill and one decode worker, and
+    --local-prefill never. The profile is for `baton simulate`.
     """
     from baton.errors import BatonError  # noqa: PLC0415
     from deploy.cluster_state import running_clusters  # noqa: PLC0415
@@ -60,7 +59,13 @@ def calibrate(
         f"prefill {_formula(fields['prefill'], 'n', 'n*context')}; "
         f"step {_formula(fields['step'], 'batch', 'context')}; "
         f"handoff {fields['handoff_s'] * 1e3:.1f} ms + bytes at "
-        f"{fields['wire_bytes_per_s'] / 1e9:.2f} GB/s"
+        f"{fields['wire_bytes_per_s'] / 1e9:.2f} GB/s; message {fields['call_s'] * 1e3:.1f} ms"
+    )
+    sharing = fields["sharing"]
+    typer.echo(
+        f"beside prompts a step takes {sharing['decode_beside_prefill']:.2f} times as long, beside"
+        f" long ones {sharing['decode_beside_long_prefill']:.2f}; prompts beside steps"
+        f" {sharing['prefill_beside_decode']:.2f}"
     )
 
 
@@ -74,13 +79,16 @@ async def _measured(
 ) -> dict[str, Any]:
     """The profile's fields. Raises BatonError."""
     from baton.client.async_http_client import AsyncHttpClient  # noqa: PLC0415
+    from baton.errors import ConfigError  # noqa: PLC0415
+    from engine.scheduler_limits import SchedulerLimits  # noqa: PLC0415
     from loadtest.simulator.fitted_costs import FittedCosts  # noqa: PLC0415
-    from loadtest.simulator.live_probe import Limits, LiveProbe  # noqa: PLC0415
+    from loadtest.simulator.live_probe import LiveProbe  # noqa: PLC0415
     from loadtest.simulator.live_timings import live_costs  # noqa: PLC0415
+    from loadtest.simulator.probe_requests import Limits, ProbeRequests  # noqa: PLC0415
     from loadtest.simulator.worker_kinds import profile_fields  # noqa: PLC0415
     from loadtest.simulator.worker_profile import WorkerProfile  # noqa: PLC0415
 
-    record = await _decode_worker(cluster)
+    record = await _the_decode_worker(cluster)
     shape = record.geometry
     token_bytes = 2.0 * shape.layers * shape.kv_heads * shape.head_dim
     token_bytes *= _VALUE_BYTES.get(shape.kv_dtype, 2.0)
@@ -93,10 +101,22 @@ async def _measured(
         kv_tokens=kv_tokens,
         kv_token_bytes=token_bytes,
     )
+    # As ``engine.engine`` bounds a CPU's chunks.
+    chunk_keys = 1 << 19 if is_cpu else 0
     async with AsyncHttpClient(f"http://{cluster.http}") as client:
-        timings = await LiveProbe(client, limits, seed).run()
-    # To the prefill worker and back.
-    found = live_costs(timings, 2 * _CALL_S)
+        probe = LiveProbe(ProbeRequests(client, limits, seed))
+        local = await _local_prompts(cluster)
+        await probe.warm_up()
+        if await _local_prompts(cluster) > local:
+            raise ConfigError(
+                "decode workers compute prompts here, and handoffs are to be timed: start the"
+                " cluster with --local-prefill never to calibrate it"
+            )
+        timings = await probe.run()
+    bounds = SchedulerLimits(
+        1, chunk_tokens, record.max_sequences, record.context_length, chunk_keys
+    )
+    found = live_costs(timings, bounds)
     return profile_fields(
         WorkerProfile(
             name=record.model or cluster.model,
@@ -108,20 +128,40 @@ async def _measured(
             wire_bytes_per_s=found.wire_bytes_per_s,
             max_sequences=record.max_sequences,
             chunk_tokens=chunk_tokens,
-            # As ``engine.engine`` bounds a CPU's chunks.
-            chunk_keys=1 << 19 if is_cpu else 0,
+            chunk_keys=chunk_keys,
             is_cpu=is_cpu,
             handoff_s=found.handoff_s,
-            call_s=_CALL_S,
+            call_s=found.call_s,
+            sharing=found.sharing,
         )
     )
 
 
-async def _decode_worker(cluster: ClusterState) -> WorkerRecord:
-    """Any of them. Raises Unavailable."""
-    import redis  # noqa: PLC0415
+async def _local_prompts(cluster: ClusterState) -> float:
+    """How many prompts the router has left to decode workers. Raises Unavailable."""
+    import httpx  # noqa: PLC0415
+    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415
 
     from baton.errors import Unavailable  # noqa: PLC0415
+
+    try:
+        async with httpx.AsyncClient(trust_env=False, timeout=_REGISTRY_S) as client:
+            page = (await client.get(f"http://{cluster.http}/metrics")).text
+    except httpx.HTTPError as error:
+        raise Unavailable(f"the router's metrics cannot be read: {error}") from error
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == "baton_route_decisions_total" and sample.labels["decision"] == "local"
+    )
+
+
+async def _the_decode_worker(cluster: ClusterState) -> WorkerRecord:
+    """Raises Unavailable; ConfigError where answers would be spread over several."""
+    import redis  # noqa: PLC0415
+
+    from baton.errors import ConfigError, Unavailable  # noqa: PLC0415
     from baton.redis_client import redis_client  # noqa: PLC0415
     from baton.registry import Registry  # noqa: PLC0415
 
@@ -130,7 +170,16 @@ async def _decode_worker(cluster: ClusterState) -> WorkerRecord:
             records = await Registry(client, cluster.cluster_id).all()
     except (redis.RedisError, OSError, TimeoutError) as error:
         raise Unavailable(f"the registry cannot be read: {error}") from error
-    found = next((record for record in records.values() if record.role == "decode"), None)
-    if found is None:
-        raise Unavailable("the cluster has no decode worker")
-    return found
+    by_role = {
+        role: [record for record in records.values() if record.role == role]
+        for role in ("prefill", "decode")
+    }
+    for role, found in by_role.items():
+        if not found:
+            raise Unavailable(f"the cluster has no {role} worker")
+        if len(found) > 1:
+            raise ConfigError(
+                f"the cluster has {len(found)} {role} workers, which share what one is to be timed"
+                " with: start it with --prefill 1 --decode 1 to calibrate it"
+            )
+    return by_role["decode"][0]

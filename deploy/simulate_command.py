@@ -39,6 +39,14 @@ def simulate(
         str, typer.Option(metavar="NAME|FILE", help="Of decode workers, if they are others.")
     ] = "",
     tp: Annotated[int, typer.Option(min=1, max=64, help="GPUs of a worker.")] = 1,
+    hosts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Machines whose cores and memory the workers share, as a profile of `baton"
+            " calibrate` has timed it. Default: one for each worker.",
+        ),
+    ] = 0,
 ) -> None:
     """Serve a trace with a simulated cluster: Baton's own policy and schedulers, no engine."""
     from baton.config import load_config  # noqa: PLC0415
@@ -56,6 +64,7 @@ def simulate(
         tp,
         options.scale_time,
         options.scale_length,
+        hosts,
         options.seed,
         options.block_tokens,
     )

@@ -34,11 +34,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.step import CoreShare
+from worker.patience import BREAK_S, PATIENCE_S
 
 PAUSE = 1.0
 """Of a decode step's time, for the prefill beside it."""
-PATIENCE_S = 0.15
-"""How long prefill computes without a break before decode pauses for it."""
 
 NICENESS = 10
 """Of threads that compute; about a tenth of the weight of others (sched(7)). engine/cpu/board.h has
@@ -51,8 +50,6 @@ when there was no break."""
 _TIME, _THREADS = struct.Struct("=q"), struct.Struct("=i")
 _URGENT_AT, _BUSY_SINCE_AT = 8, 16
 _STALE_NS = 5 * 10**9
-_BREAK_S = 0.005
-"""Less than that between two steps is no break."""
 _LONGEST_PAUSE_S = 0.1
 _HAND_IN_S, _LOOK_AGAIN_S = 0.001, 0.00002
 
@@ -125,7 +122,7 @@ class CoreBoard:
         if not self._yields and self._prompts_wait():
             self._sleep_until(self._ended + pause_after(self._ended - self._began))
         now = time.monotonic()
-        if now - self._ended > _BREAK_S:
+        if now - self._ended > BREAK_S:
             self._busy_since = now
         self._began = now
         threads = threads_for(self._cores, self._yields, len(self._running()))

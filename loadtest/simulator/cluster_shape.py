@@ -21,6 +21,8 @@ class ClusterShape:
     paces_chunks: bool = True
     """Whether a step with prompts and sequences that decode is kept within the SLO for TPOT, as
     Baton's workers do; without, prompts take what a step's ``chunk_tokens`` leave."""
+    hosts: int = 0
+    """Machines that they share, each role dealt out in turn; 0: each has a machine of its own."""
 
     def __post_init__(self) -> None:
         if self.prefill < 0 or self.decode < 1:
@@ -28,6 +30,8 @@ class ClusterShape:
                 f"a cluster has at least one decode worker, not {self.prefill} prefill and "
                 f"{self.decode} decode workers"
             )
+        if self.hosts < 0:
+            raise ConfigError(f"workers share no {self.hosts} hosts")
 
     @property
     def is_colocated(self) -> bool:

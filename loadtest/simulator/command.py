@@ -52,6 +52,8 @@ class SimulateSettings:
     scale_time: float = 1.0
     scale_length: float = 1.0
     """Times and lengths of the trace are divided by them."""
+    hosts: int = 0
+    """Machines that the workers share; 0: see ``ClusterShape``."""
     seed: int = 0
     block_tokens: int = 0
     """Of a KV block; 0: see ``simulation.simulate``."""
@@ -65,7 +67,7 @@ class SimulateSettings:
         prefill, decode = (
             kinds[own or self.profile] for own in (self.prefill_profile, self.decode_profile)
         )
-        return ClusterShape(self.prefill, self.decode, prefill, decode)
+        return ClusterShape(self.prefill, self.decode, prefill, decode, hosts=self.hosts)
 
 
 def run_simulation(settings: SimulateSettings, config: Config) -> dict[str, Any]:

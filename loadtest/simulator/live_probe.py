@@ -1,112 +1,90 @@
 """Times a live cluster with requests of its own, for `baton calibrate`.
 
-Nothing else should run there meanwhile. Prompts are drawn at random, so that none is cached.
+Nothing else should run there meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from baton.client.async_http_client import AsyncHttpClient
-from baton.client.values import Sampling
-from baton.errors import Unavailable
 from loadtest.simulator.live_timings import LiveTimings, TimedBatch, TimedHandoff, TimedPrompt
+from loadtest.simulator.probe_requests import ProbeRequests
+from loadtest.simulator.sharing_probe import timed_sharing
 
 _PROMPTS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_BATCHES = ((1, 32), (1, 512), (2, 64), (4, 64), (4, 256), (8, 64), (8, 256), (16, 64))
+_LONGEST_PROMPT_S = 1.5
+"""No longer one is sent after one that took so long."""
+_BATCHES = ((1, 32), (1, 1024), (2, 64), (4, 64), (4, 512), (8, 64), (8, 256), (16, 64))
 """Answers side by side, and the tokens of each one's prompt."""
 _ANSWER_TOKENS = 40
 _RUNS = 3
 """Of each prompt; the median counts."""
-_REQUEST_S = 120.0
-_MARGIN_TOKENS = 64
-"""Of the context, that is left for an answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How far a cluster can be asked."""
-
-    vocabulary: int
-    """Token ids below it may be sent."""
-    context_tokens: int
-    """Of a sequence."""
-    sequences: int
-    """In a decode worker's step."""
-    kv_tokens: int
-    """That a decode worker's pool holds."""
-    kv_token_bytes: float
 
 
 class LiveProbe:
     """Owned by one event loop. Raises BatonError where a request fails."""
 
-    def __init__(self, client: AsyncHttpClient, limits: Limits, seed: int) -> None:
-        self._client = client
-        self._limits = limits
-        self._generator = np.random.default_rng(seed)
+    def __init__(self, requests: ProbeRequests) -> None:
+        self._requests = requests
+
+    async def warm_up(self) -> None:
+        """First requests pay for first uses."""
+        for _ in range(_RUNS):
+            await self._requests.times(32, 4)
 
     async def run(self) -> LiveTimings:
-        """All timings; some tens of seconds on a small machine."""
-        await self._times(32, 4)
-        prompts, handoffs = [], []
+        """All timings; a minute or so on a small machine."""
+        prompts, handoffs = await self._prompts()
+        first_s = {prompt.tokens: prompt.first_token_s for prompt in prompts}
+        batches: list[TimedBatch] = []
+        for batch, tokens in _BATCHES:
+            prompt_s = first_s.get(tokens, max(first_s.values()))
+            gap_s = batches[0].gap_s if batches else prompt_s
+            # Whoever begins first is to decode still when the last one begins.
+            answer = _ANSWER_TOKENS + math.ceil((batch - 1) * prompt_s / gap_s)
+            if self._requests.limits.fit(batch, tokens + answer):
+                batches.append(await self._batch(batch, tokens, answer))
+        sharing = await timed_sharing(self._requests, first_s)
+        return LiveTimings(tuple(prompts), tuple(batches), tuple(handoffs), sharing)
+
+    async def _prompts(self) -> tuple[list[TimedPrompt], list[TimedHandoff]]:
+        """Prompts alone, and the handoffs behind them."""
+        limits, prompts, handoffs = self._requests.limits, [], []
         for tokens in _PROMPTS:
-            if tokens + _MARGIN_TOKENS > min(self._limits.context_tokens, self._limits.kv_tokens):
+            if not limits.fit(1, tokens):
                 break
-            alone = [await self._times(tokens, 1) for _ in range(_RUNS)]
-            prompts.append(TimedPrompt(tokens, statistics.median(times[0] for times in alone)))
-            pairs = [await self._times(tokens, 2) for _ in range(_RUNS)]
-            gap_s = statistics.median(times[-1] - times[0] for times in pairs)
-            size = tokens * self._limits.kv_token_bytes
-            handoffs.append(TimedHandoff(size, tokens + 1, gap_s))
-        batches = [
-            await self._batch(batch, tokens)
-            for batch, tokens in _BATCHES
-            if self._fits(batch, tokens)
-        ]
-        return LiveTimings(tuple(prompts), tuple(batches), tuple(handoffs))
+            alone = [await self._requests.times(tokens, 1) for _ in range(_RUNS)]
+            pairs = [await self._requests.times(tokens, 2) for _ in range(_RUNS)]
+            first_s, reserved_s = (_median([times[0] for times in t]) for t in (alone, pairs))
+            gap_s = _median([times[1] - times[0] for times in pairs])
+            prompts.append(TimedPrompt(tokens, first_s, reserved_s))
+            handoffs.append(TimedHandoff(tokens * limits.kv_token_bytes, tokens + 1, gap_s))
+            if first_s > _LONGEST_PROMPT_S:
+                break
+        return prompts, handoffs
 
-    def _fits(self, batch: int, tokens: int) -> bool:
-        limits, each = self._limits, tokens + _ANSWER_TOKENS + _MARGIN_TOKENS
-        return (
-            batch <= limits.sequences
-            and each <= limits.context_tokens
-            and batch * each <= limits.kv_tokens
-        )
-
-    async def _batch(self, batch: int, tokens: int) -> TimedBatch:
+    async def _batch(self, batch: int, tokens: int, answer: int) -> TimedBatch:
         """Of the time in which all decode: behind the last first token, before the first end."""
         began = time.monotonic()
-        every = await asyncio.gather(
-            *(self._times(tokens, _ANSWER_TOKENS, began) for _ in range(batch))
-        )
+        times = self._requests.times
+        every = await asyncio.gather(*(times(tokens, answer, began) for _ in range(batch)))
         first, last = max(times[1] for times in every), min(times[-1] for times in every)
         inner = [[at for at in times if first <= at <= last] for times in every]
         gaps = [gap for times in inner for gap in np.diff(times).tolist()]
         if not gaps:
             # They hardly met: each took its turn.
             gaps = [gap for times in every for gap in np.diff(times[1:]).tolist()]
+        half_way = (first + last) / 2
+        held = sum(tokens + sum(at <= half_way for at in times) for times in every)
         # The mean: with drafts, and where the reader is late, several tokens come at once.
-        return TimedBatch(batch, batch * (tokens + _ANSWER_TOKENS / 2), statistics.fmean(gaps))
+        return TimedBatch(batch, held, statistics.fmean(gaps))
 
-    async def _times(self, tokens: int, answer: int, began: float | None = None) -> Sequence[float]:
-        """When each token of an answer came, in seconds since ``began`` or since its sending."""
-        began = time.monotonic() if began is None else began
-        prompt = self._generator.integers(3, self._limits.vocabulary, tokens).tolist()
-        sampling = Sampling(temperature=0.0, max_tokens=answer, ignore_eos=True)
-        times: list[float] = []
-        async for piece in self._client.stream_completion(
-            prompt, sampling, deadline_s=_REQUEST_S, options={"return_token_ids": True}
-        ):
-            now = time.monotonic() - began
-            for choice in piece.raw.get("choices", ()):
-                times += [now] * len(choice.get("token_ids") or ())
-        if len(times) < answer:
-            raise Unavailable(f"{len(times)} of {answer} tokens came")
-        return times
+
+def _median(seconds: Sequence[float]) -> float:
+    return statistics.median(seconds)

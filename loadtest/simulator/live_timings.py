@@ -8,9 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.scheduler_limits import SchedulerLimits
+from loadtest.simulator.sharing import ALONE, Sharing
 from worker.step_costs import StepCosts, fit
 
 _LEAST_MS = 1e-3
+_LEAST_CALL_S = 0.0005
+_SHORT_PROMPTS = 4
+"""Whose times tell that of a message: it is little beside those of longer ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +24,9 @@ class TimedPrompt:
 
     tokens: int
     first_token_s: float
-    """From sending to the first token."""
+    """From sending to the first token, of an answer of one token."""
+    reserved_first_s: float
+    """The same of a longer answer, for which room is reserved first: a message there and back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +50,29 @@ class TimedHandoff:
 
 
 @dataclass(frozen=True, slots=True)
+class TimedSharing:
+    """Prompts and answers computed at the same time; means."""
+
+    alone_gap_s: float
+    """Between tokens while no prompt was computed."""
+    beside_gap_s: float
+    """While one was, for the first ``worker.patience.PATIENCE_S``."""
+    beside_long_gap_s: float
+    """While one was, behind that."""
+    alone_first_s: float
+    """From sending a prompt to its first token while nobody decoded."""
+    beside_first_s: float
+    """While others did."""
+
+
+@dataclass(frozen=True, slots=True)
 class LiveTimings:
     """All that was timed."""
 
     prompts: tuple[TimedPrompt, ...]
     batches: tuple[TimedBatch, ...]
     handoffs: tuple[TimedHandoff, ...]
+    sharing: tuple[TimedSharing, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +83,25 @@ class LiveCosts:
     handoff_s: float
     """Of a handoff without bytes."""
     wire_bytes_per_s: float
+    call_s: float
+    """A message, one way."""
+    sharing: Sharing
 
 
-def live_costs(timings: LiveTimings, calls_s: float) -> LiveCosts:
-    """The costs that explain the timings, with ``calls_s`` of messages in every first token.
+def live_costs(timings: LiveTimings, limits: SchedulerLimits) -> LiveCosts:
+    """The costs that explain the timings, of workers whose chunks have these limits.
 
     Least squares of relative errors, as workers fit their own steps; a handoff is a line in its
     bytes, by least squares.
     """
-    prompt_ms = [max(_LEAST_MS, (p.first_token_s - calls_s) * 1e3) for p in timings.prompts]
-    prefill = fit([(p.tokens, p.tokens * p.tokens / 2) for p in timings.prompts], prompt_ms)
+    call_s = _call_s(timings.prompts)
+    points, prompt_ms = [], []
+    for prompt in timings.prompts:
+        # Each chunk is a step: the mean one's time is a + b*n + c*n*context of its share.
+        chunks, tokens = _chunks(prompt.tokens, limits), prompt.tokens
+        points.append((tokens / chunks, tokens * tokens / 2 / chunks))
+        prompt_ms.append(max(_LEAST_MS, (prompt.first_token_s - 2 * call_s) * 1e3 / chunks))
+    prefill = fit(points, prompt_ms)
     step = fit(
         [(b.batch, b.context_tokens) for b in timings.batches],
         [max(_LEAST_MS, b.gap_s * 1e3) for b in timings.batches],
@@ -79,7 +112,41 @@ def live_costs(timings: LiveTimings, calls_s: float) -> LiveCosts:
         max(0.0, h.gap_s - costs.step_ms(1, h.context_tokens) / 1e3) for h in timings.handoffs
     ]
     fixed_s, per_byte_s = _line(sizes, rest_s)
-    return LiveCosts(costs, fixed_s, 1.0 / per_byte_s)
+    return LiveCosts(costs, fixed_s, 1.0 / per_byte_s, call_s, _sharing(timings.sharing, call_s))
+
+
+def _call_s(prompts: Sequence[TimedPrompt]) -> float:
+    """A message, by what one there and back adds to the first token of short prompts."""
+    shortest = sorted(prompts, key=lambda prompt: prompt.tokens)[:_SHORT_PROMPTS]
+    added = [prompt.reserved_first_s - prompt.first_token_s for prompt in shortest]
+    return max(_LEAST_CALL_S, statistics.median(added) / 2)
+
+
+def _chunks(tokens: int, limits: SchedulerLimits) -> int:
+    """The steps of a prompt alone."""
+    start = count = 0
+    while start < tokens:
+        start += limits.most_tokens(start)
+        count += 1
+    return count
+
+
+def _sharing(timed: Sequence[TimedSharing], call_s: float) -> Sharing:
+    """The mean of what was timed. Between workers of one role nothing was: taken as large."""
+    if not timed:
+        return ALONE
+    decode, long, prefill = (
+        max(1.0, statistics.fmean(values))
+        for values in (
+            [one.beside_gap_s / one.alone_gap_s for one in timed],
+            [one.beside_long_gap_s / one.alone_gap_s for one in timed],
+            [
+                (one.beside_first_s - 2 * call_s) / max(1e-6, one.alone_first_s - 2 * call_s)
+                for one in timed
+            ],
+        )
+    )
+    return Sharing(decode, long, decode, prefill, prefill)
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:

@@ -109,7 +109,7 @@ class SimulationResult:
 
 def result_of(request: SimulatedRequest, workers: Sequence[SimulatedWorker]) -> RequestResult:
     """``workers`` by their numbers."""
-    runs = [workers[worker].log.ends_s(first, last) for worker, first, last in request.runs]
+    runs = [workers[worker].step_ends_s(first, last) for worker, first, last in request.runs]
     placed = request.decode >= 0
     call_s = workers[request.decode].profile.call_s if placed else 0.0
     assert request.ended_s is not None, "a request has not ended"

@@ -4,7 +4,9 @@
     stepping ─every plan in flight is alike→ leaping ─the last alike, or somebody comes→ stepping
 
 While it leaps nothing is done until something but the next token happens: then the scheduler takes
-in, at once, the steps that have ended meanwhile. That gives what single steps give.
+in, at once, the steps that have ended meanwhile. That gives what single steps give. Where workers
+share a host, steps take as much engine time as they would alone, and that passes more slowly
+(``work_clock``).
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence as EngineSequence
 from engine.sequence_update import SequenceUpdate
 from loadtest.simulator.event_queue import STEP_END, EventQueue
+from loadtest.simulator.host import Host
+from loadtest.simulator.sharing import Doing, Sharing
 from loadtest.simulator.simulated_request import TOKEN_IDS, SimulatedRequest, SimulatedSequence
-from loadtest.simulator.step_log import StepLog, StepRun
+from loadtest.simulator.step_log import Floats, StepLog, StepRun
 from loadtest.simulator.step_model import StepShape, shape_of
 from loadtest.simulator.wire import Wire
+from loadtest.simulator.work_clock import WorkClock
 from loadtest.simulator.worker_profile import WorkerProfile
 from worker.chunk_slack import ChunkSlack
 from worker.step_planner import StepPlanner
@@ -90,7 +95,9 @@ class SimulatedWorker:
         events: EventQueue,
         listener: WorkerListener,
         publish: Publish,
+        host: Host | None = None,
     ) -> None:
+        """``host``: the machine that it shares with others, if it does."""
         self.number = number
         self.name = f"{role}-{number}"
         self.role = role
@@ -110,7 +117,12 @@ class SimulatedWorker:
         slack = None if slo_s is None else ChunkSlack(self.step_costs, slo_s)
         self._planner = StepPlanner(self.scheduler, slack, is_cpu=profile.is_cpu)
         self.wire = Wire(profile.wire_bytes_per_s)
-        self.log = StepLog()
+        self._log = StepLog()
+        """In engine time."""
+        self._clock = WorkClock()
+        self._host = host
+        if host is not None:
+            host.join(self)
         self.work = Work()
         self._events = events
         self._listener = listener
@@ -127,6 +139,10 @@ class SimulatedWorker:
         """Steps of ``_run`` that have ended."""
         self._most_leaps = 0
         """Steps of ``_run`` that are not to be seen one by one."""
+        self._begun_s = 0.0
+        """When the step began that runs."""
+        self._is_bent = False
+        """Whether the speed has changed since."""
         self._leapt_ever = 0
         self.changes = 0
         """Grows with whatever changes what runs here, or its blocks."""
@@ -198,6 +214,7 @@ class SimulatedWorker:
             self._plans.append((plan, self._leapt_ever))
             if len(self._plans) == 1:
                 self._begin(now)
+        self._tell_host()
         self._set_alarm()
 
     def _begin(self, now: float) -> None:
@@ -211,8 +228,30 @@ class SimulatedWorker:
         growth_s = 0.0 if line is None else line.per_token_s * shape.decodes
         step_s = self.profile.costs.seconds(shape)
         self._shape, self._leapt, self._most_leaps = shape, 0, 0
-        self._run = StepRun(self.work.steps, now, step_s, growth_s)
-        self.log.add(self._run)
+        self._run = StepRun(self.work.steps, self._clock.engine_time(now), step_s, growth_s)
+        self._begun_s, self._is_bent = now, False
+        self._log.add(self._run)
+
+    def _tell_host(self) -> None:
+        if self._host is not None:
+            self._host.tell(self, self._doing())
+
+    def _doing(self) -> Doing:
+        if self._run is None:
+            return Doing.NOTHING
+        return Doing.PROMPTS if self._shape.chunks else Doing.DECODING
+
+    @property
+    def sharing(self) -> Sharing:
+        """See ``Tenant``."""
+        return self.profile.sharing
+
+    def change_speed(self, speed: float) -> None:
+        """See ``Tenant``."""
+        self.catch_up()
+        self._clock.change(self._events.now, speed)
+        self._is_bent = True
+        self._set_alarm()
 
     def _set_alarm(self) -> None:
         """For the next step's end that is more than the next token of each."""
@@ -223,47 +262,70 @@ class SimulatedWorker:
         if self._leaps and not self._shape.chunks:
             steps = self.scheduler.identical_steps()
             if math.isfinite(self._deadline):
-                steps = min(steps, max(0, run.ended_at(self._deadline) - 1 - self._leapt))
+                deadline = self._clock.engine_time(self._deadline)
+                steps = min(steps, max(0, run.ended_at(deadline) - 1 - self._leapt))
             self._most_leaps += steps
         self._alarm += 1
         alarm = self._alarm
-        end_s = run.end_s(self._most_leaps + 1)
+        end_s = self._clock.moment(run.end_s(self._most_leaps + 1))
         self._events.at(end_s, lambda: self._on_alarm(alarm), STEP_END)
 
     def _on_alarm(self, alarm: int) -> None:
         if alarm == self._alarm:
-            self.catch_up()
+            # Not by the clock: rounding must not lose the last of them.
+            self._take_in(self._most_leaps - self._leapt)
             self._end_step()
 
     def catch_up(self) -> None:
         """Take in what was leapt over until now."""
         run = self._run
-        if run is None or self._most_leaps <= self._leapt:
-            return
-        steps = min(run.ended_at(self._events.now), self._most_leaps) - self._leapt
-        if steps <= 0:
-            return
-        shape = self._shape
+        if run is not None and self._most_leaps > self._leapt:
+            ended = run.ended_at(self._clock.engine_time(self._events.now))
+            self._take_in(min(ended, self._most_leaps) - self._leapt)
+
+    def _take_in(self, steps: int) -> None:
+        """So many steps of the run have ended, the last of them behind the last bend."""
+        if steps > 0 and self._is_bent:
+            # It went at several speeds, those behind it at one.
+            self._take_in_alike(1)
+            steps -= 1
+        if steps > 0:
+            self._take_in_alike(steps)
+
+    def _take_in_alike(self, steps: int) -> None:
+        run, shape, speed = self._run, self._shape, self._clock.speed
+        assert run is not None, "no step runs"
         before, self._leapt = self._leapt, self._leapt + steps
         self._leapt_ever += steps
         self.scheduler.leap(steps, _token_of)
         context_tokens = shape.context_tokens + before * shape.decodes
-        first_ms = (run.step_s + before * run.growth_s) * 1e3
+        took_s = self._took_s(before)
         self._planner.observe_run(
-            shape.decodes, context_tokens, steps, first_ms, run.growth_s * 1e3
+            shape.decodes, context_tokens, steps, took_s * 1e3, run.growth_s / speed * 1e3
         )
         first = self.work.steps
         for sequence in self.scheduler.running:
             _owner(sequence).took_run(self.number, first, steps)
         leapt = StepShape(shape.decodes, context_tokens)
-        self._count(steps, run.end_s(self._leapt) - run.end_s(before), leapt)
+        if steps > 1:
+            took_s = (run.end_s(self._leapt) - run.end_s(before)) / speed
+        self._count(steps, took_s, leapt)
+        self._begun_s = self._clock.moment(run.end_s(self._leapt))
+        self._is_bent = False
 
-    def _end_step(self) -> None:
+    def _took_s(self, leapt: int) -> float:
+        """Seconds of the step behind so many of the run, which began at ``_begun_s``."""
         run = self._run
         assert run is not None, "no step runs"
+        if self._is_bent:
+            return self._clock.moment(run.end_s(leapt + 1)) - self._begun_s
+        return (run.step_s + leapt * run.growth_s) / self._clock.speed
+
+    def _end_step(self) -> None:
+        assert self._run is not None, "no step runs"
         now = self._events.now
         plan, _ = self._plans.popleft()
-        step_s = run.step_s + self._leapt * run.growth_s
+        step_s = self._took_s(self._leapt)
         shape = StepShape(
             self._shape.decodes,
             self._shape.context_tokens + self._leapt * self._shape.decodes,
@@ -320,6 +382,10 @@ class SimulatedWorker:
                 self.work.memory_bytes += done.memory_bytes * steps / len(ends)
 
     # What others see
+
+    def step_ends_s(self, first: int, last: int) -> Floats:
+        """When the steps ``first`` to ``last``, this one included, ended. fp64 [steps]."""
+        return self._clock.moments(self._log.ends_s(first, last))
 
     @property
     def is_idle(self) -> bool:

@@ -16,6 +16,7 @@ from baton.config import Config
 from baton.errors import ConfigError
 from loadtest.simulator.cluster_shape import ClusterShape
 from loadtest.simulator.event_queue import EventQueue
+from loadtest.simulator.host import Host
 from loadtest.simulator.prefix_directory import PrefixDirectory
 from loadtest.simulator.results import SimulationResult, WorkerResult, result_of
 from loadtest.simulator.simulated_autoscaler import SimulatedAutoscaler
@@ -58,9 +59,12 @@ def simulate(
     events, directory = EventQueue(), PrefixDirectory()
     side = WorkersSide(events)
     own = WorkerSettings(block, config.slo_tpot_s if shape.paces_chunks else None, leaps)
+    hosts = [Host(events) for _ in range(shape.hosts)]
     workers = [
-        SimulatedWorker(number, role, profile, own, events, side, directory.apply)
-        for number, (role, profile) in enumerate(_places(shape))
+        SimulatedWorker(
+            number, role, profile, own, events, side, directory.apply, host=_host_of(hosts, place)
+        )
+        for number, (role, profile, place) in enumerate(_places(shape))
     ]
     policy = make_policy(config.policy, _routes(config, shape, block), seed)
     router = SimulatedRouter(config, policy, workers, block, directory, side, events)
@@ -83,7 +87,7 @@ def simulate(
         autoscaler = SimulatedAutoscaler(config, workers, router, side, events, is_over)
         autoscaler.start()
     events.run()
-    result = _result(each, workers, [role for role, _ in _places(shape)])
+    result = _result(each, workers, [role for role, *_ in _places(shape)])
     changes = () if autoscaler is None else tuple(autoscaler.changes)
     return replace(result, role_changes=changes)
 
@@ -93,10 +97,14 @@ def _usual_block(requests: Sequence[TracedRequest], trace_block: int) -> int:
     return trace_block if hashed else FINE_BLOCK_TOKENS
 
 
-def _places(shape: ClusterShape) -> Iterator[tuple[str, WorkerProfile]]:
-    """Role and kind of each worker."""
-    yield from (("prefill", shape.prefill_profile) for _ in range(shape.prefill))
-    yield from (("decode", shape.decode_profile) for _ in range(shape.decode))
+def _places(shape: ClusterShape) -> Iterator[tuple[str, WorkerProfile, int]]:
+    """Role, kind and place in its role of each worker."""
+    yield from (("prefill", shape.prefill_profile, place) for place in range(shape.prefill))
+    yield from (("decode", shape.decode_profile, place) for place in range(shape.decode))
+
+
+def _host_of(hosts: Sequence[Host], place: int) -> Host | None:
+    return hosts[place % len(hosts)] if hosts else None
 
 
 def _routes(config: Config, shape: ClusterShape, block: int) -> RouteSettings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from loadtest.simulator.analytical_costs import (
 from loadtest.simulator.fitted_costs import FittedCosts
 from loadtest.simulator.hardware import ACCELERATORS
 from loadtest.simulator.model_shape import DEFAULT_MODEL, ModelShape, model_shape
+from loadtest.simulator.sharing import Sharing
 from loadtest.simulator.worker_profile import WorkerProfile
 from worker.step_costs import Coefficients, StepCosts
 
 PROFILE_VERSION = 1
+"""What was added since may be lacking: then it is as if nobody shared a host."""
 _MEMORY_SHARE = 0.9
 """As ``gpu_memory_fraction`` by default."""
 _ACTIVATION_BYTES = 2e9
@@ -107,6 +110,7 @@ def profile_of(fields: Any, name: str) -> WorkerProfile:
             is_cpu=bool(fields["is_cpu"]),
             handoff_s=float(fields["handoff_s"]),
             call_s=float(fields["call_s"]),
+            sharing=_sharing(fields.get("sharing", {})),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -133,7 +137,15 @@ def profile_fields(profile: WorkerProfile) -> dict[str, Any]:
         "is_cpu": profile.is_cpu,
         "handoff_s": profile.handoff_s,
         "call_s": profile.call_s,
+        "sharing": asdict(profile.sharing),
     }
+
+
+def _sharing(fields: dict[str, Any]) -> Sharing:
+    found = Sharing(**{name: float(value) for name, value in fields.items()})
+    if min(asdict(found).values()) < 1:
+        raise ValueError(f"nobody is faster beside others: {fields}")
+    return found
 
 
 def _coefficients(values: Any) -> Coefficients:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loadtest.simulator.sharing import ALONE, Sharing
 from loadtest.simulator.step_model import StepModel
 
 
@@ -36,3 +37,5 @@ class WorkerProfile:
     """One message between router and worker, or between workers, one way."""
     gpus: int = 1
     """How many there are in it."""
+    sharing: Sharing = ALONE
+    """What others of its host cost it, where workers share one."""

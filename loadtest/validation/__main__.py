@@ -3,9 +3,9 @@
     python -m loadtest.validation timed --shape 2x2 --rates 3,4.4,6
     python -m loadtest.validation live --url http://127.0.0.1:8000 --profile FILE --rates 0.5,1
 
-``timed`` starts real workers whose engine is timed; ``live`` drives a cluster that `baton up` has
-started with its defaults, whose workers `baton calibrate` has written a profile of. Exit code 1:
-a figure is further off than it is to be.
+``timed`` starts real workers whose engine is timed; ``live`` drives a cluster of this machine that
+`baton up` has started, and of which `baton calibrate` has written a profile. Exit code 1: a figure
+is further off than it is to be.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from baton.config import Config
+from baton.config import load_config
 from loadtest.generator.lengths import Lengths
 from loadtest.machine import this_machine
 from loadtest.simulator.cluster_shape import ClusterShape
@@ -59,8 +59,8 @@ async def _found(
         async with timed_cluster(timed.settings_of(prefill, decode)) as cluster:
             return await validate(timed.live_cluster(cluster), timed.PROBE, loads, say)
     profile = read_profile(str(given.profile))
-    shape = ClusterShape(prefill, decode, profile, profile)
-    live = LiveCluster(given.url, given.model, shape, Config())
+    shape = ClusterShape(prefill, decode, profile, profile, hosts=1)
+    live = LiveCluster(given.url, given.model, shape, load_config(given.config), knows_calls=True)
     probe = replace(timed.PROBE, rate=0.5, seconds=12.0)
     return await validate(live, probe, loads, say)
 
@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
             kind.add_argument("--url", default="http://127.0.0.1:8000")
             kind.add_argument("--model", required=True, help="its name in the API")
             kind.add_argument("--profile", type=Path, required=True, help="of `baton calibrate`")
+            kind.add_argument("--config", type=Path, help="the file that it was started with")
     return parser
 
 

@@ -27,6 +27,8 @@ class LiveCluster:
     shape: ClusterShape
     config: Config
     """That it was started with; its SLOs are those of the goodput."""
+    knows_calls: bool = False
+    """Whether its profiles have the time of a message, as those of `baton calibrate` have."""
 
     @property
     def name(self) -> str:
@@ -37,16 +39,19 @@ class LiveCluster:
 async def validate(
     live: LiveCluster, probe: OfferedLoad, loads: Sequence[OfferedLoad], say: Say
 ) -> list[Comparison]:
-    """The probe twice, then one load after another; a comparison of each load.
+    """The probe, then one load after another; a comparison of each load.
 
-    ``probe``: requests that do not meet; the second time they tell how long a message takes here,
-    which is all that is taken from what is measured. Prompts are new each time.
+    ``probe``: requests that do not meet. Where nobody knows yet how long a message takes here they
+    are sent twice, and tell it; that is all that is taken from what is measured. Prompts are new
+    each time.
     """
     began = time.monotonic()
     # The first requests pay for first uses.
     await measured(probe, live.url, live.model, run=1)
-    seen, _ = await measured(probe, live.url, live.model, run=2)
-    shape = with_call_time(live.shape, live.config, probe, seen)
+    shape = live.shape
+    if not live.knows_calls:
+        seen, _ = await measured(probe, live.url, live.model, run=2)
+        shape = with_call_time(live.shape, live.config, probe, seen)
     say(f"{live.name}: a message takes {shape.decode_profile.call_s * 1e3:.2f} ms")
     begun, runs = [], []
     for run, load in enumerate(loads, start=3):

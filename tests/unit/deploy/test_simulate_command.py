@@ -68,6 +68,22 @@ def test_a_profile_and_a_configuration_are_read(trace: Path, tmp_path: Path) -> 
     assert figures["local_share"] == 0
 
 
+def test_workers_that_share_a_host_are_slower(trace: Path, tmp_path: Path) -> None:
+    small, config = tmp_path / "small.json", tmp_path / "baton.toml"
+    small.write_text(json.dumps(profile_fields(profile())))
+    config.write_text('local_prefill = "never"\n')
+    found = []
+    for hosts in (0, 1):
+        output = tmp_path / f"{hosts}.json"
+        code, said = run(
+            *("--trace", trace, "--profile", small, "--config", config),
+            *("--hosts", hosts, "--json", output),
+        )
+        assert code == 0, said
+        found.append(json.loads(output.read_text())["latency"]["tpot_s"]["mean"])
+    assert found[1] > 1.05 * found[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

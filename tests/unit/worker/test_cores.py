@@ -77,13 +77,13 @@ def test_a_break_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Steps close to one another are one stretch of work; after a break another begins."""
     path = tmp_path / "cores"
     prefill = CoreBoard(path, 0, 2, 2, yields=True)
-    monkeypatch.setattr(cores, "_BREAK_S", 3600.0)
+    monkeypatch.setattr(cores, "BREAK_S", 3600.0)
     prefill._ended = time.monotonic()
     prefill._busy_since = 5.0
     prefill.begin()
     prefill.end()
     assert prefill._busy_since == 5.0
-    monkeypatch.setattr(cores, "_BREAK_S", 0.0)
+    monkeypatch.setattr(cores, "BREAK_S", 0.0)
     prefill.begin()
     assert prefill._busy_since > 5.0
 

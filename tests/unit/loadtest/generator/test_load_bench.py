@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from baton.errors import ConfigError
+from deploy import bench_load_commands
 from deploy.cli import app
-from loadtest.generator import soak
+from loadtest.generator import footprint, soak
 from loadtest.generator.load_bench import SearchSettings, search_rate
 from loadtest.generator.load_run import LoadRun
 from loadtest.generator.load_settings import (
@@ -234,6 +239,40 @@ def test_soak_sees_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "leak: 2 sequences are held" in bench(serving, *words, code=3)
     finally:
         serving.end()
+
+
+LEAKY = """
+import pathlib, time
+held, files = [], []
+while True:
+    held.append(b"x" * (1 << 18))
+    if len(files) < 100:
+        files.append(open("/dev/null"))
+    pathlib.Path("leaked").write_text(str(len(held)))
+    time.sleep(0.005 if len(held) < 2000 else 1.0)
+"""
+"""Takes a quarter of a MiB and a descriptor, 200 times a second, and gives nothing back."""
+
+
+def test_soak_sees_a_process_that_leaks(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(soak, "QUIET_S", 0.1)
+    monkeypatch.setattr(footprint, "MORE_BYTES", 1 << 20)
+    monkeypatch.setattr(footprint, "MORE_SHARE", 0.0)
+    leaky = subprocess.Popen([sys.executable, "-c", LEAKY], cwd=tmp_path)
+    try:
+        state = SimpleNamespace(processes={"decode-0": leaky.pid}, redis_url="", cluster_id="x")
+        monkeypatch.setattr(bench_load_commands, "local_cluster", lambda _: state)
+        while not (tmp_path / "leaked").exists():
+            assert leaky.poll() is None
+        words = ("--seconds", "3", "--every", "0.1", "--input", "4", "--output", "2")
+        output = bench(server, "soak", "--peak", "20", *words, code=3)
+    finally:
+        leaky.kill()
+        leaky.wait(20)
+    assert "leak: decode-0 went on growing" in output
+    assert re.search(r"leak: decode-0 has \d+ descriptors, at first \d+", output)
 
 
 def settings(**pace: Any) -> LoadSettings:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from baton.config import Config, ContextClass, LocalPrefill
 from loadtest.simulator.cluster_shape import ClusterShape
 from loadtest.simulator.fitted_costs import FittedCosts
+from loadtest.simulator.sharing import Sharing
 from loadtest.simulator.worker_profile import WorkerProfile
 from loadtest.traces import TracedRequest
 from worker.step_costs import StepCosts
@@ -14,6 +15,7 @@ from worker.step_costs import StepCosts
 # Odd numbers, so that no two events fall on the same moment by chance.
 COSTS = StepCosts((3.137, 0.1713, 0.0000213), (5.119, 0.2917, 0.0013177))
 TRACE_BLOCK = 32
+SHARING = Sharing(1.417, 1.839, 1.231, 1.193, 1.713)
 
 
 def profile(
@@ -33,13 +35,16 @@ def profile(
         is_cpu=is_cpu,
         handoff_s=0.00217,
         call_s=0.000531,
+        sharing=SHARING,
     )
 
 
-def shape(prefill: int, decode: int, worker: WorkerProfile | None = None) -> ClusterShape:
+def shape(
+    prefill: int, decode: int, worker: WorkerProfile | None = None, *, hosts: int = 0
+) -> ClusterShape:
     """All workers alike."""
     worker = worker or profile()
-    return ClusterShape(prefill, decode, worker, worker)
+    return ClusterShape(prefill, decode, worker, worker, hosts=hosts)
 
 
 def config(

@@ -11,7 +11,8 @@ import pytest
 from baton.client.async_http_client import AsyncHttpClient
 from baton.client.values import Piece, Sampling
 from baton.errors import Unavailable
-from loadtest.simulator.live_probe import Limits, LiveProbe
+from loadtest.simulator.live_probe import LiveProbe
+from loadtest.simulator.probe_requests import Limits, ProbeRequests
 
 LIMITS = Limits(1000, 300, 4, 2000, 1024.0)
 FIRST_S, NEXT_S = 0.002, 0.0005
@@ -39,30 +40,37 @@ class FakeClient:
         self.prompts.append(len(prompt))
         self.running += 1
         self.most = max(self.most, self.running)
-        await asyncio.sleep(FIRST_S)
-        left = (sampling.max_tokens or 0) - self._missing
-        count = 1
-        while left > 0:
-            count = min(count, left)
-            left -= count
-            yield Piece("x", raw={"choices": [{"token_ids": [7] * count}]})
-            await asyncio.sleep(NEXT_S * count)
-            count = 2
-        self.running -= 1
+        try:
+            await asyncio.sleep(FIRST_S)
+            left = (sampling.max_tokens or 0) - self._missing
+            count = 1
+            while left > 0:
+                count = min(count, left)
+                left -= count
+                yield Piece("x", raw={"choices": [{"token_ids": [7] * count}]})
+                await asyncio.sleep(NEXT_S * count)
+                count = 2
+        finally:
+            self.running -= 1
 
 
 async def test_a_cluster_is_timed_within_its_limits() -> None:
     fake = FakeClient()
-    timings = await LiveProbe(cast(AsyncHttpClient, fake), LIMITS, 1).run()
+    timings = await LiveProbe(ProbeRequests(cast(AsyncHttpClient, fake), LIMITS, 1)).run()
     assert [prompt.tokens for prompt in timings.prompts] == [32, 64, 128]
     assert all(prompt.first_token_s >= FIRST_S for prompt in timings.prompts)
+    assert all(prompt.reserved_first_s >= FIRST_S for prompt in timings.prompts)
     assert [handoff.bytes for handoff in timings.handoffs] == [32768.0, 65536.0, 131072.0]
     assert {batch.batch for batch in timings.batches} == {1, 2, 4}
     assert all(batch.gap_s > 0 for batch in timings.batches)
-    assert fake.most == 4
+    assert len(timings.sharing) == 2
+    # And a prompt beside them.
+    assert fake.most == 5
     assert max(fake.prompts) + 64 <= LIMITS.context_tokens
 
 
 async def test_tokens_that_do_not_come_are_told() -> None:
     with pytest.raises(Unavailable, match="3 of 4 tokens"):
-        await LiveProbe(cast(AsyncHttpClient, FakeClient(missing=1)), LIMITS, 1).run()
+        await LiveProbe(
+            ProbeRequests(cast(AsyncHttpClient, FakeClient(missing=1)), LIMITS, 1)
+        ).warm_up()

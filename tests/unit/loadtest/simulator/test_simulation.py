@@ -36,7 +36,7 @@ def run(
     )
     return simulate(
         requests,
-        shape(prefill, decode, worker),
+        shape(prefill, decode, worker, hosts=int(options.get("hosts", 0))),
         asked,
         trace_block=TRACE_BLOCK,
         leaps=bool(options.get("leaps", True)),
@@ -84,6 +84,7 @@ def assert_equal(one: SimulationResult, other: SimulationResult) -> None:
     st.sampled_from((1024, 4096)),
     st.booleans(),
     st.sampled_from((0.7, 300.0)),
+    st.integers(0, 2),
 )
 def test_a_leap_is_as_good_as_single_steps(
     requests: list[TracedRequest],
@@ -93,6 +94,7 @@ def test_a_leap_is_as_good_as_single_steps(
     kv_tokens: int,
     is_cpu: bool,
     deadline_s: float,
+    hosts: int,
 ) -> None:
     def simulated(*, leaps: bool) -> SimulationResult:
         return run(
@@ -104,6 +106,7 @@ def test_a_leap_is_as_good_as_single_steps(
             is_cpu=is_cpu,
             deadline_s=deadline_s,
             leaps=leaps,
+            hosts=hosts,
         )
 
     leapt = simulated(leaps=True)

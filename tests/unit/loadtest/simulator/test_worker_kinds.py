@@ -9,6 +9,7 @@ import pytest
 
 from baton.errors import ConfigError
 from loadtest.simulator.model_shape import MODELS
+from loadtest.simulator.sharing import ALONE
 from loadtest.simulator.worker_kinds import gpu_profile, profile_fields, read_profile
 from tests.unit.loadtest.simulator.clusters import profile
 
@@ -17,6 +18,14 @@ def test_a_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "small.json"
     path.write_text(json.dumps(profile_fields(profile(is_cpu=True))))
     assert read_profile(str(path)) == profile(is_cpu=True)
+
+
+def test_a_profile_from_before_sharing_was_timed_shares_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    fields = profile_fields(profile())
+    del fields["sharing"]
+    path.write_text(json.dumps(fields))
+    assert read_profile(str(path)).sharing == ALONE
 
 
 def test_an_h100_holds_what_its_memory_leaves() -> None:
@@ -35,6 +44,8 @@ def test_an_h100_holds_what_its_memory_leaves() -> None:
         ({"step": [1.0, 2.0]}, "lacks a field"),
         ({"step": [0.0, 0.0, 0.0]}, "lacks a field"),
         ({"layers": "many"}, "lacks a field"),
+        ({"sharing": {"decode_beside_prefill": 0.5}}, "lacks a field"),
+        ({"sharing": {"decode_beside_lunch": 2.0}}, "lacks a field"),
     ],
 )
 def test_a_damaged_profile_is_told(tmp_path: Path, change: dict[str, object], message: str) -> None:

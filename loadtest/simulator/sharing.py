@@ -1,0 +1,60 @@
+"""What workers of a host cost one another: cores, caches, and one memory bus. Plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Doing(Enum):
+    """What a worker's engine does."""
+
+    NOTHING = "nothing"
+    DECODING = "decoding"
+    """A step in which every sequence decodes."""
+    PROMPTS = "prompts"
+    """A step with chunks of prompts."""
+    LONG_PROMPTS = "long prompts"
+    """The same, when prompts have been computed without a break for ``PATIENCE_S``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How many times as long a worker's step takes beside one other of its host; at least 1.
+
+    Each further one adds as much again. Long prompts have a figure of their own because decode
+    pauses for them where workers share the host's cores step by step (``worker.cores``).
+    """
+
+    decode_beside_prefill: float = 1.0
+    decode_beside_long_prefill: float = 1.0
+    decode_beside_decode: float = 1.0
+    prefill_beside_decode: float = 1.0
+    prefill_beside_prefill: float = 1.0
+
+    def stretch(self, mine: Doing, others: Sequence[Doing]) -> float:
+        """Of a step, while the others do that; 1 where nothing is done."""
+        if mine is Doing.NOTHING:
+            return 1.0
+        beside = self._beside(mine)
+        return 1.0 + sum(beside[other] - 1.0 for other in others)
+
+    def _beside(self, mine: Doing) -> dict[Doing, float]:
+        if mine is Doing.DECODING:
+            return {
+                Doing.NOTHING: 1.0,
+                Doing.DECODING: self.decode_beside_decode,
+                Doing.PROMPTS: self.decode_beside_prefill,
+                Doing.LONG_PROMPTS: self.decode_beside_long_prefill,
+            }
+        return {
+            Doing.NOTHING: 1.0,
+            Doing.DECODING: self.prefill_beside_decode,
+            Doing.PROMPTS: self.prefill_beside_prefill,
+            Doing.LONG_PROMPTS: self.prefill_beside_prefill,
+        }
+
+
+ALONE = Sharing()
+"""Others cost it nothing."""
