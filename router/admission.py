@@ -13,7 +13,6 @@ order can still be chosen. Plain Python; ``now`` is passed in. Owned by one even
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -23,9 +22,9 @@ from baton.errors import BatonError, DeadlineUnreachable, Overloaded
 from router.background_share import BackgroundShare
 from router.drain_rate import DrainRate, Stay
 from router.fair_queue import Entry, FairQueue
-from router.forecast import forecast_by_rate
 from router.pace import Pace
 from router.running_mean import RunningMean
+from router.under_way import UnderWay
 
 WINDOW_S = 0.25
 """Work that lies at each prefill worker, in seconds: one step runs, the next one is ready."""
@@ -115,12 +114,13 @@ class _Request:
     begun_at: float | None = None
     generated: int = 0
 
-    def late(self, now: float, rate: float | None, ahead_tokens: float, grace: float) -> bool:
-        """Whether its first token would come too late if it were sent now, behind those tokens."""
-        ahead = ahead_tokens + self.applicant.prompt_tokens
-        least = ahead / rate if rate is not None else 0.0
+    def late(self, now: float, own_s: float, free_s: float, grace: float) -> bool:
+        """Whether its first token would come too late.
+
+        A worker is free for it after ``free_s``, and computes its prompt in ``own_s``.
+        """
         limit = min(grace * self.applicant.give_up_s, self.applicant.deadline_s)
-        return now + least > self.offered_at + limit
+        return now + free_s + own_s > self.offered_at + limit
 
 
 class Admission:
@@ -157,10 +157,7 @@ class Admission:
         self._slo_tpot_s = slo_tpot_s
         self._not_before = -math.inf
         self._looked_at = -math.inf
-        self._in_flight_tokens = 0
-        self._computing_since = -math.inf
-        """When the workers last began or ended a prompt."""
-        self._prefill_workers = 1
+        self._under_way = UnderWay()
         self._waiting_tokens = 0
         self._answer_tokens = RunningMean(_WEIGHT)
         self._stay_s = RunningMean(_WEIGHT)
@@ -171,22 +168,11 @@ class Admission:
     @property
     def in_flight_tokens(self) -> int:
         """Prompt tokens that were sent and have no first token yet."""
-        return self._in_flight_tokens
+        return self._under_way.tokens
 
     def ahead_tokens(self, now: float) -> float:
-        """Of ``in_flight_tokens``, what is still to be computed, as far as is known.
-
-        Since a prompt last ended the workers have computed on, each on one prompt and at its share
-        of the rate: an idle one helps nobody.
-        """
-        rate = self._drain.tokens_per_s
-        if rate is None or not self._sent:
-            return float(self._in_flight_tokens)
-        workers = max(1, self._prefill_workers)
-        each = rate / workers * (now - self._computing_since)
-        under_way = itertools.islice(self._sent.values(), workers)
-        done = sum(min(request.applicant.prompt_tokens, each) for request in under_way)
-        return self._in_flight_tokens - done
+        """Of ``in_flight_tokens``, what is still to be computed, as far as is known."""
+        return self._under_way.left_tokens(self._drain.tokens_per_s or 0.0, now)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -208,6 +194,10 @@ class Admission:
         """All that wait, those in the background too."""
         return len(self._queue) + len(self._behind)
 
+    def _see(self, capacity: Capacity, now: float) -> None:
+        self._under_way.served_by(capacity.prefill_workers, now)
+        self._drain.served_by(capacity.prefill_workers)
+
     # A request's way
 
     def offer(self, applicant: Applicant, capacity: Capacity, now: float) -> None:
@@ -217,6 +207,7 @@ class Admission:
         the time that the work ahead takes.
         """
         self._drain.look(now)
+        self._see(capacity, now)
         answer = self._expected_answer(applicant.max_tokens)
         lead = max(-MOST_LEAD_S, min(MOST_LEAD_S, applicant.priority * self._step_s))
         request = _Request(applicant, now, answer)
@@ -230,8 +221,9 @@ class Admission:
             self._entries[applicant.request_id] = entry
             self._behind.push(entry)
             return
-        wait_s = self._wait_s(entry, capacity)
-        self._check_time(applicant, answer, wait_s, capacity, now)
+        ahead = self._ahead(entry)
+        wait_s = self._wait_s(ahead, capacity)
+        self._check_time(request, self._turn_s(ahead, capacity, now), wait_s, now)
         victim = self._queue.push(entry)
         if victim is not None:
             error = Overloaded(
@@ -252,12 +244,10 @@ class Admission:
         """
         released: list[str] = []
         if capacity is not None:
-            self._prefill_workers = capacity.prefill_workers
-            self._drain.served_by(capacity.prefill_workers)
+            self._see(capacity, now)
         self._drop_late(now)
         while (entry := self._queue.peek()) is not None:
-            ahead = self.ahead_tokens(now)
-            if entry.item.late(now, self.tokens_per_s, ahead, self._grace):
+            if self._is_late(entry.item, self._free_after_s(0, now), now):
                 self._drop(entry, now)
                 continue
             if capacity is not None and not self._fits(entry.item, capacity, now):
@@ -277,11 +267,9 @@ class Admission:
         applicant = entry.item.applicant
         if capacity is not None:
             entry.item.blocks = self._need(entry.item, capacity)
-        if not self._sent:
-            self._computing_since = now
         self._sent[applicant.request_id] = entry.item
         entry.item.stay = self._drain.sent(applicant.prompt_tokens, now)
-        self._in_flight_tokens += applicant.prompt_tokens
+        self._under_way.sent(applicant.request_id, applicant.prompt_tokens, now)
         self._space(applicant.prompt_tokens, now)
         if applicant.background:
             self._background.add(applicant.request_id)
@@ -302,8 +290,7 @@ class Admission:
         request = self._sent.pop(request_id, None)
         if request is None:
             return False
-        self._in_flight_tokens -= request.applicant.prompt_tokens
-        self._computing_since = now
+        self._under_way.gone(request_id, now)
         if request.stay is not None:
             self._drain.finished(request.stay, now)
         request.begun_at = now
@@ -330,8 +317,7 @@ class Admission:
             self._forget(entry)
         sent = self._sent.pop(request_id, None)
         if sent is not None:
-            self._in_flight_tokens -= sent.applicant.prompt_tokens
-            self._computing_since = now
+            self._under_way.gone(request_id, now)
             if sent.stay is not None:
                 self._drain.left(sent.stay)
         begun = self._begun.pop(request_id, None)
@@ -364,34 +350,52 @@ class Admission:
         mean = self._answer_tokens.value
         return min(most, FIRST_ANSWER_TOKENS if mean is None else math.ceil(mean))
 
-    def _wait_s(self, entry: Entry[_Request], capacity: Capacity) -> float:
-        """Until its turn comes: for the prefill workers, and for a place at a decode worker."""
-        waits = [0.0]
-        # Costs in the queue count answers too, of which prefill workers know nothing.
+    def _own_s(self, applicant: Applicant) -> float:
+        """What a worker takes for its prompt; 0 where that is not known."""
+        rate = self._drain.tokens_per_s
+        return 0.0 if rate is None else applicant.prompt_tokens * self._under_way.workers / rate
+
+    def _free_after_s(self, ahead_tokens: float, now: float) -> float:
+        """When a worker is free for who comes behind so many tokens that wait; 0: not known."""
+        rate = self._drain.tokens_per_s
+        return 0.0 if rate is None else self._under_way.free_after_s(ahead_tokens, rate, now)
+
+    def _ahead(self, entry: Entry[_Request]) -> float:
+        """The share of what waits that goes before it."""
         queued = self._queue.tokens
         ahead = self._queue.tokens_ahead(entry.tenant, entry.order, entry.tokens)
-        share = ahead / queued if queued else 0.0
+        return ahead / queued if queued else 0.0
+
+    def _wait_s(self, share: float, capacity: Capacity) -> float:
+        """What those take that go before it, ``share`` of all that wait: of the prefill workers'
+
+        time, and until there is a place at a decode worker.
+        """
+        # Costs in the queue count answers too, of which prefill workers know nothing.
         rate = self.tokens_per_s
-        if rate is not None:
-            waits.append(share * self._waiting_tokens / rate)
+        prompts_s = share * self._waiting_tokens / rate if rate is not None else 0.0
+        return max(prompts_s, self._place_s(share, capacity))
+
+    def _place_s(self, share: float, capacity: Capacity) -> float:
+        """Until there is a place at a decode worker."""
         places = self._free_places(capacity) - share * len(self._queue)
-        if self._stay_s.value is not None and self._begun and places < 1:
-            # Little's law: so many end in a second.
-            waits.append((1 - places) * self._stay_s.value / len(self._begun))
+        if self._stay_s.value is None or not self._begun or places >= 1:
+            return 0.0
+        # Little's law: so many end in a second.
+        return (1 - places) * self._stay_s.value / len(self._begun)
+
+    def _turn_s(self, share: float, capacity: Capacity, now: float) -> float:
+        """Until a worker takes its prompt up."""
+        free_s = self._free_after_s(share * self._waiting_tokens, now)
+        waits = [free_s, self._wait_s(share, capacity)]
+        if self.tokens_per_s is not None and self._pace.share < 1.0:
+            waits[1] += max(0.0, self._not_before - now)
         return max(waits)
 
-    def _check_time(
-        self, applicant: Applicant, answer: int, wait_s: float, capacity: Capacity, now: float
-    ) -> None:
-        forecast = forecast_by_rate(
-            applicant.prompt_tokens,
-            self.ahead_tokens(now),
-            capacity.prefill_workers,
-            self.tokens_per_s,
-            self.tpot_s,
-        )
-        first_s = wait_s + forecast.ttft_ms / 1e3
-        end_s = first_s + forecast.tpot_ms / 1e3 * max(0, answer - 1)
+    def _check_time(self, request: _Request, turn_s: float, wait_s: float, now: float) -> None:
+        applicant = request.applicant
+        first_s = turn_s + self._own_s(applicant)
+        end_s = first_s + (self.tpot_s or 0.0) * max(0, request.answer_tokens - 1)
         most_s = self._most_s(applicant, wait_s)
         if first_s <= most_s and end_s <= applicant.deadline_s:
             return
@@ -429,13 +433,13 @@ class Admission:
         if now - self._looked_at < LOOK_S:
             return
         self._looked_at = now
-        rate, ahead, grace = self.tokens_per_s, self.ahead_tokens(now), self._grace
-        for entry in [one for one in self._queue if one.item.late(now, rate, ahead, grace)]:
+        free_s = self._free_after_s(0, now)
+        for entry in [one for one in self._queue if self._is_late(one.item, free_s, now)]:
             self._drop(entry, now)
 
-    @property
-    def _grace(self) -> float:
-        return GRACE if len(self._queue) == 1 else 1.0
+    def _is_late(self, request: _Request, free_s: float, now: float) -> bool:
+        grace = GRACE if len(self._queue) == 1 else 1.0
+        return request.late(now, self._own_s(request.applicant), free_s, grace)
 
     def _drop(self, entry: Entry[_Request], now: float) -> None:
         self._queue.remove(entry)
@@ -487,7 +491,7 @@ class Admission:
         # What lies at the prefill workers is what the next request waits for.
         if self._sent.keys() - self._background:
             return False
-        tokens = self._in_flight_tokens + request.applicant.prompt_tokens
+        tokens = self._under_way.tokens + request.applicant.prompt_tokens
         brief = tokens <= BACKGROUND_WINDOW_S * (self.tokens_per_s or 0.0)
         return brief or len(self._sent) < capacity.prefill_workers
 
@@ -509,7 +513,7 @@ class Admission:
         if len(self._sent) < capacity.prefill_workers:
             return False
         least = LEAST_WINDOW_TOKENS * capacity.prefill_workers
-        return self._in_flight_tokens >= max(least, WINDOW_S * (self.tokens_per_s or 0.0))
+        return self._under_way.tokens >= max(least, WINDOW_S * (self.tokens_per_s or 0.0))
 
     def _free_places(self, capacity: Capacity) -> int:
         # Snapshots of other routers' sequences and of ours; ours are known earlier.

@@ -279,3 +279,17 @@ def test_a_prompt_alone_is_computed_by_one_worker_however_many_there_are() -> No
     cluster.now += 1.0
     left = cluster.admission.ahead_tokens(cluster.now)
     assert left == pytest.approx(4000 - rate / 4)
+
+
+def test_who_finds_an_idle_worker_is_not_refused_for_what_the_others_compute() -> None:
+    cluster = Cluster(4, 1000.0, slo_s=1e6)
+    for number in range(40):
+        cluster.offer(f"r{number}", 1000)
+    cluster.until(12.0)
+    cluster.slo_s = 1.6
+    for number in range(3):
+        cluster.offer(f"long-{number}", 1700)
+    cluster.offer("last", 1700)
+    assert cluster.refused == {}
+    cluster.until(14.0)
+    assert cluster.ttft_s["last"] == pytest.approx(1.7)
