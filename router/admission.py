@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError, DeadlineUnreachable, Overloaded
 from router.background_share import BackgroundShare
-from router.drain_rate import DrainRate, Stay
+from router.drain_rate import IDLE_S, DrainRate, Stay
 from router.fair_queue import Entry, FairQueue
 from router.pace import Pace
 from router.running_mean import RunningMean
@@ -157,6 +157,8 @@ class Admission:
         self._slo_tpot_s = slo_tpot_s
         self._not_before = -math.inf
         self._looked_at = -math.inf
+        self._decoded_at = -math.inf
+        """When an answer last ended."""
         self._under_way = UnderWay()
         self._waiting_tokens = 0
         self._answer_tokens = RunningMean(_WEIGHT)
@@ -195,6 +197,13 @@ class Admission:
         return len(self._queue) + len(self._behind)
 
     def _see(self, capacity: Capacity, now: float) -> None:
+        """What there is now, and what is no longer true of what was learned."""
+        self._drain.look(now)
+        self._pace.look(now)
+        if not self._begun and now - self._decoded_at >= IDLE_S:
+            # As with the drain rate: who is turned away by it teaches nothing better.
+            self._pace.forget()
+            self._tpot_s = RunningMean(_WEIGHT)
         self._under_way.served_by(capacity.prefill_workers, now)
         self._drain.served_by(capacity.prefill_workers)
 
@@ -206,7 +215,6 @@ class Admission:
         Raises DeadlineUnreachable where it would be late, Overloaded where there is no place, with
         the time that the work ahead takes.
         """
-        self._drain.look(now)
         self._see(capacity, now)
         answer = self._expected_answer(applicant.max_tokens)
         lead = max(-MOST_LEAD_S, min(MOST_LEAD_S, applicant.priority * self._step_s))
@@ -321,13 +329,15 @@ class Admission:
             if sent.stay is not None:
                 self._drain.left(sent.stay)
         begun = self._begun.pop(request_id, None)
+        if begun is not None:
+            self._decoded_at = now
         if request_id in self._background:
             # What is learned is how the others fare.
             self._background.remove(request_id)
             if finished:
                 self._share.finished(now)
         elif begun is not None and begun.begun_at is not None and finished:
-            self._learn(begun, max(0.0, now - begun.begun_at - held_s))
+            self._learn(begun, max(0.0, now - begun.begun_at - held_s), now)
 
     def _forget(self, entry: Entry[_Request]) -> None:
         """What is no longer in the queue."""
@@ -335,14 +345,14 @@ class Admission:
         if not entry.item.applicant.background:
             self._waiting_tokens -= entry.item.applicant.prompt_tokens
 
-    def _learn(self, request: _Request, stayed_s: float) -> None:
+    def _learn(self, request: _Request, stayed_s: float, now: float) -> None:
         self._stay_s.add(stayed_s)
         self._answer_tokens.add(float(request.generated))
         if request.generated > 1:
             tpot_s = stayed_s / (request.generated - 1)
             self._tpot_s.add(tpot_s)
             if request.generated >= LEAST_PACED_TOKENS:
-                self._pace.heard(in_time=tpot_s <= self._slo_tpot_s)
+                self._pace.heard(in_time=tpot_s <= self._slo_tpot_s, now=now)
 
     # Predictions
 

@@ -378,6 +378,24 @@ def test_prompts_come_no_faster_than_tokens_allow() -> None:
     assert len(in_time) >= 0.75 * 13 * 40
 
 
+def test_what_was_learned_of_slow_answers_is_forgotten_where_nobody_decodes() -> None:
+    """Prompts held back, and deadlines taken for hopeless: nobody would get in to show better."""
+    cluster = Cluster(slo_s=1.6, slo_tpot_s=0.1)
+    cluster.learn()
+    cluster.token_s = 2.0
+    for number in range(40):
+        cluster.offer(f"slow-{number}", 500 if number else 3000)
+        cluster.until(cluster.now + 0.3)
+    cluster.finish()
+    cluster.token_s = 0.01
+    with pytest.raises(DeadlineUnreachable):
+        cluster.offer("hopeless", 100, 100, deadline_s=15.0)
+    cluster.until(cluster.now + 6.0)
+    cluster.offer("hopeful", 100, 100, deadline_s=15.0)
+    cluster.finish()
+    assert "hopeful" in cluster.begun
+
+
 def test_a_long_prompt_leaves_the_other_prefill_workers_theirs() -> None:
     """One worker computes it: the others would have nothing to do until it is done."""
     admission = Admission(WEIGHTS, 100, 1.0, math.inf, lambda name, error: None)
