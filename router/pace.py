@@ -12,12 +12,12 @@ LEAST_SHARE = 0.5
 """Where the SLO is missed whatever is done, no more is given up for it."""
 MISSES = 0.1
 """The share of answers that may miss the SLO."""
-CALM_ANSWERS = 40
+CALM_ANSWERS = 60
 """So many in time on end are no chance: the share then rises ``_FAST`` times as fast."""
 CALM_S = 20.0
 """After so many seconds without a miss what was learned fades, by 1/e in as many."""
 _STEP = 0.03
-_FAST = 5.0
+_FAST = 10.0
 
 
 class Pace:
