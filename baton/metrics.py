@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from baton.recent_requests import RecentRequests
 from baton.redis_calls import RedisCalls
 from baton.traffic_meter import TrafficMeter
 
@@ -224,6 +225,8 @@ class RouterMetrics:
         )
         self.traffic = TrafficMeter()
         """Of this process alone, for the autoscaler: series may be sums over several."""
+        self.recent = RecentRequests()
+        """Of this process alone, for what-if questions."""
         self._classes: dict[str, ClassSeries] = {}
 
     def of_class(self, name: str) -> ClassSeries:
@@ -372,6 +375,12 @@ class WorkerMetrics:
         self.transfer_pairs = Gauge(
             "baton_transfer_pairs",
             "1 for each worker that this one sends KV blocks to, and by which transport.",
+            ["worker", "peer", "transport"],
+            registry=registry,
+        )
+        self.received_bytes = Counter(
+            "baton_received_bytes",
+            "Bytes of KV that came to this worker and were verified, by the worker that sent them.",
             ["worker", "peer", "transport"],
             registry=registry,
         )

@@ -59,6 +59,7 @@ class RouterProcess:
             "model_path": model_path,
             "model_name": model_name,
             "number": number,
+            "what_if": [sys.executable, "-P", "-m", "loadtest.what_if"],
         }
         self._child: Child | None = None
 

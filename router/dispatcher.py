@@ -86,6 +86,7 @@ class ClusterDispatcher:
         )
         policy = make_policy(config.policy, route_settings(config))
         planner = Planner(policy, config.block_size, metrics.traffic.counts)
+        self._transfers = planner.transfers
         self._waiting_room = WaitingRoom(config, metrics, self._capacity)
         self._running: set[RunningRequest] = set()
         self._attempts = Attempts(self._links, planner, self._on_prefill_failed)
@@ -214,6 +215,11 @@ class ClusterDispatcher:
     def workers(self) -> WorkerLinks:
         """The connections to the workers; for those who ask these themselves."""
         return self._links
+
+    @property
+    def transfer_line(self) -> tuple[float, float]:
+        """Of a usual pair of workers: see ``router.transfer_costs``."""
+        return self._transfers.usual
 
     def health(self) -> tuple[str, str]:
         """``ok``, or ``down`` and why."""

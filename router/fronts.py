@@ -19,6 +19,8 @@ from baton.supervision_page import supervision_page
 from router.access import Access
 from router.batches.batches import Batches
 from router.cache_control import CacheControl
+from router.console.api import ConsoleApi
+from router.console.what_if import WhatIfProgram
 from router.dispatcher import ClusterDispatcher
 from router.grpc_front import add_grpc_front
 from router.grpc_gate import GrpcGate
@@ -42,6 +44,7 @@ class Fronts:
     grpc_server: grpc.aio.Server
     """Without a port."""
     batches: Batches
+    console: ConsoleApi
 
 
 def make_fronts(
@@ -55,6 +58,7 @@ def make_fronts(
     cluster_id: str,
     *,
     number: int = 0,
+    what_if: WhatIfProgram | None = None,
     more: Sequence[Mountable] = (),
 ) -> Fronts:
     """Every endpoint, each behind a gate; ``more`` are added to those of HTTP."""
@@ -64,6 +68,7 @@ def make_fronts(
     scaling = PoolScaling(config.pools, PoolSizes(client, cluster_id))
     parts = (dispatcher, tokenizer, model, metrics, config, access)
     batches = Batches(*parts)
+    console = ConsoleApi(dispatcher, metrics, config, model.id, access, what_if)
     apps = create_apps(
         *parts,
         number=number,
@@ -72,6 +77,7 @@ def make_fronts(
             batches.api,
             OperatorApi(cache, operators),
             WorkerOperations(control, scaling, operators, config),
+            console,
             *more,
         ),
     )
@@ -85,7 +91,7 @@ def make_fronts(
             WorkerOperatorServicer(control, scaling, operators, config),
         ),
     )
-    return Fronts(apps, server, batches)
+    return Fronts(apps, server, batches, console)
 
 
 async def supervisor_page(client: redis.asyncio.Redis, cluster_id: str) -> str | None:

@@ -28,6 +28,7 @@ from baton.redis_client import redis_client
 from baton.registry import Registry
 from baton.traffic_board import TrafficBoard
 from router.access import Access
+from router.console.what_if import WhatIfProgram
 from router.dispatcher import ClusterDispatcher
 from router.fronts import make_fronts
 from router.http_servers import STOP_GRACE_S, HttpServers
@@ -64,6 +65,8 @@ class RouterSettings(BaseModel):
     """Of this process, among those that share the ports."""
     ends_with_parent: bool = True
     """Whether whoever has started it is its launcher."""
+    what_if: tuple[str, ...] = ()
+    """The program that answers the console's what-if questions, and its arguments; empty: none."""
 
 
 async def serve(settings: RouterSettings) -> None:
@@ -95,6 +98,7 @@ async def serve(settings: RouterSettings) -> None:
         client,
         settings.cluster_id,
         number=settings.number,
+        what_if=WhatIfProgram.of(settings.what_if),
     )
     servers, grpc_server = HttpServers(fronts.apps, config), fronts.grpc_server
     leaving = Leaving()
@@ -115,6 +119,8 @@ async def serve(settings: RouterSettings) -> None:
     finally:
         await end_tasks([told, orphaned, *watching])
         await fronts.batches.stop()
+        # Its streams never end by themselves.
+        await fronts.console.close()
         idle = servers.leave()
         if leaving.in_order:
             await _let_end(leaving, dispatcher, idle, grpc_server, config.drain_deadline_s)

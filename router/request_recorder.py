@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError, HandoffError, Overloaded, Unavailable, WorkerFailed
 from baton.metrics import RouterMetrics
+from baton.recent_requests import RecentRequest
 from baton.traffic_meter import FIRST_ANSWER_TOKENS
 from router.generation import OutputDelta
 
@@ -64,6 +65,9 @@ class RequestRecorder:
         self._metrics = metrics
         self._slo = slo
         self._class = context_class
+        self._recent = metrics.recent
+        self._prompt_tokens = prompt_tokens
+        self._cached_tokens = 0
         self._received_at = received_at
         self._first_at = 0.0
         self._last_at = 0.0
@@ -81,6 +85,7 @@ class RequestRecorder:
     def delta(self, delta: OutputDelta, now: float) -> None:
         """Tokens came. Those that came together have no gap between them."""
         if delta.cached_prompt_tokens:
+            self._cached_tokens += delta.cached_prompt_tokens
             self._series.cached_prompt_tokens.inc(delta.cached_prompt_tokens)
         for _ in delta.token_ids if delta.choice == 0 else ():
             self._token(now)
@@ -134,5 +139,15 @@ class RequestRecorder:
         if self._ended:
             return
         self._ended = True
+        # An answer that was turned away, or broke, has no length of its own.
+        has_length = outcome in (Outcome.OK, Outcome.ABORTED) and self._tokens
+        self._recent.add(
+            RecentRequest(
+                self._received_at,
+                self._prompt_tokens,
+                self._tokens if has_length else None,
+                self._cached_tokens,
+            )
+        )
         self._traffic.counts.shed += outcome is Outcome.SHED
         self._metrics.requests.labels(self._class, outcome, code).inc()

@@ -33,15 +33,25 @@ class BlockReceiver:
     """Implements ``kvtransfer.inbound.TicketKeeper``."""
 
     def __init__(
-        self, pool: BlockPool, metrics: WorkerMetrics, *, block_bytes: int, lease_s: float
+        self,
+        pool: BlockPool,
+        metrics: WorkerMetrics,
+        *,
+        block_bytes: int,
+        lease_s: float,
+        worker: str = "",
     ) -> None:
-        """``lease_s``: a ticket whose writer is silent for this long ends."""
+        """``lease_s``: a ticket whose writer is silent for this long ends. ``worker``: the slot's
+
+        name, as metrics have it.
+        """
         self.book = TicketBook()
         self.listeners: list[TicketListener] = []
         self.pool = pool
         self._metrics = metrics
         self.block_bytes = block_bytes
         self._lease_s = lease_s
+        self._worker = worker
         self._transport: dict[str, str] = {}
 
     def promise(
@@ -103,6 +113,8 @@ class BlockReceiver:
         """``copied`` bytes were verified and are in place."""
         self._metrics.handoff_bytes.labels(transport=transport).inc(copied)
         ticket = self._end_copy(ticket_id)
+        writer = ticket.writer.partition(":")[0]
+        self._metrics.received_bytes.labels(self._worker, writer, transport).inc(copied)
         if ticket.is_open and ticket.is_complete:
             for listener in self.listeners:
                 listener.completed(ticket)

@@ -171,7 +171,11 @@ def _exchange(settings: WorkerSettings, lasting: Lasting, incarnation: str) -> E
     config, memory = settings.config, lasting.memory
     engine: Engine = lasting.control.engine
     receiver = BlockReceiver(
-        engine.pool, lasting.metrics, block_bytes=memory.block_bytes, lease_s=config.lease_s
+        engine.pool,
+        lasting.metrics,
+        block_bytes=memory.block_bytes,
+        lease_s=config.lease_s,
+        worker=settings.slot,
     )
     transports = make_transports(config, memory, incarnation, settings.host, lasting.transfers)
     limits = PairLimits(window_bytes=config.transfer_window_mib * MIB, silence_s=config.lease_s)

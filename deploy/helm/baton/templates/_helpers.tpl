@@ -68,7 +68,7 @@ capabilities:
 {{- $_ := set $config "http" "0.0.0.0:8000" }}
 {{- $_ := set $config "grpc" "0.0.0.0:8001" }}
 {{- $_ := set $config "routers" 1 }}
-{{- $settings := dict "config" $config "redis_url" (include "baton.indexUrl" .) "cluster_id" (include "baton.clusterId" .) "model_path" .Values.config.model "model_name" (default (base .Values.config.model) .Values.config.served_model_name) }}
+{{- $settings := dict "config" $config "redis_url" (include "baton.indexUrl" .) "cluster_id" (include "baton.clusterId" .) "model_path" .Values.config.model "model_name" (default (base .Values.config.model) .Values.config.served_model_name) "what_if" (list "python" "-m" "loadtest.what_if") }}
 {{- toJson $settings }}
 {{- end }}
 

@@ -1,0 +1,184 @@
+"""The console's endpoints: its page, the live snapshots, what-if questions.
+
+The page and its files are the same for everybody and need no key; all that they show does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Mapping
+from functools import cache, partial
+from importlib.resources import files
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from baton.config import Config
+from baton.errors import NotFound
+from baton.metrics import RouterMetrics
+from router.console.look import Cluster, ConsoleLook, read_router
+from router.console.watch import Watch
+from router.console.what_if import WhatIfProgram
+from router.console.what_if_question import TRAFFIC_S, Answer, WhatIfRequest, question, rate_share
+from router.http_body import read_object, validate
+from router.operator_api import Operators
+from router.sse import EventStream, EventStreamResponse
+
+log = logging.getLogger(__name__)
+
+SLOW_VIEWER_S = 5.0
+"""A viewer that has not taken a snapshot after so long is dropped."""
+_BODY_BYTES, _BODY_S = 4096, 5.0
+_NVIDIA = Path("/dev/nvidiactl")
+_KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_HEADERS = {
+    # Nothing from elsewhere, no code or style within the page, no HTML made of strings.
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
+        " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+        " require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+
+
+class ConsoleApi:
+    """HTTP. ``close`` ends all streams."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        metrics: RouterMetrics,
+        config: Config,
+        model: str,
+        operators: Operators,
+        what_if: WhatIfProgram | None = None,
+    ) -> None:
+        """``model``: its name. ``what_if`` None: such questions are not answered."""
+        look = ConsoleLook(cluster, metrics, config, model, what_if=what_if is not None)
+        self.watch = Watch(look.snapshot, look.clear)
+        self._cluster = cluster
+        self._metrics = metrics
+        self._config = config
+        self._operators = operators
+        self._what_if = what_if
+
+    def mount(self, app: FastAPI) -> None:
+        """Add the endpoints to the app."""
+        for path in ("/console", "/console/"):
+            app.add_api_route(path, self.page, include_in_schema=False, response_model=None)
+        add = partial(app.add_api_route, tags=["operations"], response_model=None)
+        add("/console/snapshot", self.snapshot)
+        add("/console/events", self.events)
+        add("/console/what-if", self.ask, methods=["POST"])
+        app.add_api_route(
+            "/console/{name}", self.file, include_in_schema=False, response_model=None
+        )
+
+    async def close(self) -> None:
+        """The router stops."""
+        await self.watch.close()
+
+    async def page(self, request: Request) -> Response:
+        """The console."""
+        return _file(request, "console.html")
+
+    async def file(self, request: Request, name: str) -> Response:
+        """One of the page's files."""
+        return _file(request, name)
+
+    async def snapshot(self, request: Request) -> Response:
+        """What the console shows, once. Needs an admin's key."""
+        self._operators.check(request.headers)
+        async with self.watch.viewer():
+            _, body = await self.watch.after(0)
+        return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
+
+    async def events(self, request: Request) -> Response:
+        """What the console shows, an event a second, until the key is no operator's any more."""
+        self._operators.check(request.headers)
+        return EventStreamResponse(partial(self._stream, request.headers))
+
+    async def _stream(self, headers: Mapping[str, str], events: EventStream) -> None:
+        async with self.watch.viewer():
+            version = 0
+            while True:
+                version, body = await self.watch.after(version)
+                # Its key may have been revoked since.
+                self._operators.check(headers)
+                try:
+                    async with asyncio.timeout(SLOW_VIEWER_S):
+                        await events.send([body])
+                except TimeoutError:
+                    # The answer stays incomplete, and the server closes the connection.
+                    log.info("a viewer of the console that does not read is dropped")
+                    return
+
+    async def ask(self, request: Request) -> Response:
+        """What the present traffic would see with other numbers of workers. Needs an admin's key.
+
+        A JSON object with ``prefill`` and ``decode`` workers, and ``rate``, by which the present
+        rate is multiplied.
+        """
+        self._operators.check(request.headers)
+        body = await read_object(request, _BODY_BYTES, _BODY_S)
+        asked = validate(WhatIfRequest, body)
+        if self._what_if is None:
+            raise NotFound("this router was started without a simulator")
+        answer = await self._answer(self._what_if, asked)
+        return Response(answer.model_dump_json(), media_type="application/json")
+
+    async def _answer(self, program: WhatIfProgram, asked: WhatIfRequest) -> Answer:
+        recent = self._metrics.recent.since(time.monotonic() - TRAFFIC_S)
+        links = self._cluster.workers
+        records = [link.record for link in links.all() if links.is_up(link)]
+        counts, _ = await asyncio.to_thread(read_router, self._metrics)
+        ended = {str(key): value for key, value in counts.items() if key[0] == "requests"}
+        asked_of = question(
+            asked,
+            recent,
+            records,
+            self._config,
+            transfer_line=self._cluster.transfer_line,
+            share=rate_share(self._metrics.recent.ended, ended),
+            is_cpu=not await asyncio.to_thread(_NVIDIA.exists),
+        )
+        return await program.ask(asked_of)
+
+
+@cache
+def _contents() -> dict[str, tuple[bytes, str]]:
+    """The page's files: their bytes and tags, by name."""
+    bodies = {
+        one.name: one.read_bytes()
+        for one in files(__package__).joinpath("static").iterdir()
+        if Path(one.name).suffix in _KINDS
+    }
+    return {
+        name: (body, f'"{hashlib.sha256(body).hexdigest()[:32]}"') for name, body in bodies.items()
+    }
+
+
+def _file(request: Request, name: str) -> Response:
+    """Raises NotFound."""
+    content = _contents().get(name)
+    if content is None:
+        raise NotFound(f"the console has no file {name!r}")
+    body, tag = content
+    headers = _HEADERS | {"etag": tag}
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    return Response(body, media_type=_KINDS[Path(name).suffix], headers=headers)

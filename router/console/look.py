@@ -1,0 +1,117 @@
+"""Looks at the cluster for the console: links, workers' pages, the router's own metrics.
+
+Owned by the router's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Protocol
+
+from baton import convert
+from baton.config import Config
+from baton.metrics import RouterMetrics
+from baton.request import LoadSnapshot
+from router.console.snapshot import (
+    WINDOW_S,
+    Look,
+    SeenWorker,
+    Snapshot,
+    page_counts,
+    snapshot_of,
+)
+from router.console.window import Key, Window
+from router.console.worker_page import WorkerPages
+from router.worker_links import WorkerLink, WorkerLinks
+
+MOST_PAGES = 64
+"""More workers' pages are not asked for: the first by name are."""
+_COUNTS = {
+    "baton_requests_total": ("requests", "class", "outcome", "code"),
+    "baton_goodput_requests_total": ("goodput_requests", "class"),
+    "baton_prompt_tokens_total": ("prompt_tokens", "class"),
+    "baton_cached_prompt_tokens_total": ("cached_prompt_tokens", "class"),
+    "baton_generated_tokens_total": ("generated_tokens", "class"),
+    "baton_time_to_first_token_seconds_bucket": ("ttft", "class", "le"),
+    "baton_time_per_output_token_seconds_bucket": ("tpot", "class", "le"),
+    "baton_inter_token_latency_seconds_bucket": ("itl", "class", "le"),
+    "baton_request_latency_seconds_bucket": ("e2el", "class", "le"),
+}
+"""What the console calls a series, and by which labels it tells its samples apart."""
+_GAUGES = {
+    "baton_active_requests": ("active",),
+    "baton_waiting_requests": ("waiting", "tenant"),
+}
+
+
+class Cluster(Protocol):
+    """What is asked of ``router.dispatcher.ClusterDispatcher``."""
+
+    @property
+    def workers(self) -> WorkerLinks: ...
+
+    @property
+    def transfer_line(self) -> tuple[float, float]: ...
+
+    def health(self) -> tuple[str, str]: ...
+
+
+class ConsoleLook:
+    """See the module's text. Counts of earlier looks are kept until ``clear``."""
+
+    def __init__(
+        self, cluster: Cluster, metrics: RouterMetrics, config: Config, model: str, *, what_if: bool
+    ) -> None:
+        """``model``: its name. ``what_if``: whether such questions are answered."""
+        self._cluster = cluster
+        self._metrics = metrics
+        self._config = config
+        self._model = model
+        self._what_if = what_if
+        self._pages = WorkerPages()
+        self._window = Window(WINDOW_S)
+        self._page_counts: dict[Key, float] = {}
+
+    async def snapshot(self) -> Snapshot:
+        """Look now. Never raises for what a worker does."""
+        links = self._cluster.workers
+        seen = [SeenWorker(link.record, _load(link), links.is_up(link)) for link in links.all()]
+        slots = {one.record.slot: one.record.metrics_address for one in seen}
+        pages = await self._pages.read({slot: slots[slot] for slot in sorted(slots)[:MOST_PAGES]})
+        # Files of other processes may have to be read.
+        counts, gauges = await asyncio.to_thread(read_router, self._metrics)
+        # A page that did not answer this time has what it had: it does not begin anew.
+        known = {key: value for key, value in self._page_counts.items() if key[1] in slots}
+        self._page_counts = known | page_counts(pages)
+        self._window.add(time.monotonic(), counts | self._page_counts)
+        status, reason = self._cluster.health()
+        look = Look(
+            time.time(), self._model, status, reason, seen, pages, counts, gauges, self._what_if
+        )
+        return snapshot_of(look, self._window, self._config)
+
+    async def clear(self) -> None:
+        """Nobody watches any more."""
+        self._window.clear()
+        self._page_counts = {}
+        await self._pages.close()
+
+
+def read_router(metrics: RouterMetrics) -> tuple[dict[Key, float], dict[Key, float]]:
+    """The counts and the gauges that are shown, summed over the processes that share a port."""
+    counts: dict[Key, float] = {}
+    gauges: dict[Key, float] = {}
+    for family in metrics.shown().collect():
+        for name, labels, value, *_ in family.samples:
+            for table, shown in ((counts, _COUNTS), (gauges, _GAUGES)):
+                if (told := shown.get(name)) is not None:
+                    key = (told[0], *(labels[label] for label in told[1:]))
+                    table[key] = table.get(key, 0.0) + value
+    return counts, gauges
+
+
+def _load(link: WorkerLink) -> LoadSnapshot:
+    """Of a prefill worker its stream's, where there is one: the registry's is a heartbeat old."""
+    load = link.engine_load
+    return load if isinstance(load, LoadSnapshot) else convert.load_from_proto(load)

@@ -1,0 +1,438 @@
+"""What the console shows at one moment: plain data, and the pure function that makes it.
+
+Seconds, bytes, tokens. What is not known is None.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.config import Config
+from baton.registry import WorkerRecord
+from baton.request import LoadSnapshot
+from router.console.percentiles import Percentiles, percentiles
+from router.console.window import Key, Window
+from router.console.worker_page import WorkerPage
+
+RATE_S = 10.0
+"""Rates are of so many seconds."""
+WINDOW_S = 60.0
+"""Percentiles and shares are of so many."""
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
+ALL = "all classes"
+_FAILED = frozenset({"error", "checksum", "expired"})
+"""Ends of handoffs that nobody wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenWorker:
+    """A worker as this router knows it."""
+
+    record: WorkerRecord
+    load: LoadSnapshot
+    is_up: bool
+    """Whether new requests may go there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """All that a snapshot is made of."""
+
+    at: float
+    """Unix seconds."""
+    model: str
+    health: str
+    """``ok``, ``degraded`` or ``down``."""
+    reason: str
+    workers: Sequence[SeenWorker]
+    pages: Mapping[str, WorkerPage]
+    """By slot, of those that answered."""
+    counts: Mapping[Key, float]
+    """The latest of the router's counts, which the window has too."""
+    gauges: Mapping[Key, float]
+    """The router's, as ``waiting`` by tenant."""
+    what_if: bool
+    """Whether what-if questions are answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker."""
+
+    slot: str
+    pool: str
+    role: str
+    state: str
+    """``ready``, ``draining`` or ``unreachable``."""
+    running: int
+    waiting: int
+    max_sequences: int
+    batch_fill: float
+    """Sequences in the last step over the most allowed; of a worker whose page did not answer,
+    those that run over the most allowed."""
+    step_ms: float
+    """Of steps in which every sequence decoded; 0 before the first."""
+    context_tokens: int
+    total_blocks: int
+    used_blocks: int
+    cached_blocks: int
+    free_blocks: int
+    quarantined_blocks: int
+    host_blocks: int
+    disk_blocks: int
+    block_tokens: int
+    in_flight_bytes: int
+    """Of KV, on their way from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """The workers of one pool, in sums."""
+
+    name: str
+    workers: int
+    ready: int
+    running: int
+    waiting: int
+    places: int
+    """Sequences that it can have in a step."""
+    total_blocks: int
+    used_blocks: int
+    cached_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferView:
+    """KV from one worker to another."""
+
+    writer: str
+    receiver: str
+    transport: str
+    bytes_per_s: float
+    """Of the last seconds."""
+    moved: bool
+    """Whether bytes have come since the last snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffView:
+    """All handoffs."""
+
+    per_s: float
+    bytes_per_s: float
+    failed: int
+    """In the window."""
+    seconds: Percentiles | None
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyView:
+    """One latency of one class."""
+
+    lately: Percentiles | None
+    """Of the window."""
+    all: Percentiles | None
+    """Since the router began."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassView:
+    """One context-length class."""
+
+    name: str
+    requests_per_s: float
+    good_share: float | None
+    """Of the requests of the window that are due: within every SLO; shed and failed ones are not.
+    Aborted ones are not due."""
+    slo_ttft_s: float
+    slo_tpot_s: float
+    ttft: LatencyView
+    tpot: LatencyView
+    itl: LatencyView
+    e2el: LatencyView
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficView:
+    """All classes together."""
+
+    requests_per_s: float
+    """That ended, however they did."""
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    cached_share: float | None
+    """Of the window's prompt tokens, found in a cache."""
+    good_share: float | None
+    good_per_s: float
+    shed: int
+    """In the window."""
+    failed: int
+    active: int
+    waiting: int
+    """In the router's line."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantQueue:
+    """Who waits for a turn in the router."""
+
+    tenant: str
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """See the module's text."""
+
+    at: float
+    model: str
+    health: str
+    reason: str
+    rate_s: float
+    """Seconds that rates are of; 0 at the first look."""
+    window_s: float
+    """Seconds that percentiles and shares are of; 0 at the first look."""
+    traffic: TrafficView
+    queues: tuple[TenantQueue, ...]
+    pools: tuple[PoolView, ...]
+    workers: tuple[WorkerView, ...]
+    transfers: tuple[TransferView, ...]
+    handoffs: HandoffView
+    classes: tuple[ClassView, ...]
+    pages_missing: int
+    """Workers whose page did not answer: their transfers are not known."""
+    what_if: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Growth:
+    """By how much counts have grown."""
+
+    rate_s: float
+    window_s: float
+    lately: Mapping[Key, float]
+    """In ``rate_s``."""
+    grown: Mapping[Key, float]
+    """In ``window_s``."""
+    just_now: Mapping[Key, float]
+    """Since the look before."""
+    counts: Mapping[Key, float]
+    """The router's, as they are."""
+
+    def per_s(self, *begin: str) -> float:
+        """How fast all counts grow whose keys begin so."""
+        return _sum(self.lately, *begin) / self.rate_s if self.rate_s > 0 else 0.0
+
+
+def snapshot_of(look: Look, window: Window, config: Config) -> Snapshot:
+    """``window`` has taken the look's counts, and those of the pages, as its last sample."""
+    rate_s, lately = window.growth(RATE_S)
+    window_s, grown = window.growth(WINDOW_S)
+    _, just_now = window.growth(0.0)
+    growth = _Growth(rate_s, window_s, lately, grown, just_now, look.counts)
+    nothing = WorkerPage()
+    views = (_worker(one, look.pages.get(one.record.slot, nothing)) for one in look.workers)
+    workers = tuple(sorted(views, key=_place))
+    slos = {one.name: config.slo_ttft_of(one.name) for one in config.classes}
+    return Snapshot(
+        at=look.at,
+        model=look.model,
+        health=look.health,
+        reason=look.reason,
+        rate_s=rate_s,
+        window_s=window_s,
+        traffic=_traffic(look, growth),
+        queues=_queues(look),
+        pools=_pools(workers, config),
+        workers=workers,
+        transfers=_transfers(look, workers, growth),
+        handoffs=_handoffs(growth),
+        classes=(
+            _class_view(ALL, "", config.slo_ttft_s, config.slo_tpot_s, growth),
+            *(_class_view(one, one, slo, config.slo_tpot_s, growth) for one, slo in slos.items()),
+        ),
+        pages_missing=len(look.workers) - len(look.pages),
+        what_if=look.what_if,
+    )
+
+
+def page_counts(pages: Mapping[str, WorkerPage]) -> dict[Key, float]:
+    """The counts of all pages, each with its worker's slot behind its name."""
+    return {
+        (key[0], slot, *key[1:]): value
+        for slot, page in pages.items()
+        for key, value in page.counts.items()
+    }
+
+
+def _worker(seen: SeenWorker, page: WorkerPage) -> WorkerView:
+    record, load = seen.record, seen.load
+    fill = load.running / record.max_sequences if record.max_sequences else 0.0
+    is_reachable = seen.is_up or record.state != "ready"
+    return WorkerView(
+        slot=record.slot,
+        pool=record.pool or record.role,
+        role=record.role,
+        state=record.state if is_reachable else "unreachable",
+        running=load.running,
+        waiting=load.waiting,
+        max_sequences=record.max_sequences,
+        batch_fill=fill if page.batch_fill is None else page.batch_fill,
+        step_ms=load.step_ms,
+        context_tokens=load.context_tokens,
+        total_blocks=record.total_blocks,
+        used_blocks=load.used_blocks,
+        cached_blocks=load.cached_blocks,
+        free_blocks=load.free_blocks,
+        quarantined_blocks=load.quarantined_blocks,
+        host_blocks=load.host_blocks,
+        disk_blocks=load.disk_blocks,
+        block_tokens=record.geometry.block_size,
+        in_flight_bytes=page.in_flight_bytes,
+    )
+
+
+def _place(worker: WorkerView) -> tuple[bool, str, int, str]:
+    """Prefill workers first, and the tenth of a pool behind the second."""
+    pool, _, number = worker.slot.rpartition("-")
+    is_numbered = number.isdecimal()
+    return worker.role != "prefill", pool, int(number) if is_numbered else -1, worker.slot
+
+
+def _pools(workers: Sequence[WorkerView], config: Config) -> tuple[PoolView, ...]:
+    """Those of the configuration first, whether they have workers or not."""
+    members: dict[str, list[WorkerView]] = {pool.name: [] for pool in config.pools}
+    for worker in workers:
+        members.setdefault(worker.pool, []).append(worker)
+    return tuple(
+        PoolView(
+            name=name,
+            workers=len(pool),
+            ready=sum(one.state == "ready" for one in pool),
+            running=sum(one.running for one in pool),
+            waiting=sum(one.waiting for one in pool),
+            places=sum(one.max_sequences for one in pool),
+            total_blocks=sum(one.total_blocks for one in pool),
+            used_blocks=sum(one.used_blocks for one in pool),
+            cached_blocks=sum(one.cached_blocks for one in pool),
+        )
+        for name, pool in members.items()
+    )
+
+
+def _traffic(look: Look, growth: _Growth) -> TrafficView:
+    prompts = _sum(growth.grown, "prompt_tokens")
+    cached = _sum(growth.grown, "cached_prompt_tokens")
+    return TrafficView(
+        requests_per_s=growth.per_s("requests"),
+        prompt_tokens_per_s=growth.per_s("prompt_tokens"),
+        output_tokens_per_s=growth.per_s("generated_tokens"),
+        cached_share=min(1.0, cached / prompts) if prompts else None,
+        good_share=_good_share(growth),
+        good_per_s=growth.per_s("goodput_requests"),
+        shed=round(_ended(growth, "shed")),
+        failed=round(_ended(growth, "error")),
+        active=round(_sum(look.gauges, "active")),
+        waiting=round(_sum(look.gauges, "waiting")),
+    )
+
+
+def _queues(look: Look) -> tuple[TenantQueue, ...]:
+    told = {key[1]: value for key, value in look.gauges.items() if key[0] == "waiting"}
+    return tuple(TenantQueue(name, round(value)) for name, value in sorted(told.items()) if value)
+
+
+def _transfers(
+    look: Look, workers: Sequence[WorkerView], growth: _Growth
+) -> tuple[TransferView, ...]:
+    """A line for each pair that has been formed, or over which bytes have come."""
+    known = {worker.slot for worker in workers}
+    transports = {
+        (writer, receiver): transport
+        for writer, page in look.pages.items()
+        for receiver, transport in page.peers.items()
+        if {writer, receiver} <= known
+    }
+    moved: dict[tuple[str, str], float] = defaultdict(float)
+    fresh: dict[tuple[str, str], float] = defaultdict(float)
+    for key, value in growth.lately.items():
+        if key[0] == "received" and value and {key[1], key[2]} <= known:
+            pair = key[2], key[1]
+            transports.setdefault(pair, key[3])
+            moved[pair] += value / growth.rate_s
+            fresh[pair] += growth.just_now.get(key, 0.0)
+    return tuple(
+        TransferView(*pair, transport, moved[pair], fresh[pair] > 0)
+        for pair, transport in sorted(transports.items())
+    )
+
+
+def _handoffs(growth: _Growth) -> HandoffView:
+    buckets: dict[float, float] = defaultdict(float)
+    failed, done = 0.0, 0.0
+    for key, value in growth.grown.items():
+        if key[0] == "handoff_seconds":
+            buckets[float(key[2])] += value
+        elif key[0] == "handoffs" and key[2] in _FAILED:
+            failed += value
+    for key, value in growth.lately.items():
+        if key[0] == "handoffs" and key[2] == "ok":
+            done += value / growth.rate_s
+    return HandoffView(
+        per_s=done,
+        bytes_per_s=growth.per_s("received"),
+        failed=round(failed),
+        seconds=percentiles(buckets),
+    )
+
+
+def _class_view(
+    name: str, context_class: str, slo_ttft_s: float, slo_tpot_s: float, growth: _Growth
+) -> ClassView:
+    """Of one class; of all where ``context_class`` is empty."""
+    of = (context_class,) if context_class else ()
+    return ClassView(
+        name=name,
+        requests_per_s=growth.per_s("requests", *of),
+        good_share=_good_share(growth, context_class),
+        slo_ttft_s=slo_ttft_s,
+        slo_tpot_s=slo_tpot_s,
+        **{
+            latency: LatencyView(
+                _percentiles(growth.grown, latency, *of), _percentiles(growth.counts, latency, *of)
+            )
+            for latency in ("ttft", "tpot", "itl", "e2el")
+        },
+    )
+
+
+def _percentiles(counts: Mapping[Key, float], *begin: str) -> Percentiles | None:
+    """Of the buckets whose keys begin so, and end with their bounds."""
+    buckets: dict[float, float] = defaultdict(float)
+    for key, value in counts.items():
+        if key[: len(begin)] == begin:
+            buckets[float(key[-1])] += value
+    return percentiles(buckets)
+
+
+def _good_share(growth: _Growth, context_class: str = "") -> float | None:
+    """Of all classes, or of one."""
+    due = sum(_ended(growth, outcome, context_class) for outcome in ("ok", "shed", "error"))
+    good = _sum(growth.grown, "goodput_requests", *([context_class] if context_class else []))
+    return min(1.0, good / due) if due else None
+
+
+def _ended(growth: _Growth, outcome: str, context_class: str = "") -> float:
+    """Requests of the window that ended so."""
+    return sum(
+        value
+        for key, value in growth.grown.items()
+        if key[0] == "requests" and key[2] == outcome and context_class in ("", key[1])
+    )
+
+
+def _sum(counts: Mapping[Key, float], *begin: str) -> float:
+    """Of all keys that begin so."""
+    return sum(value for key, value in counts.items() if key[: len(begin)] == begin)

@@ -1,0 +1,69 @@
+// The page's main program: wires the parts to the stream of snapshots.
+import { Diagram } from "./diagram.js";
+import { byId, say, set } from "./dom.js";
+import { Feed } from "./feed.js";
+import { wireKey } from "./key.js";
+import { Playground } from "./playground.js";
+import { showHandoffs, showLatency, showPools, showQueues, showWorkers, wireLatency } from "./tables.js";
+import { Tiles } from "./tiles.js";
+import { WhatIf } from "./what_if.js";
+
+const parts = [new Tiles(), new Diagram(), new WhatIf(), new Playground()];
+const tables = [showWorkers, showPools, showHandoffs, showQueues, showLatency];
+let latest = null;
+let isPaused = false;
+
+const HEALTH = { ok: "healthy", degraded: "degraded", down: "down" };
+
+function show(snapshot) {
+  latest = snapshot;
+  showHealth(snapshot);
+  if (isPaused) return;
+  say(byId("model"), snapshot.model);
+  say(byId("traffic-note"), snapshot.rate_s ? `rates of the last ${Math.round(snapshot.rate_s)} s, the rest of ${Math.round(snapshot.window_s)} s` : "");
+  for (const part of parts) part.show(snapshot);
+  for (const table of tables) table(snapshot);
+}
+
+function showHealth({ health, reason }) {
+  const badge = byId("health");
+  const text = reason ? `${HEALTH[health] ?? health}: ${reason}` : (HEALTH[health] ?? health);
+  if (badge.textContent === text) return;
+  say(badge, text);
+  set(badge, "data-health", health);
+  announce(`The cluster is ${text}`);
+}
+
+/** Said aloud: only what changes seldom. */
+function announce(text) {
+  say(byId("announcer"), text);
+}
+
+function showState(state, text) {
+  const connection = byId("connection");
+  if (connection.dataset.state === state && byId("connection-text").textContent === text) return;
+  const before = connection.dataset.state;
+  connection.dataset.state = state;
+  say(byId("connection-text"), state === "refused" ? "no access" : text);
+  document.body.classList.toggle("stale", latest !== null && state !== "live");
+  const notice = byId("notice");
+  notice.hidden = state !== "waiting";
+  if (state === "waiting") say(notice, "The router does not answer: the figures are the last that it told. It is asked again.");
+  if (state !== before && (state === "waiting" || (state === "live" && before === "connecting" && latest !== null))) {
+    announce(state === "live" ? "Connected again" : "The router does not answer");
+  }
+  if (state === "refused") askForKey(text);
+}
+
+wireLatency(() => latest && showLatency(latest));
+const feed = new Feed(show, showState);
+const askForKey = wireKey(() => feed.start());
+
+byId("pause").addEventListener("click", (event) => {
+  isPaused = !isPaused;
+  set(event.currentTarget, "aria-pressed", isPaused);
+  say(event.currentTarget, isPaused ? "Go on" : "Pause");
+  if (!isPaused && latest) show(latest);
+});
+
+feed.start();

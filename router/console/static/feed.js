@@ -1,0 +1,112 @@
+// The live snapshots: one stream, opened again when it ends, closed while nobody can see the page.
+import { complaint, events } from "./events.js";
+import { authorization } from "./key.js";
+
+const SILENCE_MS = 8000;
+const HIDDEN_MS = 30000;
+const FIRST_WAIT_MS = 1000;
+const MOST_WAIT_MS = 15000;
+
+export class Feed {
+  /** `onSnapshot(snapshot)`; `onState(state, text)`: connecting, live, waiting, hidden or refused. */
+  constructor(onSnapshot, onState) {
+    this.onSnapshot = onSnapshot;
+    this.onState = onState;
+    this.life = 0;
+    this.wait = FIRST_WAIT_MS;
+    document.addEventListener("visibilitychange", () => this.#seen());
+  }
+
+  /** Open the stream, or open it anew. */
+  start() {
+    this.#stop();
+    this.life += 1;
+    this.wait = FIRST_WAIT_MS;
+    this.#run(this.life);
+  }
+
+  #stop() {
+    this.life += 1;
+    this.abort?.abort();
+  }
+
+  #seen() {
+    clearTimeout(this.hiding);
+    if (document.hidden) {
+      this.hiding = setTimeout(() => {
+        this.isHidden = true;
+        this.#stop();
+        this.onState("hidden", "paused while hidden");
+      }, HIDDEN_MS);
+    } else if (this.isHidden) {
+      this.isHidden = false;
+      this.start();
+    }
+  }
+
+  async #run(life) {
+    while (life === this.life) {
+      this.onState("connecting", "connecting");
+      try {
+        if (await this.#stream(life)) return;
+      } catch {
+        // Whatever broke: it is tried again.
+      }
+      if (life !== this.life) return;
+      this.onState("waiting", `no answer; again in ${Math.round(this.wait / 1000)} s`);
+      await new Promise((done) => setTimeout(done, this.wait));
+      this.wait = Math.min(2 * this.wait, MOST_WAIT_MS);
+    }
+  }
+
+  /** True where it makes no sense to try again by itself. */
+  async #stream(life) {
+    const abort = (this.abort = new AbortController());
+    let watchdog;
+    const heard = () => {
+      clearTimeout(watchdog);
+      watchdog = setTimeout(() => abort.abort(), SILENCE_MS);
+    };
+    heard();
+    try {
+      const response = await fetch("/console/events", {
+        headers: authorization(),
+        signal: abort.signal,
+        cache: "no-store",
+      });
+      if (response.status === 401 || response.status === 403) {
+        const why = await complaint(response);
+        if (life === this.life) this.onState("refused", why);
+        return true;
+      }
+      if (!response.ok) return false;
+      for await (const event of events(response)) {
+        if (life !== this.life) return true;
+        heard();
+        if (event.error) return this.#ended(event.error);
+        this.wait = FIRST_WAIT_MS;
+        this.onState("live", "live");
+        this.#told(event);
+      }
+      return false;
+    } finally {
+      clearTimeout(watchdog);
+      abort.abort();
+    }
+  }
+
+  /** A fault of the page is not one of the connection. */
+  #told(snapshot) {
+    try {
+      this.onSnapshot(snapshot);
+    } catch (error) {
+      reportError(error);
+    }
+  }
+
+  #ended(error) {
+    const isKey = error.code === "invalid_api_key" || error.code === "forbidden";
+    if (isKey) this.onState("refused", error.message);
+    return isKey;
+  }
+}

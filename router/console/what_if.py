@@ -1,0 +1,79 @@
+"""Has a program answer what-if questions: a process of its own, so that no request waits for it.
+
+The program is whatever the router was told to run; it reads a ``Question`` from its standard input
+and writes an ``Answer``, as JSON. Owned by the router's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from baton.errors import BatonError, DeadlineExceeded, Overloaded
+from baton.metrics import SHARED_FOLDER_VARIABLE
+from router.console.what_if_question import Answer, Question
+
+log = logging.getLogger(__name__)
+
+DEADLINE_S = 20.0
+_LAST_LINE = 500
+"""Characters of what a program that failed said last."""
+
+
+class WhatIfProgram:
+    """One question at a time."""
+
+    def __init__(self, command: Sequence[str], deadline_s: float = DEADLINE_S) -> None:
+        self._command = tuple(command)
+        self._deadline_s = deadline_s
+        self._busy = asyncio.Lock()
+
+    @classmethod
+    def of(cls, command: Sequence[str]) -> WhatIfProgram | None:
+        """None where there is no command."""
+        return cls(command) if command else None
+
+    async def ask(self, question: Question) -> Answer:
+        """Raises Overloaded while another question is answered, DeadlineExceeded, BatonError."""
+        if self._busy.locked():
+            raise Overloaded("another what-if question is being answered", retry_after=2.0)
+        async with self._busy:
+            output = await self._run(question.model_dump_json().encode())
+        try:
+            return Answer.model_validate_json(output)
+        except ValidationError as error:
+            raise BatonError(f"the simulator's answer cannot be read: {error}") from error
+
+    async def _run(self, question: bytes) -> bytes:
+        # What it counts is none of the router's.
+        variables = {k: v for k, v in os.environ.items() if k != SHARED_FOLDER_VARIABLE}
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=variables,
+        )
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                output, complaint = await process.communicate(question)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the simulation was not done after {self._deadline_s:.0f} s: ask about fewer"
+                " workers, or a lower rate"
+            ) from None
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        if process.returncode:
+            text = complaint.decode(errors="replace").strip()
+            log.error("the simulator failed (%d): %s", process.returncode, text)
+            raise BatonError(f"the simulator failed: {text[-_LAST_LINE:].splitlines()[-1:] or ''}")
+        return output

@@ -1,0 +1,112 @@
+"""What of a worker's /metrics page the console shows, and how it is read.
+
+A page has hundreds of series; only the lines of these few are parsed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.console.window import Key
+
+DEADLINE_S = 0.8
+"""A page that takes longer is missing this time."""
+_FILL = "baton_batch_fill_ratio"
+_IN_FLIGHT = "baton_transfer_in_flight_bytes"
+_PAIRS = "baton_transfer_pairs"
+_RECEIVED = "baton_received_bytes_total"
+_HANDOFFS = "baton_handoffs_total"
+_HANDOFF_SECONDS = "baton_handoff_seconds_bucket"
+_SERIES = (_FILL, _IN_FLIGHT, _PAIRS, _RECEIVED, _HANDOFFS, _HANDOFF_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPage:
+    """One worker's."""
+
+    batch_fill: float | None = None
+    """Sequences in the last step over the most allowed."""
+    in_flight_bytes: int = 0
+    """Of KV, on their way from this worker."""
+    peers: Mapping[str, str] = field(default_factory=dict)
+    """The transport to each slot that it has a pair to."""
+    counts: Mapping[Key, float] = field(default_factory=dict)
+    """Under ``received``, peer, transport: bytes. Under ``handoffs``, outcome: how many. Under
+    ``handoff_seconds``, bound: how many took at most that."""
+
+
+def read_page(text: str) -> WorkerPage:
+    """Raises ValueError for what is no page."""
+    lines = [line for line in text.splitlines() if line.startswith(_SERIES)]
+    fill: float | None = None
+    in_flight = 0
+    peers: dict[str, str] = {}
+    counts: dict[Key, float] = {}
+    for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+        for name, labels, value, *_ in family.samples:
+            if name == _FILL:
+                fill = value
+            elif name == _IN_FLIGHT:
+                in_flight = int(value)
+            elif name == _PAIRS:
+                peers[labels["peer"]] = labels["transport"]
+            elif (key := _key(name, labels)) is not None:
+                counts[key] = counts.get(key, 0.0) + value
+    return WorkerPage(fill, in_flight, peers, counts)
+
+
+def _key(name: str, labels: Mapping[str, str]) -> Key | None:
+    """Of a count."""
+    if name == _RECEIVED:
+        return "received", labels["peer"], labels["transport"]
+    if name == _HANDOFFS:
+        return "handoffs", labels["outcome"]
+    if name == _HANDOFF_SECONDS:
+        return "handoff_seconds", labels["le"]
+    return None
+
+
+class WorkerPages:
+    """Asks for the pages of many workers at once. Owned by one event loop."""
+
+    def __init__(self) -> None:
+        self._client: httpx.AsyncClient | None = None
+
+    async def read(self, addresses: Mapping[str, str]) -> dict[str, WorkerPage]:
+        """The pages at ``addresses`` (host:port), by their keys; without who does not answer."""
+        if self._client is None:
+            # No proxy, and no certificates to load: workers speak plain HTTP inside the cluster.
+            self._client = httpx.AsyncClient(trust_env=False, verify=False, timeout=DEADLINE_S)  # noqa: S501
+        client = self._client
+        answers = await asyncio.gather(
+            *(_read(client, address) for address in addresses.values()), return_exceptions=True
+        )
+        return dict(_pages(zip(addresses, answers, strict=True)))
+
+    async def close(self) -> None:
+        """Idempotent."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+
+def _pages(
+    answers: Iterable[tuple[str, WorkerPage | BaseException]],
+) -> Iterable[tuple[str, WorkerPage]]:
+    for name, answer in answers:
+        if isinstance(answer, WorkerPage):
+            yield name, answer
+        elif not isinstance(answer, Exception):
+            raise answer
+
+
+async def _read(client: httpx.AsyncClient, address: str) -> WorkerPage:
+    async with asyncio.timeout(DEADLINE_S):
+        answer = await client.get(f"http://{address}/metrics")
+    answer.raise_for_status()
+    return read_page(answer.text)

@@ -1,0 +1,78 @@
+"""A small real cluster with the console in front: workers, Redis, router and uvicorn, one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.config import KeyConfig
+from router.access import Access
+from router.console.api import ConsoleApi
+from router.console.what_if import WhatIfProgram
+from router.http_app import create_app
+from router.operator_api import Operators
+from router.served_model import ServedModel
+from tests.mini_cluster import MiniCluster, mini_cluster
+from tests.unit.router.front_fakes import plain_client, serve
+
+WHAT_IF = (sys.executable, "-P", "-m", "loadtest.what_if")
+MODEL = "tiny"
+
+
+@dataclass
+class Stage:
+    """What the tests act on."""
+
+    cluster: MiniCluster
+    console: ConsoleApi
+    url: str
+
+    async def ask(self, count: int, prompt: str = "Once upon a time", **more: object) -> None:
+        """So many requests, one after another."""
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "ignore_eos": True} | more
+        async with plain_client(base_url=self.url, timeout=60.0) as client:
+            for number in range(count):
+                answer = await client.post(
+                    "/v1/completions", json=body | {"prompt": f"{number} {prompt}"}
+                )
+                assert answer.status_code == 200, answer.text
+
+
+def admin(key: str) -> KeyConfig:
+    """The entry of an operator's key."""
+    return KeyConfig(name=key, sha256=hashlib.sha256(key.encode()).hexdigest(), admin=True)
+
+
+@asynccontextmanager
+async def console_stage(model: Path, redis_url: str, **config: object) -> AsyncIterator[Stage]:
+    """One prefill and one decode worker. ``config`` as for ``mini_cluster``."""
+    async with mini_cluster(model, redis_url, heartbeat_s=0.2, **config) as cluster:
+        access = Access(cluster.config, cluster.metrics)
+        console = ConsoleApi(
+            cluster.dispatcher,
+            cluster.metrics,
+            cluster.config,
+            MODEL,
+            Operators(cluster.config, access),
+            WhatIfProgram(WHAT_IF),
+        )
+        app = create_app(
+            cluster.dispatcher,
+            cluster.tokenizer,
+            ServedModel(MODEL, 0, 512, 16),
+            cluster.metrics,
+            cluster.config,
+            access,
+            more=(console,),
+        )
+        async with serve(app) as address:
+            try:
+                yield Stage(cluster, console, f"http://{address}")
+            finally:
+                await console.close()
+                await asyncio.sleep(0)
