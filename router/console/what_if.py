@@ -31,7 +31,12 @@ class WhatIfProgram:
     def __init__(self, command: Sequence[str], deadline_s: float = DEADLINE_S) -> None:
         self._command = tuple(command)
         self._deadline_s = deadline_s
-        self._busy = asyncio.Lock()
+        self._turn = asyncio.Lock()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a question is being answered."""
+        return self._turn.locked()
 
     @classmethod
     def of(cls, command: Sequence[str]) -> WhatIfProgram | None:
@@ -40,9 +45,9 @@ class WhatIfProgram:
 
     async def ask(self, question: Question) -> Answer:
         """Raises Overloaded while another question is answered, DeadlineExceeded, BatonError."""
-        if self._busy.locked():
+        if self.is_busy:
             raise Overloaded("another what-if question is being answered", retry_after=2.0)
-        async with self._busy:
+        async with self._turn:
             output = await self._run(question.model_dump_json().encode())
         try:
             return Answer.model_validate_json(output)
@@ -75,5 +80,6 @@ class WhatIfProgram:
         if process.returncode:
             text = complaint.decode(errors="replace").strip()
             log.error("the simulator failed (%d): %s", process.returncode, text)
-            raise BatonError(f"the simulator failed: {text[-_LAST_LINE:].splitlines()[-1:] or ''}")
+            last = text.splitlines()[-1] if text else f"exit code {process.returncode}"
+            raise BatonError(f"the simulator failed: {last[:_LAST_LINE]}")
         return output

@@ -1,0 +1,214 @@
+"""The console in a real browser, in front of a real small cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.async_playwright import Axe
+from playwright.async_api import Page, expect
+
+from baton.background import end_tasks
+from tests.e2e.console.conftest import WAIT_MS, OpenPage
+from tests.e2e.console.stage import Stage, admin, console_stage
+
+expect.set_options(timeout=WAIT_MS)
+OUTLINE = "node => getComputedStyle(node).outlineStyle"
+SIZES = {"wide": (1440, 1000), "narrow": (380, 800)}
+
+
+def console(stage: Stage) -> str:
+    return f"{stage.url}/console"
+
+
+async def live(page: Page) -> None:
+    await expect(page.locator("#connection-text")).to_have_text("live")
+
+
+async def test_live_values_follow_requests(stage: Stage, open_page: OpenPage) -> None:
+    async with open_page(console(stage)) as page:
+        await live(page)
+        await expect(page.locator("#health")).to_have_text("healthy")
+        rows = page.locator("#worker-rows tr")
+        await expect(rows).to_have_count(2)
+        await expect(rows.first).to_contain_text("prefill-0")
+        tile = page.locator(".tile", has_text="Output tokens")
+        await expect(tile.locator(".value")).to_have_text("0")
+        asking = asyncio.create_task(stage.ask(1000, max_tokens=20))
+        try:
+            await expect(tile.locator(".value")).not_to_have_text("0")
+            ttft = page.locator(".tile", has_text="TTFT p95").locator(".value")
+            await expect(ttft).to_contain_text(re.compile(r"\d m?s"))
+            # A handoff was seen, and a dot went along its line.
+            await expect(page.locator("#diagram .edge.busy")).to_have_count(1)
+            await page.locator("#diagram .dot").first.wait_for(state="attached")
+            await expect(rows.nth(1)).to_contain_text(re.compile(r"[1-9]\d* cached"))
+            await expect(page.locator("#latency-rows tr").nth(1)).to_contain_text("short")
+        finally:
+            await end_tasks([asking])
+        await page.get_by_text("Transfers as a table").click()
+        transfers = page.locator("#transfer-rows tr")
+        await expect(transfers).to_contain_text(["prefill-0decode-0shm"])
+        await page.get_by_role("button", name="Pause").click()
+        await expect(page.get_by_role("button", name="Go on")).to_be_visible()
+
+
+async def test_chat_streams_an_answer_as_text(stage: Stage, open_page: OpenPage) -> None:
+    async with open_page(console(stage)) as page:
+        await live(page)
+        question = "<img src=x onerror=alert(1)>"
+        await page.get_by_role("spinbutton", name="Most tokens").fill("12")
+        await page.get_by_label("Your message").fill(question)
+        await page.keyboard.press("Enter")
+        turns = page.locator("#chat-log li")
+        await expect(turns.first.locator("p")).to_have_text(question)
+        await expect(page.locator("#chat-status")).to_contain_text("Answered: ")
+        assert await page.locator("#chat-log img").count() == 0
+        assert await turns.nth(1).locator("p").text_content()
+        await page.get_by_role("button", name="New chat").click()
+        await expect(turns).to_have_count(0)
+
+
+async def test_an_answer_can_be_stopped(stage: Stage, open_page: OpenPage) -> None:
+    async with open_page(console(stage)) as page:
+        await live(page)
+        await page.get_by_role("spinbutton", name="Most tokens").fill("400")
+        await page.get_by_label("Your message").fill("Go on for ever")
+        await page.get_by_role("button", name="Send").click()
+        await page.get_by_role("button", name="Stop").click()
+        # The tiny model may have come to its end just before.
+        await expect(page.locator("#chat-status")).to_contain_text(re.compile("Stopped|Answered"))
+        await expect(page.get_by_role("button", name="Send")).to_be_enabled()
+        await asyncio.wait_for(stage.cluster.until_idle(), 20)
+
+
+async def test_what_if_is_answered(stage: Stage, open_page: OpenPage) -> None:
+    async with open_page(console(stage)) as page:
+        await live(page)
+        simulate = page.get_by_role("button", name="Simulate")
+        await simulate.click()
+        await expect(page.locator("#what-if-status")).to_contain_text("ask again when there is")
+        await stage.ask(15)
+        await page.get_by_role("spinbutton", name="Prefill workers").fill("2")
+        await page.get_by_role("spinbutton", name="Decode workers").fill("3")
+        await simulate.click()
+        await expect(page.locator("#what-if-status")).to_contain_text(
+            "With 2 prefill + 3 decode the present traffic would see a TTFT of"
+        )
+        await expect(page.locator("#what-if-rows tr").first).to_contain_text(
+            re.compile(r"TTFT p50.*\d m?s.*\d m?s")
+        )
+
+
+async def test_keys(chat_model: Path, console_redis: str, open_page: OpenPage) -> None:
+    """It asks for a key, keeps it for the tab alone, and says when it is no good."""
+    keys = (admin("boss"),)
+    async with (
+        console_stage(chat_model, console_redis, keys=keys, require_key=True) as stage,
+        open_page(console(stage)) as page,
+    ):
+        dialog = page.get_by_role("dialog", name="API key")
+        await expect(dialog).to_be_visible()
+        await expect(page.locator("#key-why")).to_contain_text("a known API key is required")
+        field = page.get_by_label("Key", exact=True)
+        await expect(field).to_be_focused()
+        await page.keyboard.type("wrong")
+        await page.keyboard.press("Enter")
+        await expect(dialog).to_be_visible()
+        await expect(page.locator("#connection-text")).to_have_text("no access")
+        await page.keyboard.type("boss")
+        await page.keyboard.press("Enter")
+        await expect(dialog).to_be_hidden()
+        await live(page)
+        kept: Any = await page.context.storage_state()
+        assert "boss" not in str(kept), "not beyond the tab"
+        await page.reload()
+        await live(page)
+        await page.get_by_label("Your message").fill("Hello")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#chat-status")).to_contain_text("Answered: ")
+        await page.get_by_role("button", name="Key", exact=True).click()
+        await page.get_by_role("button", name="Forget").click()
+        await expect(dialog).to_be_visible()
+
+
+async def test_by_keyboard_alone(stage: Stage, open_page: OpenPage) -> None:
+    async with open_page(console(stage)) as page:
+        await live(page)
+        await page.keyboard.press("Tab")
+        await expect(page.get_by_role("link", name="Skip to the figures")).to_be_focused()
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#main")).to_be_focused()
+        reached: list[str] = []
+        while "chat-text" not in reached:
+            await page.keyboard.press("Tab")
+            focused = page.locator(":focus")
+            # A choice shows its focus at the words beside it.
+            seen = page.locator(":focus, :focus + span")
+            outlines = [await one.evaluate(OUTLINE) for one in await seen.all()]
+            reached.append(await focused.get_attribute("id") or "")
+            assert any(outline != "none" for outline in outlines), f"no focus seen at {reached}"
+            assert len(reached) < 60, reached
+        await page.keyboard.type("Hello")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#chat-status")).to_contain_text("Answered: ")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+async def test_accessibility(stage: Stage, open_page: OpenPage, scheme: str, size: str) -> None:
+    """axe-core finds no fault, contrast included, and nothing is wider than the window."""
+    width, height = SIZES[size]
+    # axe is put into the page, which its policy would forbid.
+    context = {
+        "color_scheme": scheme,
+        "viewport": {"width": width, "height": height},
+        "bypass_csp": True,
+    }
+    async with open_page(console(stage), **context) as page:
+        await live(page)
+        await stage.ask(12)
+        await expect(page.locator("#worker-rows tr")).to_have_count(2)
+        await page.get_by_role("button", name="Simulate").click()
+        await expect(page.locator("#what-if-result")).to_be_visible()
+        for summary in await page.locator("summary").all():
+            await summary.click()
+        found = await Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+async def test_light_and_dark(stage: Stage, open_page: OpenPage) -> None:
+    async def ground(page: Page) -> tuple[int, ...]:
+        colour = await page.locator("body").evaluate(
+            "node => getComputedStyle(node).backgroundColor"
+        )
+        return tuple(map(int, re.findall(r"\d+", colour)[:3]))
+
+    async with open_page(console(stage), color_scheme="dark") as page:
+        assert max(await ground(page)) < 64, "as the system has it"
+        button = page.get_by_role("button", name=re.compile("^Theme"))
+        await button.click()
+        await expect(button).to_have_text("Theme: light")
+        assert min(await ground(page)) > 200
+        await page.reload()
+        assert min(await ground(page)) > 200, "it is remembered"
+        await button.click()
+        await expect(button).to_have_text("Theme: dark")
+        assert max(await ground(page)) < 64
+
+
+async def test_a_router_that_goes_is_told(
+    chat_model: Path, console_redis: str, open_page: OpenPage
+) -> None:
+    async with (
+        console_stage(chat_model, console_redis) as stage,
+        open_page(console(stage)) as page,
+    ):
+        await live(page)
+        await stage.console.close()
+        await expect(page.locator("#notice")).to_contain_text("The router does not answer")
+        await expect(page.locator("#connection-text")).to_contain_text("again in")

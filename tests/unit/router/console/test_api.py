@@ -1,0 +1,258 @@
+"""Who may see what, and how streams end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from baton.errors import Unauthenticated
+from baton.registry import WorkerRecord
+from router.access import Access
+from router.console import api as console_api
+from router.console.api import ConsoleApi
+from router.console.look import Cluster
+from router.console.what_if import WhatIfProgram
+from router.http_app import create_app
+from router.operator_api import Operators
+from router.sse import EventStream
+from tests.unit.router.console.looks import record
+from tests.unit.router.console.test_what_if import recent
+from tests.unit.router.front_fakes import MODEL, Front, make_front, plain_client, serve
+from tests.unit.router.test_operator_api import key
+
+DEADLINE_S = 20.0
+STATIC = files("router.console").joinpath("static")
+FILES = [one.name for one in STATIC.iterdir()]
+
+
+@dataclass
+class FakeLink:
+    """Stands for ``router.worker_links.WorkerLink``."""
+
+    record: WorkerRecord
+
+    @property
+    def engine_load(self) -> object:
+        return self.record.load
+
+
+class FakeCluster:
+    """Stands for ``router.dispatcher.ClusterDispatcher``: two workers whose pages do not answer."""
+
+    transfer_line = (2.0, 0.5)
+
+    @property
+    def workers(self) -> FakeCluster:
+        return self
+
+    def all(self) -> list[FakeLink]:
+        return [FakeLink(record("prefill-0")), FakeLink(record("decode-0"))]
+
+    def is_up(self, link: FakeLink) -> bool:
+        return True
+
+    def health(self) -> tuple[str, str]:
+        return "ok", ""
+
+
+class Revocable(Operators):
+    """Operators whose keys can be revoked."""
+
+    revoked = False
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        if self.revoked:
+            raise Unauthenticated("a known API key is required: send Authorization: Bearer KEY")
+        super().check(headers)
+
+
+@dataclass
+class Served:
+    front: Front
+    console: ConsoleApi
+    operators: Revocable
+    http: httpx.AsyncClient
+
+
+@asynccontextmanager
+async def console(what_if: WhatIfProgram | None = None, **config: Any) -> AsyncIterator[Served]:
+    front = make_front(**config)
+    access = Access(front.config, front.metrics)
+    operators = Revocable(front.config, access)
+    cluster = cast(Cluster, FakeCluster())
+    shown = ConsoleApi(cluster, front.metrics, front.config, "tiny", operators, what_if)
+    shown.watch._look_s = 0.02
+    parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
+    async with (
+        serve(create_app(*parts, more=(shown,))) as address,
+        plain_client(base_url=f"http://{address}", timeout=DEADLINE_S) as client,
+    ):
+        try:
+            yield Served(front, shown, operators, client)
+        finally:
+            await shown.close()
+
+
+async def test_the_page_and_its_files_need_no_key() -> None:
+    async with console(keys=(key("user"),), require_key=True) as served:
+        for path in ("/console", "/console/", *(f"/console/{name}" for name in FILES)):
+            answer = await served.http.get(path)
+            assert answer.status_code == 200, path
+            policy = answer.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'")
+            assert "unsafe" not in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            again = await served.http.get(path, headers={"if-none-match": answer.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+        page = (await served.http.get("/console")).text
+        for asked in re.findall(r'(?:src|href)="(/[^"]+)"', page):
+            assert (await served.http.get(asked)).status_code == 200, asked
+        for name in ("nothing.js", "api.py", "..%2fapi.py", "__init__.py"):
+            assert (await served.http.get(f"/console/{name}")).status_code == 404
+
+
+def test_nothing_comes_from_elsewhere() -> None:
+    """No address of another host, no style or script within the page, no HTML made of strings."""
+    known = {"http://www.w3.org/2000/svg"}
+    for name in FILES:
+        text = STATIC.joinpath(name).read_text()
+        assert set(re.findall(r"https?://[^\s\"']+", text)) <= known, name
+        if name.endswith(".js"):
+            assert not re.search(
+                r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text
+            )
+    page = STATIC.joinpath("console.html").read_text()
+    assert not re.search(r"<style|\sstyle=|\son[a-z]+=|<script(?![^>]*src=)", page)
+
+
+async def test_figures_need_an_admins_key() -> None:
+    async with console(keys=(key("user"), key("boss", admin=True))) as served:
+        for path in ("/console/snapshot", "/console/events"):
+            refused = await served.http.get(path)
+            assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+            plain = await served.http.get(path, headers={"authorization": "Bearer user"})
+            assert plain.status_code == 403
+        asked = await served.http.post("/console/what-if", json={"prefill": 1, "decode": 1})
+        assert asked.status_code == 401
+        boss = {"authorization": "Bearer boss"}
+        found = await served.http.get("/console/snapshot", headers=boss)
+        assert found.status_code == 200
+        assert [one["slot"] for one in found.json()["workers"]] == ["prefill-0", "decode-0"]
+        assert found.json()["pages_missing"] == 2
+        assert served.console.watch.viewers == 0
+
+
+async def lines_of(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.aiter_lines():
+        if line:
+            yield json.loads(line.removeprefix("data: "))
+
+
+async def test_a_stream_ends_when_its_key_is_revoked() -> None:
+    async with console() as served, asyncio.timeout(DEADLINE_S):
+        async with served.http.stream("GET", "/console/events") as stream:
+            assert stream.headers["content-type"].startswith("text/event-stream")
+            told = lines_of(stream)
+            assert (await anext(told))["model"] == "tiny"
+            served.operators.revoked = True
+            last = [event async for event in told][-1]
+        assert last["error"]["code"] == "invalid_api_key"
+        while served.console.watch.viewers:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_viewer_that_leaves_ends_the_looking() -> None:
+    async with console() as served, asyncio.timeout(DEADLINE_S):
+        async with served.http.stream("GET", "/console/events") as stream:
+            await anext(lines_of(stream))
+            assert served.console.watch.viewers == 1
+        while served.console.watch.viewers:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_router_that_stops_ends_streams() -> None:
+    async with console() as served, asyncio.timeout(DEADLINE_S):
+        async with served.http.stream("GET", "/console/events") as stream:
+            told = lines_of(stream)
+            await anext(told)
+            await served.console.close()
+            last = [event async for event in told][-1]
+        assert "stopping" in last["error"]["message"]
+
+
+async def test_a_viewer_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console_api, "SLOW_VIEWER_S", 0.05)
+    sent = 0
+
+    async def send(message: Any) -> None:
+        nonlocal sent
+        sent += 1
+        if sent > 2:
+            await asyncio.Event().wait()
+
+    async with console() as served, asyncio.timeout(DEADLINE_S):
+        await served.console._stream({}, EventStream(send))
+        assert sent == 3
+        assert served.console.watch.viewers == 0
+
+
+ANSWER = {
+    "requests": 12,
+    "seconds": 11.0,
+    "shapes": [
+        {
+            "prefill": 1,
+            "decode": 1,
+            "ttft_s": {"p50": 0.1, "p95": 0.2},
+            "tpot_s": {"p50": 0.1, "p95": 0.2},
+            "e2el_s": {"p50": 0.1, "p95": None},
+            "good_share": 1.0,
+            "shed_share": 0.0,
+            "prefill_busy": None,
+            "decode_busy": 0.5,
+        }
+    ],
+}
+
+
+async def test_what_if() -> None:
+    script = f"import sys; sys.stdin.read(); print({json.dumps(ANSWER)!r})"
+    async with console(WhatIfProgram((sys.executable, "-c", script))) as served:
+        asked = {"prefill": 2, "decode": 2, "rate": 1.5}
+        early = await served.http.post("/console/what-if", json=asked)
+        assert early.status_code == 400
+        assert "ask again when there is traffic" in early.json()["error"]["message"]
+        now = asyncio.get_running_loop().time()
+        for one in recent(12):
+            served.front.metrics.recent.add(
+                type(one)(now, one.prompt_tokens, one.output_tokens, one.cached_tokens)
+            )
+        answer = await served.http.post("/console/what-if", json=asked)
+        assert answer.json() == ANSWER
+        for bad in (
+            {"prefill": 2},
+            {"prefill": -1, "decode": 1},
+            {"prefill": 1, "decode": 0},
+            {"prefill": 1, "decode": 1000},
+            asked | {"rate": 0},
+            asked | {"more": 1},
+        ):
+            refused = await served.http.post("/console/what-if", json=bad)
+            assert refused.status_code == 400, bad
+
+
+async def test_without_a_simulator() -> None:
+    async with console() as served:
+        assert (await served.http.get("/console/snapshot")).json()["what_if"] is False
+        asked = await served.http.post("/console/what-if", json={"prefill": 1, "decode": 1})
+        assert asked.status_code == 404

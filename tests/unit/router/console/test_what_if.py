@@ -1,0 +1,131 @@
+"""Questions, and the program that answers them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from baton.config import Config, KeyConfig, PoolConfig
+from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from baton.recent_requests import RecentRequest
+from router.console.what_if import WhatIfProgram
+from router.console.what_if_question import (
+    MOST_REQUESTS,
+    Question,
+    WhatIfRequest,
+    question,
+    rate_share,
+)
+from tests.unit.router.console.looks import record
+
+DEADLINE_S = 20.0
+WORKERS = [record("prefill-0"), record("decode-0"), record("decode-1")]
+ASKED = WhatIfRequest(prefill=3, decode=4)
+
+
+def recent(count: int, *, output: int | None = 10) -> list[RecentRequest]:
+    return [RecentRequest(100.0 + n, 50, output, 16) for n in range(count)]
+
+
+def asked(requests: list[RecentRequest], **changes: object) -> Question:
+    fields = {"transfer_line": (2.0, 0.5), "is_cpu": True} | changes
+    config = fields.pop("config", Config())
+    of = fields.pop("of", ASKED)
+    workers = fields.pop("workers", WORKERS)
+    return question(of, requests, workers, config, **fields)  # type: ignore[arg-type]
+
+
+def test_the_present_is_described() -> None:
+    found = asked(recent(12))
+    assert [(one.prefill, one.decode) for one in found.shapes] == [(1, 2), (3, 4)]
+    assert [one.at_s for one in found.traffic[:3]] == [0.0, 1.0, 2.0]
+    assert (found.traffic[0].input_tokens, found.traffic[0].cached_tokens) == (50, 16)
+    profile = found.profiles["decode"]
+    assert profile["prefill"] == [2.0, 0.1, 0.0]
+    assert profile["kv_tokens"] == 16_000
+    token_bytes = 2 * 4 * 2 * 64 * 2
+    assert profile["kv_token_bytes"] == token_bytes
+    assert profile["wire_bytes_per_s"] == pytest.approx(token_bytes * 16 / 0.0005)
+    assert profile["handoff_s"] == 0.002
+    assert (profile["is_cpu"], profile["chunk_tokens"]) == (True, 512)
+
+
+def test_a_rate_and_a_share_change_the_times() -> None:
+    twice = asked(recent(12), of=WhatIfRequest(prefill=1, decode=1, rate=2.0))
+    assert twice.traffic[1].at_s == 0.5
+    half = asked(recent(12), share=0.5)
+    assert half.traffic[1].at_s == 0.5
+
+
+def test_what_was_turned_away_counts_with_the_usual_length() -> None:
+    found = asked([*recent(9, output=20), *recent(3, output=None)])
+    assert [one.output_tokens for one in found.traffic[-3:]] == [20] * 3
+
+
+def test_bounds() -> None:
+    assert len(asked(recent(1000)).traffic) == MOST_REQUESTS
+    with pytest.raises(InvalidRequest, match="9 requests ended in the last 10 minutes"):
+        asked(recent(9))
+    with pytest.raises(InvalidRequest):
+        asked(recent(50, output=None))
+    with pytest.raises(Unavailable, match="calibrated"):
+        asked(recent(12), workers=[replace(record(), prefill_cost=(0.0, 0.0, 0.0))])
+
+
+def test_no_secret_leaves_the_router() -> None:
+    config = Config(keys=(KeyConfig(name="k", sha256="ab" * 32, tenant="default"),))
+    found = asked(recent(12), config=config)
+    assert "ab" * 32 not in found.model_dump_json()
+    assert "keys" not in found.config
+
+
+def test_a_pool_says_what_its_workers_are() -> None:
+    pools = (
+        PoolConfig(name="prefill", role="prefill", device="cuda"),
+        PoolConfig(name="decode", role="decode", device="cpu", chunk_tokens=100, max_sequences=8),
+    )
+    profiles = asked(recent(12), config=Config(pools=pools)).profiles
+    assert (profiles["prefill"]["is_cpu"], profiles["prefill"]["chunk_tokens"]) == (False, 8192)
+    assert (profiles["decode"]["is_cpu"], profiles["decode"]["chunk_tokens"]) == (True, 100)
+
+
+def test_the_share_of_a_process() -> None:
+    assert rate_share(0, {}) == 1
+    assert rate_share(5, {"a": 5, "b": 15}) == 0.25
+    assert rate_share(30, {"a": 5}) == 1
+
+
+def program(script: str, deadline_s: float = DEADLINE_S) -> WhatIfProgram:
+    return WhatIfProgram((sys.executable, "-c", script), deadline_s)
+
+
+async def test_a_program_that_hangs_is_ended() -> None:
+    with pytest.raises(DeadlineExceeded, match="fewer workers"):
+        await program("import time; time.sleep(600)", 0.2).ask(asked(recent(12)))
+    assert not psutil.Process().children(), "it is gone"
+
+
+async def test_a_program_that_fails_is_told() -> None:
+    with pytest.raises(BatonError, match="planted"):
+        await program("import sys; sys.exit('planted')").ask(asked(recent(12)))
+    with pytest.raises(BatonError, match="cannot be read"):
+        await program("print('{}')").ask(asked(recent(12)))
+
+
+async def test_one_question_at_a_time() -> None:
+    hanging = program("import time; time.sleep(600)")
+    first = asyncio.create_task(hanging.ask(asked(recent(12))))
+    async with asyncio.timeout(DEADLINE_S):
+        while not hanging.is_busy:
+            await asyncio.sleep(0.01)
+        with pytest.raises(Overloaded):
+            await hanging.ask(asked(recent(12)))
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert not hanging.is_busy
+    assert WhatIfProgram.of(()) is None
