@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from baton.config import KeyConfig
 from router.access import Access
@@ -49,7 +50,7 @@ def admin(key: str) -> KeyConfig:
 
 
 @asynccontextmanager
-async def console_stage(model: Path, redis_url: str, **config: object) -> AsyncIterator[Stage]:
+async def console_stage(model: Path, redis_url: str, **config: Any) -> AsyncIterator[Stage]:
     """One prefill and one decode worker. ``config`` as for ``mini_cluster``."""
     async with mini_cluster(model, redis_url, heartbeat_s=0.2, **config) as cluster:
         access = Access(cluster.config, cluster.metrics)
