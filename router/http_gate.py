@@ -30,7 +30,7 @@ from router.http_edge import HttpEdge
 from router.http_errors import error_object, error_response
 from router.messages.answer import error_body
 from router.request_recorder import count_refusal
-from router.scopes import is_for_operators, scope_of_path
+from router.scopes import OPEN, is_for_operators, scope_of_path
 
 Part = Literal["all", "clients", "operators"]
 """Whose endpoints a listener has."""
@@ -88,12 +88,12 @@ class HttpGate:
             self._check_site(headers)
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise InvalidRequest("a Content-Encoding is not supported: send the body as it is")
-        needed = scope_of_path(path)
-        if needed is None:
-            return
-        if self._part != "all" and is_for_operators(path) != (self._part == "operators"):
+        elsewhere = is_for_operators(path) != (self._part == "operators")
+        if self._part != "all" and path not in OPEN and elsewhere:
             raise NotFound("there is no such path on this listener")
-        self._access.check(headers, needed)
+        needed = scope_of_path(path)
+        if needed is not None:
+            self._access.check(headers, needed)
 
     def _check_host(self, given: str) -> None:
         name = _host_name(given)

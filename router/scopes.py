@@ -10,7 +10,10 @@ from baton.config import Scope
 
 OPEN = frozenset({"/health", "/live"})
 """For whoever asks: they tell nothing but whether the process serves."""
-_ADMIN = ("/v1/cache", "/v1/pools", "/v1/workers")
+_OPEN_PAGES = ("/console", "/console/")
+_OPEN_FILES = "/console/static/"
+"""Pages and their files, the same for everybody: what they show has paths of its own."""
+_ADMIN = ("/console/what-if", "/v1/cache", "/v1/pools", "/v1/workers")
 _METRICS = ("/console", "/metrics")
 _INFERENCE = (
     "/detokenize",
@@ -62,7 +65,9 @@ def listed_scope(path: str) -> Scope | None:
 
 def scope_of_path(path: str) -> Scope | None:
     """What a key must allow to ask for a path; None: it is open to all."""
-    return None if path in OPEN else listed_scope(path) or "admin"
+    if path in OPEN or path in _OPEN_PAGES or path.startswith(_OPEN_FILES):
+        return None
+    return listed_scope(path) or "admin"
 
 
 def scope_of_service(name: str) -> Scope | None:

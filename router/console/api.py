@@ -20,12 +20,12 @@ from starlette.responses import Response
 from baton.config import Config
 from baton.errors import NotFound
 from baton.metrics import RouterMetrics
+from router.access import Access
 from router.console.look import Cluster, ConsoleLook, read_router
 from router.console.watch import Watch
 from router.console.what_if import WhatIfProgram
 from router.console.what_if_question import TRAFFIC_S, Answer, WhatIfRequest, question, rate_share
 from router.http_body import read_object, validate
-from router.operator_api import Operators
 from router.sse import EventStream, EventStreamResponse
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ _HEADERS = {
 
 
 class ConsoleApi:
-    """HTTP. ``close`` ends all streams."""
+    """HTTP. ``close`` ends all streams. Who may ask is the gate's affair: ``router.scopes``."""
 
     def __init__(
         self,
@@ -64,16 +64,16 @@ class ConsoleApi:
         metrics: RouterMetrics,
         config: Config,
         model: str,
-        operators: Operators,
+        access: Access,
         what_if: WhatIfProgram | None = None,
     ) -> None:
         """``model``: its name. ``what_if`` None: such questions are not answered."""
         look = ConsoleLook(cluster, metrics, config, model, what_if=what_if is not None)
+        self._access = access
         self.watch = Watch(look.snapshot, look.clear)
         self._cluster = cluster
         self._metrics = metrics
         self._config = config
-        self._operators = operators
         self._what_if = what_if
 
     def mount(self, app: FastAPI) -> None:
@@ -85,7 +85,7 @@ class ConsoleApi:
         add("/console/events", self.events)
         add("/console/what-if", self.ask, methods=["POST"])
         app.add_api_route(
-            "/console/{name}", self.file, include_in_schema=False, response_model=None
+            "/console/static/{name}", self.file, include_in_schema=False, response_model=None
         )
 
     async def close(self) -> None:
@@ -101,15 +101,13 @@ class ConsoleApi:
         return _file(request, name)
 
     async def snapshot(self, request: Request) -> Response:
-        """What the console shows, once. Needs an admin's key."""
-        self._operators.check(request.headers)
+        """What the console shows, once. Needs a key that may read metrics."""
         async with self.watch.viewer():
             _, body = await self.watch.after(0)
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
     async def events(self, request: Request) -> Response:
-        """What the console shows, an event a second, until the key is no operator's any more."""
-        self._operators.check(request.headers)
+        """What the console shows, an event a second, as long as the key may read metrics."""
         return EventStreamResponse(partial(self._stream, request.headers))
 
     async def _stream(self, headers: Mapping[str, str], events: EventStream) -> None:
@@ -118,7 +116,7 @@ class ConsoleApi:
             while True:
                 version, body = await self.watch.after(version)
                 # Its key may have been revoked since.
-                self._operators.check(headers)
+                self._access.check(headers, "metrics")
                 try:
                     async with asyncio.timeout(SLOW_VIEWER_S):
                         await events.send([body])
@@ -133,7 +131,6 @@ class ConsoleApi:
         A JSON object with ``prefill`` and ``decode`` workers, and ``rate``, by which the present
         rate is multiplied.
         """
-        self._operators.check(request.headers)
         body = await read_object(request, _BODY_BYTES, _BODY_S)
         asked = validate(WhatIfRequest, body)
         if self._what_if is None:

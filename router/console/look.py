@@ -87,7 +87,17 @@ class ConsoleLook:
         self._window.add(time.monotonic(), counts | self._page_counts)
         status, reason = self._cluster.health()
         look = Look(
-            time.time(), self._model, status, reason, seen, pages, counts, gauges, self._what_if
+            at=time.time(),
+            model=self._model,
+            health=status,
+            reason=reason,
+            workers=seen,
+            pages=pages,
+            counts=counts,
+            gauges=gauges,
+            what_if=self._what_if,
+            # With a listener of their own, operators have no other endpoints there.
+            chat=not self._config.admin_http,
         )
         return snapshot_of(look, self._window, self._config)
 

@@ -55,6 +55,8 @@ class Look:
     """The router's, as ``waiting`` by tenant."""
     what_if: bool
     """Whether what-if questions are answered."""
+    chat: bool
+    """Whether the model can be asked where the console is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,7 @@ class Snapshot:
     pages_missing: int
     """Workers whose page did not answer: their transfers are not known."""
     what_if: bool
+    chat: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +258,7 @@ def snapshot_of(look: Look, window: Window, config: Config) -> Snapshot:
         ),
         pages_missing=len(look.workers) - len(look.pages),
         what_if=look.what_if,
+        chat=look.chat,
     )
 
 

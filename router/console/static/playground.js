@@ -34,6 +34,11 @@ export class Playground {
 
   show(snapshot) {
     this.model = snapshot.model;
+    if (!snapshot.chat && !this.isElsewhere) {
+      this.isElsewhere = true;
+      for (const one of this.form.elements) one.disabled = true;
+      say(this.status, "This listener is for operators alone: the model is asked at the clients' one.");
+    }
   }
 
   async #send() {

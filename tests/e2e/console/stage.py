@@ -16,7 +16,6 @@ from router.access import Access
 from router.console.api import ConsoleApi
 from router.console.what_if import WhatIfProgram
 from router.http_app import create_app
-from router.operator_api import Operators
 from router.served_model import ServedModel
 from tests.mini_cluster import MiniCluster, mini_cluster
 from tests.unit.router.front_fakes import plain_client, serve
@@ -46,7 +45,11 @@ class Stage:
 
 def admin(key: str) -> KeyConfig:
     """The entry of an operator's key."""
-    return KeyConfig(name=key, sha256=hashlib.sha256(key.encode()).hexdigest(), admin=True)
+    return KeyConfig(
+        name=key,
+        sha256=hashlib.sha256(key.encode()).hexdigest(),
+        scopes=("admin", "inference", "metrics"),
+    )
 
 
 @asynccontextmanager
@@ -59,7 +62,7 @@ async def console_stage(model: Path, redis_url: str, **config: Any) -> AsyncIter
             cluster.metrics,
             cluster.config,
             MODEL,
-            Operators(cluster.config, access),
+            access,
             WhatIfProgram(WHAT_IF),
         )
         app = create_app(

@@ -58,4 +58,5 @@ def look(
         counts=counts or {},
         gauges=gauges or {},
         what_if=True,
+        chat=True,
     )

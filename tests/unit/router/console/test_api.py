@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.resources import files
@@ -15,20 +15,18 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from baton.errors import Unauthenticated
 from baton.registry import WorkerRecord
 from router.access import Access
 from router.console import api as console_api
 from router.console.api import ConsoleApi
 from router.console.look import Cluster
 from router.console.what_if import WhatIfProgram
-from router.http_app import create_app
-from router.operator_api import Operators
+from router.http_app import create_app, create_apps
 from router.sse import EventStream
 from tests.unit.router.console.looks import record
 from tests.unit.router.console.test_what_if import recent
 from tests.unit.router.front_fakes import MODEL, Front, make_front, plain_client, serve
-from tests.unit.router.test_operator_api import key
+from tests.unit.router.test_gates import bearer, key
 
 DEADLINE_S = 20.0
 STATIC = files("router.console").joinpath("static")
@@ -65,22 +63,11 @@ class FakeCluster:
         return "ok", ""
 
 
-class Revocable(Operators):
-    """Operators whose keys can be revoked."""
-
-    revoked = False
-
-    def check(self, headers: Mapping[str, str]) -> None:
-        if self.revoked:
-            raise Unauthenticated("a known API key is required: send Authorization: Bearer KEY")
-        super().check(headers)
-
-
 @dataclass
 class Served:
     front: Front
     console: ConsoleApi
-    operators: Revocable
+    access: Access
     http: httpx.AsyncClient
 
 
@@ -88,9 +75,8 @@ class Served:
 async def console(what_if: WhatIfProgram | None = None, **config: Any) -> AsyncIterator[Served]:
     front = make_front(**config)
     access = Access(front.config, front.metrics)
-    operators = Revocable(front.config, access)
     cluster = cast(Cluster, FakeCluster())
-    shown = ConsoleApi(cluster, front.metrics, front.config, "tiny", operators, what_if)
+    shown = ConsoleApi(cluster, front.metrics, front.config, "tiny", access, what_if)
     shown.watch._look_s = 0.02
     parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
     async with (
@@ -98,14 +84,14 @@ async def console(what_if: WhatIfProgram | None = None, **config: Any) -> AsyncI
         plain_client(base_url=f"http://{address}", timeout=DEADLINE_S) as client,
     ):
         try:
-            yield Served(front, shown, operators, client)
+            yield Served(front, shown, access, client)
         finally:
             await shown.close()
 
 
 async def test_the_page_and_its_files_need_no_key() -> None:
-    async with console(keys=(key("user"),), require_key=True) as served:
-        for path in ("/console", "/console/", *(f"/console/{name}" for name in FILES)):
+    async with console(keys=(key("reads", "metrics"),), require_key=True) as served:
+        for path in ("/console", "/console/", *(f"/console/static/{name}" for name in FILES)):
             answer = await served.http.get(path)
             assert answer.status_code == 200, path
             policy = answer.headers["content-security-policy"]
@@ -118,7 +104,7 @@ async def test_the_page_and_its_files_need_no_key() -> None:
         for asked in re.findall(r'(?:src|href)="(/[^"]+)"', page):
             assert (await served.http.get(asked)).status_code == 200, asked
         for name in ("nothing.js", "api.py", "..%2fapi.py", "__init__.py"):
-            assert (await served.http.get(f"/console/{name}")).status_code == 404
+            assert (await served.http.get(f"/console/static/{name}")).status_code == 404
 
 
 def test_nothing_comes_from_elsewhere() -> None:
@@ -135,21 +121,42 @@ def test_nothing_comes_from_elsewhere() -> None:
     assert not re.search(r"<style|\sstyle=|\son[a-z]+=|<script(?![^>]*src=)", page)
 
 
-async def test_figures_need_an_admins_key() -> None:
-    async with console(keys=(key("user"), key("boss", admin=True))) as served:
+async def test_figures_need_a_key() -> None:
+    """To read takes one for metrics, to make the router work an admin's."""
+    keys = key("asks", "inference"), key("reads", "metrics"), key("rules", "admin")
+    async with console(keys=keys, require_key=True) as served:
         for path in ("/console/snapshot", "/console/events"):
             refused = await served.http.get(path)
             assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
-            plain = await served.http.get(path, headers={"authorization": "Bearer user"})
+            plain = await served.http.get(path, headers=bearer("asks"))
             assert plain.status_code == 403
-        asked = await served.http.post("/console/what-if", json={"prefill": 1, "decode": 1})
-        assert asked.status_code == 401
-        boss = {"authorization": "Bearer boss"}
-        found = await served.http.get("/console/snapshot", headers=boss)
+        asked = {"prefill": 1, "decode": 1}
+        for name, status in (("", 401), ("reads", 403), ("rules", 404)):
+            answer = await served.http.post("/console/what-if", json=asked, headers=bearer(name))
+            assert answer.status_code == status, name
+        found = await served.http.get("/console/snapshot", headers=bearer("reads"))
         assert found.status_code == 200
         assert [one["slot"] for one in found.json()["workers"]] == ["prefill-0", "decode-0"]
         assert found.json()["pages_missing"] == 2
         assert served.console.watch.viewers == 0
+
+
+async def test_with_a_listener_of_its_own_it_is_there_alone() -> None:
+    front = make_front(admin_http="127.0.0.1:0")
+    access = Access(front.config, front.metrics)
+    cluster = cast(Cluster, FakeCluster())
+    shown = ConsoleApi(cluster, front.metrics, front.config, "tiny", access)
+    parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
+    apps = create_apps(*parts, more=(shown,))
+    assert apps.admin is not None
+    for app, status in ((apps.http, 404), (apps.admin, 200)):
+        async with serve(app) as address, plain_client(base_url=f"http://{address}") as client:
+            for path in ("/console", "/console/static/console.js", "/console/snapshot"):
+                assert (await client.get(path)).status_code == status, path
+            assert (await client.get("/health")).status_code == 200
+            if status == 200:
+                assert (await client.get("/console/snapshot")).json()["chat"] is False
+    await shown.close()
 
 
 async def lines_of(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
@@ -159,12 +166,15 @@ async def lines_of(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 async def test_a_stream_ends_when_its_key_is_revoked() -> None:
-    async with console() as served, asyncio.timeout(DEADLINE_S):
-        async with served.http.stream("GET", "/console/events") as stream:
+    reads = key("reads", "metrics")
+    async with console(require_key=True) as served, asyncio.timeout(DEADLINE_S):
+        served.access.set_keys((reads,))
+        asked = served.http.stream("GET", "/console/events", headers=bearer("reads"))
+        async with asked as stream:
             assert stream.headers["content-type"].startswith("text/event-stream")
             told = lines_of(stream)
             assert (await anext(told))["model"] == "tiny"
-            served.operators.revoked = True
+            served.access.set_keys(())
             last = [event async for event in told][-1]
         assert last["error"]["code"] == "invalid_api_key"
         while served.console.watch.viewers:
