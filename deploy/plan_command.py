@@ -75,7 +75,11 @@ def plan(
     ] = None,
     write: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the plan there, as TOML for `baton up --config`."),
+        typer.Option(
+            metavar="FILE",
+            help="Write the plan there: as TOML for `baton up --config` and Compose, or, where FILE"
+            " ends in .yaml, as values of the Helm chart.",
+        ),
     ] = None,
 ) -> None:
     """Find the cheapest cluster that meets SLOs on a trace, by simulation.

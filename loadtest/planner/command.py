@@ -17,7 +17,7 @@ from loadtest.generator.slo import Slo
 from loadtest.machine import this_machine
 from loadtest.planner.cluster_kind import Budget
 from loadtest.planner.evaluation import Evaluation
-from loadtest.planner.plan_config import plan_toml
+from loadtest.planner.plan_config import plan_file
 from loadtest.planner.plan_page import write_page
 from loadtest.planner.plan_progress import PlanProgress
 from loadtest.planner.plan_report import PlanReport, show
@@ -156,7 +156,8 @@ def plan_command(
         write_page(outputs.html, report)
     if outputs.config is not None and report.plan.is_met:
         served = simulated_config(config, settings.bounds())
-        write_json(outputs.config, plan_toml(report.plan, served, report.asked))
+        text = plan_file(outputs.config, report.plan, served, report.asked)
+        write_json(outputs.config, text)
     return report.plan.is_met
 
 

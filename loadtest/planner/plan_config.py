@@ -1,9 +1,11 @@
-"""A plan as the configuration of `baton up`."""
+"""A plan as the configuration of `baton up`, and as values of the Helm chart."""
 
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from baton.config import MIB, Config
@@ -23,6 +25,37 @@ _SIMULATED = (
 )
 """Fields that the plan was found with. Whatever else an operator has set is not repeated: it may be
 a secret."""
+
+
+_YAML = (".yaml", ".yml")
+
+
+def plan_file(path: Path, plan: Plan, config: Config, about: str) -> str:
+    """What belongs into a file of that name: values where it ends in .yaml or .yml, else TOML."""
+    write = plan_values if path.suffix in _YAML else plan_toml
+    return write(plan, config, about)
+
+
+def plan_values(plan: Plan, config: Config, about: str) -> str:
+    """YAML for `helm install --values` of deploy/helm/baton: a whole cluster in a pod.
+
+    ``config`` and ``about`` as in ``plan_toml``.
+    """
+    text = plan_toml(plan, config, about)
+    values: dict[str, Any] = {"config": tomllib.loads(text)}
+    kind, counts = plan.chosen.kind, plan.chosen.counts
+    pools = ((kind.prefill, counts.prefill), (kind.decode, counts.decode))
+    gpus = sum(one.gpus * count for one, count in pools if one.gpu in ACCELERATORS)
+    if gpus:
+        values["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
+    lines = [
+        "# Written by `baton plan`; `helm install --values` takes it for deploy/helm/baton,",
+        "# with the model named by --set config.model=….",
+        *(line for line in text.splitlines()[1:] if line.startswith("#")),
+        # JSON is YAML.
+        json.dumps(values, indent=2, ensure_ascii=False),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def plan_toml(plan: Plan, config: Config, about: str) -> str:

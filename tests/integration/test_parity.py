@@ -26,7 +26,7 @@ from router.tokenizer import Tokenizer
 from tests.models import real_model
 
 PROMPTS = Path(__file__).resolve().parents[3] / "shared" / "prompts"
-ANSWER = 64
+ANSWER, LONG_ANSWER = 20, 64
 LOGITS_TOLERANCE = 1e-3
 """Also the gap between the two likeliest tokens above which both must take the same one."""
 
@@ -144,16 +144,25 @@ def check_tokens(answered: Answered, expected: torch.Tensor, gap: float) -> int:
     return int(clear.sum())
 
 
+ONE_BY_ONE = {"chunk_tokens": 2048, "max_sequences": 1}
+BATCHED = {"chunk_tokens": 2048}
+IN_CHUNKS = {"chunk_tokens": 64}
+ONE_BY_ONE_IN_CHUNKS = {"chunk_tokens": 64, "max_sequences": 1}
+
+
 @pytest.mark.parametrize(
-    ("settings", "part"),
+    ("settings", "part", "length"),
     [
-        pytest.param({"chunk_tokens": 2048, "max_sequences": 1}, 0, id="one by one"),
-        pytest.param({"chunk_tokens": 2048}, 1, id="batched", marks=pytest.mark.long),
-        pytest.param({"chunk_tokens": 64}, 2, id="batched, in chunks"),
+        pytest.param(ONE_BY_ONE, 0, ANSWER, id="one by one"),
+        pytest.param(IN_CHUNKS, 2, ANSWER, id="batched, in chunks"),
+        pytest.param(ONE_BY_ONE, 0, LONG_ANSWER, id="one by one, long", marks=pytest.mark.long),
+        pytest.param(BATCHED, 1, LONG_ANSWER, id="batched, long", marks=pytest.mark.long),
+        pytest.param(IN_CHUNKS, 2, LONG_ANSWER, id="in chunks, long", marks=pytest.mark.long),
         pytest.param(
-            {"chunk_tokens": 64, "max_sequences": 1},
+            ONE_BY_ONE_IN_CHUNKS,
             3,
-            id="one by one, in chunks",
+            LONG_ANSWER,
+            id="one by one, in chunks, long",
             marks=pytest.mark.long,
         ),
     ],
@@ -164,16 +173,17 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
     prompts: list[tuple[int, ...]],
     settings: dict[str, int],
     part: int,
+    length: int,
 ) -> None:
     """Each way to compute takes its own quarter of the prompts; later ones find cached blocks."""
-    for answered in answer(model, "float32", prompts[part::4], ANSWER, **settings):
+    for answered in answer(model, "float32", prompts[part::4], length, **settings):
         expected = reference_logits(reference, answered)
         ours = answered.logits
-        assert len(answered.answer) == ANSWER
-        assert len(ours) >= ANSWER
+        assert len(answered.answer) == length
+        assert len(ours) >= length
         difference = (ours - expected[-len(ours) :]).abs().max().item()
         assert difference <= LOGITS_TOLERANCE
-        assert check_tokens(answered, expected, LOGITS_TOLERANCE) > ANSWER // 2
+        assert check_tokens(answered, expected, LOGITS_TOLERANCE) > length // 2
 
 
 def test_bfloat16_takes_the_same_tokens_where_the_choice_is_clear(

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from baton.config import Config, ContextClass, load_config
 from loadtest.planner.cluster_kind import Budget, WorkerKind
 from loadtest.planner.evaluation import Evaluation
 from loadtest.planner.plan import Plan
-from loadtest.planner.plan_config import plan_toml
+from loadtest.planner.plan_config import plan_file, plan_toml
 from loadtest.planner.planner import Planner
 from loadtest.planner.transports import DEFAULT_TRANSPORTS
 from loadtest.planner.worker_kinds import Roles, transports
 from loadtest.simulator.worker_kinds import read_profile
+from tests.unit.deploy.chart import containers, render
 from tests.unit.loadtest.planner.plans import SMALL, evaluation, trace
 
 
@@ -63,6 +66,31 @@ def test_gpus(tmp_path: Path, settings: Config) -> None:
     assert pools["decode"].resources == {"GPU": 1}
     assert {pool.device for pool in read.pools} == {"cuda"}
     assert {(pool.max_sequences, pool.chunk_tokens) for pool in read.pools} == {(256, 8192)}
+
+
+def test_values_of_the_chart(tmp_path: Path, settings: Config) -> None:
+    kind = WorkerKind("h100", read_profile("h100"), 3.0)
+    plan = _plan(evaluation(trace(10, 0.2), settings=settings), kind, kind)
+    toml, written = (
+        plan_file(Path(name), plan, settings, "what was asked") for name in ("p.toml", "p.yaml")
+    )
+    assert toml == plan_toml(plan, settings, "what was asked")
+    assert written.count("what was asked") == 1
+    values = yaml.safe_load(written)
+    assert values["config"] == tomllib.loads(toml)
+    counts = plan.chosen.counts
+    assert values["resources"]["limits"] == {"nvidia.com/gpu": counts.prefill + counts.decode}
+    path = tmp_path / "p.yaml"
+    path.write_text(written)
+    rendered = render("open-values.yaml", "--values", str(path))
+    (container,) = [one for name, one in containers(rendered) if name.endswith("/baton")]
+    assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == sum(
+        (counts.prefill, counts.decode)
+    )
+    # A measured profile needs none.
+    plan = _plan(evaluation(trace(10, 0.2), settings=settings), SMALL, SMALL)
+    written = plan_file(path, plan, settings, "what was asked")
+    assert yaml.safe_load(written).keys() == {"config"}
 
 
 def test_a_measured_profile(tmp_path: Path, settings: Config) -> None:
