@@ -9,6 +9,7 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 
+_LARGE_PAGE = 2 << 20
 _POPULATE_WRITE, _COLLAPSE = 23, 25
 """Advice of Linux 5.14 and 6.1 for which Python's mmap has no names; see madvise(2)."""
 
@@ -49,15 +50,25 @@ def too_much(size: int, error: OSError, field: str = "kv_pool_mib") -> ConfigErr
 
 
 def populate(memory: mmap.mmap, start: int, size: int) -> None:
-    """Take all pages of a part, large ones where the kernel gives them.
+    """Take all pages of a part that nobody has written, large ones where the kernel gives them.
 
-    Memory that is shared gets large pages only when they are asked for at the end, on most systems.
+    Most systems give memory that is shared small pages, but make a large one of those that are
+    there when they are asked to. So each large page's room gets one small page first: to fill it
+    with small ones, and have the kernel copy them, would take some forty times as long.
     """
-    for advice in (getattr(mmap, "MADV_HUGEPAGE", None), _POPULATE_WRITE, _COLLAPSE):
-        # A kernel that does not know it refuses.
-        with contextlib.suppress(OSError):
-            if advice is not None:
-                memory.madvise(advice, start, size)
+    _advise(memory, getattr(mmap, "MADV_HUGEPAGE", None), start, size)
+    for large in range(start, start + size, _LARGE_PAGE):
+        _advise(memory, _POPULATE_WRITE, large, min(mmap.PAGESIZE, start + size - large))
+    _advise(memory, _COLLAPSE, start, size)
+    # What is still missing: the rest of the last large page, or all, where there are none.
+    _advise(memory, _POPULATE_WRITE, start, size)
+
+
+def _advise(memory: mmap.mmap, advice: int | None, start: int, size: int) -> None:
+    # A kernel that does not know it refuses.
+    with contextlib.suppress(OSError):
+        if advice is not None:
+            memory.madvise(advice, start, size)
 
 
 def available_bytes(

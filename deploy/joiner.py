@@ -33,10 +33,16 @@ log = logging.getLogger(__name__)
 
 
 def run_node(
-    address: str, places: int, cpus: int, gpus: int, resources: Mapping[str, float], said: Progress
+    address: str,
+    places: int,
+    cpus: int,
+    gpus: int,
+    resources: Mapping[str, float],
+    port: int,
+    progress: Progress,
 ) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP, or a failure. Returns the exit code: 0, or 1."""
-    return asyncio.run(Joiner(address, places, cpus, gpus, resources, said).run())
+    return asyncio.run(Joiner(address, places, cpus, gpus, resources, port, progress).run())
 
 
 class Joiner:
@@ -49,12 +55,14 @@ class Joiner:
         cpus: int,
         gpus: int,
         resources: Mapping[str, float],
+        port: int,
         progress: Progress,
     ) -> None:
-        """``resources`` are Ray's, beside ``places`` of workers."""
+        """``resources`` are Ray's, beside ``places`` of workers; ``port`` as for ``RayNode``."""
         self._address = address
         self._places = places
         self._cpus, self._gpus = cpus, gpus
+        self._port = port
         self._resources = {WORKER_RESOURCE: float(places), **resources}
         self._progress = progress
         self._stop = asyncio.Event()
@@ -116,7 +124,7 @@ class Joiner:
         """Join and stay. Raises BatonError when that is over."""
         await guardian.start()
         with self._progress.step(f"joining Ray at {self._address}"):
-            await node.start(self._resources, self._cpus, self._gpus)
+            await node.start(self._resources, self._cpus, self._gpus, self._port)
         # Ray has put handlers in front of ours.
         self._take_signals()
         watch = PartWatch(lambda text: self._progress.line(text, "yellow"), lambda name, pid: None)

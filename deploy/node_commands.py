@@ -46,6 +46,12 @@ def join(
             " May be given several times.",
         ),
     ] = None,
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0, max=65535, help="Where Ray's node manager listens. Default: any that is free."
+        ),
+    ] = 0,
 ) -> None:
     """Give the workers of a cluster places on this machine, until Ctrl-C or SIGTERM.
 
@@ -69,7 +75,8 @@ def join(
     places = workers or max(1, found)
     amounts = _amounts(resource or [])
     here = (os.cpu_count() or 1) if cpus is None else cpus
-    raise typer.Exit(run_node(to, places, here, found, amounts, Progress(Console())))
+    code = run_node(to, places, here, found, amounts, port, Progress(Console()))
+    raise typer.Exit(code)
 
 
 def leave(

@@ -81,13 +81,20 @@ class RayNode:
         self._node: Any = None
         self._raylet: psutil.Process | None = None
 
-    async def start(self, resources: Mapping[str, float], cpus: int, gpus: int) -> None:
-        """Join with these resources of Ray's. Raises BatonError."""
+    async def start(
+        self, resources: Mapping[str, float], cpus: int, gpus: int, port: int = 0
+    ) -> None:
+        """Join with these resources of Ray's. Raises BatonError.
+
+        ``port`` is where its node manager listens; 0 takes any.
+        """
         check_token()
         host = own_address(self.address)
         try:
             async with asyncio.timeout(_START_S):
-                await self._thread.call(lambda: self._start(host, dict(resources), cpus, gpus))
+                await self._thread.call(
+                    lambda: self._start(host, dict(resources), cpus, gpus, port)
+                )
         except TimeoutError:
             raise BatonError(
                 f"Ray at {self.address} did not take this machine in within {_START_S:.0f} s: is"
@@ -96,7 +103,9 @@ class RayNode:
         except (Exception, SystemExit) as error:  # Ray raises whatever it likes
             raise BatonError(f"Ray at {self.address} cannot be joined: {error}") from error
 
-    def _start(self, host: str, resources: dict[str, float], cpus: int, gpus: int) -> None:
+    def _start(
+        self, host: str, resources: dict[str, float], cpus: int, gpus: int, port: int
+    ) -> None:
         os.environ.update(joined_environment() | self._mark.variables)
         from ray._private.node import Node  # noqa: PLC0415
         from ray._private.parameter import RayParams  # noqa: PLC0415
@@ -106,6 +115,7 @@ class RayNode:
         parameters = RayParams(
             gcs_address=self.address,
             node_ip_address=host,
+            node_manager_port=port,
             num_cpus=cpus,
             num_gpus=gpus,
             resources=resources,

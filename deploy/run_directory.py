@@ -53,6 +53,11 @@ class RunDirectory:
         return self.path / "workers"
 
     @property
+    def costs(self) -> Path:
+        """What the workers of this node know of their steps."""
+        return self.path / "costs"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 

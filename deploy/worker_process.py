@@ -48,6 +48,7 @@ def worker_settings(settings: ActorSettings, share: NodeShare) -> WorkerSettings
         threads=share.threads,
         core_board=share.core_board,
         core_lines=share.core_lines,
+        costs_folder=str(share.run.costs),
         draft_model_path=drafter,
         number=share.number,
         workers_here=share.workers_here,

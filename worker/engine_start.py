@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,7 @@ from engine.kv_cache import Allocate
 from worker.calibration import alone, calibrate
 from worker.cores import CoreBoard, host_cores
 from worker.engine_thread import run_sharing
+from worker.known_costs import KnownCosts
 from worker.placement import place
 from worker.settings import WorkerSettings
 from worker.step_costs import StepCosts
@@ -23,6 +25,8 @@ StartEngine = Callable[[WorkerSettings, Allocate], Engine]
 BatonError."""
 Measure = Callable[[WorkerSettings, Engine, CoreBoard | None], StepCosts]
 """Tells what an engine's steps cost, perhaps by running some."""
+
+_ENGINE_FIELDS = {"dtype", "quantization", "deterministic", "drafter", "draft_model", "block_size"}
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +82,27 @@ def start_engine(settings: WorkerSettings, allocate: Allocate) -> Engine:
 
 
 def measure(settings: WorkerSettings, engine: Engine, board: CoreBoard | None) -> StepCosts:
-    """What its steps cost as the engine thread, which has not started, will run them."""
+    """What its steps cost as the engine thread, which has not started, will run them.
+
+    Where an earlier life of the slot has measured that here, it is not measured again.
+    """
+    known = None if not settings.costs_folder else _known_costs(settings, engine)
+    costs = None if known is None else known.read()
+    if costs is not None:
+        log.info("%s: steps cost %s, as before", settings.slot, costs)
+        return costs
     lock = None if board is None else Path(f"{settings.core_board}.calibration")
     with alone(lock):
         costs = calibrate(engine, partial(run_sharing, engine.runner, board))
     log.info("%s: steps cost %s", settings.slot, costs)
+    if known is not None:
+        with contextlib.suppress(OSError):
+            known.write(costs)
     return costs
+
+
+def _known_costs(settings: WorkerSettings, engine: Engine) -> KnownCosts:
+    config = settings.config.model_dump(mode="json", include=_ENGINE_FIELDS)
+    pool = settings.pool.model_dump(mode="json", exclude={"count"})
+    alike = [engine.fingerprint, config, pool, settings.threads, bool(settings.core_board)]
+    return KnownCosts(Path(settings.costs_folder), settings.slot, alike)

@@ -24,6 +24,8 @@ class WorkerSettings:
     """The host's board: a file by which its workers share the cores. None: ``threads`` holds."""
     core_lines: int = 0
     """How many workers have a place on it; 0 takes ``workers_here``."""
+    costs_folder: str = ""
+    """Where a slot's next life on this machine finds what its steps cost; empty forgets it."""
     draft_model_path: str = ""
     """The drafter's folder; empty where it has none."""
     number: int = 0

@@ -98,15 +98,16 @@ class Network:
         data = ("--save", "", "--dir", str(self.folder))
         self.start(self.head, "valkey", valkey_binary(), *store, *data)
         self.env |= {
-            "RAY_health_check_period_ms": "1000",
-            "RAY_health_check_timeout_ms": "1000",
-            "RAY_health_check_failure_threshold": "4",
+            # Seconds, and not by far: machines of tests are slow now and then.
+            "RAY_health_check_period_ms": "2000",
+            "RAY_health_check_timeout_ms": "5000",
+            "RAY_health_check_failure_threshold": "5",
         }
         where = ("--node-ip-address", self.head.address, "--port", "6379")
         little = ("--num-cpus", "0", "--include-dashboard", "false")
         folder = ("--temp-dir", f"{self.folder}/r", "--object-store-memory", str(80 << 20))
         self.start(self.head, "head", RAY, "start", "--head", "--block", *where, *little, *folder)
-        self.until(lambda: "Ray runtime started" in self.text("head"), "no head", "head")
+        self.until(lambda: "Ray runtime started" in self.text("head"), "no head")
 
     def join(self, machine: Machine, name: str, resource: str) -> subprocess.Popen[bytes]:
         """It has one place, for workers that ask for ``resource``."""
@@ -119,15 +120,17 @@ class Network:
         file.write_text(CONFIG.format(model=model, head=self.head.address))
         fronts = [f"--{front}={self.head.address}:{port}" for front, port in PORTS.items()]
         up = self.start(self.head, name, BATON, "up", "--config", str(file), *fronts)
-        self.until(lambda: "\nready\n" in self.text(name) or up.poll() is not None, "up", name)
+        self.until(lambda: "\nready\n" in self.text(name) or up.poll() is not None, "up")
         assert up.poll() is None, self.text(name)
         return up
 
-    def until(self, holds: Callable[[], bool], what: str, *logs: str) -> None:
+    def until(self, holds: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + START_S
         while not holds():
-            said = "\n".join(self.text(log) for log in logs)
-            assert time.monotonic() < end, f"{what}: not in time\n{said}"
+            if time.monotonic() > end:
+                logs = sorted(self.folder.glob("*.log"))
+                said = "\n".join(f"{log.name}:\n{log.read_text()}" for log in logs)
+                raise AssertionError(f"{what}: not in time\n{said}")
             time.sleep(0.1)
 
     def ask(
@@ -199,7 +202,7 @@ def houses_a_worker(machine: Machine) -> bool:
 @contextmanager
 def network(count: int) -> Iterator[Network]:
     # A path of a socket must be short.
-    with TemporaryDirectory(prefix="baton-m", dir="/tmp") as folder, machines(count) as made:  # noqa: S108
+    with TemporaryDirectory(prefix="baton-m", dir="/tmp") as folder, machines(count) as made:
         yield Network(Path(folder), made)
 
 
@@ -245,7 +248,7 @@ def test_prefill_and_decode_on_nodes_of_their_own_and_the_loss_of_one() -> None:
         assert len(texts) == 1, "all of them are one answer"
         assert net.answer() == whole
         net.join(spare, "spare", "baton_decode")
-        net.until(lambda: "is back" in net.text("up"), "nobody came back", "up", "spare")
+        net.until(lambda: "is back" in net.text("up"), "nobody came back")
         assert houses_a_worker(spare)
         assert net.answer(prompt="Twice")
         # A node that is told to leave lets its worker end what it runs.
@@ -260,6 +263,6 @@ def test_prefill_and_decode_on_nodes_of_their_own_and_the_loss_of_one() -> None:
         # And the launcher leaves nobody behind, wherever that is.
         net.head.terminate(up)
         assert up.wait(END_S) == 0, net.text("up")
-        net.until(lambda: not houses_a_worker(first), "a worker is left", "up")
-        net.until(lambda: not houses_a_worker(spare), "a worker is left", "up")
+        net.until(lambda: not houses_a_worker(first), "a worker is left")
+        net.until(lambda: not houses_a_worker(spare), "a worker is left")
         assert whole == reference(net.folder / "model", TOKENS)

@@ -15,11 +15,11 @@ import yaml
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
-from baton.config import Config, load_config
+from baton.config import load_config
+from deploy.node_leave import ENDING_S as LEAVING_S
 from deploy.ports import free_port
 from deploy.ray_worker import WORKER_RESOURCE
 from deploy.valkey import valkey_binary
-from router.main import RouterSettings
 from tests.unit.deploy.baton_commands import parse, unknown_variables
 from tests.unit.deploy.chart import (
     VALUE_SETS,
@@ -34,8 +34,11 @@ from tests.unit.deploy.chart import (
 
 ROOT = Path(__file__).parents[3]
 RAY_SCHEMA = ROOT.parent / "shared" / "schemas" / "raycluster-ray-v1.json"
+ENTRYPOINT = ["tini", "--", "baton"]
+"""The image's own."""
 OLDEST, NEWEST = "1.27", "1.37"
 """Of Kubernetes: what Chart.yaml asks for at least, and what the schemas that tests have know."""
+KUBERAY_SETS = [name for name in VALUE_SETS if name.startswith("kuberay")]
 NOT_OF_KUBERNETES = ("RayCluster", "ServiceMonitor", "PrometheusRule")
 ENDING_S = 45
 """How long ending may take beside a drain, in seconds: routers 8, the supervisor 5, workers 5,
@@ -77,11 +80,12 @@ def test_kubernetes_refuses_a_misspelt_field() -> None:
         kubernetes_validate.validate(spoilt, NEWEST, strict=True)
 
 
-def test_kuberay_takes_the_cluster() -> None:
+@pytest.mark.parametrize("value_set", KUBERAY_SETS)
+def test_kuberay_takes_the_cluster(value_set: str) -> None:
     if not RAY_SCHEMA.is_file():
         pytest.skip(f"there is no {RAY_SCHEMA.name} beside the repository")
     validator = jsonschema.Draft202012Validator(json.loads(RAY_SCHEMA.read_text()))
-    (cluster,) = of_kind(render("kuberay-values.yaml"), "RayCluster")
+    (cluster,) = of_kind(render(value_set), "RayCluster")
     assert [error.message for error in validator.iter_errors(cluster)] == []
     cluster = json.loads(json.dumps(cluster))
     cluster["spec"]["workerGroupSpecs"][0]["minReplica"] = 1
@@ -100,13 +104,18 @@ def test_baton_takes_its_command_lines(value_set: str) -> None:
     """With the parser of the real command line: no flag is made up."""
     seen = []
     for name, container in containers(render(value_set)):
-        if container["image"].split(":")[0].endswith("baton") and "command" not in container:
-            if arguments := container.get("args"):
-                seen.append(parse(arguments).name)
-            else:
-                assert name.startswith("RayCluster/")  # KubeRay says what they run
-    assert "status" in seen
-    assert ("up" in seen) == (value_set != "kuberay-values.yaml")
+        if not container["image"].split(":")[0].endswith("baton"):
+            continue
+        command = container.get("command", ENTRYPOINT)
+        if command == ENTRYPOINT:
+            seen.append(parse(container["args"]).name)
+        else:
+            assert name == "RayCluster/demo-baton-ray/head/ray-head"
+        hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
+        if hook[:1] == ["baton"]:
+            seen.append(parse(hook[1:]).name)
+    apart = {"join", "leave", "router"} if value_set in KUBERAY_SETS else set()
+    assert set(seen) == {"status", "up"} | apart
 
 
 @each_set
@@ -148,28 +157,77 @@ def test_the_configuration_is_one_that_baton_takes(
         assert config.gcs_store == "embedded"
 
 
-def test_the_file_names_are_those_that_the_command_reads() -> None:
-    for name, container in containers(render("production-values.yaml")):
-        if name.endswith("/baton"):
+@pytest.mark.parametrize("value_set", ["production-values.yaml", *KUBERAY_SETS])
+def test_the_file_names_are_those_that_the_command_reads(value_set: str) -> None:
+    for name, container in containers(render(value_set)):
+        if name.endswith(("/baton", "/launcher", "/router")):
             file = Path(parse(container["args"]).parameters["config"])
             mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
             assert str(file.parent) in mounts
-    (cluster,) = of_kind(render("production-values.yaml"), "StatefulSet")
-    volumes = {one["name"]: one for one in cluster["spec"]["template"]["spec"]["volumes"]}
-    assert volumes["config"]["secret"]["items"] == [{"key": file.name, "path": file.name}]
+            (pod,) = [pod for owner, pod in pods(render(value_set)) if name.startswith(f"{owner}/")]
+            volumes = {one["name"]: one for one in pod["spec"]["volumes"]}
+            items = volumes["config"]["secret"]["items"]
+            assert items == [{"key": file.name, "path": file.name}]
 
 
-def test_a_router_takes_its_settings() -> None:
-    secret = the(render("kuberay-values.yaml"), "Secret", "demo-baton")
-    settings = RouterSettings.model_validate_json(secret["stringData"]["router.json"])
-    config = Config(**settings.config)
-    assert config.http == "0.0.0.0:8000"
-    assert config.require_key
-    assert settings.redis_url == "redis://:example-index@demo-baton-index:6379/0"
-    assert settings.model_path == "/models/llama"
-    assert settings.model_name == "llama"
-    for pool in config.pools:
-        assert f"baton_{pool.role}" in pool.resources
+@pytest.mark.parametrize("value_set", KUBERAY_SETS)
+def test_launcher_and_routers_are_of_one_cluster(
+    value_set: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifests = render(value_set)
+    secret = the(manifests, "Secret", "demo-baton")["stringData"]
+    file = tmp_path / "baton.toml"
+    file.write_text(secret["baton.toml"])
+    configs = {}
+    for part in ("launcher", "router"):
+        deployment = the(manifests, "Deployment", f"demo-baton-{part}")
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        with monkeypatch.context() as patch:
+            for variable in container["env"]:
+                value = variable.get("value", "redis://:example-index@demo-baton-index:6379/0")
+                patch.setenv(variable["name"], value)
+            configs[part] = load_config(file)
+    launcher, router = configs["launcher"], configs["router"]
+    assert launcher.ray_address == "demo-baton-ray-head-svc:6379"
+    assert launcher.leave_workers
+    assert launcher.routers == 0
+    assert router.http == "0.0.0.0:8000"
+    assert router.grpc == "0.0.0.0:8001"
+    for field in ("redis_url", "cluster_id", "model", "pools", "require_key", "keys"):
+        assert getattr(launcher, field) == getattr(router, field)
+    assert launcher.cluster_id == "demo-baton"
+    for pool in launcher.pools:
+        assert pool.resources[f"baton_{pool.role}"] == 1
+    if value_set == "kuberay-values.yaml":
+        assert secret["redis-url"] == launcher.redis_url
+
+
+@pytest.mark.parametrize("value_set", KUBERAY_SETS)
+def test_the_launcher_has_the_token_that_kuberay_makes(value_set: str) -> None:
+    manifests = render(value_set)
+    (cluster,) = of_kind(manifests, "RayCluster")
+    assert cluster["spec"]["authOptions"] == {"mode": "token"}
+    assert cluster["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
+    launcher = the(manifests, "Deployment", "demo-baton-launcher")
+    (container,) = launcher["spec"]["template"]["spec"]["containers"]
+    variables = {one["name"]: one for one in container["env"]}
+    assert variables["RAY_AUTH_MODE"]["value"] == "token"
+    made = {"name": cluster["metadata"]["name"], "key": "auth_token"}
+    assert variables["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"] == made
+    # It is KubeRay's to make: the chart has none of that name.
+    secrets = [one["metadata"]["name"] for one in of_kind(manifests, "Secret")]
+    assert made["name"] not in secrets
+    assert launcher["spec"]["strategy"] == {"type": "Recreate"}
+    assert launcher["spec"]["replicas"] == 1
+
+
+def test_a_service_may_lead_to_another_release() -> None:
+    def leads_to(*more: str) -> Any:
+        service = the(render("kuberay-values.yaml", *more), "Service", "demo-baton")
+        return service["spec"]["selector"]["app.kubernetes.io/instance"]
+
+    assert leads_to() == "demo"
+    assert leads_to("--set=service.release=green") == "green"
 
 
 @each_set
@@ -309,7 +367,20 @@ def test_pools_of_kuberay_have_pods_of_their_own() -> None:
     groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
     assert set(groups) == {"prefill", "decode"}
     for role, group in groups.items():
-        assert group["resources"][WORKER_RESOURCE] == group["resources"][f"baton_{role}"]
+        places = group["resources"][WORKER_RESOURCE]
+        assert group["resources"][f"baton_{role}"] == places
+        (container,) = group["template"]["spec"]["containers"]
+        joins = parse(container["args"]).parameters
+        # What the pod offers is what Ray's autoscaler is told.
+        assert str(joins["workers"]) == places
+        assert joins["resource"] == [f"baton_{role}={places}"]
+        assert str(joins["gpus"]) == group["rayStartParams"]["num-gpus"]
+        assert str(joins["cpus"]) == group["rayStartParams"]["num-cpus"]
+        assert joins["address"] == "demo-baton-ray-head-svc:6379"
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert ports[container["readinessProbe"]["tcpSocket"]["port"]] == joins["port"]
+        grace_s = group["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert grace_s >= 30 + LEAVING_S + ENDING_S
     pod = groups["decode"]["template"]["spec"]
     assert pod["nodeSelector"] == {"example.com/accelerator": "h200"}
     assert pod["tolerations"]
@@ -399,7 +470,7 @@ def test_another_configuration_makes_other_pods() -> None:
             ("--set=metrics.serviceMonitor.enabled=true", "--set=auth.requireKey=true", KEY),
             "metrics.serviceMonitor.keySecret: name",
         ),
-        (("--set=mode=kuberay",), "mode kuberay serves nobody yet"),
+        (("--set=mode=kuberay",), "needs a store that all pods reach"),
         (("--set=mode=ray",), "mode"),
         (("--set=replicas=two",), "replicas"),
         (("--set=replica=2",), "replica"),
@@ -421,8 +492,12 @@ def test_what_would_not_work_is_refused(values: tuple[str, ...], message: str) -
     [
         (("--set=redis.mode=embedded,redis.password=",), "needs a store that all pods reach"),
         (("--set=gcsStore.mode=none,gcsStore.url=",), "needs one for Ray's head"),
-        (("--set=config.model=smollm2-135m-instruct",), "needs a folder of modelVolume"),
-        (("--set=existingConfigSecret=a", "--set=auth.keys=null"), "existingConfigSecret"),
+        (("--set=config.ray_address=a:1",), "config.ray_address: the chart says this itself"),
+        (("--set=config.pools[0].resources.baton_prefill=2",), "needs resources.baton_prefill: 1"),
+        (("--set=config.pools[0].resources.CPU=1",), "asks for CPU"),
+        (("--set=config.pools[1].resources.GPU=2",), "ask for more than its 2"),
+        (("--set=config.pools[0].count=9",), "have no room for the 9 workers"),
+        (("--set=kuberay.autoscaling=false",), "1 pods with 1 places have no room"),
     ],
 )
 def test_kuberay_is_refused_what_it_cannot_have(values: tuple[str, ...], message: str) -> None:

@@ -105,19 +105,45 @@ are refused here, with what to do. Every one of them has a test.
 {{- end }}
 
 {{- define "baton.checkKuberay" -}}
-{{- if not .Values.experimental.kuberay }}
-{{- fail "mode kuberay serves nobody yet: Baton cannot place workers in a Ray cluster that it has not started (there is no `baton up --ray-address`), and workers listen on their pod's loopback. Use mode single. experimental.kuberay=true renders what is there; docs/deploy.md lists what is missing." }}
-{{- end }}
-{{- if .Values.existingConfigSecret }}
-{{- fail "existingConfigSecret: mode kuberay makes its routers' settings of config and auth" }}
-{{- end }}
-{{- if or (eq .Values.redis.mode "embedded") .Values.redis.existingSecret }}
-{{- fail "redis: mode kuberay needs a store that all pods reach: mode valkey, or external with url" }}
+{{- if eq .Values.redis.mode "embedded" }}
+{{- fail "redis: mode kuberay needs a store that all pods reach: mode valkey, or external" }}
 {{- end }}
 {{- if or (has .Values.gcsStore.mode (list "none" "embedded")) .Values.gcsStore.existingSecret }}
 {{- fail "gcsStore: mode kuberay needs one for Ray's head: mode valkey, or external with url" }}
 {{- end }}
-{{- if not (hasPrefix "/models/" (toString .Values.config.model)) }}
-{{- fail "config.model: mode kuberay needs a folder of modelVolume, /models/…, which every pod mounts" }}
+{{- range list "ray_address" "leave_workers" }}
+{{- if hasKey $.Values.config . }}
+{{- fail (printf "config.%s: the chart says this itself in mode kuberay" .) }}
+{{- end }}
+{{- end }}
+{{- if not .Values.existingConfigSecret }}
+{{- range default (list) .Values.config.pools }}
+{{- $asked := default (dict) .resources }}
+{{- $role := printf "baton_%s" .role }}
+{{- if ne (get $asked $role | default 0 | int) 1 }}
+{{- fail (printf "config.pools: %s needs resources.%s: 1, by which Ray places its workers in that group" .name $role) }}
+{{- end }}
+{{- if get $asked "CPU" }}
+{{- fail (printf "config.pools: %s asks for CPU, of which pods give none out: set requests of kuberay.%s.resources" .name .role) }}
+{{- end }}
+{{- end }}
+{{- range $role := list "prefill" "decode" }}
+{{- $group := index $.Values.kuberay $role }}
+{{- $pods := ternary $group.maxReplicas $group.replicas $.Values.kuberay.autoscaling }}
+{{- $gpus := get (default (dict) $group.resources.limits) "nvidia.com/gpu" | default 0 | float64 }}
+{{- $workers := 0 }}
+{{- range default (list) $.Values.config.pools }}
+{{- if eq .role $role }}
+{{- $workers = add $workers (default 1 .count) }}
+{{- $each := get (default (dict) .resources) "GPU" | default 0 | float64 }}
+{{- if gt (mulf $each $group.workersPerPod) $gpus }}
+{{- fail (printf "kuberay.%s: %v workers in a pod ask for more than its %v nvidia.com/gpu" $role $group.workersPerPod $gpus) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if gt (int $workers) (mul $pods $group.workersPerPod | int) }}
+{{- fail (printf "kuberay.%s: %v pods with %v places have no room for the %v workers of config.pools" $role $pods $group.workersPerPod $workers) }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- end }}

@@ -59,19 +59,6 @@ capabilities:
 {{- toToml $config }}
 {{- end }}
 
-{{/* What a router process of mode kuberay reads from its standard input. */}}
-{{- define "baton.routerSettings" -}}
-{{- $config := deepCopy .Values.config }}
-{{- $_ := set $config "require_key" .Values.auth.requireKey }}
-{{- $_ := set $config "keys" .Values.auth.keys }}
-{{- $_ := set $config "tenants" .Values.auth.tenants }}
-{{- $_ := set $config "http" "0.0.0.0:8000" }}
-{{- $_ := set $config "grpc" "0.0.0.0:8001" }}
-{{- $_ := set $config "routers" 1 }}
-{{- $settings := dict "config" $config "redis_url" (include "baton.indexUrl" .) "cluster_id" (include "baton.clusterId" .) "model_path" .Values.config.model "model_name" (default (base .Values.config.model) .Values.config.served_model_name) "what_if" (list "python" "-m" "loadtest.what_if") }}
-{{- toJson $settings }}
-{{- end }}
-
 {{- define "baton.clusterId" -}}
 {{- default (include "baton.fullname" .) .Values.kuberay.clusterId }}
 {{- end }}

@@ -1,4 +1,30 @@
-{{/* The parts that all of Ray's pods have. */}}
+{{/* Of the RayCluster; KubeRay calls the token's Secret by it, and the head's service. */}}
+{{- define "baton.rayName" -}}
+{{ include "baton.fullname" . }}-ray
+{{- end }}
+
+{{- define "baton.rayAddress" -}}
+{{ include "baton.rayName" . }}-head-svc:6379
+{{- end }}
+
+{{/* What Ray must find in every pod's environment, beside what KubeRay adds. */}}
+{{- define "baton.rayVariables" -}}
+- name: RAY_USAGE_STATS_ENABLED
+  value: "0"
+- name: RAY_worker_niceness
+  value: "0"
+- name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO
+  value: "0"
+{{- end }}
+
+{{/* Where the store of registry and index is, and what the cluster's keys there begin with. */}}
+{{- define "baton.clusterVariables" -}}
+{{ include "baton.storeVariable" (dict "root" . "store" .Values.redis "variable" "BATON_REDIS_URL" "key" "redis-url") }}
+- name: BATON_CLUSTER_ID
+  value: {{ include "baton.clusterId" . | quote }}
+{{- end }}
+
+{{/* The parts that all of Ray's pods have; `command`, `preStop` and `variables` are the caller's. */}}
 {{- define "baton.rayPod" -}}
 {{- $root := .root }}
 metadata:
@@ -15,18 +41,21 @@ spec:
   {{- end }}
   securityContext:
     {{- include "baton.podSecurityContext" $root | nindent 4 }}
-  terminationGracePeriodSeconds: {{ add (default 30 $root.Values.config.drain_deadline_s | ceil) $root.Values.shutdown.endingS }}
+  # preStop counts, too: workers end what they run within drain_deadline_s, and 20 s more.
+  terminationGracePeriodSeconds: {{ add (default 30 $root.Values.config.drain_deadline_s | ceil) 20 $root.Values.shutdown.endingS }}
   containers:
     - name: {{ .container }}
       image: {{ include "baton.image" $root }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      command: {{ toJson .command }}
+      {{- with .args }}
+      args: {{ toJson . }}
+      {{- end }}
       env:
-        - name: RAY_USAGE_STATS_ENABLED
-          value: "0"
-        - name: RAY_worker_niceness
-          value: "0"
-        - name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO
-          value: "0"
+        {{- include "baton.rayVariables" $root | nindent 8 }}
+        {{- with .variables }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
         {{- with $root.Values.env }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -47,6 +76,12 @@ spec:
         periodSeconds: 10
         initialDelaySeconds: 60
         failureThreshold: 6
+      {{- with .preStop }}
+      lifecycle:
+        preStop:
+          exec:
+            command: {{ toJson . }}
+      {{- end }}
       resources:
         {{- toYaml .settings.resources | nindent 8 }}
       securityContext:
