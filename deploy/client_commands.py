@@ -14,6 +14,7 @@ from deploy.command_line import (
     INTERRUPTED,
     ApiKey,
     Http,
+    clear_ends,
     clear_errors,
     complain,
     fail,
@@ -110,12 +111,26 @@ def batch(
     raise typer.Exit(code)
 
 
-def status(http: Http = None, api_key: ApiKey = "") -> None:
+def status(
+    http: Http = None,
+    api_key: ApiKey = "",
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Go on showing it, with rates and latencies, until Ctrl-C."),
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(min=1, help="Seconds between two pictures of --watch.")
+    ] = 1.0,
+) -> None:
     """Show the router's health and what each worker does; exit code 1 when it is not healthy."""
     from deploy.status import pairs_table, read_status, slots_table, table  # noqa: PLC0415
+    from deploy.watch_command import watch as watch_router  # noqa: PLC0415
 
     cluster = local_cluster(http)
     address = http or (cluster.operators if cluster is not None else DEFAULT_HTTP)
+    if watch:
+        with clear_ends():
+            watch_router(address, api_key, interval, Console())
     with clear_errors():
         found = read_status(address, cluster, api_key)
     console = Console()

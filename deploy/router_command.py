@@ -9,6 +9,7 @@ from baton.config import Config
 from baton.errors import ConfigError
 from deploy import model_store
 from deploy.ports import choose_ports
+from deploy.what_if import WHAT_IF
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ def serve_router(config: Config) -> None:
             model_name=config.served_model_name or model.name,
             what_if=(sys.executable, "-P", "-m", "loadtest.what_if"),
             ends_with_parent=False,
+            what_if=WHAT_IF,
         )
     )
 

@@ -21,6 +21,7 @@ from deploy.child import Child
 from deploy.cluster_mark import ClusterMark
 from deploy.ports import reachable
 from deploy.run_directory import RunDirectory
+from deploy.what_if import WHAT_IF
 from router.process_number import ROUTER_HEADER
 
 _HEALTHY_S = 60.0
@@ -59,7 +60,7 @@ class RouterProcess:
             "model_path": model_path,
             "model_name": model_name,
             "number": number,
-            "what_if": [sys.executable, "-P", "-m", "loadtest.what_if"],
+            "what_if": WHAT_IF,
         }
         self._child: Child | None = None
 

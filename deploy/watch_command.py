@@ -1,0 +1,105 @@
+"""`baton status --watch`: what a router's console shows, in a terminal.
+
+    connecting ─the first snapshot→ live ─the stream ends→ waiting ─the next one→ live
+
+A router that does not answer at the start ends it; later it is asked again until Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import httpx
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from baton.errors import BatonError, Forbidden, Unavailable
+from deploy.watch_view import Screen, draw
+from router.console.snapshot import Snapshot
+
+SILENCE_S = 5.0
+"""A stream has an event a second."""
+AGAIN_S = 1.0
+_SNAPSHOT = TypeAdapter(Snapshot)
+
+
+def watch(
+    http: str,
+    api_key: str,
+    interval_s: float,
+    console: Console,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Draw until Ctrl-C, at most every ``interval_s``: in place on a terminal, one below the other
+
+    elsewhere. Raises Unavailable, Forbidden, KeyboardInterrupt.
+    """
+    told: Snapshot | None = None
+    drawn_at = float("-inf")
+    live = Live(console=console, screen=True, auto_refresh=False, transient=True)
+    shows: Callable[[RenderableType], None] = (
+        (lambda drawn: live.update(drawn, refresh=True)) if console.is_terminal else console.print
+    )
+    with live if console.is_terminal else nullcontext():
+        while True:
+            try:
+                for told in snapshots(http, api_key):
+                    if time.monotonic() - drawn_at >= interval_s:
+                        drawn_at = time.monotonic()
+                        shows(draw(told, _screen(console)))
+                complaint = f"{http} has ended the stream"
+            except Unavailable as error:
+                if told is None:
+                    raise
+                complaint = error.message
+            if told is not None:
+                shows(draw(told, _screen(console), f"{complaint}; asking again"))
+            sleep(AGAIN_S)
+
+
+def snapshots(http: str, api_key: str) -> Iterator[Snapshot]:
+    """One a second, until the stream ends. Raises Unavailable, Forbidden."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        with (
+            httpx.Client(trust_env=False, timeout=SILENCE_S, headers=headers) as client,
+            client.stream("GET", f"http://{http}/console/events") as answer,
+        ):
+            _check(http, answer)
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    yield _parsed(line.removeprefix("data: "))
+    except httpx.HTTPError as error:
+        why = str(error) or type(error).__name__
+        raise Unavailable(f"no router answers at {http} ({why}); is `baton up` running?") from None
+
+
+def _check(http: str, answer: httpx.Response) -> None:
+    if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        raise Forbidden(
+            f"the router at {http} shows this to a key that allows metrics: give it with --api-key"
+            " or in BATON_API_KEY"
+        )
+    if answer.status_code != httpx.codes.OK:
+        raise Unavailable(f"the router at {http} answers {answer.status_code}: has it a console?")
+
+
+def _parsed(data: str) -> Snapshot:
+    try:
+        return _SNAPSHOT.validate_json(data)
+    except ValidationError as error:
+        told = json.loads(data)
+        fault = told.get("error") if isinstance(told, dict) else None
+        if isinstance(fault, dict):
+            kind = Forbidden if fault.get("code") in ("invalid_api_key", "forbidden") else None
+            raise (kind or Unavailable)(str(fault.get("message"))) from None
+        raise BatonError(f"the router is of another version: {error}") from error
+
+
+def _screen(console: Console) -> Screen:
+    height = console.height if console.is_terminal else None
+    return Screen(console.width, height, console.encoding.lower().startswith("utf"))
