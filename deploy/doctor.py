@@ -114,7 +114,7 @@ def _python() -> str:
     return platform.python_version()
 
 
-def _imported(name: str) -> Any:
+def imported(name: str) -> Any:
     """A module that Baton needs. Raises Missing where it cannot be imported."""
     try:
         return import_module(name)
@@ -123,13 +123,13 @@ def _imported(name: str) -> Any:
 
 
 def _torch() -> str:
-    torch = _imported("torch")
+    torch = imported("torch")
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return f"{torch.__version__}; {', '.join(gpus) or 'no GPU: the CPU computes'}"
 
 
 def _kernels() -> str:
-    library = _imported("engine.cpu.library").cpu_library()
+    library = imported("engine.cpu.library").cpu_library()
     if library is None:
         raise Missing("not built, and torch computes several times slower: install g++")
     return str(library._name)
@@ -152,7 +152,7 @@ def _sealing() -> str:
 
 
 def _store() -> str:
-    valkey = _imported("deploy.valkey")
+    valkey = imported("deploy.valkey")
     try:
         return str(valkey.valkey_binary())
     except BatonError as error:
@@ -160,21 +160,21 @@ def _store() -> str:
 
 
 def _ray() -> str:
-    return str(_imported("ray").__version__)
+    return str(imported("ray").__version__)
 
 
 def _grpc() -> str:
-    return f"grpcio {_imported('grpc').__version__}"
+    return f"grpcio {imported('grpc').__version__}"
 
 
 def _gloo() -> str:
-    if not _imported("torch").distributed.is_gloo_available():
+    if not imported("torch").distributed.is_gloo_available():
         raise Missing("this torch has no gloo")
     return "in torch"
 
 
 def _nccl() -> str:
-    torch = _imported("torch")
+    torch = imported("torch")
     if not torch.distributed.is_nccl_available():
         raise Missing("this torch has no NCCL: it is a build for CPUs")
     if not torch.cuda.is_available():
@@ -184,7 +184,7 @@ def _nccl() -> str:
 
 
 def _cuda_ipc() -> str:
-    if not _imported("torch").cuda.is_available():
+    if not imported("torch").cuda.is_available():
         raise Missing("torch sees no GPU")
     return "between processes that share a GPU, or whose GPUs reach each other"
 

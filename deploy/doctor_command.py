@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,17 +18,27 @@ def doctor(
         bool,
         typer.Option("--nccl", help="Move blocks between two GPUs over NCCL, and abort; GB/s."),
     ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="TOML, as for `baton up`: its ports, Redis, Ray and model."
+        ),
+    ] = None,
 ) -> None:
-    """Show what of Baton can run on this machine; exit code 1 when something needed is missing.
+    """Show what of Baton can run on this machine, and what to do where something is wrong.
 
-    With --nccl the exit code is 2 where there are fewer than two GPUs.
+    Exit code 1 when something is missing that is needed. With --nccl the exit code is 2 where there
+    are fewer than two GPUs.
     """
     from deploy import doctor as examination  # noqa: PLC0415
+    from deploy.doctor_host import host_checks  # noqa: PLC0415
+    from deploy.up_command import load  # noqa: PLC0415
 
     if nccl:
         _check_nccl()
         return
-    findings = examination.examine(examination.CHECKS)
+    checks = [*examination.CHECKS, *host_checks(load(config))]
+    findings = examination.examine(checks)
     Console().print(examination.draw(findings), markup=False, highlight=False)
     raise typer.Exit(0 if examination.is_fit(findings) else 1)
 

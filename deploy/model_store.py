@@ -142,8 +142,32 @@ def resolve(model: str, progress: Progress, quantization: str = "none") -> Resol
         with _disk_errors():
             folder = _converted(path, _form(quantization), progress, str(path))
             return ResolvedModel(path.stem, folder)
+    raise _unknown(model)
+
+
+def look(model: str) -> ModelEntry:
+    """What of a model is on this machine; nothing is fetched, and nothing converted.
+
+    Raises ConfigError as ``resolve``.
+    """
+    known = _known(model)
+    if known is not None:
+        return _known_entry(known)
+    path = Path(model).expanduser().absolute()
+    if path.is_dir():
+        _check_folder(path)
+        size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+        return ModelEntry(path.name, True, size, str(path), path)
+    if path.suffix == ".gguf" and path.is_file():
+        return ModelEntry(path.stem, True, path.stat().st_size, str(path), path)
+    raise _unknown(model)
+
+
+def _unknown(model: str) -> ConfigError:
     names = ", ".join(known.name for known in KNOWN_MODELS)
-    raise ConfigError(f"{model!r} is neither a known model ({names}) nor a folder nor a .gguf file")
+    return ConfigError(
+        f"{model!r} is neither a known model ({names}) nor a folder nor a .gguf file"
+    )
 
 
 def list_models() -> list[ModelEntry]:

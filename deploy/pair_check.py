@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from baton.errors import Unavailable
@@ -34,7 +34,7 @@ class PairStep:
         return self.bytes / self.seconds / 1e9
 
 
-def check_pair(backend: Backend, devices: tuple[str, str]) -> Iterator[PairStep]:
+def check_pair(backend: Backend, devices: tuple[str, str]) -> Generator[PairStep, None, None]:
     """Each step when it is done. Raises BatonError for the first that fails."""
     with (
         contextlib.closing(RemoteEnd(backend, devices[1])) as there,

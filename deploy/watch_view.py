@@ -36,22 +36,18 @@ class Screen:
 
 def draw(snapshot: Snapshot, screen: Screen, complaint: str = "") -> RenderableType:
     """``complaint``: why there is nothing newer."""
-    lines: list[RenderableType] = [_head(snapshot)]
+    texts = [_head(snapshot)]
     if complaint:
-        lines.append(Text(complaint, style="red"))
-    lines += [*_traffic(snapshot), Text(), _latencies(snapshot, screen), Text()]
+        texts.append(Text(complaint, style="red"))
+    texts += [*_traffic(snapshot), Text()]
     room = None
     if screen.height is not None:
         # Lines of text may be folded in a narrow terminal.
-        folded = sum(-(-line.cell_len // screen.width) or 1 for line in lines if _is_text(line))
-        taken = folded + len(snapshot.classes) + 1
-        room = max(1, screen.height - taken - 2)
-    lines.append(_workers(snapshot.workers, screen, room))
-    return Group(*lines)
-
-
-def _is_text(line: object) -> bool:
-    return isinstance(line, Text)
+        folded = sum(max(1, -(-text.cell_len // screen.width)) for text in texts)
+        # Behind them: the latencies and their head, an empty line, the workers' head.
+        room = max(1, screen.height - folded - len(snapshot.classes) - 3)
+    latencies, workers = _latencies(snapshot, screen), _workers(snapshot.workers, screen, room)
+    return Group(*texts, latencies, Text(), workers)
 
 
 def _head(snapshot: Snapshot) -> Text:
@@ -152,7 +148,7 @@ def _workers(workers: Sequence[WorkerView], screen: Screen, room: int | None) ->
     shown = workers if room is None or len(workers) <= room else workers[: room - 1]
     for worker in shown:
         state = Text(worker.state, _STATES.get(worker.state, "bold red"))
-        name = Text(worker.slot, _ROLES.get(worker.role, "") if worker.state == "ready" else "red")
+        slot = Text(worker.slot, _ROLES.get(worker.role, "") if worker.state == "ready" else "red")
         fill = _bar([(worker.batch_fill, _ROLES.get(worker.role, ""))], 8, screen)
         step = f"{worker.step_ms:.1f} ms" if worker.step_ms else _DASH
         cells: list[str | Text] = [f"{worker.running}/{worker.max_sequences}"]
@@ -164,7 +160,7 @@ def _workers(workers: Sequence[WorkerView], screen: Screen, room: int | None) ->
         cells += [_bar(kinds, bar, screen), _share(worker.used_blocks / total)]
         if is_middle:
             cells.append(_share(worker.cached_blocks / total))
-        table.add_row(name, *([state] if is_middle else []), *cells)
+        table.add_row(slot, *([state] if is_middle else []), *cells)
     if len(shown) < len(workers):
         table.add_row(Text(f"and {len(workers) - len(shown)} more", "dim"))
     return table

@@ -6,7 +6,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from baton.errors import ConfigError
-from deploy import doctor
+from deploy import doctor, doctor_host
 from deploy.cli import app
 from deploy.doctor import Check, Missing, draw, draw_steps, examine, is_fit, nccl_devices
 from deploy.pair_check import PairStep
@@ -45,6 +45,7 @@ def test_what_is_missing_is_said() -> None:
 @pytest.mark.parametrize(("needed", "code"), [(True, 1), (False, 0)])
 def test_the_exit_code_says_it(monkeypatch: pytest.MonkeyPatch, needed: bool, code: int) -> None:
     monkeypatch.setattr(doctor, "CHECKS", (Check("one", missing, needed=needed),))
+    monkeypatch.setattr(doctor_host, "host_checks", lambda config: ())
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == code
     assert "install [it]" in result.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -18,7 +19,13 @@ def snapshot(workers: int = 2) -> Snapshot:
     window = Window(60)
     window.add(0.0, {})
     names = ["prefill-0", *(f"decode-{number}" for number in range(workers - 1))]
-    load = {"running": 3, "waiting": 1, "used_blocks": 500, "cached_blocks": 250, "step_ms": 7.5}
+    load: dict[str, Any] = {
+        "running": 3,
+        "waiting": 1,
+        "used_blocks": 500,
+        "cached_blocks": 250,
+        "step_ms": 7.5,
+    }
     found = snapshot_of(look(*(seen(name, **load) for name in names)), window, CONFIG)
     slow = LatencyView(Percentiles(9, 0.1, 30.0, 40.0), None)
     return replace(found, classes=(replace(found.classes[0], ttft=slow), *found.classes[1:]))
