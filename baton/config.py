@@ -394,6 +394,27 @@ class Config(BaseSettings):
     """Name of the cluster: prefix of its Redis keys; empty draws one."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severity that is logged."""
+    log_format: Literal["text", "json"] = "text"
+    """How log lines look: text, or a JSON object each, with the ids of request and trace."""
+    log_requests: bool = False
+    """Whether a router logs a line for each request that has ended: its id, class, tokens, times
+    and outcome."""
+    log_prompts: bool = False
+    """Whether these lines are written and have the prompt's text too, which is nobody's business
+    but the client's."""
+    otlp_endpoint: str = ""
+    """Where spans of requests are sent, by OTLP over gRPC: http://127.0.0.1:4317, or https; empty
+    traces nothing."""
+    trace_ratio: float = Field(default=1.0, ge=0, le=1)
+    """The share of requests that are traced, of those whose client says nothing of it (by a W3C
+    traceparent)."""
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _otlp(cls, value: str) -> str:
+        if value and not value.startswith(("http://", "https://")):
+            raise ValueError("otlp_endpoint must begin with http:// or https://")
+        return value
 
     @field_validator("http", "grpc", "admin_http")
     @classmethod

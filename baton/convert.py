@@ -19,6 +19,7 @@ from baton.request import (
     TokenOutput,
 )
 from baton.sampling_params import OPTIONAL_FIELDS, SCALAR_FIELDS, SamplingParams
+from baton.trace_context import NO_TRACE, TraceContext
 from baton.v1 import decode_pb2, inference_pb2, sampling_pb2, transfer_pb2, worker_pb2
 
 _FINISH_TO_PROTO = {
@@ -139,6 +140,9 @@ def write_sequence(message: worker_pb2.SequenceSpec, spec: SequenceSpec) -> None
     message.preemptions = spec.preemptions
     message.hand_back = spec.hand_back
     message.embeds = spec.embeds
+    if spec.trace != NO_TRACE:
+        message.trace.traceparent = spec.trace.traceparent
+        message.trace.tracestate = spec.trace.tracestate
 
 
 def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
@@ -159,6 +163,7 @@ def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         preemptions=message.preemptions,
         hand_back=message.hand_back,
         embeds=message.embeds,
+        trace=TraceContext(message.trace.traceparent, message.trace.tracestate),
     )
 
 

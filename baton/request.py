@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from baton.logprobs import TokenLogprobs
 from baton.sampling_params import SamplingParams
+from baton.trace_context import NO_TRACE, TraceContext
 
 
 class FinishReason(enum.StrEnum):
@@ -57,6 +58,8 @@ class SequenceSpec:
     that worker computes it again itself."""
     embeds: bool = False
     """The prompt's embedding is wanted, beside one token that nobody reads."""
+    trace: TraceContext = NO_TRACE
+    """Of what is above the spans of the worker."""
 
 
 @dataclass(frozen=True, slots=True)

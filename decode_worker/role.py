@@ -26,6 +26,7 @@ from decode_worker.handoff_stream import HandoffStream
 from decode_worker.local_prefill import LocalPrefill
 from decode_worker.outbox import Outbox
 from decode_worker.receiver import HandoffReceiver, Offer
+from decode_worker.sequence_spans import SequenceSpans
 from decode_worker.service import DecodeServicer
 from engine.sequence import Sequence
 from engine.sequence_update import SequenceUpdate
@@ -68,6 +69,7 @@ class DecodeRole:
             end=self._end_local,
         )
         self._outboxes: dict[str, Outbox] = {}
+        self._spans = SequenceSpans(context.settings.slot)
         self._sequences: dict[Attempt, dict[int, Sequence]] = {}
         """Of each request its choices, by number, those that have not begun yet included."""
         self._deadlines: dict[Attempt, float] = {}
@@ -239,6 +241,8 @@ class DecodeRole:
     def _keep(self, sequence: Sequence) -> None:
         choices = (sequence, *sequence.siblings)
         self._sequences[_attempt(sequence)] = {choice.choice: choice for choice in choices}
+        for choice in choices:
+            self._spans.begin(choice)
 
     def _end_local(self, sequence: Sequence) -> None:
         """Nobody waits for a prompt's first token any more."""
@@ -272,6 +276,8 @@ class DecodeRole:
             choices.clear()
         else:
             gone = [choices.pop(choice)] if choice in choices else []
+        for sequence in gone:
+            self._spans.end(sequence)
         if not choices:
             self._deadlines.pop(attempt, None)
             self._sequences.pop(attempt, None)
@@ -323,6 +329,7 @@ class DecodeRole:
 
     def _fail(self, sequence: Sequence, error: BatonError) -> None:
         spec = sequence.spec
+        self._spans.end(sequence, error)
         for other in self._forget(_attempt(sequence)):
             if other is not sequence:
                 self.context.engine.scheduler.remove(other)

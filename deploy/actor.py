@@ -43,7 +43,8 @@ class WorkerActor:
         settings = ActorSettings.model_validate_json(settings_json)
         place = RayPlace.own()
         share = NodeShare.take(settings, place.host, place.node, place.gcs)
-        log_file = log_to(str(share.log_file), str(settings.config["log_level"]))
+        config = settings.config
+        log_file = log_to(str(share.log_file), str(config["log_level"]), str(config["log_format"]))
         # Ray says 1 for an actor without CPUs of its own; OpenMP reads it when torch is loaded.
         os.environ["OMP_NUM_THREADS"] = str(share.threads)
         self._life = WorkerLife(settings, share, place.node, log_file, self.build)

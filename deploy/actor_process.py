@@ -15,6 +15,7 @@ from typing import NoReturn, TextIO
 
 import psutil
 
+from baton.logs import log_to_stream
 from deploy.launcher_lease import lease_lost
 from deploy.launcher_life import LauncherLife
 
@@ -58,17 +59,15 @@ def take_sigterm(handler: Callable[[int, object], None]) -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
-def log_to(file: str, level: str) -> TextIO:
-    """Have this process's log, and crashes inside native code, written to ``file``. Returns it."""
+def log_to(file: str, level: str, kind: str) -> TextIO:
+    """Have this process's log, and crashes inside native code, written to ``file``. Returns it.
+
+    ``kind`` is ``text`` or ``json``.
+    """
     # Kept open for the life of the process.
     stream = Path(file).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
     faulthandler.enable(stream)
-    logging.basicConfig(
-        stream=stream,
-        level=level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        force=True,
-    )
+    log_to_stream(stream, level, kind)
     return stream
 
 

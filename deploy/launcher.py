@@ -24,6 +24,7 @@ import redis
 from baton.config import Config, PoolConfig
 from baton.errors import BatonError
 from baton.keys_file import read_keys
+from baton.logs import formatter
 from baton.redis_client import redis_client
 from deploy import model_store
 from deploy.actor_settings import ActorSettings
@@ -162,7 +163,7 @@ class Launcher:
         self._mark = ClusterMark(self._config.cluster_id or secrets.token_hex(6), run.path)
         # Whatever this process starts from here on, by whatever library, is found again.
         os.environ.update(self._mark.variables)
-        handler = log_to_file(run)
+        handler = log_to_file(run, kind=self._config.log_format)
         self._parts = _Parts(Guardian(self._mark, run), self._make_ray(run))
         failure = await self._serve_until_told()
         if failure is not None:
@@ -382,6 +383,7 @@ class Launcher:
             redis_url=self._redis_url,
             cluster_id=self._mark.cluster_id,
             log_level=self._config.log_level,
+            log_format=self._config.log_format,
             launcher=LauncherLife.own(),
         )
         self._note_pid(SUPERVISOR, await self._start_supervisor(settings))
@@ -549,9 +551,9 @@ def _leaf(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def log_to_file(run: RunDirectory, name: str = "launcher") -> logging.Handler:
-    """Have this process's log written to its file in the run directory."""
+def log_to_file(run: RunDirectory, name: str = "launcher", kind: str = "text") -> logging.Handler:
+    """Have this process's log written to its file in the run directory, as text or json."""
     handler = logging.FileHandler(run.log(name))
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(formatter(kind))
     logging.getLogger().addHandler(handler)
     return handler

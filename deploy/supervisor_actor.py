@@ -55,6 +55,7 @@ class SupervisorSettings(BaseModel):
     redis_url: str
     cluster_id: str
     log_level: str
+    log_format: str
     launcher: LauncherLife
 
 
@@ -66,7 +67,7 @@ class SupervisorActor:
     def __init__(self, settings_json: str) -> None:
         self._settings = SupervisorSettings.model_validate_json(settings_json)
         log_file = run_directory_here(self._settings.cluster_id).log(SUPERVISOR_NAME)
-        log_to(str(log_file), self._settings.log_level)
+        log_to(str(log_file), self._settings.log_level, self._settings.log_format)
         self._started: concurrent.futures.Future[int] = concurrent.futures.Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._keeping: asyncio.Task[None] | None = None

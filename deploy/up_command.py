@@ -173,6 +173,18 @@ def up(
             " prefix, power_of_two or session. Default: predictive."
         ),
     ] = None,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where traces of requests are sent, by OTLP over gRPC: http://HOST:4317."
+            " Default: nowhere.",
+        ),
+    ] = None,
+    log_format: Annotated[
+        str | None,
+        typer.Option(help="How log lines look: text or json. Default: text."),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="A TOML file. Default: none."),
@@ -206,6 +218,8 @@ def up(
         gcs_store=gcs_store,
         local_prefill=local_prefill,
         policy=policy,
+        otlp_endpoint=otlp_endpoint,
+        log_format=log_format,
     )
     settings = _with_count(settings, "prefill", prefill)
     settings = _with_count(settings, "decode", decode)

@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
 
+from baton.config import Config
+from baton.tracing import end_tracing, start_tracing
 from deploy.actor_process import end_process, end_with, fail
 from deploy.actor_settings import ActorSettings
 from deploy.launcher_life import pid_space
@@ -178,9 +180,12 @@ class WorkerLife:
         try:
             await process.stop()
         finally:
+            await asyncio.to_thread(end_tracing)
             self._left.set()
 
     def _live(self) -> None:
+        config = Config(**self._settings.config)
+        start_tracing(config.otlp_endpoint, "baton-worker", self._settings.slot, config.trace_ratio)
         try:
             asyncio.run(self._serve())
         except BaseException as error:
@@ -195,6 +200,7 @@ class WorkerLife:
             return
         if self._process is not None and self._process.drained:
             log.info("worker %s was drained", self._settings.slot)
+            end_tracing()
             # Its end is a death to a supervisor that does not know.
             self._leaving_told.wait(_TELL_S)
             time.sleep(_ANSWER_S)

@@ -12,11 +12,15 @@ import asyncio
 import logging
 import time
 from contextlib import ExitStack
+from dataclasses import replace
+
+from opentelemetry.trace import INVALID_SPAN, Span
 
 from baton import convert
 from baton.errors import BatonError, DeadlineExceeded, NoRoom
 from baton.logprobs import TokenLogprobs
 from baton.request import FirstToken, SequenceSpec
+from baton.tracing import begin_span, context_of, fail_span
 from baton.v1 import decode_pb2
 from kvtransfer.layout import KvLayout
 from kvtransfer.outbound import Outbound, Push
@@ -62,6 +66,8 @@ class Handoff:
         self._context = context
         self._spec = spec
         self._deadline = deadline
+        self._span: Span = INVALID_SPAN
+        """From ``reserve`` to the commit, or to the end without one."""
         self._puts: PutPlan
         self._use = ExitStack()
         self._staging = staging
@@ -81,6 +87,9 @@ class Handoff:
 
     async def reserve(self) -> None:
         """Get a ticket; waits for room as long as the request has time. Raises BatonError."""
+        self._span = begin_span("handoff", self._spec.trace)
+        # What the receiver does with the sequence is below it.
+        self._spec = replace(self._spec, trace=context_of(self._span, self._spec.trace))
         self._pair = await self._context.exchange.outbound(self.peer)
         self._calls = self._context.exchange.handoff_calls(self._pair)
         self._use.enter_context(self._pair.used())
@@ -101,6 +110,14 @@ class Handoff:
         layout = KvLayout.of(self._pair.geometry)
         self._puts = PutPlan(layout, response.missing_blocks)
         self._push = self._pair.push(self.ticket_id, self._converted)
+        self._span.add_event("reserved")
+        self._span.set_attributes(
+            {
+                "baton.transport": self._pair.transport,
+                "baton.pinned_blocks": response.pinned_blocks,
+                "baton.missing_blocks": response.missing_blocks,
+            }
+        )
 
     async def _reserve_once(self) -> decode_pb2.ReserveResponse:
         left = self._left()
@@ -198,6 +215,8 @@ class Handoff:
         self._push.done.add_done_callback(lambda pushed: _fail_with(answer, pushed))
         response = await answer
         self._committed = True
+        self._span.set_attribute("baton.bytes", response.commit.bytes)
+        self._span.end()
         return response.commit.bytes
 
     async def close(self) -> None:
@@ -207,6 +226,9 @@ class Handoff:
         """
         if self._push is not None:
             self._push.cancel()
+        if not self._committed:
+            fail_span(self._span, None)
+            self._span.end()
         if not self._committed and self._pair is not None:
             self._committed = True
             # First: then the receiver gives up what is on its way, and says so.

@@ -11,11 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import grpc.aio
+from opentelemetry.trace import Span
 
 from baton import convert
 from baton.config import MIB
 from baton.errors import BatonError, DeadlineExceeded, WorkerFailed
 from baton.request import FinishReason, FirstToken, SequenceSpec
+from baton.tracing import begin_span, context_of, fail_span
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from engine.sequence import Sequence
 from engine.sequence_update import SequenceUpdate
@@ -78,11 +80,22 @@ class PrefillRole:
         ``source`` may be asked for blocks of the prompt, so that these are not computed.
         Closing the iterator aborts the request here and at the decode worker.
         """
-        with self.context.intake.admitted():
-            responses = self._prefill(spec, Peer(incarnation, address), source)
-            async with aclosing(responses):
-                async for response in responses:
-                    yield response
+        span = begin_span(
+            "prefill", spec.trace, attributes={"baton.worker": self.context.settings.slot}
+        )
+        spec = replace(spec, trace=context_of(span, spec.trace))
+        try:
+            with self.context.intake.admitted():
+                responses = self._prefill(spec, Peer(incarnation, address), source)
+                async with aclosing(responses):
+                    async for response in responses:
+                        _note(span, response)
+                        yield response
+        except Exception as error:
+            fail_span(span, error)
+            raise
+        finally:
+            span.end()
 
     async def _prefill(
         self, spec: SequenceSpec, peer: Peer, source: PrefixSource | None
@@ -284,6 +297,21 @@ class PrefillRole:
         for listener in self._listeners.values():
             listener.put_nowait(WorkerFailed("the prefill worker is stopping"))
         self._service.close()
+
+
+def _note(span: Span, response: prefill_pb2.PrefillResponse) -> None:
+    """What the router is told, the trace is told too."""
+    if not response.HasField("first_token") or not span.is_recording():
+        return
+    span.add_event("first token")
+    span.set_attributes(
+        {
+            "baton.queue_ms": response.queue_ms,
+            "baton.compute_ms": response.compute_ms,
+            "baton.computed_prompt_tokens": response.computed_tokens,
+            "baton.cached_prompt_tokens": response.cached_prompt_tokens,
+        }
+    )
 
 
 def _expired() -> DeadlineExceeded:

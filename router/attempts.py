@@ -14,12 +14,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
+
+from opentelemetry.trace import Span
 
 from baton import convert
 from baton.errors import BatonError, NoRoom
 from baton.grpc_errors import as_baton_error
 from baton.request import SequenceSpec, TokenOutput
+from baton.tracing import begin_span, context_of
 from baton.v1 import prefill_pb2
 from router.planner import Planner
 from router.policy import Decision
@@ -57,8 +61,10 @@ class Attempts:
         if source is None or target is None:
             raise error_from_gone(decision.prefill if source is None else decision.decode)
         promise = self._planner.promise(decision, route.request, route.hashes, time.monotonic())
+        span = _span(owner, spec, source, target)
+        spec = replace(spec, trace=context_of(span, owner.request.trace))
         choices = set(range(spec.choice, spec.choice + spec.choices))
-        attempt = Attempt(owner, spec, source, target, promise, choices)
+        attempt = Attempt(owner, spec, source, target, promise, choices, span=span)
         attempt.heard_before = source.prefills.messages
         for link in {source, target}:
             link.breaker.began(attempt.begun_at)
@@ -78,8 +84,8 @@ class Attempts:
         )
         return attempt
 
-    def end(self, attempt: Attempt) -> None:
-        """Take it off its workers; idempotent."""
+    def end(self, attempt: Attempt, moved: str = "") -> None:
+        """Take it off its workers; idempotent. ``moved``: why what is left goes on elsewhere."""
         spec = attempt.spec
         if self._by_name.pop((spec.request_id, spec.attempt), None) is None:
             return
@@ -89,6 +95,9 @@ class Attempts:
             del self._by_target[decode]
         attempt.owner.attempts.discard(attempt)
         now = time.monotonic()
+        if moved:
+            attempt.span.set_attribute("baton.moved", moved)
+        attempt.span.end()
         attempt.promise.ended(now)
         if attempt.is_whole:
             attempt.target.breaker.ended_well(attempt.begun_at, now)
@@ -197,6 +206,7 @@ class Attempts:
         owner, promise = attempt.owner, attempt.promise
         if response.HasField("first_token"):
             attempt.is_computed = True
+            attempt.span.add_event("first token")
             promise.computed(
                 time.monotonic(),
                 computed_tokens=response.computed_tokens,
@@ -214,3 +224,19 @@ class Attempts:
                 pinned_blocks=response.handoff.pinned_blocks,
                 transfer_ms=response.handoff.transfer_ms,
             )
+
+
+def _span(
+    owner: RunningRequest, spec: SequenceSpec, source: WorkerLink, target: WorkerLink
+) -> Span:
+    return begin_span(
+        "attempt",
+        owner.request.trace,
+        attributes={
+            "baton.attempt": spec.attempt,
+            "baton.choices": spec.choices,
+            "baton.prefill_worker": source.record.slot,
+            "baton.decode_worker": target.record.slot,
+            "baton.decision": "local" if source is target else "remote",
+        },
+    )

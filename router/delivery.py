@@ -7,13 +7,17 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import cast
 
 from baton.config import Config
 from baton.errors import BatonError, DeadlineExceeded
+from baton.logs import of_request
 from baton.metrics import RouterMetrics
 from router.generation import Dispatcher, GenerationRequest, OutputDelta
+from router.request_log import RequestLog, Show
 from router.request_recorder import RequestRecorder, Slo
+from router.request_span import RequestSpan
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +34,10 @@ class Delivery:
         metrics: RouterMetrics,
         config: Config,
         clock: Callable[[], float] = time.monotonic,
+        show: Show = str,
     ) -> None:
+        """``show`` makes text of a prompt's ids, for a log that is to have it."""
+        self._log = RequestLog(config, show)
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._class_of = config.class_of
@@ -72,6 +79,8 @@ class Delivery:
         turns: asyncio.Semaphore,
     ) -> None:
         context_class = self._class_of(len(request.prompt_ids))
+        span = RequestSpan(request, context_class, received_at)
+        request = replace(request, trace=span.context)
         recorder = RequestRecorder(
             self._metrics,
             self._slos[context_class],
@@ -79,7 +88,22 @@ class Delivery:
             len(request.prompt_ids),
             received_at,
             request.sampling.max_tokens,
+            span,
         )
+        with of_request(request.request_id, span.trace_id):
+            try:
+                await self._recorded(place, request, recorder, sink, turns)
+            finally:
+                self._log.ended(request, recorder)
+
+    async def _recorded(
+        self,
+        place: int,
+        request: GenerationRequest,
+        recorder: RequestRecorder,
+        sink: Sink,
+        turns: asyncio.Semaphore,
+    ) -> None:
         try:
             await self._within_deadline(place, request, recorder, sink, turns)
         except BatonError as error:

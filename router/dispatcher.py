@@ -22,6 +22,7 @@ from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
 from baton.registry import Registry
 from baton.request import TokenOutput
+from baton.tracing import begin_span, fail_span
 from baton.traffic_board import TrafficBoard
 from router.admission import Capacity
 from router.attempts import Attempts
@@ -248,7 +249,7 @@ class ClusterDispatcher:
         self._active += 1
         begun, ended, held_s = False, 0, 0.0
         try:
-            await self._waiting_room.turn(request)
+            await self._turn(request)
             if request.background:
                 deadline = time.monotonic() + request.deadline_s
             self._moves.budget.admitted()
@@ -267,6 +268,17 @@ class ClusterDispatcher:
             self._waiting_room.left(request.request_id, finished=finished, held_s=held_s)
             self._metrics.active_requests.dec()
             self._active -= 1
+
+    async def _turn(self, request: GenerationRequest) -> None:
+        """Wait for it. Raises BatonError."""
+        span = begin_span("admission", request.trace)
+        try:
+            await self._waiting_room.turn(request)
+        except BaseException as error:
+            fail_span(span, error)
+            raise
+        finally:
+            span.end()
 
     def _check_quarantine(self, request: GenerationRequest) -> None:
         """Raises PoisonRequest."""

@@ -22,7 +22,7 @@ from router.disconnect import unless_disconnected
 from router.generation import Dispatcher, GenerationRequest, OutputDelta
 from router.http_body import read_object
 from router.http_errors import error_response
-from router.request_builder import DEADLINE_HEADER, SESSION_HEADER, Arrival, RequestBuilder
+from router.request_builder import Arrival, RequestBuilder
 from router.request_recorder import count_refusal
 from router.served_model import ServedModel
 from router.sse import EventStream, EventStreamResponse, encode_named
@@ -74,7 +74,7 @@ class Exchange:
         self._access = access
         self._metrics = metrics
         self._config = config
-        self._delivery = Delivery(dispatcher, metrics, config)
+        self._delivery = Delivery(dispatcher, metrics, config, show=tokenizer.decode)
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """Raises Unauthenticated."""
@@ -88,10 +88,8 @@ class Exchange:
 
     def arrival(self, request: Request, caller: Caller, answer_id: str, at: float) -> Arrival:
         """Raises InvalidRequest."""
-        given = request.headers.get(DEADLINE_HEADER, "")
-        session = request.headers.get(SESSION_HEADER, "")
         most_s = self._config.request_deadline_s
-        return Arrival.of(answer_id, at, given, most_s, caller, session)
+        return Arrival.of(answer_id, at, request.headers, most_s, caller)
 
     @asynccontextmanager
     async def counting_refusals(self) -> AsyncIterator[None]:

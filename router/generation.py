@@ -9,6 +9,7 @@ from typing import Protocol
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, Principal
 from baton.sampling_params import SamplingParams
+from baton.trace_context import NO_TRACE, TraceContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,12 @@ class GenerationRequest:
     shown: ShownText = ShownText()
     embeds: bool = False
     """The prompt's embedding is wanted, and no answer."""
+    chat: bool = False
+    """The prompt is a conversation."""
+    model: str = ""
+    """The served model's id."""
+    trace: TraceContext = NO_TRACE
+    """Of the client; from its delivery on, of the request's own span."""
 
     @property
     def scores_prompt(self) -> bool:

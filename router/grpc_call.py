@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from baton.config import Config
 from baton.errors import DeadlineExceeded, RequestTooLarge
 from router.api_keys import Caller
-from router.request_builder import DEADLINE_HEADER, SESSION_HEADER, Arrival
+from router.request_builder import Arrival
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -44,8 +44,7 @@ def arrival_of(
     """
     left = context.time_remaining()
     most_s = min(config.request_deadline_s, float("inf") if left is None else left)
-    given, session = metadata.get(DEADLINE_HEADER, ""), metadata.get(SESSION_HEADER, "")
-    return Arrival.of(name, at, given, most_s, caller, session)
+    return Arrival.of(name, at, metadata, most_s, caller)
 
 
 async def write_to(context: Context, message: Message, config: Config) -> None:

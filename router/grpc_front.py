@@ -67,7 +67,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             tokenizer.grammars, metrics.grammar_compile_seconds.labels(role="router").observe
         )
         self._builder = RequestBuilder(dispatcher, tokenizer, model, config, grammars=grammars)
-        self._delivery = Delivery(dispatcher, metrics, config)
+        self._delivery = Delivery(dispatcher, metrics, config, show=tokenizer.decode)
 
     # A coroutine that writes is as legal as a generator, and is cancelled where it stands when
     # the client leaves; the generated signature knows generators alone.

@@ -11,9 +11,11 @@ from typing import Any, Protocol
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi_offline import FastAPIOffline
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
@@ -231,10 +233,14 @@ def _add_operations(
         """The process is up."""
         return {"status": "ok"}
 
-    async def own_metrics() -> Response:
-        """This router's series, summed over its processes, for Prometheus."""
-        page = await asyncio.to_thread(lambda: generate_latest(metrics.shown()))
-        return Response(page, media_type=CONTENT_TYPE_LATEST)
+    async def own_metrics(request: Request) -> Response:
+        """This router's series, summed over its processes, for Prometheus.
+
+        As OpenMetrics where that is asked for: then with exemplars, traces of TTFT's buckets.
+        """
+        draw, kind = choose_encoder(request.headers.get("accept", ""))
+        page = await asyncio.to_thread(lambda: draw(metrics.shown()))
+        return Response(page, media_type=kind)
 
     async def all_metrics() -> Response:
         """Everything of the cluster in one page, for people."""

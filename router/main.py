@@ -22,10 +22,12 @@ from pydantic import BaseModel, ConfigDict
 
 from baton.background import end_tasks
 from baton.config import Config
+from baton.logs import log_to_stream
 from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry
+from baton.tracing import end_tracing, start_tracing
 from baton.traffic_board import TrafficBoard
 from router.access import Access
 from router.console.what_if import WhatIfProgram
@@ -72,6 +74,9 @@ class RouterSettings(BaseModel):
 async def serve(settings: RouterSettings) -> None:
     """Serve until SIGINT or SIGTERM."""
     config = Config(**settings.config)
+    start_tracing(
+        config.otlp_endpoint, "baton-router", f"router-{settings.number}", config.trace_ratio
+    )
     tokenizer = Tokenizer.load(Path(settings.model_path))
     metrics = RouterMetrics(CollectorRegistry())
     client = redis_client(settings.redis_url)
@@ -130,6 +135,7 @@ async def serve(settings: RouterSettings) -> None:
         await fronts.batches.close()
         await limits.close()
         await client.aclose()
+        await asyncio.to_thread(end_tracing)
 
 
 async def _watched_keys(config: Config, access: Access, metrics: RouterMetrics) -> KeyWatch | None:
@@ -198,11 +204,8 @@ def main() -> None:
 
 def run(settings: RouterSettings) -> None:
     """Be a router, until SIGINT or SIGTERM."""
-    logging.basicConfig(
-        level=str(settings.config.get("log_level", "info")).upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    config = Config(**settings.config)
+    log_to_stream(sys.stderr, config.log_level, config.log_format)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     sys.setswitchinterval(SWITCH_S)
     # A text is one piece of work: to hand it to another thread costs more than it spares.

@@ -196,7 +196,7 @@ class Moves:
         attempt.choices.discard(choice)
         owner.life.choices[choice].preemptions += 1
         if not attempt.choices:
-            self._attempts.end(attempt)
+            self._attempts.end(attempt, PREEMPTED)
         if not owner.life.choices[choice].ended:
             nobody = Unavailable("no worker has room for the request", retry_after=RETRY_AFTER_S)
             loss = _Loss(PREEMPTED, nobody, (frozenset(),))
@@ -223,7 +223,7 @@ class Moves:
 
     def _lost(self, attempt: Attempt, loss: _Loss, *, deadly: bool = True) -> None:
         owner, left = attempt.owner, attempt.unfinished
-        self._attempts.end(attempt)
+        self._attempts.end(attempt, loss.reason)
         if not left:
             # All is there, but for what was to be found of the prompt.
             if owner.life.awaits_prompt:
@@ -289,7 +289,7 @@ class Moves:
         if not self.budget.take(time.monotonic()):
             return
         deadly = attempt.touches(link)
-        self._attempts.end(attempt)
+        self._attempts.end(attempt, loss.reason)
         if self._is_poison(owner, loss, deadly=deadly):
             owner.life.fail(poison_error())
             return
@@ -299,7 +299,7 @@ class Moves:
         """Move from a worker that is drained, by way of the blocks that it holds."""
         found = await self._elsewhere(attempt, (frozenset(),), link.record.incarnation)
         if found:
-            self._attempts.end(attempt)
+            self._attempts.end(attempt, DRAINED)
             self._switch(attempt.owner, found, DRAINED)
 
     async def _elsewhere(

@@ -45,8 +45,6 @@ from router.openai_protocol import (
     SamplingFields,
 )
 from router.request_builder import (
-    DEADLINE_HEADER,
-    SESSION_HEADER,
     Arrival,
     Prompt,
     RequestBuilder,
@@ -85,7 +83,7 @@ class OpenAiApi:
             tokenizer.grammars, metrics.grammar_compile_seconds.labels(role="router").observe
         )
         self._builder = RequestBuilder(dispatcher, tokenizer, model, config, grammars=grammars)
-        self._delivery = Delivery(dispatcher, metrics, config)
+        self._delivery = Delivery(dispatcher, metrics, config, show=tokenizer.decode)
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a conversation."""
@@ -181,10 +179,8 @@ class OpenAiApi:
         return await read_object(request, self._config.max_body_bytes, deadline_s)
 
     def _arrival(self, request: Request, caller: Caller, answer: Answer, at: float) -> Arrival:
-        given = request.headers.get(DEADLINE_HEADER, "")
-        session = request.headers.get(SESSION_HEADER, "")
         most_s = self._config.request_deadline_s
-        return Arrival.of(answer.id, at, given, most_s, caller, session)
+        return Arrival.of(answer.id, at, request.headers, most_s, caller)
 
     @asynccontextmanager
     async def _counting_refusals(self) -> AsyncIterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.config import DEFAULT_TENANT, Config
@@ -16,6 +16,7 @@ from baton.errors import (
     ModelNotFound,
 )
 from baton.grammar_gate import GrammarGate
+from baton.trace_context import NO_TRACE, TraceContext
 from router.api_keys import Caller
 from router.chat_options import ChatOptions
 from router.generation import Dispatcher, GenerationRequest
@@ -61,30 +62,33 @@ class Arrival:
     """``deadline_s`` is what the client asked for."""
     session: str = ""
     """What the client calls its conversation; empty: nothing was said."""
+    trace: TraceContext = NO_TRACE
+    """What the client says of its trace."""
 
     @classmethod
     def of(
         cls,
         request_id: str,
         at: float,
-        given: str,
+        headers: Mapping[str, str],
         most_s: float,
         caller: Caller,
-        session: str = "",
     ) -> Arrival:
-        """``given`` is what ``DEADLINE_HEADER`` says, "" where it is absent; ``most_s`` bounds it.
+        """By the names of ``headers`` in lower case; ``most_s`` bounds ``DEADLINE_HEADER``.
 
         Raises InvalidRequest.
         """
+        given, session = headers.get(DEADLINE_HEADER, ""), headers.get(SESSION_HEADER, "")
+        trace = TraceContext(headers.get("traceparent", ""), headers.get("tracestate", ""))
         if not given:
-            return cls(request_id, at, most_s, caller, session=session)
+            return cls(request_id, at, most_s, caller, session=session, trace=trace)
         if not (given.isascii() and given.isdecimal() and len(given) <= 12 and int(given) > 0):
             raise InvalidRequest(
                 f"{DEADLINE_HEADER} must be a whole number of milliseconds, at least 1",
                 param=DEADLINE_HEADER,
             )
         deadline_s = min(most_s, int(given) / 1000)
-        return cls(request_id, at, deadline_s, caller, own_deadline=True, session=session)
+        return cls(request_id, at, deadline_s, caller, True, session, trace)
 
 
 class RequestBuilder:
@@ -143,6 +147,7 @@ class RequestBuilder:
         built = self._request(
             arrival, arrival.request_id, ids, sampling, None, "messages", priority
         )
+        built = dataclasses.replace(built, chat=True)
         if tools is None:
             return built
         shown = self._tokenizer.special_ids(self.tool_format.texts)
@@ -314,6 +319,8 @@ class RequestBuilder:
             cache_salt=_cache_salt(caller),
             priority=caller.priority if priority is None else priority,
             own_deadline=arrival.own_deadline,
+            model=self._model.id,
+            trace=arrival.trace,
         )
 
 

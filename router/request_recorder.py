@@ -10,6 +10,7 @@ from baton.metrics import RouterMetrics
 from baton.recent_requests import RecentRequest
 from baton.traffic_meter import FIRST_ANSWER_TOKENS
 from router.generation import OutputDelta
+from router.request_span import RequestSpan
 
 UNKNOWN_CLASS = "unknown"
 
@@ -60,9 +61,14 @@ class RequestRecorder:
         prompt_tokens: int,
         received_at: float,
         most_tokens: int = FIRST_ANSWER_TOKENS,
+        span: RequestSpan | None = None,
     ) -> None:
-        """``most_tokens``: of the answer."""
+        """``most_tokens``: of the answer. ``span`` is told the same, and ended."""
         self._metrics = metrics
+        self._span = span
+        # In a histogram a trace stands for the requests of its bucket.
+        traced = span is not None and span.trace_id
+        self._exemplar = {"trace_id": span.trace_id} if span is not None and traced else None
         self._slo = slo
         self._class = context_class
         self._recent = metrics.recent
@@ -73,6 +79,7 @@ class RequestRecorder:
         self._last_at = 0.0
         self._tokens = 0
         self._ended = False
+        self._summary: dict[str, object] = {}
         self._series = metrics.of_class(context_class)
         self._series.prompt_tokens.inc(prompt_tokens)
         self._traffic = metrics.traffic
@@ -84,6 +91,8 @@ class RequestRecorder:
 
     def delta(self, delta: OutputDelta, now: float) -> None:
         """Tokens came. Those that came together have no gap between them."""
+        if self._span is not None:
+            self._span.delta(delta, now)
         if delta.cached_prompt_tokens:
             self._cached_tokens += delta.cached_prompt_tokens
             self._series.cached_prompt_tokens.inc(delta.cached_prompt_tokens)
@@ -97,10 +106,12 @@ class RequestRecorder:
         if self._ended:
             return
         self._series.request_latency.observe(now - self._received_at)
+        self._summary["e2el_ms"] = round((now - self._received_at) * 1e3, 1)
         tpot = 0.0
         if self._tokens > 1:
             tpot = (now - self._first_at) / (self._tokens - 1)
             self._series.time_per_output_token.observe(tpot)
+            self._summary["tpot_ms"] = round(tpot * 1e3, 1)
             self._traffic.counts.judge_answer(tpot, self._slo.tpot_s)
         self._traffic.ended(self._class, self._tokens)
         if self._tokens:
@@ -109,17 +120,28 @@ class RequestRecorder:
 
     def fail(self, error: BatonError) -> None:
         """It ended with an error."""
-        self._end(outcome_of(error, begun=self._tokens > 0), error.code or "")
+        self._end(outcome_of(error, begun=self._tokens > 0), error.code or "", error)
 
     def abort(self) -> None:
         """The client left, or the server did."""
         self._end(Outcome.ABORTED, "")
 
+    def summary(self) -> dict[str, object]:
+        """What became of it, in plain values; times in milliseconds, where it has them."""
+        return {
+            "class": self._class,
+            "trace_id": "" if self._span is None else self._span.trace_id,
+            "cached_prompt_tokens": self._cached_tokens,
+            "output_tokens": self._tokens,
+            **self._summary,
+        }
+
     def _token(self, now: float) -> None:
         if self._tokens == 0:
             self._first_at = now
             ttft = now - self._received_at
-            self._series.time_to_first_token.observe(ttft)
+            self._series.time_to_first_token.observe(ttft, self._exemplar)
+            self._summary["ttft_ms"] = round(ttft * 1e3, 1)
             self._traffic.counts.judge_first_token(ttft, self._slo.ttft_s)
         else:
             self._series.inter_token_latency.observe(now - self._last_at)
@@ -135,7 +157,7 @@ class RequestRecorder:
         if not (late or slow):
             self._series.goodput_requests.inc()
 
-    def _end(self, outcome: Outcome, code: str) -> None:
+    def _end(self, outcome: Outcome, code: str, error: BatonError | None = None) -> None:
         if self._ended:
             return
         self._ended = True
@@ -149,5 +171,8 @@ class RequestRecorder:
                 self._cached_tokens,
             )
         )
+        self._summary |= {"outcome": str(outcome), "code": code}
+        if self._span is not None:
+            self._span.end(outcome, error)
         self._traffic.counts.shed += outcome is Outcome.SHED
         self._metrics.requests.labels(self._class, outcome, code).inc()

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from opentelemetry.trace import INVALID_SPAN, Span
+
 from baton.errors import DeadlineExceeded
 from baton.request import LOWEST_PRIORITY, SequenceSpec
 from router.generation import GenerationRequest
@@ -128,6 +130,8 @@ class Attempt:
     """How many messages had come on the source's stream of prefills when it was begun."""
     failed: bool = False
     """Its worker has said that it has failed: nothing is left to abort."""
+    span: Span = INVALID_SPAN
+    """From its placing to its end."""
 
     @property
     def computes(self) -> bool:

@@ -46,6 +46,30 @@ class Principal(_message.Message):
 Global___Principal: _TypeAlias = Principal  # noqa: Y015
 
 @_typing.final
+class TraceContext(_message.Message):
+    """The two headers of W3C Trace Context; empty: nobody traces."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
+    traceparent: _builtins.str
+    tracestate: _builtins.str
+    def __init__(
+        self,
+        *,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TraceContext: _TypeAlias = TraceContext  # noqa: Y015
+
+@_typing.final
 class SequenceSpec(_message.Message):
     """All that a worker needs to run a sequence, at its start or after a move."""
 
@@ -67,6 +91,7 @@ class SequenceSpec(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     HAND_BACK_FIELD_NUMBER: _builtins.int
     EMBEDS_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """Which try at placing the request this is, from 0."""
@@ -104,6 +129,10 @@ class SequenceSpec(_message.Message):
 
     @_builtins.property
     def principal(self) -> Global___Principal: ...
+    @_builtins.property
+    def trace(self) -> Global___TraceContext:
+        """Of what is above the spans of the worker."""
+
     def __init__(
         self,
         *,
@@ -123,10 +152,11 @@ class SequenceSpec(_message.Message):
         preemptions: _builtins.int = ...,
         hand_back: _builtins.bool = ...,
         embeds: _builtins.bool = ...,
+        trace: Global___TraceContext | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal", "sampling", b"sampling", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "choices", b"choices", "context_class", b"context_class", "deadline_ms", b"deadline_ms", "embeds", b"embeds", "hand_back", b"hand_back", "preemptions", b"preemptions", "principal", b"principal", "priority", b"priority", "prompt_length", b"prompt_length", "request_id", b"request_id", "router_id", b"router_id", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "choices", b"choices", "context_class", b"context_class", "deadline_ms", b"deadline_ms", "embeds", b"embeds", "hand_back", b"hand_back", "preemptions", b"preemptions", "principal", b"principal", "priority", b"priority", "prompt_length", b"prompt_length", "request_id", b"request_id", "router_id", b"router_id", "sampling", b"sampling", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

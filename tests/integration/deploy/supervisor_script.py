@@ -106,6 +106,7 @@ class Stage:
             redis_url=self.redis_url,
             cluster_id=self.mark.cluster_id,
             log_level="info",
+            log_format="text",
             launcher=LauncherLife.own(),
         )
         return RaySupervisor.place(settings, LightSupervisor)

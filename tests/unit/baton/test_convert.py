@@ -23,6 +23,7 @@ from baton.request import (
     TokenOutput,
 )
 from baton.sampling_params import SamplingParams
+from baton.trace_context import TraceContext
 from baton.v1 import decode_pb2, sampling_pb2, transfer_pb2, worker_pb2
 
 U32 = st.integers(0, 2**32 - 1)
@@ -84,6 +85,7 @@ SPECS = st.builds(
     preemptions=U32,
     hand_back=st.booleans(),
     embeds=st.booleans(),
+    trace=st.builds(TraceContext, TEXT, TEXT),
 )
 LOGPROBS = st.builds(TokenLogprobs, FLOAT, st.lists(st.tuples(U32, FLOAT), max_size=3).map(tuple))
 OUTPUTS = st.builds(
@@ -172,6 +174,7 @@ def test_no_field_is_forgotten() -> None:
         (Geometry, transfer_pb2.Geometry),
         (GroupShape, transfer_pb2.GroupShape),
         (Principal, worker_pb2.Principal),
+        (TraceContext, worker_pb2.TraceContext),
     ]
     for dataclass, message in twins:
         ours = {field.name for field in dataclasses.fields(dataclass)}

@@ -1,0 +1,152 @@
+"""Spans of requests, by OpenTelemetry; sent by OTLP over gRPC where ``otlp_endpoint`` says so.
+
+Off unless ``start_tracing`` was called: then ``begin_span`` makes spans that cost next to nothing.
+
+    off ─start_tracing→ on ─end_tracing→ off
+
+One tracer a process, as there is one log. Spans may be begun and ended on any thread; a thread of
+the SDK's sends them. What a full queue cannot take is dropped: nothing waits for a collector. The
+SDK's own settings are its environment variables (``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_BSP_…``).
+
+Attributes are those of the semantic conventions for generative AI where these have one
+(``gen_ai.…``), and ``baton.…`` else. None holds text of a prompt or an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from opentelemetry import trace
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from baton.errors import BatonError
+from baton.trace_context import MOST_STATE, NO_TRACE, TraceContext
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+
+Attribute = str | bool | int | float
+_PROPAGATOR = TraceContextTextMapPropagator()
+_FLUSH_MS = 2000
+"""How long a process that ends waits for its last spans to leave."""
+
+
+@dataclass(slots=True)
+class _Tracing:
+    """What this process does about spans."""
+
+    tracer: trace.Tracer = field(default_factory=trace.NoOpTracer)
+    provider: TracerProvider | None = None
+
+
+_tracing = _Tracing()
+
+
+def start_tracing(
+    endpoint: str, service: str, instance: str, ratio: float, processor: SpanProcessor | None = None
+) -> None:
+    """Send spans to ``endpoint`` from now on, as ``service.name`` and ``service.instance.id``.
+
+    Nothing happens where ``endpoint`` is empty. ``ratio`` of the requests whose client says nothing
+    of it are traced; one that comes with a traceparent is traced if that says so. ``processor``
+    takes the spans in place of an exporter. Raises RuntimeError when it is on already.
+    """
+    if not endpoint:
+        return
+    if _tracing.provider is not None:
+        raise RuntimeError("tracing is on already")
+    # Processes that trace nothing need not load the SDK.
+    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
+    from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased  # noqa: PLC0415
+
+    resource = Resource.create({"service.name": service, "service.instance.id": instance})
+    provider = TracerProvider(
+        sampler=ParentBased(TraceIdRatioBased(ratio)), resource=resource, shutdown_on_exit=False
+    )
+    provider.add_span_processor(processor or _sender(endpoint))
+    _tracing.provider, _tracing.tracer = provider, provider.get_tracer("baton")
+
+
+def end_tracing() -> None:
+    """Send what is left, for two seconds at most; idempotent. Blocks: not on an event loop."""
+    provider = _tracing.provider
+    _tracing.provider, _tracing.tracer = None, trace.NoOpTracer()
+    if provider is not None:
+        provider.force_flush(_FLUSH_MS)
+        provider.shutdown()
+
+
+def _sender(endpoint: str) -> SpanProcessor:
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415
+        OTLPSpanExporter,
+    )
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+
+    # It says of each batch that is refused what an operator can do nothing about.
+    logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)
+    os.environ.setdefault("OTEL_EXPORTER_OTLP_TIMEOUT", "5")
+    secure = endpoint.startswith("https://")
+    return BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, insecure=not secure))
+
+
+def begin_span(
+    name: str,
+    parent: TraceContext = NO_TRACE,
+    *,
+    kind: SpanKind = SpanKind.INTERNAL,
+    began_at: float | None = None,
+    attributes: Mapping[str, Attribute] | None = None,
+) -> Span:
+    """A span that lasts until its ``end``. ``began_at`` is of ``time.monotonic``; None: now.
+
+    A ``parent`` that is no W3C Trace Context counts for nothing.
+    """
+    if _tracing.provider is None:
+        return trace.INVALID_SPAN
+    headers = parent.headers
+    if len(parent.tracestate) > MOST_STATE:
+        del headers["tracestate"]
+    return _tracing.tracer.start_span(
+        name,
+        _PROPAGATOR.extract(headers),
+        kind=kind,
+        attributes=attributes,
+        start_time=None if began_at is None else wall_ns(began_at),
+    )
+
+
+def wall_ns(at: float) -> int:
+    """Unix nanoseconds of a moment of ``time.monotonic``."""
+    return time.time_ns() - int((time.monotonic() - at) * 1e9)
+
+
+def context_of(span: Span, other: TraceContext = NO_TRACE) -> TraceContext:
+    """What spans below this one are told as their parent; ``other`` where nothing is traced."""
+    if not span.get_span_context().is_valid:
+        return other
+    headers: dict[str, str] = {}
+    _PROPAGATOR.inject(headers, trace.set_span_in_context(span))
+    return TraceContext(headers.get("traceparent", ""), headers.get("tracestate", ""))
+
+
+def trace_id_of(span: Span) -> str:
+    """32 hexadecimal digits; empty where the span is not recorded."""
+    return f"{span.get_span_context().trace_id:032x}" if span.is_recording() else ""
+
+
+def fail_span(span: Span, error: BaseException | None) -> None:
+    """Say that what it stands for has failed, by the error's code; None: it was given up."""
+    if not span.is_recording():
+        return
+    code = "aborted" if error is None else type(error).__name__
+    if isinstance(error, BatonError):
+        code = error.code or code
+    span.set_attribute("error.type", code)
+    span.set_status(Status(StatusCode.ERROR))
