@@ -89,7 +89,7 @@ class World:
         self.metrics = WorkerMetrics(CollectorRegistry())
         self.blocks = BlockReceiver(self.pool, self.metrics, block_bytes=BLOCK_BYTES, lease_s=3.0)
         context = SimpleNamespace(
-            settings=SimpleNamespace(config=Config()),
+            settings=SimpleNamespace(config=Config(), slot="decode-0"),
             engine=SimpleNamespace(
                 scheduler=scheduler,
                 pool=self.pool,

@@ -108,6 +108,7 @@ class ManualWorker:
         settings: Any = SimpleNamespace(
             config=SimpleNamespace(transfer_window_mib=1, heartbeat_s=1.0, hang_s=1.0),
             pool=SimpleNamespace(max_sequences=max_sequences),
+            slot="worker-0",
         )
         exchange: Any = SimpleNamespace(
             receiver=self.receiver, inbound=SimpleNamespace(pairs=dict), ask=self.ask
