@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanContext
 
 from baton.tracing import end_tracing, start_tracing
 
@@ -26,6 +27,13 @@ class SpanKeeper:
         """The only one of a name."""
         (found,) = [span for span in self.all() if span.name == name]
         return found
+
+
+def identity(span: ReadableSpan) -> SpanContext:
+    """Its trace and its own id."""
+    found = span.get_span_context()
+    assert found is not None
+    return found
 
 
 @contextmanager

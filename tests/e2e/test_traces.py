@@ -57,7 +57,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 def collector() -> Iterator[tuple[Collector, str]]:
     server = grpc.server(ThreadPoolExecutor(4))
     kept = Collector()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(kept, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(kept, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield kept, f"http://127.0.0.1:{port}"

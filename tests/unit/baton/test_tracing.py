@@ -17,7 +17,7 @@ from baton.tracing import (
     start_tracing,
     trace_id_of,
 )
-from tests.span_keeper import kept_spans
+from tests.span_keeper import identity, kept_spans
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SPAN = "b7ad6b7169203331"
@@ -46,7 +46,7 @@ def test_a_span_is_below_the_one_that_it_was_told() -> None:
     assert told.parent is not None
     assert f"{told.parent.span_id:016x}" == SPAN
     assert below.parent is not None
-    assert below.parent.span_id == told.get_span_context().span_id
+    assert below.parent.span_id == identity(told).span_id
     assert below.attributes == {"n": 1}
     assert context_of(outer).tracestate == "vendor=1", "vendors' own words are passed on"
     assert told.end_time is not None

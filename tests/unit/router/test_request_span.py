@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry
-from prometheus_client.openmetrics.exposition import generate_latest
+from prometheus_client.exposition import choose_encoder
 
 from baton.config import Config
 from baton.errors import BatonError, Overloaded
@@ -21,7 +21,7 @@ from baton.sampling_params import SamplingParams
 from baton.trace_context import TraceContext
 from router.delivery import Delivery
 from router.generation import GenerationRequest, OutputDelta
-from tests.span_keeper import SpanKeeper, kept_spans
+from tests.span_keeper import SpanKeeper, identity, kept_spans
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 REQUEST = GenerationRequest(
@@ -80,12 +80,17 @@ async def deliver(workers: Workers, config: Config | None = None) -> RouterMetri
     return metrics
 
 
+def page_of(metrics: RouterMetrics) -> str:
+    draw, _ = choose_encoder("application/openmetrics-text; version=1.0.0")
+    return draw(metrics.registry).decode()
+
+
 async def test_the_span_of_an_answer(spans: SpanKeeper) -> None:
     workers = Workers()
     await deliver(workers)
     span = spans.one("chat smollm2")
     told = dict(span.attributes or {})
-    assert f"{span.get_span_context().trace_id:032x}" == TRACE
+    assert f"{identity(span).trace_id:032x}" == TRACE
     assert told["gen_ai.operation.name"] == "chat"
     assert told["gen_ai.request.model"] == "smollm2"
     assert told["gen_ai.request.temperature"] == 0.5
@@ -98,7 +103,7 @@ async def test_the_span_of_an_answer(spans: SpanKeeper) -> None:
     assert [event.name for event in span.events] == ["first token"]
     assert "secret" not in str(told)
     (seen,) = workers.seen
-    own = f"{span.get_span_context().span_id:016x}"
+    own = f"{identity(span).span_id:016x}"
     assert seen.trace.traceparent == f"00-{TRACE}-{own}-01", "workers' spans are below it"
 
 
@@ -111,14 +116,14 @@ async def test_the_span_of_a_refusal(spans: SpanKeeper) -> None:
 
 async def test_the_histogram_names_a_trace(spans: SpanKeeper) -> None:
     metrics = await deliver(Workers())
-    page = generate_latest(metrics.registry).decode()
+    page = page_of(metrics)
     (line,) = [row for row in page.splitlines() if f'trace_id="{TRACE}"' in row]
     assert line.startswith("baton_time_to_first_token_seconds_bucket")
 
 
 async def test_without_tracing_there_is_no_exemplar() -> None:
     metrics = await deliver(Workers())
-    assert b"trace_id" not in generate_latest(metrics.registry)
+    assert "trace_id" not in page_of(metrics)
 
 
 @pytest.mark.parametrize("wanted", ["nothing", "requests", "prompts"])
