@@ -36,7 +36,6 @@ def serve_router(config: Config) -> None:
             cluster_id=config.cluster_id,
             model_path=str(model.path),
             model_name=config.served_model_name or model.name,
-            what_if=(sys.executable, "-P", "-m", "loadtest.what_if"),
             ends_with_parent=False,
             what_if=WHAT_IF,
         )
