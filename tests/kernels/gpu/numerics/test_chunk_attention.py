@@ -142,8 +142,8 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("window", [0, 40])
 def test_bits_do_not_depend_on_how_a_prompt_is_cut(window: int) -> None:
     tokens, full = 120, MOST_TILE_ROWS
-    held = paged([tokens], 2, 64, 16, torch.bfloat16)
-    cache, queries = held.on_device(), torch.randn(tokens, 4, 64).bfloat16().to(DEVICE)
+    held = paged([tokens], 1, 64, 16, torch.bfloat16)
+    cache, queries = held.on_device(), torch.randn(tokens, 2, 64).bfloat16().to(DEVICE)
     scoring = Scoring(0.125, window)
 
     def computed(first: int, end: int) -> torch.Tensor:

@@ -80,7 +80,7 @@ def test_a_row_has_the_same_bits_in_every_batch() -> None:
     weight = on_device(weight)
     x = torch.randn(64, 256).half().to(DEVICE)
     whole = quantized_linear(x, weight, tile_rows=64)
-    for first, end in itertools.combinations((0, 1, 17, 33, 64), 2):
+    for first, end in itertools.combinations((0, 1, 17, 64), 2):
         part = quantized_linear(x[first:end], weight, tile_rows=64)
         assert torch.equal(part, whole[first:end])
 

@@ -27,7 +27,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+EITHER_WAY = pytest.mark.parametrize(
+    "deterministic", [False, pytest.param(True, marks=pytest.mark.long)]
+)
+
+
+@EITHER_WAY
 def test_captured_steps_compute_the_same(folder: Path, deterministic: bool) -> None:
     recorder = Recorder()
     model = load(folder)
@@ -42,7 +47,7 @@ def test_captured_steps_compute_the_same(folder: Path, deterministic: bool) -> N
     assert (recorder.captured, recorder.replayed) == (2, 3)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@EITHER_WAY
 def test_padding_and_warming_up_write_no_block(folder: Path, deterministic: bool) -> None:
     recorder = Recorder()
     steps = gpu(load(folder), capture=recorder, deterministic=deterministic)

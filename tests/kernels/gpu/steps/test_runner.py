@@ -77,20 +77,16 @@ STRICT_PENALISED = PENALISED | {"grammar": GRAMMAR}
 @pytest.mark.parametrize(
     "sampling",
     [
-        ({}, {}, {}, {}),
-        (WARM, {}, LIMITED, NEAR),
-        ({}, WARM, PENALISED, {}),
-        (LIMITED, SHORT, WARM, PENALISED),
-        (STRICT, {}, STRICT_LIMITED, WARM),
-        (STRICT, STRICT_LIMITED, STRICT_PENALISED, {}),
-    ],
-    ids=[
-        "greedy",
-        "drawn on the device",
-        "one on the host",
-        "all kinds",
-        "with grammars",
-        "with grammars on the host",
+        pytest.param(({}, {}, {}, {}), id="greedy", marks=pytest.mark.long),
+        pytest.param((WARM, {}, LIMITED, NEAR), id="drawn on the device"),
+        pytest.param(({}, WARM, PENALISED, {}), id="one on the host", marks=pytest.mark.long),
+        pytest.param((LIMITED, SHORT, WARM, PENALISED), id="all kinds"),
+        pytest.param((STRICT, {}, STRICT_LIMITED, WARM), id="with grammars"),
+        pytest.param(
+            (STRICT, STRICT_LIMITED, STRICT_PENALISED, {}),
+            id="with grammars on the host",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_overlapping_steps_draw_what_single_ones_do(
