@@ -26,6 +26,7 @@ from router.console.watch import Watch
 from router.console.what_if import WhatIfProgram
 from router.console.what_if_question import TRAFFIC_S, Answer, WhatIfRequest, question, rate_share
 from router.http_body import read_object, validate
+from router.request_recorder import UNKNOWN_CLASS
 from router.sse import EventStream, EventStreamResponse
 
 log = logging.getLogger(__name__)
@@ -143,7 +144,12 @@ class ConsoleApi:
         links = self._cluster.workers
         records = [link.record for link in links.all() if links.is_up(link)]
         counts, _ = await asyncio.to_thread(read_router, self._metrics)
-        ended = {str(key): value for key, value in counts.items() if key[0] == "requests"}
+        # One that was refused before its class was known is not among the recent ones.
+        ended = [
+            value
+            for key, value in counts.items()
+            if key[0] == "requests" and key[1] != UNKNOWN_CLASS
+        ]
         asked_of = question(
             asked,
             recent,

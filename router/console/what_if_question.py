@@ -7,7 +7,7 @@ Plain data and pure functions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -202,7 +202,7 @@ def _profile(
     }
 
 
-def rate_share(own: float, all_requests: Mapping[str, float]) -> float:
+def rate_share(own: float, all_requests: Sequence[float]) -> float:
     """Of the requests of all processes behind the port, those of this one; 1 where none came."""
-    total = sum(all_requests.values())
+    total = sum(all_requests)
     return min(1.0, own / total) if total and own else 1.0

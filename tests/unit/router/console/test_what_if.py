@@ -94,9 +94,9 @@ def test_a_pool_says_what_its_workers_are() -> None:
 
 
 def test_the_share_of_a_process() -> None:
-    assert rate_share(0, {}) == 1
-    assert rate_share(5, {"a": 5, "b": 15}) == 0.25
-    assert rate_share(30, {"a": 5}) == 1
+    assert rate_share(0, []) == 1
+    assert rate_share(5, [5, 15]) == 0.25
+    assert rate_share(30, [5]) == 1
 
 
 def program(script: str, deadline_s: float = DEADLINE_S) -> WhatIfProgram:
