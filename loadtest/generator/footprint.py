@@ -89,6 +89,19 @@ def growing(samples: Sequence[Footprint]) -> list[str]:
     return lines
 
 
+def verdict(leaks: Sequence[str], looks: int) -> list[str]:
+    """What is said of ``leaks``, seen in so many ``looks`` under load; a line each."""
+    lines = [f"leak: {leak}" for leak in leaks]
+    if looks < _FEWEST_SAMPLES:
+        lines.append(
+            f"{looks} looks under load are too few to tell what grows, {_FEWEST_SAMPLES} are not:"
+            " longer --seconds or a shorter --every tells"
+        )
+    elif not leaks:
+        lines.append(f"No leak was seen in {looks} looks.")
+    return lines
+
+
 def _median(part: Sequence[Footprint], name: str) -> float:
     values = [one.resident_bytes[name] for one in part if name in one.resident_bytes]
     return statistics.median_low(values) if values else 0.0

@@ -23,7 +23,13 @@ from rich.console import Console
 
 from baton.errors import Unavailable
 from baton.redis_client import redis_client
-from loadtest.generator.footprint import Footprint, growing, measure_processes, still_held
+from loadtest.generator.footprint import (
+    Footprint,
+    growing,
+    measure_processes,
+    still_held,
+    verdict,
+)
 from loadtest.generator.load_bench import Outputs, make_report, tell
 from loadtest.generator.load_report import LoadReport
 from loadtest.generator.load_run import LoadRun, first_model, run_load
@@ -199,6 +205,4 @@ def _lines(report: SoakReport) -> list[str]:
         f" {report.last.descriptors.get(name, 0)}"
         for name, size in report.last.resident_bytes.items()
     ]
-    if not report.leaks:
-        return [*lines, f"No leak was seen in {len(report.samples)} looks."]
-    return [*lines, *(f"leak: {leak}" for leak in report.leaks)]
+    return [*lines, *verdict(report.leaks, len(report.samples))]

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.generator.footprint import Footprint, growing, measure_processes, still_held
+from loadtest.generator.footprint import (
+    Footprint,
+    growing,
+    measure_processes,
+    still_held,
+    verdict,
+)
 from loadtest.generator.soak import held_in
 
 MIB = 1 << 20
@@ -46,6 +52,16 @@ def test_what_fills_up_or_jumps_once_does_not_leak(mebibytes: tuple[int, ...]) -
 def test_what_goes_on_growing_leaks() -> None:
     (line,) = growing(sizes(*range(500, 2500, 100)))
     assert line.startswith("decode-0 went on growing")
+
+
+def test_few_looks_are_not_said_to_show_no_leak() -> None:
+    """What grows shows in quarters of a load: five looks have none."""
+    assert growing(sizes(*range(500, 1000, 100))) == []
+    (told,) = verdict([], 5)
+    assert told.startswith("5 looks under load are too few to tell what grows")
+    assert verdict([], 8) == ["No leak was seen in 8 looks."]
+    assert verdict(["3 blocks are held"], 8) == ["leak: 3 blocks are held"]
+    assert len(verdict(["3 blocks are held"], 2)) == 2
 
 
 @given(st.integers(1, 4000), st.lists(st.integers(-10, 10), min_size=8, max_size=40))
