@@ -158,7 +158,7 @@ async def test_by_keyboard_alone(stage: Stage, open_page: OpenPage) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["wide", pytest.param("narrow", marks=pytest.mark.long)])
 async def test_accessibility(stage: Stage, open_page: OpenPage, scheme: str, size: str) -> None:
     """axe-core finds no fault, contrast included, and nothing is wider than the window."""
     width, height = SIZES[size]
