@@ -57,13 +57,18 @@ class PoolConfig(_Section):
     """The role that its workers start in."""
     count: int = Field(default=1, ge=1, le=1024)
     """How many workers."""
+    tp: int = Field(default=1, ge=1, le=64)
+    """Tensor parallelism: on how many ranks each worker's model lies, a process and a GPU each."""
+    rank_placement: Literal["strict_pack", "pack", "spread", "strict_spread"] = "strict_pack"
+    """Where Ray places a worker's ranks: all on one node (``strict_pack``), on few (``pack``), on
+    many (``spread``), each on another one (``strict_spread``)."""
     threads: int = Field(default=0, ge=0, le=1024)
-    """Compute threads of a worker on the CPU; 0 shares the machine's cores among the workers, step
+    """Compute threads of a rank on the CPU; 0 shares the machine's cores among the workers, step
     by step, decode first."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; ``auto`` takes a GPU where there is one."""
     kv_pool_mib: int = Field(default=1024, ge=1)
-    """Memory for a worker's KV blocks on the CPU, in MiB."""
+    """Memory for a worker's KV blocks on the CPU, in MiB; its ranks divide it."""
     gpu_memory_fraction: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that its workers take; workers that share a GPU divide it."""
     max_sequences: int = Field(default=64, ge=1, le=4096)
@@ -77,9 +82,9 @@ class PoolConfig(_Section):
     """Type of its workers' KV cache; empty takes the cluster's. Converted like unequal sizes. On a
     CPU float32 and float16 caches are computed by torch, which is slow."""
     resources: dict[str, float] = Field(default_factory=dict)
-    """Ray resources that a worker asks for, beside one ``baton_worker``."""
+    """Ray resources that each rank of a worker asks for, beside one ``baton_worker``."""
     peak_gflops: float = Field(default=0.0, ge=0)
-    """The most that a worker's device computes, in GFLOP/s of the type that the weights are
+    """The most that a rank's device computes, in GFLOP/s of the type that the weights are
     multiplied in; ``baton profile`` measures it. With ``peak_gb_per_s`` the metrics tell MFU and
     MBU; 0 is not known."""
     peak_gb_per_s: float = Field(default=0.0, ge=0)
@@ -546,6 +551,33 @@ class Config(BaseSettings):
                 f"deterministic needs one kv_dtype in all pools, and they have: {listed}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _ranks_can_do_it(self) -> Config:
+        self.check_ranks()
+        return self
+
+    def check_ranks(self) -> None:
+        """Raises ValueError for what workers of several ranks do not do."""
+        divided = next((pool.name for pool in self.pools if pool.tp > 1), None)
+        if divided is None:
+            return
+        for wanted, name, instead in (
+            (self.deterministic, "deterministic", "leave deterministic out"),
+            (self.kv_host_mib, "kv_host_mib", "take kv_host_mib 0"),
+            (self.kv_disk_mib, "kv_disk_mib", "take kv_disk_mib 0"),
+            (self.draft_model, f"drafter {self.drafter}", "take drafter ngram or none"),
+        ):
+            if wanted:
+                raise ValueError(
+                    f"pools: {divided} has tp above 1, which does not go with {name}: take tp 1, or"
+                    f" {instead}"
+                )
+
+    @property
+    def ranks(self) -> int:
+        """Of all workers together."""
+        return sum(pool.count * pool.tp for pool in self.pools)
 
     def block_size_of(self, pool: PoolConfig) -> int:
         """Tokens in a KV block of a pool's workers."""

@@ -43,6 +43,8 @@ class WorkerRecord:
     max_sequences: int
     pool: str = ""
     """Name of the worker's pool."""
+    ranks: int = 1
+    """On how many processes its model lies."""
     prefill_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """a, b, c of the milliseconds a + b*n + c*n*context that n prompt tokens take; ``context`` is
     how many tokens they attend to on average: those before them, and n/2. From a calibration at the

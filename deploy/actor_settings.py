@@ -29,10 +29,12 @@ class ActorSettings(BaseModel):
     redis_url: str
     cluster_id: str
     launcher: LauncherLife
+    places: str = ""
+    """The name of its ranks' placement group; empty where it has one rank."""
 
-    def resources(self) -> dict[str, float]:
-        """What the worker asks of Ray, beside a place."""
-        return dict(self.pool_of(Config(**self.config)).resources)
+    def own_pool(self) -> PoolConfig:
+        """Its pool."""
+        return self.pool_of(Config(**self.config))
 
     def pool_of(self, config: Config) -> PoolConfig:
         """Its pool, of those in ``config``."""

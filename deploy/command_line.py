@@ -16,6 +16,7 @@ DEFAULT_HTTP = "127.0.0.1:8000"
 DEFAULT_GRPC = "127.0.0.1:8001"
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MOST_WORKERS = 1024
+MOST_RANKS = 64
 INTERRUPTED = 130
 """The exit code of a command that Ctrl-C ended, as shells have it."""
 

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from baton.errors import BatonError, WorkerFailed
@@ -23,10 +23,11 @@ from deploy.actor_process import end_other
 from deploy.actor_settings import ActorSettings
 from deploy.child import last_lines
 from deploy.daemon_thread import DaemonThread
-from deploy.launcher_life import pid_space
 from deploy.node_share import run_directory_here
 from deploy.pool_keeper import Sight
+from deploy.rank_group_places import give_places_back
 from deploy.ray_worker import RayWorker, end_at, find, find_all, is_known, place, reason
+from deploy.whereabouts import Whereabouts
 
 ANSWER_S = 3.0
 """A worker that has not answered a ping for so long is silent."""
@@ -53,6 +54,7 @@ class Seen:
 
 
 _NOBODY = Seen(Sight.NOBODY)
+_WHERE = tuple(field.name for field in fields(Whereabouts))
 
 
 class Fleet:
@@ -117,6 +119,8 @@ class Fleet:
             if life.failed_to_start:
                 # It stays until it is ended, so that it could say why.
                 self._in_background(self._kill(life))
+            else:
+                self._in_background(self._clear(life))
             return Seen(Sight.NOBODY, seen.error + self._last_words(slot, life))
         if seen.sight is Sight.SILENT and (self._listed is None or slot in self._listed):
             # Silence in Redis condemns nobody.
@@ -171,18 +175,40 @@ class Fleet:
 
     async def _kill(self, life: _Life) -> None:
         # Ray calls a worker dead that it could not end, because it was stopped (SIGSTOP).
-        if life.is_near:
-            end_other(life.pid, life.started)
-        elif life.node:
-            self._in_background(self._end_far(life))
-        await self._thread.call(life.worker.kill)
+        if life.process is not None:
+            self._end_process(life.worker.slot, life.process)
+        await self._clear(life, life.worker.kill)
 
-    async def _end_far(self, life: _Life) -> None:
+    async def _clear(self, life: _Life, first: Callable[[], None] = lambda: None) -> None:
+        """Do ``first``, and end the other ranks of a worker that has ended, with their places.
+
+        A rank that was stopped (SIGSTOP) does not end by itself. Raises what Ray raises.
+        """
+        slot = life.worker.slot
+        for rank in life.other_ranks:
+            self._end_process(slot, rank)
+        has_places = self._settings(slot).own_pool().tp > 1
+
+        # In one call: the next life's places come after it.
+        def clear() -> None:
+            first()
+            if has_places:
+                give_places_back(slot)
+
+        await self._thread.call(clear)
+
+    def _end_process(self, slot: str, process: Whereabouts) -> None:
+        if process.is_near:
+            end_other(process.pid, process.started)
+        else:
+            self._in_background(self._end_far(slot, process))
+
+    async def _end_far(self, slot: str, process: Whereabouts) -> None:
         try:
-            await end_at(life.node, life.pid, life.started, self._far_ends)
+            await end_at(process.node, process.pid, process.started, self._far_ends)
         except Exception as error:
             # Its node may be gone, and it with it.
-            log.info("%s was not ended on its node: %s", life.worker.slot, reason(error))
+            log.info("%s was not ended on its node: %s", slot, reason(error))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -192,7 +218,8 @@ class Fleet:
     def _last_words(self, slot: str, life: _Life) -> str:
         """What a worker's log ends with, where it is on this node: an error, or a traceback."""
         settings = self._settings(slot)
-        if not (life.is_near or settings.is_on_one_machine):
+        is_near = life.process is not None and life.process.is_near
+        if not (is_near or settings.is_on_one_machine):
             return ""
         line = last_lines(run_directory_here(settings.cluster_id).log(slot), 1)
         # A line of the log begins with a date.
@@ -211,10 +238,10 @@ class _Life:
 
     def __init__(self, worker: RayWorker) -> None:
         self.worker = worker
-        self.pid, self.started = 0, 0.0
-        self.node = ""
-        self.is_near = False
-        """Whether its process id means it here, too."""
+        self.process: Whereabouts | None = None
+        """Once it serves."""
+        self.other_ranks: list[Whereabouts] = []
+        """Of a worker of several."""
         self.failed_to_start = False
         self.unlisted_s = 0.0
         """For how long the registry has not listed it, though it lists others."""
@@ -259,14 +286,16 @@ class _Life:
             self._leaves = answer is Answer.LEAVING
             return
         self._serves, self.unlisted_s = True, 0.0
-        self.pid, self.started = answer["pid"], answer["started"]
-        self.node, self.is_near = answer["node"], answer["pid_space"] == pid_space()
+        self.process = Whereabouts(**{name: answer[name] for name in _WHERE})
+        self.other_ranks = [Whereabouts(**rank) for rank in answer["other_ranks"]]
 
     def _seen(self, *, silent: bool) -> Seen:
         if not self._serves:
             return Seen(Sight.STARTING)
         sight = Sight.LEAVING if self._leaves else Sight.SERVING
-        return Seen(Sight.SILENT if silent else sight, pid=self.pid, node=self.node)
+        assert self.process is not None, "it serves"
+        pid, node = self.process.pid, self.process.node
+        return Seen(Sight.SILENT if silent else sight, pid=pid, node=node)
 
     def close(self) -> None:
         self._asking.cancel()

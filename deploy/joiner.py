@@ -24,8 +24,8 @@ from deploy.node_roll import NodeRoll
 from deploy.node_share import PLACES_VARIABLE
 from deploy.part_watch import PartWatch
 from deploy.progress import Progress
+from deploy.rank_group_places import WORKER_RESOURCE
 from deploy.ray_node import RayNode
-from deploy.ray_worker import WORKER_RESOURCE
 from deploy.reaper import sweep
 from deploy.run_directory import RunDirectory
 

@@ -33,9 +33,9 @@ class NodeShare:
     """The node's."""
     log_file: Path
     number: int
-    """Its place among the workers of this node, from 0."""
+    """Its place among the workers of this node, from 0; each rank of a worker has one."""
     workers_here: int
-    """How many workers the node is to have."""
+    """How many workers the node is to have, those of several ranks counted so many times."""
     threads: int
     """Compute threads on the CPU, where the engine cannot change them from step to step."""
     core_board: str
@@ -44,16 +44,19 @@ class NodeShare:
     """How many workers have a place on it."""
 
     @classmethod
-    def take(cls, settings: ActorSettings, host: str, node: str = "", gcs: str = "") -> NodeShare:
+    def take(
+        cls, settings: ActorSettings, host: str, node: str = "", gcs: str = "", rank: int = 0
+    ) -> NodeShare:
         """This process's, for as long as it lives. Raises OSError.
 
-        ``host`` is the node's address, ``node`` Ray's id of it, ``gcs`` host:port of Ray's control
-        store.
+        A rank of a worker has a share as a worker has. ``host`` is the node's address, ``node``
+        Ray's id of it, ``gcs`` host:port of Ray's control store.
         """
         config = Config(**settings.config)
         run = run_directory_here(settings.cluster_id)
-        number = NodeRoll(run.workers).sign(settings.slot, settings.drain_s, node, gcs)
-        workers = workers_of_node(sum(pool.count for pool in config.pools))
+        name = f"{settings.slot}.rank-{rank}" if rank else settings.slot
+        number = NodeRoll(run.workers).sign(name, settings.drain_s, node, gcs)
+        workers = workers_of_node(config.ranks)
         own_threads = settings.pool_of(config).threads
         lines = workers + CORE_LINES
         # Whoever comes without a line on the board takes a fixed share of the cores.
@@ -61,7 +64,7 @@ class NodeShare:
         return cls(
             host=host,
             run=run,
-            log_file=run.log(settings.slot),
+            log_file=run.log(name),
             number=number,
             workers_here=workers,
             threads=own_threads or max(1, (os.cpu_count() or 1) // workers),

@@ -21,7 +21,8 @@ from deploy.cluster_mark import ClusterMark
 from deploy.daemon_thread import DaemonThread
 from deploy.gcs_process import GcsProcess, runs
 from deploy.gcs_store import PROGRAM, GcsStore
-from deploy.ray_worker import WORKER_RESOURCE, namespace
+from deploy.rank_group_places import WORKER_RESOURCE
+from deploy.ray_worker import namespace
 from deploy.run_directory import RunDirectory
 
 OBJECT_STORE_BYTES = 80 << 20
@@ -146,8 +147,8 @@ class RayCluster:
         totals = _totals(self._config)
         ray.init(
             address="local",
-            # As many as workers: Ray starts a process ahead for each, which saves a second.
-            num_cpus=max(totals.pop("CPU", 0), sum(pool.count for pool in self._config.pools)),
+            # As many as ranks: Ray starts a process ahead for each, which saves a second.
+            num_cpus=max(totals.pop("CPU", 0), self._config.ranks),
             num_gpus=_gpus(totals.pop("GPU", 0)),
             resources={WORKER_RESOURCE: _PLACES, **totals},
             object_store_memory=OBJECT_STORE_BYTES,
@@ -169,7 +170,7 @@ def _totals(config: Config) -> dict[str, int]:
     totals: dict[str, float] = {}
     for pool in config.pools:
         for name, amount in pool.resources.items():
-            totals[name] = totals.get(name, 0) + amount * pool.count
+            totals[name] = totals.get(name, 0) + amount * pool.count * pool.tp
     # Ray takes fractions from a worker, but not of a machine.
     return {name: math.ceil(amount) for name, amount in totals.items()}
 

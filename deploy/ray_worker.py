@@ -17,8 +17,13 @@ from deploy.actor import Answer, WorkerActor
 from deploy.actor_process import end_other
 from deploy.actor_settings import ActorSettings
 from deploy.daemon_thread import DaemonThread
+from deploy.rank_group_places import (
+    WORKER_RESOURCE,
+    ask_for_places,
+    give_places_back,
+    in_place,
+)
 
-WORKER_RESOURCE = "baton_worker"
 SUPERVISOR_NAME = "supervisor"
 # ready, ping and stop must not wait for one another, whoever calls them.
 _CONCURRENT_CALLS = 8
@@ -72,11 +77,20 @@ class RayWorker:
 def place(settings: ActorSettings, actor_class: type = WorkerActor) -> RayWorker:
     """Have Ray start a worker. Blocks while Ray's control store is away.
 
+    One of several ranks gets places for all of them together, and starts the others itself.
+
     Raises ValueError where its slot's worker lives.
     """
     import ray  # noqa: PLC0415
 
-    asked = settings.resources()
+    pool = settings.own_pool()
+    strategy: dict[str, Any] = {}
+    if pool.tp > 1:
+        give_places_back(settings.slot)
+        places, group = ask_for_places(settings)
+        settings = settings.model_copy(update={"places": places})
+        strategy["scheduling_strategy"] = in_place(group, 0)
+    asked = dict(pool.resources)
     actor: Any = ray.remote(actor_class).options(
         name=settings.slot,
         lifetime="detached",
@@ -85,6 +99,7 @@ def place(settings: ActorSettings, actor_class: type = WorkerActor) -> RayWorker
         resources={WORKER_RESOURCE: 1, **asked},
         max_restarts=0,
         max_concurrency=_CONCURRENT_CALLS,
+        **strategy,
     )
     return RayWorker(settings.slot, actor.remote(settings.model_dump_json()))
 

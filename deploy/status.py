@@ -42,6 +42,8 @@ class WorkerRow:
     host_blocks: int = 0
     """In the tiers behind the pool."""
     disk_blocks: int = 0
+    ranks: int = 1
+    """Tensor parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,7 @@ def rows_from_registry(records: Iterable[WorkerRecord]) -> tuple[WorkerRow, ...]
             cached_blocks=record.load.cached_blocks,
             host_blocks=record.load.host_blocks,
             disk_blocks=record.load.disk_blocks,
+            ranks=record.ranks,
         )
         for record in records
     ]
@@ -225,19 +228,24 @@ def slots_table(status: Status) -> Table:
 def table(status: Status) -> Table:
     """The workers as a table; from ``free`` on the columns count KV blocks.
 
-    Tiers are shown where a worker has blocks in one.
+    Tiers are shown where a worker has blocks in one, ranks where one has several.
     """
     drawn = Table(box=None, pad_edge=False)
     for name in ("slot", "role", "state", "address"):
         drawn.add_column(name, no_wrap=True, overflow="fold")
     has_tiers = any(row.host_blocks or row.disk_blocks for row in status.workers)
     tiers = ("in host memory", "on disk") if has_tiers else ()
-    for name in ("running", "waiting", "free", "used", "cached", *tiers):
+    has_ranks = any(row.ranks > 1 for row in status.workers)
+    ranks = ("ranks",) if has_ranks else ()
+    for name in (*ranks, "running", "waiting", "free", "used", "cached", *tiers):
         drawn.add_column(name, justify="right")
     for row in status.workers:
+        own = (row.ranks,) if has_ranks else ()
         counts = (row.running, row.waiting, row.free_blocks, row.used_blocks, row.cached_blocks)
         behind = (row.host_blocks, row.disk_blocks) if has_tiers else ()
-        drawn.add_row(row.slot, row.role, row.state, row.address, *map(str, (*counts, *behind)))
+        drawn.add_row(
+            row.slot, row.role, row.state, row.address, *map(str, (*own, *counts, *behind))
+        )
     return drawn
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from deploy.command_line import DEFAULT_GRPC, DEFAULT_HTTP, MOST_WORKERS, fail
+from deploy.command_line import DEFAULT_GRPC, DEFAULT_HTTP, MOST_RANKS, MOST_WORKERS, fail
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -36,6 +36,18 @@ def up(
     decode: Annotated[
         int | None,
         typer.Option(min=1, max=MOST_WORKERS, help="How many decode workers. Default: 1."),
+    ] = None,
+    prefill_tp: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_RANKS,
+            help="Tensor parallelism: ranks, with a GPU each, of a prefill worker. Default: 1.",
+        ),
+    ] = None,
+    decode_tp: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST_RANKS, help="The same of a decode worker. Default: 1."),
     ] = None,
     routers: Annotated[
         int | None,
@@ -221,8 +233,9 @@ def up(
         otlp_endpoint=otlp_endpoint,
         log_format=log_format,
     )
-    settings = _with_count(settings, "prefill", prefill)
-    settings = _with_count(settings, "decode", decode)
+    settings = _with_pool(settings, "prefill", count=prefill, tp=prefill_tp)
+    settings = _with_pool(settings, "decode", count=decode, tp=decode_tp)
+    settings = _checked(settings)
     from deploy.launcher import run_cluster  # noqa: PLC0415
     from deploy.progress import Progress  # noqa: PLC0415
 
@@ -258,13 +271,25 @@ def _faults(error: ValidationError) -> list[str]:
     return lines
 
 
-def _with_count(config: Config, role: Role, count: int | None) -> Config:
-    if count is None:
+def _with_pool(config: Config, role: Role, *, count: int | None, tp: int | None) -> Config:
+    given = {"count": count, "tp": tp}
+    update = {name: value for name, value in given.items() if value is not None}
+    if not update:
         return config
     pools = [pool for pool in config.pools if pool.role == role]
     if len(pools) != 1:
         names = ", ".join(pool.name for pool in pools)
-        fail(f"--{role} needs a single {role} pool; there are {names}: set their counts instead")
-    counted = pools[0].model_copy(update={"count": count})
-    changed = tuple(counted if pool is pools[0] else pool for pool in config.pools)
-    return config.model_copy(update={"pools": changed})
+        flag = f"--{role}" if count is not None else f"--{role}-tp"
+        fail(f"{flag} needs a single {role} pool; there are {names}: set them in a file instead")
+    changed = pools[0].model_copy(update=update)
+    others = tuple(changed if pool is pools[0] else pool for pool in config.pools)
+    return config.model_copy(update={"pools": others})
+
+
+def _checked(config: Config) -> Config:
+    """What flags have changed of the pools, checked with all else."""
+    try:
+        config.check_ranks()
+    except ValueError as error:
+        fail(str(error))
+    return config

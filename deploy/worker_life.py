@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import faulthandler
+import json
 import logging
-import os
 import threading
 import time
 from dataclasses import asdict
@@ -27,12 +27,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 import psutil
 
 from baton.config import Config
+from baton.errors import BatonError
 from baton.tracing import end_tracing, start_tracing
 from deploy.actor_process import end_process, end_with, fail
 from deploy.actor_settings import ActorSettings
-from deploy.launcher_life import pid_space
 from deploy.life_watch import LOOK_S, LifeWatch
 from deploy.node_share import NodeShare
+from deploy.whereabouts import Whereabouts
 from deploy.worker_process import BuildProcess, build_process
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class WorkerLife:
     def record(self, timeout_s: float) -> dict[str, Any]:
         """The worker's registry record, once it serves, and where that is.
 
-        The latter is ``pid``, ``started`` in Unix seconds, ``pid_space``, and ``node``, Ray's id.
+        The latter are the fields of ``Whereabouts``, and ``other_ranks``, those of each.
 
         Raises what kept it from starting, or TimeoutError.
         """
@@ -191,10 +192,20 @@ class WorkerLife:
         except BaseException as error:
             if self._stopping:
                 return
-            log.exception("worker %s has failed", self._settings.slot)
+            reason = _leaf(error)
+            known = isinstance(reason, BatonError)
+            log.log(
+                logging.INFO if known else logging.ERROR,
+                "worker %s has failed",
+                self._settings.slot,
+                exc_info=not known,
+            )
             if not self._started.done():
                 self._started.set_exception(error)
                 return
+            if known:
+                # The last line of its log: the supervisor tells of it.
+                fail(f"worker {self._settings.slot} ends: {reason}")
             end_process()
         if self._stopping:
             return
@@ -211,24 +222,30 @@ class WorkerLife:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         settings = self._settings
-        self._process = self._build(settings, self._share)
-        record = await self._process.start()
-        self._started.set_result({**asdict(record), **self._whereabouts()})
+        self._process = process = self._build(settings, self._share)
+        lead = process.lead
+        if lead is not None:
+            from deploy.rank_actors import start_ranks  # noqa: PLC0415
+
+            await asyncio.to_thread(start_ranks, settings, lead.address, lead.fail)
+        record = asdict(await process.start())
+        ranks = [] if lead is None else [json.loads(process) for process in lead.processes]
+        own = asdict(Whereabouts.own(self._node))
+        self._started.set_result({**record, **own, "other_ranks": ranks})
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(
                 end_with(settings.launcher, settings.redis_url, settings.cluster_id)
             )
-            await self._process.run()
+            await process.run()
             watch.cancel()
-        await self._process.ended()
+        await process.ended()
         if self._stopping:
             # The loop must not end under it; stop() itself holds the deadline.
             await self._left.wait()
 
-    def _whereabouts(self) -> dict[str, Any]:
-        return {
-            "pid": os.getpid(),
-            "started": psutil.Process().create_time(),
-            "pid_space": pid_space(),
-            "node": self._node,
-        }
+
+def _leaf(error: BaseException) -> BaseException:
+    """The first of the errors that a task group has gathered."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

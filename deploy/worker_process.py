@@ -5,7 +5,7 @@ What needs torch is imported when it is called: on the worker's own thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from baton.config import Config
@@ -13,6 +13,7 @@ from deploy.actor_settings import ActorSettings
 from deploy.node_share import NodeShare, model_paths
 
 if TYPE_CHECKING:
+    from worker.following import FollowingWorker
     from worker.process import WorkerProcess
     from worker.role import RoleFactory
     from worker.settings import WorkerSettings
@@ -54,3 +55,18 @@ def worker_settings(settings: ActorSettings, share: NodeShare) -> WorkerSettings
         workers_here=share.workers_here,
         host=share.host,
     )
+
+
+def build_following(
+    settings: ActorSettings,
+    share: NodeShare,
+    rank: int,
+    address: Mapping[str, str | int],
+    process: str,
+) -> FollowingWorker:
+    """Another rank than 0 of a worker; ``address`` has the fields of a ``GroupAddress``."""
+    from engine.parallel.step_channel import GroupAddress  # noqa: PLC0415
+    from worker.following import FollowingWorker  # noqa: PLC0415
+
+    found = GroupAddress(str(address["host"]), int(address["port"]), str(address["token"]))
+    return FollowingWorker(worker_settings(settings, share), rank, found, process)

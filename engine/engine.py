@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,6 +169,9 @@ def build_engine(
     arithmetic = _arithmetic(device) if settings.deterministic else ""
     lossiest = settings.lossiest_kv_dtype or kv_dtype_name(kv)
     own = _fingerprint(name, lossiest, arithmetic, "" if draft is None else draft.name)
+    if ranks is not None:
+        # What moves KV does not know of ranks yet: theirs is shared with nobody.
+        own = secrets.token_hex(16)
     whole = block_bytes(config, settings.block_size, kv, draft_config)
     storage = Storage(*per_weight, whole / cache.block_size)
     return Engine(config, runner, pool, scheduler, own, grammars, storage)

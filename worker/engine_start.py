@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from engine.engine import Engine, EngineSettings, build_engine, warm_up
+from engine.engine import Engine, EngineSettings, build_engine, device_of, warm_up
 from engine.kv_cache import Allocate
+from engine.parallel.ranks import LeadRank
 from worker.calibration import alone, calibrate
 from worker.cores import CoreBoard, host_cores
 from worker.engine_thread import run_sharing
@@ -20,9 +21,9 @@ from worker.placement import place
 from worker.settings import WorkerSettings
 from worker.step_costs import StepCosts
 
-StartEngine = Callable[[WorkerSettings, Allocate], Engine]
-"""Makes an engine that is ready for steps, its KV blocks in the memory that it is given. Raises
-BatonError."""
+StartEngine = Callable[[WorkerSettings, Allocate, LeadRank | None], Engine]
+"""Makes an engine that is ready for steps, its KV blocks in the memory that it is given; with the
+lead of other ranks it has them compute their parts. Raises BatonError."""
 Measure = Callable[[WorkerSettings, Engine, CoreBoard | None], StepCosts]
 """Tells what an engine's steps cost, perhaps by running some."""
 
@@ -44,8 +45,8 @@ def core_board(settings: WorkerSettings) -> CoreBoard | None:
     )
 
 
-def start_engine(settings: WorkerSettings, allocate: Allocate) -> Engine:
-    """Load the model; the KV pool's memory comes from ``allocate``. Raises BatonError."""
+def engine_settings(settings: WorkerSettings) -> EngineSettings:
+    """Those of a worker's engine, or of one of its ranks."""
     pool, config = settings.pool, settings.config
     asked = pool.resources.get("GPU", 0)
     placement = place(
@@ -56,27 +57,36 @@ def start_engine(settings: WorkerSettings, allocate: Allocate) -> Engine:
         workers_here=max(1, int(1 / asked)) if asked else settings.workers_here,
         gpus=torch.cuda.device_count(),
     )
-    engine = build_engine(
-        EngineSettings(
-            model_path=Path(settings.model_path),
-            dtype=config.dtype,
-            device=placement.device,
-            threads=settings.threads,
-            block_size=config.block_size_of(pool),
-            hash_block_size=config.block_size,
-            kv_pool_bytes=pool.kv_pool_mib << 20,
-            gpu_memory_fraction=placement.memory_fraction,
-            chunk_tokens=pool.chunk_tokens,
-            max_sequences=pool.max_sequences,
-            quantization=config.quantization,
-            kv_dtype=config.kv_dtype_of(pool),
-            lossiest_kv_dtype=config.lossiest_kv_dtype,
-            deterministic=config.deterministic,
-            drafter=config.drafter,
-            draft_model=Path(draft) if (draft := settings.draft_model_path) else None,
-        ),
-        allocate,
+    return EngineSettings(
+        model_path=Path(settings.model_path),
+        dtype=config.dtype,
+        device=placement.device,
+        threads=settings.threads,
+        block_size=config.block_size_of(pool),
+        hash_block_size=config.block_size,
+        kv_pool_bytes=pool.kv_pool_mib << 20,
+        gpu_memory_fraction=placement.memory_fraction,
+        chunk_tokens=pool.chunk_tokens,
+        max_sequences=pool.max_sequences,
+        quantization=config.quantization,
+        kv_dtype=config.kv_dtype_of(pool),
+        lossiest_kv_dtype=config.lossiest_kv_dtype,
+        deterministic=config.deterministic,
+        drafter=config.drafter,
+        draft_model=Path(draft) if (draft := settings.draft_model_path) else None,
     )
+
+
+def start_engine(settings: WorkerSettings, allocate: Allocate, lead: LeadRank | None) -> Engine:
+    """Load the model; the KV pool's memory comes from ``allocate``. Raises BatonError.
+
+    With the ``lead`` of other ranks it waits for them first.
+    """
+    built = engine_settings(settings)
+    ranks = None if lead is None else lead.form(device_of(built))
+    engine = build_engine(built, allocate, ranks)
+    if lead is not None:
+        lead.addresses()
     warm_up(engine)
     return engine
 

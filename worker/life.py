@@ -203,6 +203,7 @@ def _record(
         total_blocks=engine.pool.total,
         max_sequences=pool.max_sequences,
         pool=pool.name,
+        ranks=pool.tp,
         prefill_cost=lasting.costs.prefill,
         step_cost=lasting.costs.step,
     )

@@ -3,7 +3,7 @@
     starting ─start()→ ready ─stop()→ stopping → gone
     ready ─drain()→ draining (takes nothing more) ─nothing left, or the deadline→ stopping
     ready ─change_role()→ draining → ready, in the other role
-    ready, draining ─a background task breaks→ failed (run() raises)
+    ready, draining ─a background task breaks, a rank is lost→ failed (run() raises)
     ready ─its lease lapsed while it stood still→ ready, in another life
     ready ─its lease lapsed while it could not renew it→ leaving
     leaving ─nothing runs any more, or LEAVE_S are over→ ready, in another life
@@ -29,15 +29,17 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from baton.background import end_tasks
 from baton.config import Config, PoolConfig
-from baton.errors import InvalidRequest, Unavailable
+from baton.errors import InvalidRequest, Unavailable, WorkerFailed
 from baton.loop_lag import watch_loop
 from baton.metrics import WorkerMetrics
 from baton.redis_client import redis_client
 from baton.registry import DRAINING, Registry, WorkerRecord
 from engine.engine import Engine
+from engine.parallel.ranks import LeadRank
 from engine.roofline import Ceilings
 from worker.chunk_slack import ChunkSlack
 from worker.control_loop import ControlLoop
+from worker.cores import CoreBoard
 from worker.engine_start import Measure, StartEngine, core_board, measure, start_engine
 from worker.gauges import WorkerGauges
 from worker.kv_tiers import KvTiers, make_storages
@@ -67,6 +69,7 @@ _TRANSFER_THREADS = 2
 _BEATS = 4
 """So many times in a heartbeat the event loop looks whether it stood still."""
 _DRAIN_POLL_S = 0.02
+_REASON_S = 2.0
 
 
 class WorkerProcess:
@@ -107,6 +110,9 @@ class WorkerProcess:
         self._tasks: list[asyncio.Task[None]] = []
         self._stopped = asyncio.Event()
         self._transfers = ThreadPoolExecutor(_TRANSFER_THREADS, thread_name_prefix="transfer")
+        ranks = settings.pool.tp
+        self.lead = LeadRank(settings.host, ranks) if ranks > 1 else None
+        """Its hold on its other ranks, which are to be told ``lead.address``."""
 
     @property
     def life(self) -> Life:
@@ -133,8 +139,7 @@ class WorkerProcess:
         """
         settings = self.settings
         board = self._cores = core_board(settings)
-        engine = await asyncio.to_thread(self._start_engine, settings, self._memory.allocate)
-        costs = await asyncio.to_thread(self._measure, settings, engine, board)
+        engine, costs = await self._load(board)
         metrics = WorkerMetrics(CollectorRegistry())
         self._gauges = _make_gauges(metrics, settings)
         slack = ChunkSlack(costs, settings.config.slo_tpot_s)
@@ -166,9 +171,29 @@ class WorkerProcess:
         ]
         if self._lasting.tiers is not None:
             self._tasks.append(asyncio.create_task(self._lasting.tiers.run(), name="tier-spill"))
+        if self.lead is not None:
+            self._tasks.append(asyncio.create_task(self._watch_ranks(self.lead), name="ranks"))
         spare_the_interpreter()
         keep_buffers()
         return self.life.record
+
+    async def _load(self, board: CoreBoard | None) -> tuple[Engine, StepCosts]:
+        """The engine, and what its steps cost. Raises BatonError."""
+        settings, lead, allocate = self.settings, self.lead, self._memory.allocate
+        try:
+            engine = await asyncio.to_thread(self._start_engine, settings, allocate, lead)
+            return engine, await asyncio.to_thread(self._measure, settings, engine, board)
+        except WorkerFailed as error:
+            # Why a rank has ended comes a moment after the breaking of its connections.
+            if lead is not None:
+                await asyncio.wait([asyncio.wrap_future(lead.lost)], timeout=_REASON_S)
+                if lead.lost.done():
+                    raise WorkerFailed(lead.lost.result()) from error
+            raise
+
+    async def _watch_ranks(self, lead: LeadRank) -> None:
+        """Raises WorkerFailed when a rank is lost."""
+        raise WorkerFailed(await asyncio.wrap_future(lead.lost))
 
     async def _make_tiers(
         self, control: ControlLoop, costs: StepCosts, metrics: WorkerMetrics
@@ -226,6 +251,8 @@ class WorkerProcess:
             await asyncio.to_thread(self._metrics_server.shutdown)
             self._metrics_server.server_close()
             self._metrics_thread.join(STOP_DEADLINE_S)
+        if self.lead is not None:
+            await asyncio.to_thread(self.lead.close)
         await self._redis.aclose()
         self._memory.close()
         self._transfers.shutdown(wait=True, cancel_futures=True)
@@ -439,7 +466,8 @@ def _step_meter(engine: Engine, pool: PoolConfig) -> StepMeter | None:
     """None for an engine without weights: what its steps do is nobody's work."""
     if engine.storage is None:
         return None
-    peaks = Ceilings(pool.peak_gb_per_s * 1e9, pool.peak_gflops * 1e9)
+    # The figures are one device's.
+    peaks = Ceilings(pool.peak_gb_per_s * 1e9 * pool.tp, pool.peak_gflops * 1e9 * pool.tp)
     return StepMeter(engine.config, engine.storage, peaks if pool.peak_gflops else None)
 
 

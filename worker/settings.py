@@ -29,8 +29,8 @@ class WorkerSettings:
     draft_model_path: str = ""
     """The drafter's folder; empty where it has none."""
     number: int = 0
-    """Its place among the workers of this machine, from 0."""
+    """Its place among the workers of this machine, from 0; each rank of a worker has one."""
     workers_here: int = 1
-    """How many workers this machine has."""
+    """How many workers this machine has, those of several ranks counted so many times."""
     host: str = "127.0.0.1"
     """Where its servers listen."""

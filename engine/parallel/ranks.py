@@ -3,14 +3,16 @@
 Rank 0 is the worker: it has the scheduler, the sequences and their tokens, and draws. The others
 know nothing but the blocks that a step reads and writes.
 
-    LeadRank: listening ─form()→ leading ─a rank is lost→ broken;  ─close()→ closed
-    FollowingRank: formed ─run()→ following ─rank 0 closes→ done;  ─anything fails→ raises
+    LeadRank: listening ─form()→ leading ─a rank is lost→ of no more use;  ─close()→ closed
+    FollowingRank: connected ─form(), ready()→ ready ─run()→ following ─rank 0 closes→ done
+                   any ─something fails→ raises
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -19,7 +21,12 @@ import torch
 from baton.errors import BatonError, WorkerFailed
 from engine.kv_cache import KvCache
 from engine.parallel.rank_group import RankGroup, Rendezvous
-from engine.parallel.step_channel import GroupAddress, LeadChannel, OnBroken, RankChannel
+from engine.parallel.step_channel import (
+    GroupAddress,
+    LeadChannel,
+    OnBroken,
+    RankChannel,
+)
 from engine.parallel.step_codec import (
     Kind,
     StepReader,
@@ -38,7 +45,7 @@ CopyBlocks: TypeAlias = Callable[[Sequence[tuple[int, int]]], None]
 
 
 class LeadRank:
-    """Rank 0's hold on the others. Used by the engine thread, but for ``close``."""
+    """Rank 0's hold on the others. Used by the engine thread, but for what says otherwise."""
 
     def __init__(self, host: str, ranks: int) -> None:
         """Listens at ``host``; the ranks are to be told ``address``."""
@@ -50,17 +57,26 @@ class LeadRank:
     def address(self) -> GroupAddress:
         return self._channel.address
 
-    def form(
-        self, device: torch.device, on_broken: OnBroken, deadline_s: float = FORM_S
-    ) -> LeadingRank:
-        """Wait for the ranks, and form their process group. Raises WorkerFailed.
+    @property
+    def lost(self) -> Future[str]:
+        """Why the group is of no more use, once it is. From any thread."""
+        return self._channel.lost
 
-        ``on_broken`` is called once, from any thread, when the group is of no more use.
-        """
+    def fail(self, reason: str) -> None:
+        """The group is of no more use: a process of it has ended. From any thread."""
+        self._channel.fail(reason)
+
+    @property
+    def processes(self) -> Sequence[str]:
+        """What names those of the ranks that have come, in their order. From any thread."""
+        return [greeting.process for _, greeting in sorted(self._channel.greetings.items())]
+
+    def form(self, device: torch.device, deadline_s: float = FORM_S) -> LeadingRank:
+        """Wait for the ranks, and form their process group. Raises WorkerFailed."""
         self._channel.accept(deadline_s)
         rendezvous = Rendezvous(self._host, self.ranks)
         self._channel.tell(rendezvous.port.to_bytes(_STORE_BYTES, "little"))
-        self._channel.watch(on_broken)
+        self._channel.watch()
         group = RankGroup(rendezvous.store, 0, self.ranks, device, self._host)
         return LeadingRank(self, group)
 
@@ -77,6 +93,13 @@ class LeadRank:
             # The others compute it, and are out of step from now on.
             self._channel.fail(f"rank 0: {error}")
             raise
+
+    def addresses(self, deadline_s: float = FORM_S) -> tuple[str, ...]:
+        """Where the ranks from 1 on serve other workers, once all are ready to compute.
+
+        Raises WorkerFailed.
+        """
+        return self._channel.addresses(deadline_s)
 
     def copier(self, copy: CopyBlocks) -> CopyBlocks:
         """What copies blocks here, by ``copy``, and on all other ranks."""
@@ -142,11 +165,13 @@ class FollowingModel(Protocol):
 class FollowingRank:
     """Another rank than 0. Used by one thread."""
 
-    def __init__(self, address: GroupAddress, rank: int, ranks: int, deadline_s: float) -> None:
-        """Connects to rank 0. Raises WorkerFailed."""
+    def __init__(
+        self, address: GroupAddress, rank: int, ranks: int, deadline_s: float, process: str = ""
+    ) -> None:
+        """Connects to rank 0, and says what names this ``process``. Raises WorkerFailed."""
         self.rank, self.ranks = rank, ranks
         self._address = address
-        self._channel = RankChannel(address, rank, deadline_s)
+        self._channel = RankChannel(address, rank, deadline_s, process)
 
     def form(self, device: torch.device, on_broken: OnBroken) -> RankGroup:
         """Join the process group. Raises WorkerFailed.
@@ -160,6 +185,13 @@ class FollowingRank:
         port = int.from_bytes(frame, "little")
         host, own = self._address.host, self._channel.own_host
         return RankGroup.join(host, port, self.rank, self.ranks, device, own)
+
+    def ready(self, address: str) -> None:
+        """Steps may come; ``address`` is where this rank serves other workers, or ``none``.
+
+        Raises WorkerFailed.
+        """
+        self._channel.ready(address)
 
     def run(self, model: FollowingModel, cache: KvCache) -> None:
         """Compute what rank 0 says, until it closes. Raises what a step raises."""

@@ -3,16 +3,18 @@
     listening ─all ranks have come→ open ─a rank goes, is silent or a call fails→ broken → closed
                                     open ─close()→ closed
 
-Rank 0 sends frames; an empty one says that it lives. The others send a byte now and then to say
-so. Whoever hears nothing for too long, or finds the connection closed, calls ``on_broken`` once: a
-group that has lost a rank is of no more use, and its processes are to end.
+Both sides send frames; an empty one says that its sender lives. Whoever hears nothing for too long,
+or finds the connection closed, says so once, with the reason: a group that has lost a rank is of no
+more use, and its processes are to end.
 
-The first bytes of a connection are the group's token and the rank's number.
+A rank's first frame is its ``Greeting``. Another one follows when it is ready to compute: the
+address at which it serves other workers, if any.
 """
 
 from __future__ import annotations
 
 import hmac
+import json
 import secrets
 import select
 import socket
@@ -20,8 +22,9 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from baton.errors import WorkerFailed
 
@@ -33,8 +36,8 @@ SILENT_LEAD_S = 60.0
 """Rank 0 may stand still for a while and go on, as a worker of one rank may. It is not there any
 more after this: its host has gone."""
 _LENGTH = struct.Struct("<I")
-_HELLO = struct.Struct("<32sI")
 _MOST_BYTES = 1 << 28
+_MOST_GREETING = 4096
 _SEND_S = 30.0
 """A frame that a rank does not take for so long."""
 
@@ -51,6 +54,16 @@ class GroupAddress:
     """32 hex digits that nobody else knows."""
 
 
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """Who a rank is."""
+
+    token: str
+    rank: int
+    process: str
+    """What names its process to whoever is to end it."""
+
+
 class LeadChannel:
     """Rank 0's end. ``tell`` is the engine thread's; a thread of its own watches the ranks."""
 
@@ -60,25 +73,30 @@ class LeadChannel:
         self._token = secrets.token_hex(16)
         self._server = socket.create_server((host, 0))
         self.address = GroupAddress(host, self._server.getsockname()[1], self._token)
+        self.greetings: dict[int, Greeting] = {}
+        """Of the ranks that have come."""
         self._peers: dict[int, socket.socket] = {}
         self._sending = threading.Lock()
-        self._broken = threading.Event()
         self._closed = threading.Event()
-        self._on_broken: OnBroken = lambda _: None
+        self.lost: Future[str] = Future()
+        """Why the group is of no more use, once it is."""
+        self._ready: dict[int, Future[str]] = {rank: Future() for rank in range(1, ranks)}
         self._watcher: threading.Thread | None = None
 
     def accept(self, deadline_s: float) -> None:
         """Wait for all ranks. Raises WorkerFailed where one does not come."""
         end = time.monotonic() + deadline_s
         while len(self._peers) < self.ranks - 1:
-            self._server.settimeout(max(0.001, end - time.monotonic()))
             try:
+                self._server.settimeout(max(0.001, end - time.monotonic()))
                 connection, _ = self._server.accept()
             except TimeoutError as error:
                 missing = sorted(set(range(1, self.ranks)) - self._peers.keys())
                 raise WorkerFailed(
                     f"ranks {missing} of {self.ranks} did not come within {deadline_s:.0f} s"
                 ) from error
+            except OSError as error:
+                raise WorkerFailed(self._why()) from error
             self._greet(connection, max(0.001, end - time.monotonic()))
         self._server.close()
 
@@ -86,28 +104,50 @@ class LeadChannel:
         """Take a rank in; anybody else is sent away."""
         connection.settimeout(min(timeout_s, SILENT_RANK_S))
         try:
-            token, rank = _HELLO.unpack(_exactly(connection, _HELLO.size))
-        except (OSError, EOFError):
+            greeting = Greeting(**json.loads(_read_frame(connection, _MOST_GREETING)))
+        except (OSError, EOFError, ValueError, TypeError):
             connection.close()
             return
-        known = hmac.compare_digest(token, self._token.encode())
-        if not known or rank in self._peers or not 0 < rank < self.ranks:
+        rank = greeting.rank
+        known = hmac.compare_digest(str(greeting.token), self._token)
+        if not known or rank in self._peers or rank not in self._ready:
             connection.close()
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(_SEND_S)
         self._peers[rank] = connection
+        self.greetings[rank] = greeting
 
-    def watch(self, on_broken: OnBroken) -> None:
-        """From now on ``on_broken`` is called, once and from any thread, when a rank is lost."""
-        self._on_broken = on_broken
+    def watch(self) -> None:
+        """From now on ``lost`` has a reason as soon as a rank is lost."""
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._watcher.start()
 
+    def addresses(self, deadline_s: float) -> tuple[str, ...]:
+        """Where the ranks from 1 on serve other workers, once all are ready to compute.
+
+        Raises WorkerFailed.
+        """
+        end = time.monotonic() + deadline_s
+        found = []
+        for rank, ready in self._ready.items():
+            while not ready.done():
+                if self.lost.done():
+                    raise WorkerFailed(self._why())
+                if time.monotonic() > end:
+                    raise WorkerFailed(f"rank {rank} was not ready within {deadline_s:.0f} s")
+                with suppress(TimeoutError):
+                    ready.result(BEAT_S)
+            found.append(ready.result())
+        return tuple(found)
+
+    def _why(self) -> str:
+        return self.lost.result() if self.lost.done() else "the ranks of this worker are gone"
+
     def tell(self, frame: bytes) -> None:
         """Send a frame to all. Raises WorkerFailed where one does not take it."""
-        if self._broken.is_set() or self._closed.is_set():
-            raise WorkerFailed("the ranks of this worker are gone")
+        if self.lost.done() or self._closed.is_set():
+            raise WorkerFailed(self._why())
         message = _LENGTH.pack(len(frame)) + frame
         with self._sending:
             for rank, peer in self._peers.items():
@@ -118,16 +158,21 @@ class LeadChannel:
                     raise WorkerFailed(f"rank {rank} takes no step: {error}") from error
 
     def fail(self, reason: str) -> None:
-        """The group is of no more use; only the first reason counts."""
-        if not self._broken.is_set() and not self._closed.is_set():
-            self._broken.set()
-            self._on_broken(reason)
+        """The group is of no more use; only the first reason counts. From any thread."""
+        if self._closed.is_set():
+            return
+        with suppress(InvalidStateError):
+            self.lost.set_result(reason)
+        with suppress(OSError):
+            # Whoever waits for ranks waits no longer.
+            self._server.shutdown(socket.SHUT_RDWR)
 
     def _watch(self) -> None:
         heard = dict.fromkeys(self._peers, time.monotonic())
         numbers = {peer: rank for rank, peer in self._peers.items()}
+        heard_bytes = {rank: bytearray() for rank in self._peers}
         looked = time.monotonic()
-        while not self._closed.wait(0.0) and not self._broken.is_set():
+        while not self._closed.is_set() and not self.lost.done():
             self._beat()
             try:
                 ready, _, _ = select.select(list(numbers), [], [], BEAT_S)
@@ -141,19 +186,36 @@ class LeadChannel:
             for peer in ready:
                 rank = numbers[peer]
                 try:
-                    said = peer.recv(256)
+                    said = peer.recv(_MOST_GREETING)
                 except OSError:
                     said = b""
                 if not said:
                     self.fail(f"rank {rank} has ended")
                     return
                 heard[rank] = now
+                heard_bytes[rank] += said
+                self._take(rank, heard_bytes[rank])
             for rank, at in heard.items():
                 if now - at > SILENT_RANK_S:
                     self.fail(f"rank {rank} has said nothing for {now - at:.0f} s")
                     return
             # Beats come at their own pace.
             self._closed.wait(BEAT_S / 2)
+
+    def _take(self, rank: int, said: bytearray) -> None:
+        """What a rank has said in whole frames, which go."""
+        while len(said) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(said)
+            end = _LENGTH.size + length
+            if length > _MOST_GREETING:
+                self.fail(f"rank {rank} says what cannot be read")
+                said.clear()
+            if len(said) < end:
+                return
+            if length:
+                with suppress(InvalidStateError, UnicodeDecodeError):
+                    self._ready[rank].set_result(said[_LENGTH.size : end].decode())
+            del said[:end]
 
     def _beat(self) -> None:
         # Whoever sends a step has the lock, and is a sign of life itself.
@@ -172,6 +234,8 @@ class LeadChannel:
     def close(self) -> None:
         """The ranks end when they notice; idempotent."""
         self._closed.set()
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
         for peer in self._peers.values():
             with suppress(OSError):
@@ -185,16 +249,31 @@ class LeadChannel:
 class RankChannel:
     """Another rank's end. ``frame`` is the engine thread's; another thread says that it lives."""
 
-    def __init__(self, address: GroupAddress, rank: int, deadline_s: float) -> None:
+    def __init__(
+        self, address: GroupAddress, rank: int, deadline_s: float, process: str = ""
+    ) -> None:
         """Connects. Raises WorkerFailed."""
+        self._sending = threading.Lock()
         try:
             self._socket = socket.create_connection((address.host, address.port), deadline_s)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.settimeout(SILENT_LEAD_S)
-            self._socket.sendall(_HELLO.pack(address.token.encode(), rank))
+            greeting = Greeting(address.token, rank, process)
+            self._send(json.dumps(asdict(greeting)).encode())
         except OSError as error:
             raise WorkerFailed(f"rank {rank} cannot reach rank 0: {error}") from error
         self._closed = threading.Event()
+
+    def _send(self, frame: bytes) -> None:
+        with self._sending:
+            self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
+
+    def ready(self, address: str) -> None:
+        """Say that steps may come, and where this rank serves others. Raises WorkerFailed."""
+        try:
+            self._send(address.encode())
+        except OSError as error:
+            raise WorkerFailed(f"rank 0 has gone: {error}") from error
 
     @property
     def own_host(self) -> str:
@@ -210,7 +289,7 @@ class RankChannel:
     def _live(self, on_broken: OnBroken) -> None:
         while not self._closed.wait(BEAT_S):
             try:
-                self._socket.sendall(b"\x01")
+                self._send(b"")
             except OSError as error:
                 if not self._closed.is_set():
                     on_broken(f"rank 0 has gone: {error}")
@@ -223,10 +302,9 @@ class RankChannel:
         """
         while True:
             try:
-                (length,) = _LENGTH.unpack(_exactly(self._socket, _LENGTH.size))
-                if length > _MOST_BYTES:
-                    raise WorkerFailed(f"a frame of {length} bytes")
-                frame = _exactly(self._socket, length)
+                frame = _read_frame(self._socket, _MOST_BYTES)
+            except ValueError as error:
+                raise WorkerFailed(f"rank 0 says what cannot be read: {error}") from error
             except TimeoutError as error:
                 raise WorkerFailed(f"rank 0 has said nothing for {SILENT_LEAD_S:.0f} s") from error
             except (OSError, EOFError):
@@ -240,6 +318,14 @@ class RankChannel:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def _read_frame(connection: socket.socket, most: int) -> bytes:
+    """Raises EOFError where the other end has closed, ValueError for more than ``most`` bytes."""
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    if length > most:
+        raise ValueError(f"a frame of {length} bytes")
+    return _exactly(connection, length)
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:

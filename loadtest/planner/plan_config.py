@@ -89,12 +89,13 @@ def _pool(role: str, kind: WorkerKind, count: int) -> Iterator[str]:
     yield from ("", "[[pools]]", f"name = {_value(role)}", f"role = {_value(role)}")
     yield f"count = {count}"
     if kind.gpus > 1:
-        yield f"# tp = {kind.gpus}: GPUs of a worker. Workers of several GPUs are not built yet:"
-        yield "# until then each of these has one, and is not the one that was simulated."
+        yield "# Of several GPUs workers were never run, only of several processes on CPUs."
+        yield f"tp = {kind.gpus}"
     if kind.gpu in ACCELERATORS:
         yield f"# {kind.name}"
         yield 'device = "cuda"'
-        yield f"resources = {_value({'GPU': kind.gpus})}"
+        # Of each rank.
+        yield f"resources = {_value({'GPU': 1})}"
     else:
         yield f"kv_pool_mib = {max(1, round(profile.kv_tokens * profile.kv_token_bytes / MIB))}"
     yield f"max_sequences = {profile.max_sequences}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from baton.errors import ConfigError
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
 from engine.kv_cache import Allocate
 from engine.model_config import load_model_config
+from engine.parallel.ranks import LeadRank
 from loadtest.simulator.fitted_costs import FittedCosts
 from loadtest.timed.engine import build_timed_engine
 from loadtest.timed.model_folder import read_step_costs
@@ -31,7 +33,11 @@ class TimedProcess:
         roles: dict[str, RoleFactory] = {"prefill": PrefillRole, "decode": DecodeRole}
         self.process = WorkerProcess(settings, roles, self._start_engine, self._measure)
 
-    def _start_engine(self, settings: WorkerSettings, allocate: Allocate) -> Engine:
+    def _start_engine(
+        self, settings: WorkerSettings, allocate: Allocate, lead: LeadRank | None
+    ) -> Engine:
+        if lead is not None:
+            raise ConfigError("timed workers have one rank: take tp 1")
         return build_timed_engine(settings, self.model, allocate)
 
     def _measure(

@@ -16,8 +16,8 @@ import psutil
 
 from baton.config import load_config
 from deploy.cluster_mark import ClusterMark
+from deploy.rank_group_places import WORKER_RESOURCE
 from deploy.ray_cluster import RayCluster
-from deploy.ray_worker import WORKER_RESOURCE
 from deploy.run_directory import RunDirectory
 
 DEADLINE_S = 60.0

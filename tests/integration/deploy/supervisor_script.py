@@ -50,6 +50,7 @@ class LightWorker:
             "pid": os.getpid(),
             "started": psutil.Process().create_time(),
             "pid_space": pid_space(),
+            "other_ranks": [],
             "node": RayPlace.own().node,
         }
 

@@ -18,7 +18,7 @@ from redis.retry import Retry
 from baton.config import load_config
 from deploy.node_leave import ENDING_S as LEAVING_S
 from deploy.ports import free_port
-from deploy.ray_worker import WORKER_RESOURCE
+from deploy.rank_group_places import WORKER_RESOURCE
 from deploy.valkey import valkey_binary
 from tests.unit.deploy.baton_commands import parse, unknown_variables
 from tests.unit.deploy.chart import (

@@ -11,6 +11,7 @@ from engine.gpu.grouped_linear import (
     grouped_linear,
     grouped_linear_reference,
     route,
+    route_held,
 )
 from tests.kernels.gpu.device import DEVICE
 
@@ -81,3 +82,25 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"\w"):
             grouped_linear(rows, experts, routing, gathers=gathers)
+
+
+def test_ranks_that_hold_some_experts_each_make_up_all_of_them() -> None:
+    tokens, experts, hidden, inner = 23, 7, 32, 48
+    ids = torch.stack([torch.randperm(experts)[:3] for _ in range(tokens)])
+    x = torch.randn(tokens, hidden)
+    first, second = torch.randn(experts, inner, hidden), torch.randn(experts, hidden, inner)
+    factors = torch.rand(tokens, 3)
+
+    def mixed(routing: Routing, held: range) -> torch.Tensor:
+        there = on_device(routing)
+        own_first = first[held.start : held.stop].to(DEVICE)
+        own_second = second[held.start : held.stop].to(DEVICE)
+        between = grouped_linear(x.to(DEVICE), own_first, there, gathers=True)
+        rows = grouped_linear(between, own_second, there, gathers=False)
+        # What the kernels have not written may be anything.
+        rows[int(there.offsets[-1]) :] = torch.nan
+        return add_choices(rows, there, factors.to(DEVICE)).cpu()
+
+    whole = mixed(route(ids, experts), range(experts))
+    parts = [mixed(route_held(ids, held), held) for held in (range(3), range(3, 4), range(4, 7))]
+    torch.testing.assert_close(sum(parts), whole, atol=1e-3, rtol=1e-3)

@@ -32,6 +32,7 @@ def engine_of_ranks(settings: EngineSettings, ranks: int) -> Iterator[tuple[Engi
             group = following.form(CPU, broken.append)
             model, cache = build_following(settings, group)
             caches[rank].set_result(cache)
+            following.ready(f"rank {rank}")
             following.run(model, cache)
             following.close()
             ended[rank - 1].set_result(None)
@@ -42,9 +43,10 @@ def engine_of_ranks(settings: EngineSettings, ranks: int) -> Iterator[tuple[Engi
     for thread in threads:
         thread.start()
     try:
-        leading = lead.form(CPU, broken.append, WAIT_S)
+        leading = lead.form(CPU, WAIT_S)
         engine = build_engine(settings, ranks=leading)
         caches[0].set_result(engine.cache)
+        assert lead.addresses(WAIT_S) == tuple(f"rank {rank}" for rank in range(1, ranks))
         yield engine, [cache.result(WAIT_S) for cache in caches]
     finally:
         lead.close()

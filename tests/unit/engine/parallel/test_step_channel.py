@@ -22,7 +22,10 @@ def joined(lead: LeadChannel) -> list[RankChannel]:
     found: list[RankChannel] = []
 
     def join() -> None:
-        found.extend(RankChannel(lead.address, rank, WAIT_S) for rank in range(1, lead.ranks))
+        found.extend(
+            RankChannel(lead.address, rank, WAIT_S, f"process {rank}")
+            for rank in range(1, lead.ranks)
+        )
 
     thread = threading.Thread(target=join)
     thread.start()
@@ -34,18 +37,20 @@ def joined(lead: LeadChannel) -> list[RankChannel]:
 def test_frames_reach_all_ranks_and_a_close_ends_them() -> None:
     lead = LeadChannel(HOST, 3)
     ranks = joined(lead)
-    broken: SimpleQueue[str] = SimpleQueue()
-    lead.watch(broken.put)
+    lead.watch()
     for rank in ranks:
-        rank.live(broken.put)
+        rank.live(lambda _: None)
+        rank.ready(f"host:{id(rank)}")
+    assert lead.addresses(WAIT_S) == tuple(f"host:{id(rank)}" for rank in ranks)
+    assert [lead.greetings[rank].process for rank in (1, 2)] == ["process 1", "process 2"]
     lead.tell(b"one")
     lead.tell(b"two" * 1000)
     assert [rank.frame() for rank in ranks] == [b"one"] * 2
     assert [rank.frame() for rank in ranks] == [b"two" * 1000] * 2
     for rank in ranks:
         rank.close()
-    assert "has ended" in broken.get(timeout=WAIT_S)
-    with pytest.raises(WorkerFailed, match="are gone"):
+    assert "has ended" in lead.lost.result(WAIT_S)
+    with pytest.raises(WorkerFailed, match="has ended"):
         lead.tell(b"three")
     lead.close()
 
@@ -66,10 +71,9 @@ def test_a_rank_that_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(step_channel, "BEAT_S", 0.1)
     lead = LeadChannel(HOST, 3)
     silent, alive = joined(lead)
-    broken: SimpleQueue[str] = SimpleQueue()
     alive.live(lambda _: None)
-    lead.watch(broken.put)
-    assert "rank 1 has said nothing" in broken.get(timeout=WAIT_S)
+    lead.watch()
+    assert "rank 1 has said nothing" in lead.lost.result(WAIT_S)
     for end in (lead, silent, alive):
         end.close()
 
@@ -85,6 +89,16 @@ def test_strangers_are_not_let_in() -> None:
     for stranger in (wrong, out_of_range):
         assert stranger.frame() is None
         stranger.close()
+    lead.close()
+
+
+def test_nobody_waits_for_ranks_once_one_is_known_to_have_failed() -> None:
+    lead = LeadChannel(HOST, 2)
+    threading.Timer(0.2, lead.fail, ("rank 1: no such file",)).start()
+    with pytest.raises(WorkerFailed, match="rank 1: no such file"):
+        lead.accept(WAIT_S)
+    with pytest.raises(WorkerFailed, match="rank 1: no such file"):
+        lead.addresses(WAIT_S)
     lead.close()
 
 

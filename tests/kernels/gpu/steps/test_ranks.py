@@ -1,0 +1,103 @@
+"""The GPU's steps on several ranks, which are threads here, against one rank in plain torch."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.engine import EngineSettings, build_engine
+from engine.gpu.decoder import GpuStepModel
+from engine.gpu.draws import GREEDY
+from engine.gpu.launch import Launch
+from engine.kv_cache import KvCache
+from engine.model import DecoderModel
+from engine.model_config import load_model_config
+from engine.parallel.model_share import config_of, share_of
+from engine.parallel.rank_group import RankGroup
+from engine.parallel.rank_model import RankModel
+from engine.parallel.ranks import FollowingRank, LeadRank
+from engine.parallel.weight_slices import WeightSlices
+from engine.plan import PlanRow
+from engine.step import StepInput
+from engine.weights import load_weights
+from tests.kernels.gpu.device import DEVICE
+from tests.models import make_tiny_model, make_tiny_moe
+
+HOST = "127.0.0.1"
+WAIT_S = 120.0
+RANKS = 2
+PROMPT = list(range(7, 32))
+TABLE = (3, 5, 2)
+
+
+def step_model(folder: Path, group: RankGroup, lead: LeadRank | None) -> GpuStepModel:
+    config = load_model_config(folder)
+    share = share_of(config, group.rank, group.ranks)
+    slices = WeightSlices(config, share)
+    weights = load_weights(folder, DEVICE, torch.float32, slices=slices)
+    model = DecoderModel(config_of(config, share), weights, DEVICE, RankModel(share, group))
+    cache = KvCache(model.config, 8, 16, torch.float32, DEVICE)
+    return GpuStepModel(model, cache, 8, lead=lead)
+
+
+@pytest.fixture(autouse=True)
+def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter is one thread's."""
+    lock, run = threading.Lock(), Launch.run
+
+    def locked(launch: Launch) -> None:
+        with lock:
+            run(launch)
+
+    monkeypatch.setattr(Launch, "run", locked)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="NCCL takes one GPU for each rank")
+@pytest.mark.parametrize("make", [make_tiny_model, make_tiny_moe])
+def test_ranks_compute_what_one_computes(tmp_path: Path, make) -> None:  # type: ignore[no-untyped-def]
+    folder = make(tmp_path)
+    lead = LeadRank(HOST, RANKS)
+    ended: Future[None] = Future()
+
+    def follow() -> None:
+        try:
+            following = FollowingRank(lead.address, 1, RANKS, WAIT_S)
+            group = following.form(DEVICE, lambda _: None)
+            model = step_model(folder, group, None)
+            following.ready("none")
+            following.run(model, KvCache(load_model_config(folder), 8, 16, torch.float32, DEVICE))
+            following.close()
+            ended.set_result(None)
+        except BaseException as error:
+            ended.set_exception(error)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    try:
+        model = step_model(folder, lead.form(DEVICE, WAIT_S).group, lead)
+        rows = (PlanRow(0, 0, len(PROMPT), TABLE, True),)
+        step = StepInput(rows, PROMPT, list(range(len(PROMPT))), False)
+        found = model.run(step).logits
+        # The next step's token is known to the ranks alone, by where it lies.
+        last = replace(step, outputs=[len(PROMPT) - 1], greedy=True)
+        drawn = model.start(last, [GREEDY])
+        row = PlanRow(0, len(PROMPT), 1, TABLE, True)
+        follower = model.start(StepInput((row,), [-1], [0], True), [GREEDY])
+        tokens = drawn.token_ids() + follower.token_ids()
+    finally:
+        lead.close()
+        thread.join(WAIT_S)
+    ended.result(0)
+    reference = build_engine(EngineSettings(folder, "float32", "cpu", kv_pool_bytes=1 << 20))
+    expected = reference.runner.model.run(step).logits
+    assert found is not None
+    assert expected is not None
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert tokens[0] == int(expected[-1].argmax())
+    after = StepInput((row,), tokens[:1], [0], True)
+    assert tokens[1:] == reference.runner.model.run(after).best
