@@ -1,12 +1,16 @@
 """How the bytes of a KV block lie: what two workers must know of each other to exchange blocks.
 
-On each tensor-parallel rank a block holds codes ``[layer, K/V, head, slot, dim]`` of the rank's
-heads, then, where they are int8 or fp8, their scales ``[layer, K/V, head, slot]`` in fp32, then
-what fills it up to a multiple of 64. A *row* is what one slot holds of one head's keys or values in
-one layer: ``head_dim`` codes and, if any, their scale. Rows are counted in the order of the codes,
-so that a row's number gives both its places. Behind that lies the drafter's part, if there is one,
-laid out in the same way; behind its codes and scales, at a multiple of 8, an int64 says how many of
-its slots are filled.
+    KvLayout of a worker ─of_rank(r)→ KvLayout of what lies on one of its ranks
+
+The heads of a worker are shared by its ranks (``baton.head_share``), so that a rank's block is that
+of a model with its heads alone: one rank's may have a head more than another's.
+
+A block holds codes ``[layer, K/V, head, slot, dim]``, then, where they are int8 or fp8, their
+scales ``[layer, K/V, head, slot]`` in fp32, then what fills it up to a multiple of 64. A *row* is
+what one slot holds of one head's keys or values in one layer: ``head_dim`` codes and, if any, their
+scale. Rows are counted in the order of the codes, so that a row's number gives both its places.
+Behind that lies the drafter's part, if there is one, laid out in the same way; behind its codes and
+scales, at a multiple of 8, an int64 says how many of its slots are filled.
 
 Plain Python.
 """
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from baton import head_share
 from baton.errors import GeometryMismatch
 from baton.request import Geometry, GroupShape
 
@@ -27,7 +32,11 @@ _SCALED = frozenset({"int8", "fp8"})
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The layout of a worker's blocks. Raises GeometryMismatch for one that cannot be."""
+    """The layout of a worker's blocks. Raises GeometryMismatch for one that cannot be.
+
+    Sizes and places are those of a block on one rank: of several, ``of_rank`` has them, and they
+    are refused here.
+    """
 
     block_size: int
     """Slots of a block."""
@@ -49,11 +58,6 @@ class KvLayout:
         if self.kv_dtype not in _VALUE_BYTES:
             known = ", ".join(_VALUE_BYTES)
             raise GeometryMismatch(f"{self} has an unknown kv_dtype; known: {known}")
-        if self.kv_heads % self.tensor_parallel and self.tensor_parallel % self.kv_heads:
-            raise GeometryMismatch(
-                f"{self}: {self.kv_heads} KV heads cannot be shared evenly by "
-                f"{self.tensor_parallel} ranks"
-            )
         if self.drafter is not None:
             # What the target's part is asked, the drafter's is asked too.
             self._layout_of(self.drafter)
@@ -80,19 +84,23 @@ class KvLayout:
     def has_scales(self) -> bool:
         return self.kv_dtype in _SCALED
 
-    @property
-    def heads_per_rank(self) -> int:
-        return max(1, self.kv_heads // self.tensor_parallel)
-
-    @property
-    def replicas(self) -> int:
-        """On how many ranks each head lies."""
-        return max(1, self.tensor_parallel // self.kv_heads)
+    def of_rank(self, rank: int) -> KvLayout:
+        """What lies on one rank: itself where there is one only."""
+        if self.tensor_parallel == 1:
+            return self
+        group = self.drafter
+        if group is not None:
+            held = head_share.kv_heads_of(rank, self.tensor_parallel, group.kv_heads)
+            group = replace(group, kv_heads=len(held))
+        heads = len(self.heads_of(rank))
+        return replace(self, kv_heads=heads, tensor_parallel=1, drafter=group)
 
     @property
     def rows(self) -> int:
-        """Rows of a rank's block."""
-        return self.layers * 2 * self.heads_per_rank * self.block_size
+        """Rows of a block."""
+        if self.tensor_parallel != 1:
+            raise GeometryMismatch(f"{self} has no size of its own: its ranks have")
+        return self.layers * 2 * self.kv_heads * self.block_size
 
     @property
     def row_bytes(self) -> int:
@@ -101,22 +109,22 @@ class KvLayout:
 
     @property
     def codes_bytes(self) -> int:
-        """Bytes of the codes of a rank's block: where its scales begin."""
+        """Bytes of the codes of a block: where its scales begin."""
         return self.rows * self.row_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the codes and scales of a rank's block: where its padding begins."""
+        """Bytes of the codes and scales of a block: where its padding begins."""
         return self.codes_bytes + self.rows * SCALE_BYTES * self.has_scales
 
     @property
     def target_bytes(self) -> int:
-        """Bytes of the target's part of a block on one rank: where the drafter's begins."""
+        """Bytes of the target's part of a block: where the drafter's begins."""
         return _aligned(self.used_bytes)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block on one rank: a multiple of 64."""
+        """Bytes of a block: a multiple of 64."""
         drafter = self.drafter_layout
         if drafter is None:
             return self.target_bytes
@@ -143,17 +151,15 @@ class KvLayout:
 
     def heads_of(self, rank: int) -> range:
         """The model's KV heads that a rank holds, in their order there."""
-        first = rank // self.replicas * self.heads_per_rank
-        return range(first, first + self.heads_per_rank)
+        return head_share.kv_heads_of(rank, self.tensor_parallel, self.kv_heads)
 
     def ranks_of(self, head: int) -> range:
         """The ranks that hold a KV head of the model."""
-        first = head // self.heads_per_rank * self.replicas
-        return range(first, first + self.replicas)
+        return head_share.ranks_of(head, self.tensor_parallel, self.kv_heads)
 
-    def row(self, layer: int, which: int, local_head: int, slot: int) -> int:
-        """The number of a row. ``which`` is 0 for keys, 1 for values; heads count in the rank."""
-        plane = (layer * 2 + which) * self.heads_per_rank + local_head
+    def row(self, layer: int, which: int, head: int, slot: int) -> int:
+        """The number of a row. ``which`` is 0 for keys, 1 for values; heads count in the block."""
+        plane = (layer * 2 + which) * self.kv_heads + head
         return plane * self.block_size + slot
 
     def code_offset(self, row: int) -> int:
@@ -165,7 +171,7 @@ class KvLayout:
         return self.codes_bytes + row * SCALE_BYTES
 
     def layer_runs(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Where a rank's layers ``first`` … ``last - 1`` lie in a block: offset and bytes of runs.
+        """Where the layers ``first`` … ``last - 1`` lie in a block: offset and bytes of runs.
 
         The runs of all layers, in whatever portions, cover the block: its padding goes with the
         last one, and so does the drafter's part.

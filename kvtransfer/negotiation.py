@@ -23,8 +23,10 @@ class Fit(enum.Enum):
 
     EQUAL = "equal"
     """Whole blocks move as they are."""
+    SHARED = "shared"
+    """Tensor parallelism differs: each rank sends the heads that its peers have."""
     CONVERTIBLE = "convertible"
-    """Block size, tensor parallelism or KV type differ."""
+    """Block size or KV type differ, of two workers of one rank each."""
 
 
 def rank_transports(offered: Collection[str], supported: Collection[str]) -> tuple[str, ...]:
@@ -47,11 +49,28 @@ def check_geometry(source: Geometry, target: Geometry) -> Fit:
     """
     try:
         check_convertible(KvLayout.of(source), KvLayout.of(target))
+        return _fit(source, target)
     except GeometryMismatch as error:
         raise GeometryMismatch(
             f"KV blocks do not fit: the source has {source}, the target has {target} ({error})"
         ) from error
-    return Fit.EQUAL if source == target else Fit.CONVERTIBLE
+
+
+def _fit(source: Geometry, target: Geometry) -> Fit:
+    if source == target:
+        return Fit.EQUAL
+    if source.tensor_parallel == target.tensor_parallel == 1:
+        return Fit.CONVERTIBLE
+    if (source.block_size, source.kv_dtype) != (target.block_size, target.kv_dtype):
+        raise GeometryMismatch(
+            "workers of several ranks need one block_size and one kv_dtype on both sides"
+        )
+    if source.drafter is not None:
+        raise GeometryMismatch(
+            "workers of unequal tensor parallelism cannot exchange a drafter's KV: switch the "
+            "draft model off, or give both pools one degree"
+        )
+    return Fit.SHARED
 
 
 def _listed(names: Collection[str]) -> str:

@@ -1,6 +1,7 @@
 """Which bytes of a writer's blocks belong where in a receiver's, whose layout may be another.
 
     plan ─ slices of bytes, for layouts of one KV type
+      ├ shares ─ which heads each rank gives each other rank, and of which blocks
       └ overlaps ─ runs of tokens, for every pair of layouts; what converts KV types works on these
 
 Blocks are counted within the sequence: token ``t`` lies in slot ``t % block_size`` of block
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 
 from baton.errors import GeometryMismatch, HandoffError
 from kvtransfer.layout import SCALE_BYTES, KvLayout
@@ -43,6 +43,53 @@ class Slice:
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank of a source gives one rank of a target: heads of some blocks."""
+
+    source_rank: int
+    target_rank: int
+    heads: range
+    """Of the model. All that both ranks hold, and one alone where several source ranks hold it."""
+    turn: int = 0
+    step: int = 0
+    turns: int = 1
+    """Several source ranks with the same head take turns: see ``has``."""
+
+    def has(self, block: int) -> bool:
+        """Whether block ``block`` of the source is given, counted as ``Slice`` counts it."""
+        return (block * self.step + self.turn) % self.turns == 0
+
+
+def shares(source: KvLayout, target: KvLayout) -> list[Share]:
+    """Of every pair of ranks that has one. By target rank, then by head.
+
+    Every head that a target rank holds comes from one source rank, of each block.
+    """
+    found = []
+    for target_rank in range(target.tensor_parallel):
+        for source_rank in range(source.tensor_parallel):
+            share = _share(source, target, source_rank, target_rank)
+            if share is not None:
+                found.append(share)
+    return found
+
+
+def _share(source: KvLayout, target: KvLayout, source_rank: int, target_rank: int) -> Share | None:
+    here, there = source.heads_of(source_rank), target.heads_of(target_rank)
+    heads = range(max(here.start, there.start), min(here.stop, there.stop))
+    if not heads:
+        return None
+    holders, copies = source.ranks_of(heads[0]), target.ranks_of(heads[0])
+    if len(holders) == 1:
+        return Share(source_rank, target_rank, heads)
+    # Every copy of every block takes the next replica. With as many copies as replicas each copy
+    # keeps its own, so that equal geometries move from rank to same rank.
+    turn = (target_rank - copies.start) - (source_rank - holders.start)
+    share = Share(source_rank, target_rank, heads, turn, len(copies), len(holders))
+    return share if any(share.has(block) for block in range(len(holders))) else None
+
+
 def plan(source: KvLayout, target: KvLayout, first: int, last: int) -> list[Slice]:
     """The fewest slices that bring the tokens [first, last) into the target's blocks.
 
@@ -60,11 +107,12 @@ def plan(source: KvLayout, target: KvLayout, first: int, last: int) -> list[Slic
         raise GeometryMismatch(f"parts of {source} cannot be planned: a drafter has its own")
     if source.kv_dtype != target.kv_dtype:
         raise GeometryMismatch(f"codes of {source} are not those of {target}")
+    given = shares(source, target)
     slices: list[Slice] = []
     for overlap in overlaps(source, target, first, last):
-        for rank in range(target.tensor_parallel):
-            for reader, heads in _readers(source, target, rank, overlap.source_block):
-                slices.extend(_slices(source, target, overlap, reader, rank, heads))
+        for share in given:
+            if share.has(overlap.source_block):
+                slices.extend(_slices(source, target, overlap, share))
     return slices
 
 
@@ -98,54 +146,45 @@ def check_convertible(source: KvLayout, target: KvLayout) -> None:
         raise GeometryMismatch(f"the source has {source}, the target has {target}")
 
 
-def _readers(
-    source: KvLayout, target: KvLayout, rank: int, source_block: int
-) -> Iterator[tuple[int, range]]:
-    """The source ranks that a target rank takes a block from, and which heads from each."""
-    copy = rank % target.replicas
-    # Every copy of every block takes the next replica. With as many copies as replicas each copy
-    # keeps its own, so that equal geometries move from rank to same rank.
-    replica = (source_block * target.replicas + copy) % source.replicas
-    for reader, run in groupby(target.heads_of(rank), lambda head: source.ranks_of(head)[replica]):
-        heads = list(run)
-        yield reader, range(heads[0], heads[-1] + 1)
-
-
-def _slices(
-    source: KvLayout, target: KvLayout, overlap: Overlap, reader: int, rank: int, heads: range
-) -> Iterator[Slice]:
-    """What one source rank gives one target rank of one overlap: ``heads`` of the model."""
+def _slices(source: KvLayout, target: KvLayout, overlap: Overlap, share: Share) -> Iterator[Slice]:
+    """What one source rank gives one target rank of one overlap."""
+    here, there = source.of_rank(share.source_rank), target.of_rank(share.target_rank)
 
     def between(source_offset: int, target_offset: int, length: int) -> Slice:
         return Slice(
-            reader,
+            share.source_rank,
             overlap.source_block,
             source_offset,
-            rank,
+            share.target_rank,
             overlap.target_block,
             target_offset,
             length,
         )
 
-    if _is_whole(source, target, overlap, heads):
-        yield between(0, 0, source.block_bytes)
+    if _is_whole(here, there, overlap, share.heads):
+        yield between(0, 0, here.block_bytes)
         return
-    here, there = heads[0] - source.heads_of(reader)[0], heads[0] - target.heads_of(rank)[0]
-    for source_row, target_row, rows in _runs(source, target, overlap, here, there, len(heads)):
+    first = share.heads.start
+    heads = (
+        first - source.heads_of(share.source_rank).start,
+        first - target.heads_of(share.target_rank).start,
+        len(share.heads),
+    )
+    for source_row, target_row, rows in _runs(here, there, overlap, *heads):
         yield between(
-            source.code_offset(source_row), target.code_offset(target_row), rows * source.row_bytes
+            here.code_offset(source_row), there.code_offset(target_row), rows * here.row_bytes
         )
-        if source.has_scales:
+        if here.has_scales:
             yield between(
-                source.scale_offset(source_row), target.scale_offset(target_row), rows * SCALE_BYTES
+                here.scale_offset(source_row), there.scale_offset(target_row), rows * SCALE_BYTES
             )
 
 
-def _is_whole(source: KvLayout, target: KvLayout, overlap: Overlap, heads: range) -> bool:
+def _is_whole(here: KvLayout, there: KvLayout, overlap: Overlap, heads: range) -> bool:
     """Whether the two blocks are alike, and no token before those of the overlap is in them."""
     return (
-        source.block_size == target.block_size
-        and len(heads) == source.heads_per_rank == target.heads_per_rank
+        here.block_size == there.block_size
+        and len(heads) == here.kv_heads == there.kv_heads
         and overlap.source_slot == 0
     )
 

@@ -44,7 +44,7 @@ class _Blocks:
     @classmethod
     def of(cls, data: torch.Tensor, layout: KvLayout) -> _Blocks:
         """View uint8 [blocks, block_bytes]."""
-        shape = (len(data), layout.layers, 2, layout.heads_per_rank, layout.block_size)
+        shape = (len(data), layout.layers, 2, layout.kv_heads, layout.block_size)
         codes = data[:, : layout.codes_bytes]
         if not layout.has_scales:
             codes = codes.view(_DTYPES[layout.kv_dtype])
@@ -89,7 +89,7 @@ class Converter:
         if not 0 <= target_rank < target.tensor_parallel:
             raise GeometryMismatch(f"{target} has no rank {target_rank}")
         self._source = source
-        self._target = target
+        self._target = target.of_rank(target_rank)
         self._heads = target.heads_of(target_rank)
         self._drafter: Converter | None = None
         if source.drafter_layout is not None and target.drafter_layout is not None:
@@ -107,8 +107,8 @@ class Converter:
 
         ``cache`` is uint8 [blocks, source.block_bytes], ``table`` the sequence's block table in it,
         ``tokens`` how many of its tokens are computed. ``wanted`` counts target blocks from the
-        sequence's start. ``out`` is uint8 [len(wanted), target.block_bytes] on the same device;
-        slots without a token, and padding, become zeros.
+        sequence's start. ``out`` is uint8 [len(wanted), block_bytes of the target's rank] on the
+        same device; slots without a token, and padding, become zeros.
 
         Raises HandoffError for a block that has no token, or a table that is too short; ValueError
         for tensors of another shape, type or device.

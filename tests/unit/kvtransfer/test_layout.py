@@ -85,8 +85,23 @@ def test_a_rank_has_the_blocks_of_a_model_with_its_heads_alone(dtype: torch.dtyp
     config = plain_config(layers=2, heads=2, kv_heads=2, head_dim=8)
     cache = KvCache(config, 1, 16, dtype, CPU)
     layout = KvLayout(16, 2, 8, 8, cache.geometry().kv_dtype, tensor_parallel=4)
-    assert layout.heads_per_rank == 2
-    assert layout.block_bytes == cache.block_bytes
+    for rank in range(4):
+        assert layout.of_rank(rank).block_bytes == cache.block_bytes
+    with pytest.raises(GeometryMismatch, match="its ranks have"):
+        _ = layout.block_bytes
+
+
+def test_one_rank_may_hold_a_head_more_than_another() -> None:
+    layout = KvLayout(16, 2, 3, 8, "int8", 2, GroupShape(1, 5, 8))
+    one, two = layout.of_rank(0), layout.of_rank(1)
+    assert one == KvLayout(16, 2, 1, 8, "int8", drafter=GroupShape(1, 2, 8))
+    assert two == KvLayout(16, 2, 2, 8, "int8", drafter=GroupShape(1, 3, 8))
+    assert one.block_bytes < two.block_bytes
+
+
+def test_the_only_rank_has_the_layout_itself() -> None:
+    layout = KvLayout(16, 2, 3, 8, "int8")
+    assert layout.of_rank(0) is layout
 
 
 @pytest.mark.parametrize(
@@ -97,6 +112,9 @@ def test_a_rank_has_the_blocks_of_a_model_with_its_heads_alone(dtype: torch.dtyp
         (3, 3, [[0], [1], [2]]),
         (2, 8, [[0], [0], [0], [0], [1], [1], [1], [1]]),
         (1, 2, [[0], [0]]),
+        (3, 2, [[0], [1, 2]]),
+        (2, 3, [[0], [0], [1]]),
+        (9, 4, [[0, 1], [2, 3], [4, 5], [6, 7, 8]]),
     ],
 )
 def test_ranks_share_the_heads(heads: int, ranks: int, expected: list[list[int]]) -> None:
@@ -104,13 +122,6 @@ def test_ranks_share_the_heads(heads: int, ranks: int, expected: list[list[int]]
     assert [list(layout.heads_of(rank)) for rank in range(ranks)] == expected
     for head in range(heads):
         assert list(layout.ranks_of(head)) == [r for r in range(ranks) if head in expected[r]]
-        assert len(layout.ranks_of(head)) == layout.replicas
-
-
-@pytest.mark.parametrize(("heads", "ranks"), [(3, 2), (2, 3), (9, 4), (6, 8)])
-def test_heads_that_cannot_be_shared_are_refused(heads: int, ranks: int) -> None:
-    with pytest.raises(GeometryMismatch, match=f"{heads} KV heads .* {ranks} ranks"):
-        KvLayout(16, 1, heads, 8, "bfloat16", ranks)
 
 
 def test_what_a_peer_may_not_say_is_refused() -> None:

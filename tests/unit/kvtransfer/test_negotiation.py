@@ -11,7 +11,7 @@ from baton.errors import GeometryMismatch, HandoffError
 from baton.request import Geometry, GroupShape
 from kvtransfer.negotiation import TRANSPORTS, Fit, check_geometry, rank_transports
 
-GEOMETRY = Geometry(16, 2, 4, 64, "bfloat16", 2)
+GEOMETRY = Geometry(16, 2, 4, 64, "bfloat16")
 
 
 @pytest.mark.parametrize(("better", "worse"), list(itertools.combinations(TRANSPORTS, 2)))
@@ -56,13 +56,22 @@ def test_equal_geometries() -> None:
     assert check_geometry(GEOMETRY, replace(GEOMETRY)) is Fit.EQUAL
 
 
-@pytest.mark.parametrize(
-    "change", [{"block_size": 24}, {"tensor_parallel": 8}, {"kv_dtype": "int8"}]
-)
+@pytest.mark.parametrize("change", [{"block_size": 24}, {"kv_dtype": "int8"}])
 def test_geometries_that_can_be_converted(change: dict[str, object]) -> None:
     other = replace(GEOMETRY, **change)  # type: ignore[arg-type]
     assert check_geometry(GEOMETRY, other) is Fit.CONVERTIBLE
     assert check_geometry(other, GEOMETRY) is Fit.CONVERTIBLE
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_geometries_whose_ranks_share_heads_otherwise(ranks: int) -> None:
+    other = replace(GEOMETRY, tensor_parallel=ranks)
+    assert check_geometry(GEOMETRY, other) is Fit.SHARED
+    assert check_geometry(other, GEOMETRY) is Fit.SHARED
+    assert check_geometry(other, replace(other)) is Fit.EQUAL
+    drafting = replace(GEOMETRY, drafter=GroupShape(1, 2, 8))
+    with pytest.raises(GeometryMismatch, match="switch the draft model off"):
+        check_geometry(drafting, replace(drafting, tensor_parallel=ranks))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +80,9 @@ def test_geometries_that_can_be_converted(change: dict[str, object]) -> None:
         {"layers": 3},
         {"kv_heads": 8},
         {"head_dim": 32},
-        {"tensor_parallel": 3},
+        {"tensor_parallel": 0},
+        {"tensor_parallel": 2, "block_size": 24},
+        {"tensor_parallel": 2, "kv_dtype": "int8"},
         {"kv_dtype": "int3"},
         {"block_size": 0},
         {"drafter": GroupShape(1, 2, 8)},

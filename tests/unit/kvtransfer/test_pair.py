@@ -39,11 +39,13 @@ def test_equal_ones() -> None:
     assert check_peer(OWN, PEER, "decode-0:1") is Fit.EQUAL
 
 
-@pytest.mark.parametrize(
-    "change", [{"block_size": 32}, {"kv_dtype": "int8"}, {"tensor_parallel": 2}]
-)
+@pytest.mark.parametrize("change", [{"block_size": 32}, {"kv_dtype": "int8"}])
 def test_geometries_that_are_converted(change: dict[str, object]) -> None:
     assert check_peer(OWN, peer_with(**change), "decode-0:1") is Fit.CONVERTIBLE
+
+
+def test_ranks_that_share_heads_otherwise() -> None:
+    assert check_peer(OWN, peer_with(tensor_parallel=2), "decode-0:1") is Fit.SHARED
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,23 @@ from hypothesis import strategies as st
 from baton.errors import GeometryMismatch, HandoffError
 from baton.request import GroupShape
 from kvtransfer.layout import SCALE_BYTES, KvLayout
-from kvtransfer.plan import Slice, overlaps, plan
+from kvtransfer.plan import Slice, overlaps, plan, shares
 
 Bytes = npt.NDArray[np.uint8]
 DEGREES = (1, 2, 4, 8)
-PAIRS = [
+EVEN = [
     (heads, source, target)
-    for heads in range(1, 17)
+    for heads in (1, 2, 3, 4, 8, 16)
     for source, target in itertools.product(DEGREES, DEGREES)
     if all(heads % degree == 0 or degree % heads == 0 for degree in (source, target))
 ]
+UNEVEN = [
+    (heads, source, target)
+    for heads in (3, 5, 9)
+    for source, target in itertools.product((1, 2, 4), (1, 2, 3, 4))
+    if any(heads % degree and degree % heads for degree in (source, target))
+]
+PAIRS = EVEN + UNEVEN
 """(KV heads, tensor parallelism of the source, of the target)"""
 DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
 SIZES = st.integers(1, 64)
@@ -70,8 +77,8 @@ def cases(draw: st.DrawFn, heads: int, source_ranks: int, target_ranks: int) -> 
 
 
 def parts(layout: KvLayout, data: Bytes) -> tuple[Bytes, Bytes]:
-    """Codes and scales [block, layer, K/V, head, slot, byte] of blocks [block, block_bytes]."""
-    shape = (len(data), layout.layers, 2, layout.heads_per_rank, layout.block_size)
+    """Codes and scales [block, layer, K/V, head, slot, byte] of a rank's [block, block_bytes]."""
+    shape = (len(data), layout.layers, 2, layout.kv_heads, layout.block_size)
     rows = int(np.prod(shape[1:]))
     codes = rows * layout.row_bytes
     scales = rows * SCALE_BYTES if layout.has_scales else 0
@@ -83,7 +90,7 @@ def parts(layout: KvLayout, data: Bytes) -> tuple[Bytes, Bytes]:
 
 def place(layout: KvLayout, rank: int, data: Bytes, rows: Bytes, first: int, last: int) -> None:
     """Put tokens of ``rows`` [layer, K/V, head, token, byte] into a rank's blocks, one by one."""
-    codes, scales = parts(layout, data)
+    codes, scales = parts(layout.of_rank(rank), data)
     assert np.shares_memory(codes, data)
     heads = layout.heads_of(rank)
     for token in range(first, last):
@@ -95,8 +102,11 @@ def place(layout: KvLayout, rank: int, data: Bytes, rows: Bytes, first: int, las
 
 def blank(layout: KvLayout, tokens: int, random: np.random.Generator) -> list[Bytes]:
     """Blocks of random bytes [block, block_bytes] of every rank."""
-    shape = (-(-tokens // layout.block_size), layout.block_bytes)
-    return [random.integers(0, 256, shape, np.uint8) for _ in range(layout.tensor_parallel)]
+    count = -(-tokens // layout.block_size)
+    return [
+        random.integers(0, 256, (count, layout.of_rank(rank).block_bytes), np.uint8)
+        for rank in range(layout.tensor_parallel)
+    ]
 
 
 def execute(slices: list[Slice], source: list[Bytes], target: list[Bytes]) -> list[Bytes]:
@@ -115,14 +125,16 @@ def execute(slices: list[Slice], source: list[Bytes], target: list[Bytes]) -> li
     return written
 
 
-def whole_blocks(case: Case, data: Bytes) -> Bytes:
-    """1 in a target rank's blocks that go whole: where both sides' are alike, those that begin in
+def whole_blocks(case: Case, rank: int, data: Bytes) -> Bytes:
+    """1 in a target rank's blocks that go whole: where a source rank has the same heads, those that
 
-    the range. Padding and what follows the last token come along.
+    begin in the range. Padding and what follows the last token come along.
     """
     source, target = case.source, case.target
     whole = np.zeros_like(data)
-    if source.block_size == target.block_size and source.heads_per_rank == target.heads_per_rank:
+    heads = target.heads_of(rank)
+    alike = any(source.heads_of(each) == heads for each in range(source.tensor_parallel))
+    if source.block_size == target.block_size and alike:
         whole[-(-case.first // target.block_size) :] = 1
     return whole
 
@@ -165,7 +177,7 @@ def test_every_token_arrives_once_and_nothing_else(
             expected, tokens = before[rank], np.zeros_like(data)
             place(case.target, rank, expected, rows, case.first, case.last)
             place(case.target, rank, tokens, np.ones_like(rows), case.first, case.last)
-            assert (written[rank] == (tokens | whole_blocks(case, data))).all()
+            assert (written[rank] == (tokens | whole_blocks(case, rank, data))).all()
             kept = (tokens == 1) | (written[rank] == 0)
             assert (data == expected)[kept].all()
 
@@ -188,12 +200,12 @@ def test_overlaps_are_the_tokens_in_order(sizes: tuple[int, int], first: int, co
     assert found == list(range(first, first + count))
 
 
-@pytest.mark.parametrize("ranks", DEGREES)
+@pytest.mark.parametrize("ranks", [*DEGREES, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_geometries_move_whole_blocks_from_rank_to_same_rank(dtype: str, ranks: int) -> None:
     layout = KvLayout(16, 3, 4, 8, dtype, ranks)
     expected = [
-        Slice(rank, block, 0, rank, block, 0, layout.block_bytes)
+        Slice(rank, block, 0, rank, block, 0, layout.of_rank(rank).block_bytes)
         for block in (1, 2)
         for rank in range(ranks)
     ]
@@ -224,6 +236,29 @@ def test_replicas_take_turns(heads: int, source_ranks: int, target_ranks: int) -
         read[each.source_rank] += each.length
     assert set(read) == set(range(source_ranks))
     assert len(set(read.values())) == 1
+
+
+DEGREE = st.integers(1, 12)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(DEGREE, DEGREE, DEGREE, st.integers(0, 40))
+def test_every_head_of_every_rank_comes_from_one_rank(
+    heads: int, source_ranks: int, target_ranks: int, block: int
+) -> None:
+    source, target = (KvLayout(4, 1, heads, 4, "int8", n) for n in (source_ranks, target_ranks))
+    given_by = Counter(
+        (share.target_rank, head)
+        for share in shares(source, target)
+        for head in share.heads
+        if share.has(block)
+    )
+    assert given_by == Counter(
+        (rank, head) for rank in range(target_ranks) for head in target.heads_of(rank)
+    )
+    for share in shares(source, target):
+        assert share.heads.start in source.heads_of(share.source_rank)
+        assert share.heads[-1] in source.heads_of(share.source_rank)
 
 
 def test_no_tokens_need_no_slices() -> None:

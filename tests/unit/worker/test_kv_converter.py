@@ -26,8 +26,8 @@ DTYPES = {
 
 
 def make_cache(layout: KvLayout, blocks: int) -> KvCache:
-    """The cache of one rank."""
-    heads = layout.heads_per_rank
+    """The cache of one rank, whose layout it is."""
+    heads = layout.kv_heads
     config = plain_config(layers=LAYERS, heads=heads, kv_heads=heads, head_dim=DIM)
     return KvCache(config, blocks, layout.block_size, DTYPES[layout.kv_dtype], CPU)
 
@@ -61,7 +61,7 @@ def expected_blocks(
 ) -> torch.Tensor:
     """What a fresh cache of the target holds: uint8 [blocks, block_bytes]."""
     count = -(-tokens // target.block_size)
-    other = make_cache(target, count)
+    other = make_cache(target.of_rank(rank), count)
     heads = list(target.heads_of(rank))
     for layer in range(LAYERS):
         found = torch.cat(cache.gather(layer, torch.tensor([table]), torch.float32))
@@ -135,7 +135,7 @@ def test_each_target_rank_gets_its_heads(ranks: int, source_dtype: str, dtype: s
     cache, table = make_source(source, 40)
     for rank in range(ranks):
         expected = expected_blocks(cache, table, 40, target, rank)
-        out = garbage(len(expected), target)
+        out = garbage(len(expected), target.of_rank(rank))
         Converter(source, target, rank).convert(
             all_blocks(cache), table, 40, range(len(expected)), out
         )
@@ -155,9 +155,10 @@ def test_padding_is_zeros() -> None:
     """Also where every slot has its token."""
     source = source_layout(size=3)
     target = replace(source_layout(size=1), tensor_parallel=4)
-    assert target.used_bytes < target.block_bytes
+    there = target.of_rank(1)
+    assert there.used_bytes < there.block_bytes
     cache, table = make_source(source, 6)
-    out = garbage(6, target)
+    out = garbage(6, there)
     Converter(source, target, 1).convert(all_blocks(cache), table, 6, range(6), out)
     assert torch.equal(out, expected_blocks(cache, table, 6, target, 1))
 
