@@ -141,6 +141,29 @@ def copy_out(outs: Sequence[Bytes], source: Run) -> tuple[int, ...]:
     return _copy_addresses(library, addresses, source, soon_read=True)
 
 
+def copy_out_pieces(
+    outs: Sequence[Bytes], at: npt.NDArray[np.int64], source: Run
+) -> tuple[int, ...]:
+    """``copy`` of parts into places ``at`` of each of ``outs``, in their order. In one go.
+
+    The first ``len(at)`` parts of ``source`` go into the first of ``outs``, and so on. Raises
+    ValueError where they are not as many, do not fit, or where one is read-only.
+    """
+    source.check()
+    targets = [_bytes_of(out) for out in outs]
+    if len(targets) * at.size != source.starts.size or not all(
+        target.flags.writeable and at.min() >= 0 and at.max() + source.length <= target.size
+        for target in targets
+    ):
+        raise ValueError("the parts do not fit their places")
+    library = copy_library()
+    if library is None:
+        places = [target[start : start + source.length] for target in targets for start in at]
+        return tuple(copy(to, source.part(i), soon_read=True) for i, to in enumerate(places))
+    addresses = np.array([_address(target) for target in targets], dtype=np.int64)
+    return _copy_addresses(library, (addresses[:, None] + at).reshape(-1), source, soon_read=True)
+
+
 def _copy_many(
     library: ctypes.CDLL, to: Run | None, source: Run, *, soon_read: bool
 ) -> tuple[int, ...]:

@@ -30,6 +30,8 @@ from baton.v1 import transfer_pb2
 from kvtransfer.frames import Frame, decode_frame
 from kvtransfer.links import OpenTransfers, place
 from kvtransfer.memory import BlockMemory
+from kvtransfer.share_layout import ShareLayout
+from kvtransfer.share_memory import source_memory, target_memory
 from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Batch, Packed, Parts, Peer
 
@@ -51,6 +53,7 @@ class GrpcTransport:
     part_bytes = CHUNK_BYTES
     batch_bytes = 4 * CHUNK_BYTES
     copies_out = True
+    carries_shares = True
     reads_in_place = False
 
     def __init__(self, host: str = "127.0.0.1", tls: TlsFiles | None = None) -> None:
@@ -86,25 +89,29 @@ class GrpcTransport:
         """See ``Transport``."""
         return b"{}"
 
-    def accept(self, peer: Peer, offer: bytes) -> tuple[GrpcReceiveLink, bytes]:
-        """See ``Transport``."""
+    def accept(
+        self, peer: Peer, offer: bytes, share: ShareLayout | None = None
+    ) -> tuple[GrpcReceiveLink, bytes]:
+        """See ``SharingTransport``."""
         assert self._memory is not None, "not registered"
         if len(self._links) >= MOST_PAIRS:
             raise HandoffError(f"{MOST_PAIRS} workers send blocks here already")
         pair = secrets.token_hex(16)
-        link = GrpcReceiveLink(self._memory, peer.incarnation, lambda: self._links.pop(pair, None))
+        memory = target_memory(self._memory, share)
+        link = GrpcReceiveLink(memory, peer.incarnation, lambda: self._links.pop(pair, None))
         self._links[pair] = link
         return link, json.dumps({"address": self._address, "pair": pair}).encode()
 
-    def connect(self, peer: Peer, answer: bytes) -> GrpcSendLink:
-        """See ``Transport``."""
+    def connect(self, peer: Peer, answer: bytes, share: ShareLayout | None = None) -> GrpcSendLink:
+        """See ``SharingTransport``."""
         assert self._memory is not None, "not registered"
         try:
             fields = json.loads(answer)
             address, pair = str(fields["address"]), str(fields["pair"])
         except (ValueError, KeyError, TypeError) as error:
             raise HandoffError(f"{peer.incarnation} has not said where blocks go") from error
-        link = GrpcSendLink(self._memory, peer.incarnation, address, pair, self._tls)
+        memory = source_memory(self._memory, share)
+        link = GrpcSendLink(memory, peer.incarnation, address, pair, self._tls)
         self._senders.add(link)
         return link
 

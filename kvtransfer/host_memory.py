@@ -31,6 +31,11 @@ class HostMemory:
         copying.copy_library()
 
     @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """All blocks, one after another: uint8 [bytes], a view."""
+        return self._data.reshape(-1)
+
+    @property
     def blocks(self) -> int:
         return int(self._data.shape[0])
 
@@ -84,7 +89,7 @@ class HostMemory:
         for block in blocks:
             check_part(self, block, offset, length)
         starts = np.array(blocks, dtype=np.int64) * self.block_bytes + offset
-        return copying.Run(self._data.reshape(-1), starts, length)
+        return copying.Run(self.data, starts, length)
 
     def _part(self, block: int, offset: int, length: int) -> npt.NDArray[np.uint8]:
         check_part(self, block, offset, length)

@@ -18,9 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from weakref import WeakSet
 
+import numpy as np
+
 from baton.errors import ConfigError, HandoffError, WorkerFailed
 from kvtransfer.links import OpenTransfers, ReadSendLink, place
 from kvtransfer.memory import BlockMemory
+from kvtransfer.share_layout import ShareLayout
+from kvtransfer.share_memory import PeerBlocks, Pieces, ShareMemory, source_memory
 from kvtransfer.shared_pool import open_shared
 from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Batch, Peer
@@ -49,6 +53,7 @@ class ShmTransport:
     part_bytes = 8 << 20
     batch_bytes = 16 << 20
     copies_out = False
+    carries_shares = True
     reads_in_place = True
     staging_bytes = 0
 
@@ -80,21 +85,32 @@ class ShmTransport:
         """See ``Transport``."""
         return self._offer
 
-    def accept(self, peer: Peer, offer: bytes) -> tuple[ShmReceiveLink, bytes]:
-        """See ``Transport``."""
+    def accept(
+        self, peer: Peer, offer: bytes, share: ShareLayout | None = None
+    ) -> tuple[ShmReceiveLink, bytes]:
+        """See ``SharingTransport``."""
         assert self._memory is not None, "not registered"
         theirs = _parse(offer)
         if (theirs.boot_id, theirs.pid_namespace) != (_host(), _pid_namespace()):
             raise HandoffError(f"{peer.incarnation} is on another host, or in another container")
         blocks = open_shared(theirs.pid, theirs.descriptor, theirs.inode, theirs.bytes)
-        link = ShmReceiveLink(self._memory, blocks.data, theirs.block_bytes, self._executor)
+        link: ShmReceiveLink
+        if share is None or share.is_whole:
+            link = ShmReceiveLink(self._memory, blocks.data, theirs.block_bytes, self._executor)
+        elif theirs.block_bytes != share.source_block_bytes:
+            raise HandoffError(
+                f"{peer.incarnation} offers blocks of {theirs.block_bytes} bytes, and those of its "
+                f"rank have {share.source_block_bytes}"
+            )
+        else:
+            link = ShmShareLink(self._memory, blocks.data, share, self._executor)
         self._links.add(link)
         return link, b""
 
-    def connect(self, peer: Peer, answer: bytes) -> ReadSendLink:
-        """See ``Transport``."""
+    def connect(self, peer: Peer, answer: bytes, share: ShareLayout | None = None) -> ReadSendLink:
+        """See ``SharingTransport``."""
         assert self._memory is not None, "not registered"
-        link = ReadSendLink(self._memory)
+        link = ReadSendLink(source_memory(self._memory, share))
         self._links.add(link)
         return link
 
@@ -114,6 +130,8 @@ class ShmReceiveLink:
         self._theirs = theirs
         """Empty once it is closed: whoever still refers to the link must not keep the mapping."""
         self._block_bytes = block_bytes
+        self._part_end = block_bytes
+        """Where the last part of a block ends at most."""
         self._executor = executor
         self._transfers = OpenTransfers()
 
@@ -125,7 +143,7 @@ class ShmReceiveLink:
             return transfer
         source, theirs = batch.source, self._theirs
         last = (max(source.blocks) + 1) * self._block_bytes
-        if source.offset + source.length > self._block_bytes or last > len(theirs):
+        if source.offset + source.length > self._part_end or last > len(theirs):
             transfer.fail(HandoffError(f"batch {batch.number} lies outside its writer's blocks"))
             return transfer
         try:
@@ -154,6 +172,25 @@ class ShmReceiveLink:
         """See ``ReceiveLink``. The mapping goes with the last copy that reads it."""
         self._transfers.end(WorkerFailed("the pair was closed"))
         self._theirs = memoryview(b"")
+
+
+class ShmShareLink(ShmReceiveLink):
+    """Where a rank takes the heads that it has of a peer's blocks."""
+
+    def __init__(
+        self, memory: BlockMemory, theirs: memoryview, share: ShareLayout, executor: Executor
+    ) -> None:
+        super().__init__(memory, theirs, share.source_block_bytes, executor)
+        self._packed = ShareMemory(memory, share.target_planes, share.block_bytes)
+        self._part_end = share.block_bytes
+        self._pieces = Pieces(share.source_planes)
+
+    def _copy_parts(self, batch: Batch, theirs: memoryview) -> tuple[int, ...]:
+        source, target = batch.source, batch.target
+        peer = PeerBlocks(
+            np.frombuffer(theirs, dtype=np.uint8), self._block_bytes, self._pieces, source.blocks
+        )
+        return self._packed.copy_from(target.blocks, target.offset, target.length, peer)
 
 
 def _host() -> str:

@@ -20,9 +20,10 @@ Links and transfers are safe among threads. Nothing here waits without a deadlin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvtransfer.memory import BlockMemory
+from kvtransfer.share_layout import ShareLayout
 from kvtransfer.transfer import Transfer
 
 
@@ -165,3 +166,20 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Close all links and give back what ``register`` took; idempotent."""
+
+
+@runtime_checkable
+class SharingTransport(Transport, Protocol):
+    """One that also carries what ranks of unequal workers share of their blocks."""
+
+    @property
+    def carries_shares(self) -> bool:
+        """That it does."""
+
+    def accept(
+        self, peer: Peer, offer: bytes, share: ShareLayout | None = None
+    ) -> tuple[ReceiveLink, bytes]:
+        """See ``Transport``. With a ``share`` that is not whole, parts are of its packed bytes."""
+
+    def connect(self, peer: Peer, answer: bytes, share: ShareLayout | None = None) -> SendLink:
+        """See ``Transport``. With a ``share`` that is not whole, parts are of its packed bytes."""
