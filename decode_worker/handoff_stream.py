@@ -2,8 +2,8 @@
 
     open ─the writer leaves, end()→ ended
 
-A commit waits for bytes beside the other calls. What waits when the stream ends is given up: it has
-done nothing yet. Owned by the control loop.
+A commit waits for bytes, and a reserve for the other ranks of this worker, beside the other calls.
+What waits when the stream ends is given up: it has done nothing yet. Owned by the control loop.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HandoffStream:
         self._role = role
         self._context = context
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._commits: set[asyncio.Task[None]] = set()
+        self._waiting: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
         """One answer is written at a time."""
 
@@ -49,7 +49,7 @@ class HandoffStream:
                 self._ended.result()
             reading.result()
         finally:
-            await end_tasks([reading, *self._commits])
+            await end_tasks([reading, *self._waiting])
 
     def end(self, error: BatonError) -> None:
         """Have the writer told that no more is answered; idempotent."""
@@ -61,10 +61,27 @@ class HandoffStream:
         async for request in requests:
             if request.HasField("commit") and self._role.must_wait(request.commit.ticket_id):
                 commit = asyncio.create_task(self._commit_in_time(request), name="commit")
-                self._commits.add(commit)
-                commit.add_done_callback(self._commits.discard)
-            else:
-                await self._write(self._answer(request))
+                self._waiting.add(commit)
+                commit.add_done_callback(self._waiting.discard)
+                continue
+            response = self._answer(request)
+            opened = self._role.opened(response.reserve.ticket_id)
+            if opened is None:
+                await self._write(response)
+                continue
+            answer = asyncio.create_task(self._answer_once(opened, response), name="reserve")
+            self._waiting.add(answer)
+            answer.add_done_callback(self._waiting.discard)
+
+    async def _answer_once(self, opened: asyncio.Future[None], response: Response) -> None:
+        """A reserve is answered once all ranks of this worker let its writer in."""
+        try:
+            # Others may ask for the same ticket.
+            await asyncio.shield(opened)
+        except BatonError as failure:
+            response.ClearField("reserve")
+            _refuse(response, failure)
+        await self._write(response)
 
     async def _write(self, response: Response) -> None:
         async with self._turn:

@@ -92,7 +92,9 @@ class HandoffReceiver:
         pinned = self._pool.match(last_hashes(hashes, limits.hashes_per_block))
         count = -(-len(spec.token_ids) // limits.block_size) - len(pinned)
         self.check_room(count + spec.choices - 1, pinned, spec, now)
-        ticket = self.blocks.promise(attempt, offer.writer, missing=count, pinned=pinned, now=now)
+        ticket = self.blocks.promise(
+            attempt, offer.writer, missing=count, pinned=pinned, now=now, geometry=offer.geometry
+        )
         # Nobody but this worker ever writes to these: they need no quarantine.
         spare = self._pool.allocate(spec.choices - 1)
         self._promised[ticket.ticket_id] = _Promised(spec, hashes, spare)

@@ -127,6 +127,10 @@ class DecodeRole:
         self.context.control.pump_soon()
         return ticket
 
+    def opened(self, ticket_id: str) -> asyncio.Future[None] | None:
+        """See ``BlockReceiver.opened``."""
+        return self.receiver.blocks.opened(ticket_id)
+
     def awaits_bytes(self, ticket_id: str) -> bool:
         """Whether some of a ticket's are still to come."""
         try:

@@ -37,9 +37,9 @@ from baton.errors import (
 from baton.grpc_errors import grpc_boundary
 from baton.v1 import transfer_pb2
 from kvtransfer.checksum import raw_checksum
-from kvtransfer.links import damaged
+from kvtransfer.links import accept_share, damaged
 from kvtransfer.negotiation import Fit, rank_transports
-from kvtransfer.pair import Identity, PairLimits, all_at_once, check_peer
+from kvtransfer.pair import Identity, PairLimits, all_at_once, check_peer, share_between
 from kvtransfer.ticket import Ticket
 from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Batch, Parts, Peer, ReceiveLink, Transport
@@ -66,6 +66,7 @@ class TicketKeeper(Protocol):
         offset: int,
         length: int,
         now: float,
+        rank: int = 0,
     ) -> tuple[int, ...] | None:
         """See ``Ticket.begin_copy``."""
 
@@ -99,13 +100,16 @@ class Inbound:
         self.identity = identity
         self.limits = limits
         self.keeper = keeper
+        self.rank_addresses: Sequence[str] = ()
+        """host:port of the gRPC server of each rank of this worker, where it has several."""
         self._transports = {transport.name: transport for transport in transports}
-        self._pairs: dict[str, InboundPair] = {}
+        self._pairs: dict[tuple[str, int], InboundPair] = {}
+        """By the writer's incarnation and rank."""
         self._transfers: dict[str, set[Transfer]] = {}
 
     def pairs(self) -> dict[str, str]:
         """The transport of each open pair, by the writer's incarnation."""
-        return {writer: pair.transport for writer, pair in self._pairs.items()}
+        return {writer: pair.transport for (writer, _), pair in self._pairs.items()}
 
     async def serve(
         self, requests: AsyncIterator[transfer_pb2.TransferRequest], context: Context
@@ -116,25 +120,31 @@ class Inbound:
             if first is None or not first.HasField("open"):
                 raise HandoffError("a pair's first message must open it")
             pair, answer = self._open(first.open)
-            replaced = self._pairs.get(pair.writer)
+            key = pair.writer, pair.writer_rank
+            replaced = self._pairs.get(key)
             if replaced is not None:
                 replaced.end(WorkerFailed(f"{pair.writer} has opened its pair anew"))
-            self._pairs[pair.writer] = pair
+            self._pairs[key] = pair
             try:
                 await context.write(answer)
                 await pair.run(requests, context)
             finally:
                 pair.close()
-                if self._pairs.get(pair.writer) is pair:
-                    del self._pairs[pair.writer]
+                if self._pairs.get(key) is pair:
+                    del self._pairs[key]
                     self.keeper.writer_gone(pair.writer, time.monotonic())
 
     def _open(self, message: transfer_pb2.OpenPair) -> tuple[InboundPair, Response]:
         geometry = convert.geometry_from_proto(message.geometry)
-        writer = Identity(message.writer, message.fingerprint, geometry)
+        writer = Identity(message.writer, message.fingerprint, geometry, message.writer_rank)
         fit = check_peer(self.identity, writer, message.receiver)
+        if message.receiver_rank != self.identity.rank:
+            raise HandoffError(
+                f"here is {self.identity.name}, not its rank {message.receiver_rank}"
+            )
+        share = share_between(writer, self.identity)
         offers = {offer.transport: offer.offer for offer in message.offers}
-        peer = Peer(message.writer, "")
+        peer = Peer(writer.name, "", writer.rank)
         refusals = []
         for name in rank_transports(offers, self._transports):
             if fit is Fit.CONVERTIBLE and not self._transports[name].copies_out:
@@ -144,7 +154,7 @@ class Inbound:
                 )
                 continue
             try:
-                link, answer = self._transports[name].accept(peer, offers[name])
+                link, answer = accept_share(self._transports[name], peer, offers[name], share)
             except HandoffError as error:
                 refusals.append(f"{name}: {error.message}")
                 continue
@@ -153,13 +163,13 @@ class Inbound:
                 answer=answer,
                 window_bytes=self._window(self._transports[name]),
                 geometry=convert.geometry_to_proto(self.identity.geometry),
+                rank_addresses=self.rank_addresses,
             )
-            log.info("%s sends blocks here by %s", message.writer, name)
-            pair = InboundPair(self, message.writer, self._transports[name], link)
+            log.info("%s sends blocks to %s by %s", writer.name, self.identity.name, name)
+            pair = InboundPair(self, writer, self._transports[name], link)
             return pair, Response(opened=opened)
         raise HandoffError(
-            f"no transport from {message.writer} to {self.identity.incarnation} works: "
-            + "; ".join(refusals)
+            f"no transport from {writer.name} to {self.identity.name} works: " + "; ".join(refusals)
         )
 
     def _window(self, transport: Transport) -> int:
@@ -205,9 +215,10 @@ class InboundPair:
     """One stream; see the module's text."""
 
     def __init__(
-        self, inbound: Inbound, writer: str, transport: Transport, link: ReceiveLink
+        self, inbound: Inbound, writer: Identity, transport: Transport, link: ReceiveLink
     ) -> None:
-        self.writer = writer
+        self.writer, self.writer_rank = writer.incarnation, writer.rank
+        self._name = writer.name
         self.transport = transport.name
         self._reads_in_place = transport.reads_in_place
         self._inbound = inbound
@@ -246,11 +257,11 @@ class InboundPair:
             return None
         limits = self._inbound.limits
         if now - self._heard_at > limits.silence_s:
-            return WorkerFailed(f"{self.writer} is silent")
+            return WorkerFailed(f"{self._name} is silent")
         # A writer may live whose bytes go astray.
         number, since = next(iter(self._awaited.items()))
         if now - since > limits.batch_deadline_s:
-            return DeadlineExceeded(f"batch {number} of {self.writer} has not come in time")
+            return DeadlineExceeded(f"batch {number} of {self._name} has not come in time")
         return None
 
     def end(self, error: BatonError) -> None:
@@ -308,6 +319,7 @@ class InboundPair:
                 message.offset,
                 message.length,
                 self._heard_at,
+                self.writer_rank,
             )
         except BatonError as refusal:
             error = refusal
@@ -361,7 +373,7 @@ class InboundPair:
             return
         if copy.expected is None:
             if self._ended.done():
-                self._failed(copy, WorkerFailed(f"{self.writer} has sent bytes, and no checksums"))
+                self._failed(copy, WorkerFailed(f"{self._name} has sent bytes, and no checksums"))
         elif copy.expected != copy.transfer.found:
             self._failed(copy, damaged(copy.batch.number))
         else:

@@ -5,10 +5,47 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from baton.errors import BatonError, ChecksumMismatch, WorkerFailed
+from baton.errors import BatonError, ChecksumMismatch, HandoffError, WorkerFailed
 from kvtransfer.memory import BlockMemory
+from kvtransfer.share_layout import ShareLayout
 from kvtransfer.transfer import Transfer
-from kvtransfer.transport import Batch, Packed, Parts
+from kvtransfer.transport import (
+    Batch,
+    Packed,
+    Parts,
+    Peer,
+    ReceiveLink,
+    SendLink,
+    SharingTransport,
+    Transport,
+)
+
+
+def accept_share(
+    transport: Transport, peer: Peer, offer: bytes, share: ShareLayout | None
+) -> tuple[ReceiveLink, bytes]:
+    """``Transport.accept``, of a pair of ranks. Raises HandoffError where it carries none."""
+    if share is None:
+        return transport.accept(peer, offer)
+    return _sharing(transport).accept(peer, offer, share)
+
+
+def connect_share(
+    transport: Transport, peer: Peer, answer: bytes, share: ShareLayout | None
+) -> SendLink:
+    """``Transport.connect``, of a pair of ranks. Raises HandoffError where it carries none."""
+    if share is None:
+        return transport.connect(peer, answer)
+    return _sharing(transport).connect(peer, answer, share)
+
+
+def _sharing(transport: Transport) -> SharingTransport:
+    if isinstance(transport, SharingTransport):
+        return transport
+    raise HandoffError(
+        f"transport {transport.name} is for workers of one rank each: workers of several exchange "
+        "blocks by shm or grpc"
+    )
 
 
 class OpenTransfers:

@@ -26,10 +26,13 @@ from baton.grpc_errors import error_from_code, stream_ending, stream_errors
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.bandwidth import Bandwidth
 from kvtransfer.checksum import segment_checksum
+from kvtransfer.layout import KvLayout
+from kvtransfer.links import connect_share
 from kvtransfer.memory import BlockMemory
 from kvtransfer.negotiation import Fit, check_geometry
-from kvtransfer.pair import Identity, PairLimits, all_at_once
+from kvtransfer.pair import Identity, PairLimits, all_at_once, share_between
 from kvtransfer.push_queue import Load, PushQueue
+from kvtransfer.share_layout import ShareLayout
 from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Packed, Parts, Peer, SendLink, Transport
 
@@ -59,6 +62,14 @@ class Push:
         self._queued = 0
         self._ended = False
         self._error: BatonError | None = None
+
+    def put_layers(self, target: int, source: int, first: int, last: int) -> None:
+        """Send the layers ``first`` … ``last - 1`` of a block, complete from now on; see ``put``.
+
+        Of a pair of ranks: what its share has of them, if any.
+        """
+        for offset, length in self._outbound.runs(target, first, last):
+            self.put(target, source, offset, length)
 
     def put(self, target: int, source: int, offset: int, length: int) -> None:
         """Send part of block ``source``, complete from now on, as that of missing block ``target``.
@@ -136,6 +147,8 @@ class Outbound:
         self.transport = ""
         self.geometry = identity.geometry
         """The receiver's: what it is sent must be blocks of that kind."""
+        self.rank_addresses: tuple[str, ...] = ()
+        """host:port of the gRPC server of each of the receiver's ranks, where it has several."""
         self.in_flight_bytes = 0
         """Announced and not yet landed."""
         self.bandwidth = Bandwidth(_FIRST_GUESS)
@@ -145,6 +158,8 @@ class Outbound:
         self._transports = {transport.name: transport for transport in transports}
         self._limits = limits
         self._executor = executor
+        self._share: ShareLayout | None = None
+        self._layout = KvLayout.of(self.geometry)
         self._call: Call | None = None
         self._link: SendLink | None = None
         self._reads_in_place = False
@@ -173,6 +188,8 @@ class Outbound:
             geometry=convert.geometry_to_proto(self._identity.geometry),
             writer=self._identity.incarnation,
             receiver=self.peer.incarnation,
+            writer_rank=self._identity.rank,
+            receiver_rank=self.peer.rank,
             offers=[
                 transfer_pb2.TransportOffer(transport=name, offer=transport.offer())
                 for name, transport in self._transports.items()
@@ -189,8 +206,11 @@ class Outbound:
             if transport is None:
                 raise HandoffError(f"{self.peer.incarnation} chose {opened.transport!r}")
             self.geometry = convert.geometry_from_proto(opened.geometry)
+            self._layout = KvLayout.of(self.geometry)
             self._check_fit(transport)
-            self._link = transport.connect(self.peer, opened.answer)
+            self._share = self._share_with(self.peer)
+            self._link = connect_share(transport, self.peer, opened.answer, self._share)
+            self.rank_addresses = tuple(opened.rank_addresses)
         except BaseException as error:
             call.cancel()
             failure = error if isinstance(error, BatonError) else None
@@ -215,6 +235,19 @@ class Outbound:
                 f"{self.peer.incarnation} chose {transport.name}, by which no converted block can "
                 f"go: it has {self.geometry}, here is {self._identity.geometry}"
             )
+
+    def _share_with(self, peer: Peer) -> ShareLayout | None:
+        theirs = Identity(peer.incarnation, self._identity.fingerprint, self.geometry, peer.rank)
+        return share_between(self._identity, theirs)
+
+    def runs(self, target: int, first: int, last: int) -> list[tuple[int, int]]:
+        """Offset and bytes of what layers ``first`` … ``last - 1`` are in a block of a ticket."""
+        if self._share is not None:
+            has = self._share.share.has(target)
+            return self._share.layer_runs(first, last) if has else []
+        if (first, last) == (0, self._layout.layers):
+            return [(0, self._layout.block_bytes)]
+        return self._layout.layer_runs(first, last)
 
     async def close(self) -> None:
         """End it; its pushes fail."""

@@ -9,7 +9,9 @@ from typing import TypeVar
 from baton.errors import FingerprintMismatch, GeometryMismatch, HandoffError
 from baton.request import Geometry
 from baton.v1 import transfer_pb2
+from kvtransfer.layout import KvLayout
 from kvtransfer.negotiation import Fit, check_geometry
+from kvtransfer.share_layout import ShareLayout, share_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,13 @@ class Identity:
     incarnation: str
     fingerprint: str
     geometry: Geometry
+    rank: int = 0
+    """Which rank of that worker."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.incarnation} rank {self.rank}" if self.rank else self.incarnation
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +40,20 @@ class PairLimits:
     """A peer that owes an answer and is silent for this long is given up."""
     batch_deadline_s: float = 30.0
     """A batch that has not landed by then ends its pair."""
+
+
+def share_between(writer: Identity, receiver: Identity) -> ShareLayout | None:
+    """What the writer's rank gives the receiver's; None between two workers of one rank each.
+
+    Raises HandoffError where that is nothing, or where a worker has no such rank.
+    """
+    source, target = KvLayout.of(writer.geometry), KvLayout.of(receiver.geometry)
+    if source.tensor_parallel == target.tensor_parallel == 1 and writer.rank == receiver.rank == 0:
+        return None
+    for layout, rank in ((source, writer.rank), (target, receiver.rank)):
+        if not 0 <= rank < layout.tensor_parallel:
+            raise HandoffError(f"there is no rank {rank} of {layout.tensor_parallel}")
+    return share_of(source, target, writer.rank, receiver.rank)
 
 
 def check_peer(own: Identity, peer: Identity, meant: str) -> Fit:

@@ -6,10 +6,8 @@ prompt has one chunk only, the last byte so arrives sooner. Plain Python.
 
 from __future__ import annotations
 
-from kvtransfer.layout import KvLayout
-
 Part = tuple[int, int, int]
-"""(missing block, offset, length): the last two in bytes."""
+"""(missing block, first layer, the layer behind the last one)"""
 
 
 class PutPlan:
@@ -19,12 +17,12 @@ class PutPlan:
     ``layers`` layers have.
     """
 
-    def __init__(self, layout: KvLayout, missing: int) -> None:
-        """``missing`` blocks are to be sent, each of ``layout``."""
+    def __init__(self, layers: int, missing: int) -> None:
+        """``missing`` blocks are to be sent, each of ``layers``."""
         self.whole = 0
         self.ahead = 0
         self.layers = 0
-        self._layout = layout
+        self._layers = layers
         self._missing = missing
 
     def blocks_done(self, blocks: int) -> list[Part]:
@@ -32,10 +30,9 @@ class PutPlan:
         parts: list[Part] = []
         blocks = min(blocks, self._missing)
         for block in range(self.whole, blocks):
-            if block < self.ahead:
-                parts += self._layers_of(block, self.layers, self._layout.layers)
-            else:
-                parts.append((block, 0, self._layout.block_bytes))
+            first = self.layers if block < self.ahead else 0
+            if first < self._layers:
+                parts.append((block, first, self._layers))
         self.whole = max(self.whole, blocks)
         if self.whole >= self.ahead:
             self.ahead, self.layers = self.whole, 0
@@ -47,12 +44,6 @@ class PutPlan:
         is_known = self.ahead in (blocks, self.whole)
         if not is_known or blocks <= self.whole or layers <= self.layers:
             return []
-        parts: list[Part] = []
-        for block in range(self.whole, blocks):
-            parts += self._layers_of(block, self.layers, layers)
+        parts: list[Part] = [(block, self.layers, layers) for block in range(self.whole, blocks)]
         self.ahead, self.layers = blocks, layers
         return parts
-
-    def _layers_of(self, block: int, first: int, last: int) -> list[Part]:
-        runs = self._layout.layer_runs(first, last)
-        return [(block, offset, length) for offset, length in runs]

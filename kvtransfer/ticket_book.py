@@ -48,6 +48,10 @@ class TicketBook:
             raise TicketEnded(f"ticket {ticket_id} is unknown here")
         return ticket
 
+    def find_id(self, ticket_id: str) -> Ticket | None:
+        """A ticket, if it has not ended."""
+        return self._tickets.get(ticket_id)
+
     def find(self, attempt: Attempt) -> Ticket | None:
         """The ticket of an attempt, if it has one."""
         ticket_id = self._of_attempt.get(attempt)

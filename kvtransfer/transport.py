@@ -34,6 +34,8 @@ class Peer:
     incarnation: str
     address: str
     """host:port of its gRPC server, as this worker reaches it."""
+    rank: int = 0
+    """Which rank of that worker."""
 
 
 @dataclass(frozen=True, slots=True)

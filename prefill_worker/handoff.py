@@ -22,8 +22,9 @@ from baton.logprobs import TokenLogprobs
 from baton.request import FirstToken, SequenceSpec
 from baton.tracing import begin_span, context_of, fail_span
 from baton.v1 import decode_pb2
-from kvtransfer.layout import KvLayout
-from kvtransfer.outbound import Outbound, Push
+from kvtransfer.negotiation import Fit, check_geometry
+from kvtransfer.outbound import Outbound
+from kvtransfer.push_fan import BlockPush
 from kvtransfer.put_plan import Part, PutPlan
 from kvtransfer.transport import Peer
 from worker.converted_blocks import ConvertedBlocks, Staging
@@ -71,12 +72,13 @@ class Handoff:
         self._puts: PutPlan
         self._use = ExitStack()
         self._staging = staging
+        self._geometry = context.engine.cache.geometry()
         self._converted: ConvertedBlocks | None = None
         """The sequence's blocks as the receiver has them, where its geometry is another one."""
         self._pair: Outbound | None = None
         self._calls: HandoffCalls
         """Those of the pair: they fail when it breaks."""
-        self._push: Push | None = None
+        self._push: BlockPush | None = None
         self._committed = False
 
     def _left(self) -> float:
@@ -94,7 +96,7 @@ class Handoff:
         self._calls = self._context.exchange.handoff_calls(self._pair)
         self._use.enter_context(self._pair.used())
         cache = self._context.engine.cache
-        if self._pair.geometry != cache.geometry():
+        if check_geometry(cache.geometry(), self._pair.geometry) is Fit.CONVERTIBLE:
             self._converted = ConvertedBlocks(cache, self._pair.geometry, self._staging)
             self._use.callback(self._converted.close)
         while True:
@@ -107,9 +109,8 @@ class Handoff:
         self.ticket_id = response.ticket_id
         self.pinned_blocks = response.pinned_blocks
         self.without_drafter = response.without_drafter
-        layout = KvLayout.of(self._pair.geometry)
-        self._puts = PutPlan(layout, response.missing_blocks)
-        self._push = self._pair.push(self.ticket_id, self._converted)
+        self._puts = PutPlan(self._pair.geometry.layers, response.missing_blocks)
+        self._push = self._context.exchange.push(self._pair, self.ticket_id, self._converted)
         self._span.add_event("reserved")
         self._span.set_attributes(
             {
@@ -154,9 +155,10 @@ class Handoff:
     def sends_layers(self, tokens: int) -> bool:
         """Whether layers of the next ``tokens`` tokens are worth sending while others are computed.
 
-        What is converted is converted whole.
+        What is converted is converted whole, and what other ranks of this worker have stored so far
+        is not known.
         """
-        if self._converted is not None:
+        if self._converted is not None or self._geometry.tensor_parallel > 1:
             return False
         return self._wire_s(tokens // self._context.engine.cache.block_size) >= LEAST_WIRE_S
 
@@ -177,10 +179,10 @@ class Handoff:
 
     def _send(self, block_table: list[int], parts: list[Part]) -> None:
         assert self._push is not None, "no ticket"
-        for target, offset, length in parts:
+        for target, first, last in parts:
             block = self.pinned_blocks + target
             source = block_table[block] if self._converted is None else block
-            self._push.put(target, source, offset, length)
+            self._push.put_layers(target, source, first, last)
 
     def check(self) -> None:
         """Raise what has broken the transfer, if anything has."""

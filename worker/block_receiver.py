@@ -5,13 +5,19 @@ Owned by the control loop. The states are those of ``kvtransfer.ticket``; ``now`
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded
 from baton.metrics import WorkerMetrics
+from baton.request import Geometry
 from engine.block_pool import BlockPool
+from kvtransfer.layout import KvLayout
+from kvtransfer.share_layout import ShareLayout, shares_to
 from kvtransfer.ticket import Attempt, Purpose, Ticket
 from kvtransfer.ticket_book import TicketBook
 
@@ -29,6 +35,31 @@ class TicketListener(Protocol):
         """A ticket has ended before its commit, and why."""
 
 
+class TicketRanks(Protocol):
+    """The other ranks of this worker: see ``worker.rank_link``."""
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Which they are."""
+
+    def check(self) -> None:
+        """Raises WorkerFailed where one is gone."""
+
+    def open_ticket(self, ticket: Ticket, writer: Geometry) -> None:
+        """Have all of them let in what a writer brings; each tells when it does."""
+
+    def close_ticket(self, ticket_id: str) -> None:
+        """Have all of them let in nothing more; each tells when nothing is copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """A ticket of which ranks are still to be told."""
+
+    awaited: set[int]
+    done: asyncio.Future[None]
+
+
 class BlockReceiver:
     """Implements ``kvtransfer.inbound.TicketKeeper``."""
 
@@ -40,10 +71,14 @@ class BlockReceiver:
         block_bytes: int,
         lease_s: float,
         worker: str = "",
+        geometry: Geometry | None = None,
+        ranks: TicketRanks | None = None,
     ) -> None:
-        """``lease_s``: a ticket whose writer is silent for this long ends. ``worker``: the slot's
+        """``lease_s``: a ticket whose writer is silent for this long ends.
 
-        name, as metrics have it.
+        ``block_bytes`` are those of this rank's blocks, ``geometry`` is the worker's, needed where
+        it or a writer has several ranks; ``ranks`` are its other ones, if there are any.
+        ``worker``: the slot's name, as metrics have it.
         """
         self.book = TicketBook()
         self.listeners: list[TicketListener] = []
@@ -52,6 +87,9 @@ class BlockReceiver:
         self.block_bytes = block_bytes
         self._lease_s = lease_s
         self._worker = worker
+        self._geometry = geometry
+        self._ranks = ranks
+        self._opening: dict[str, _Opening] = {}
         self._transport: dict[str, str] = {}
 
     def promise(
@@ -63,12 +101,18 @@ class BlockReceiver:
         pinned: list[int],
         now: float,
         purpose: Purpose = Purpose.HANDOFF,
+        geometry: Geometry | None = None,
     ) -> Ticket:
         """Take ``missing`` blocks for a writer, and pin those that are held.
 
-        Raises TicketEnded after an abort, ``OutOfBlocks``; then nothing is taken.
+        ``geometry`` is the writer's; None: it is this worker's own. Where this worker has several
+        ranks the writer must not begin before ``opened``. Raises TicketEnded after an abort,
+        ``OutOfBlocks``, WorkerFailed where a rank is gone; then nothing is taken.
         """
         self.book.check_alive(attempt)
+        if self._ranks is not None:
+            self._ranks.check()
+        writers = geometry or self._geometry
         self.pool.pin(pinned)
         try:
             blocks = self.pool.allocate(missing)
@@ -85,9 +129,36 @@ class BlockReceiver:
             lease_s=self._lease_s,
             now=now,
             purpose=purpose,
+            shares=self._shares(writers),
+            others=self._ranks.numbers if self._ranks is not None and missing else (),
         )
         self.book.add(ticket)
+        if self._ranks is not None and missing:
+            assert writers is not None, "a worker of several ranks has a geometry"
+            done = asyncio.get_running_loop().create_future()
+            self._opening[ticket.ticket_id] = _Opening(set(self._ranks.numbers), done)
+            self._ranks.open_ticket(ticket, writers)
         return ticket
+
+    def _shares(self, writer: Geometry | None) -> Sequence[ShareLayout]:
+        """What this rank gets of each rank of a writer; nothing where both have one only."""
+        own = self._geometry
+        if own is None or writer is None or own.tensor_parallel == writer.tensor_parallel == 1:
+            return ()
+        return shares_to(KvLayout.of(writer), KvLayout.of(own), 0)
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether this worker has other ranks."""
+        return self._ranks is not None
+
+    def opened(self, ticket_id: str) -> asyncio.Future[None] | None:
+        """Done once all ranks let in what its writer brings; fails with what ends the ticket.
+
+        None: there is nothing to wait for.
+        """
+        opening = self._opening.get(ticket_id)
+        return None if opening is None else opening.done
 
     # Copies
 
@@ -100,21 +171,28 @@ class BlockReceiver:
         offset: int,
         length: int,
         now: float,
+        rank: int = 0,
     ) -> tuple[int, ...] | None:
         """See ``Ticket.begin_copy``. TicketEnded too for a ticket of another writer."""
         ticket = self.book.get(ticket_id)
         if ticket.writer != writer:
             raise TicketEnded(f"ticket {ticket_id} is not open for {writer}")
-        blocks = ticket.begin_copy(targets, offset, length, now)
+        blocks = ticket.begin_copy(targets, offset, length, now, rank)
         self._transport[ticket_id] = transport
         return blocks
 
     def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
         """``copied`` bytes were verified and are in place."""
-        self._metrics.handoff_bytes.labels(transport=transport).inc(copied)
         ticket = self._end_copy(ticket_id)
+        self._count_bytes(ticket, transport, copied)
+        self._check_complete(ticket)
+
+    def _count_bytes(self, ticket: Ticket, transport: str, count: int) -> None:
+        self._metrics.handoff_bytes.labels(transport=transport).inc(count)
         writer = ticket.writer.partition(":")[0]
-        self._metrics.received_bytes.labels(self._worker, writer, transport).inc(copied)
+        self._metrics.received_bytes.labels(self._worker, writer, transport).inc(count)
+
+    def _check_complete(self, ticket: Ticket) -> None:
         if ticket.is_open and ticket.is_complete:
             for listener in self.listeners:
                 listener.completed(ticket)
@@ -136,10 +214,58 @@ class BlockReceiver:
         ticket = self.book.get(ticket_id)
         was_quarantined = ticket.is_quarantined
         ticket.end_copy()
+        self._check_quarantine(ticket, was_quarantined=was_quarantined)
+        return ticket
+
+    def _check_quarantine(self, ticket: Ticket, *, was_quarantined: bool) -> None:
         if was_quarantined and not ticket.is_quarantined:
             self.pool.end_quarantine(ticket.missing)
             self.book.drop(ticket)
-        return ticket
+
+    # What other ranks of this worker tell
+
+    def rank_opened(self, ticket_id: str, rank: int) -> None:
+        """Its writers may begin there."""
+        opening = self._opening.get(ticket_id)
+        if opening is None:
+            return
+        opening.awaited.discard(rank)
+        if not opening.awaited:
+            del self._opening[ticket_id]
+            if not opening.done.done():
+                opening.done.set_result(None)
+
+    def rank_filled(self, ticket_id: str, rank: int, transport: str, count: int) -> None:
+        """All bytes of that rank, ``count``, were verified and are in place."""
+        ticket = self.book.find_id(ticket_id)
+        if ticket is not None:
+            self._count_bytes(ticket, transport, count)
+            ticket.rank_filled(rank, count)
+            self._check_complete(ticket)
+
+    def rank_failed(self, ticket_id: str, error: BatonError) -> None:
+        """Bytes were damaged there, or will not come: the ticket ends."""
+        ticket = self.book.find_id(ticket_id)
+        if ticket is not None and ticket.is_open:
+            self.book.bury(ticket.attempt, time.monotonic())
+            outcome = "checksum" if isinstance(error, ChecksumMismatch) else "error"
+            self._release(ticket, outcome, error)
+
+    def rank_freed(self, ticket_id: str, rank: int) -> None:
+        """Nothing is copied there any more."""
+        ticket = self.book.find_id(ticket_id)
+        if ticket is not None:
+            was_quarantined = ticket.is_quarantined
+            ticket.rank_freed(rank)
+            self._check_quarantine(ticket, was_quarantined=was_quarantined)
+
+    def rank_gone(self, error: BatonError) -> None:
+        """A rank can be reached no longer: every ticket ends. Its blocks stay in quarantine, for
+
+        nobody can tell what is copied there: the worker ends with its rank.
+        """
+        for ticket in self.book:
+            self._release(ticket, "error", error)
 
     # Endings
 
@@ -155,6 +281,8 @@ class BlockReceiver:
         ticket = self.book.get(ticket_id)
         ticket.commit(writer)
         self.book.drop(ticket)
+        if self._ranks is not None and ticket.missing:
+            self._ranks.close_ticket(ticket_id)
         # An attempt has one ticket for life: a reserve that comes late gets none.
         self.book.bury(ticket.attempt, now)
         transport = self._count(ticket, "ok")
@@ -214,6 +342,12 @@ class BlockReceiver:
     def _release(self, ticket: Ticket, outcome: str, error: BatonError) -> None:
         if not ticket.release():
             return
+        if self._ranks is not None and ticket.missing:
+            self._ranks.close_ticket(ticket.ticket_id)
+        opening = self._opening.pop(ticket.ticket_id, None)
+        if opening is not None and not opening.done.done():
+            opening.done.set_exception(error)
+            opening.done.exception()  # looked at, so that asyncio does not log it
         self.pool.release(ticket.pinned)
         if ticket.is_quarantined:
             self.pool.quarantine(ticket.missing)

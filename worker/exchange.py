@@ -14,18 +14,22 @@ from typing import Protocol
 import grpc.aio
 
 from baton import convert
-from baton.background import end_tasks
-from baton.errors import BatonError, GeometryMismatch, WorkerFailed
+from baton.errors import BatonError, GeometryMismatch
 from baton.grpc_channel import open_channel
 from baton.grpc_errors import error_from_rpc
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.inbound import Inbound
+from kvtransfer.memory import BlockMemory
 from kvtransfer.negotiation import Fit
 from kvtransfer.outbound import Outbound
 from kvtransfer.pair import Identity, PairLimits, check_peer
+from kvtransfer.push_fan import BlockPush, PushFan
 from kvtransfer.transport import Peer, Transport
 from worker.block_receiver import BlockReceiver
 from worker.handoff_calls import HandoffCalls
+from worker.outbound_pairs import OutboundPairs
+from worker.rank_link import RankLinks
+from worker.rank_sender import RankedPeer, RankSender
 
 
 class Behind(Protocol):
@@ -45,59 +49,66 @@ class Exchange:
         receiver: BlockReceiver,
         limits: PairLimits,
         executor: Executor,
+        ranks: RankLinks | None = None,
     ) -> None:
-        """``transports`` are registered; ``executor`` reads blocks."""
+        """``transports`` are registered; ``executor`` reads blocks. ``ranks`` are the worker's
+
+        others, and open; None: it has one only.
+        """
         self.identity = identity
-        self.address = ""
-        """host:port of this worker's gRPC server; set once it listens."""
+        self._address = ""
         self.receiver = receiver
         self.inbound = Inbound(identity, transports, receiver, limits)
         receiver.listeners.append(self.inbound)
         self._transports = transports
-        self._limits = limits
-        self._executor = executor
         self._pool = receiver.pool
-        self._block_bytes = receiver.block_bytes
+        self._pairs = OutboundPairs(identity, transports, limits, executor, self._connect)
+        self._sender = RankSender(identity, self._pairs)
+        self._ranks = ranks
+        if ranks is not None:
+            ranks.listen(receiver)
         self.behind: Behind | None = None
         self._given = 0
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._outbound: dict[Peer, Outbound] = {}
-        self._opening: dict[Peer, asyncio.Task[Outbound]] = {}
         self._calls: dict[Outbound, HandoffCalls] = {}
+
+    @property
+    def address(self) -> str:
+        """host:port of this worker's gRPC server; set once it listens."""
+        return self._address
+
+    @address.setter
+    def address(self, address: str) -> None:
+        self._address = address
+        if self._ranks is not None:
+            self.inbound.rank_addresses = (address, *self._ranks.addresses)
+
+    def _connect(self, address: str) -> grpc.aio.Channel:
+        return open_channel(address)
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """The one channel to a worker's gRPC server."""
-        if address not in self._channels:
-            self._channels[address] = open_channel(address)
-        return self._channels[address]
+        return self._pairs.channel(address)
 
     async def outbound(self, peer: Peer) -> Outbound:
         """The open pair to a receiver; opened where there is none. Raises BatonError."""
-        pair = self._outbound.get(peer)
-        if pair is not None and not pair.broken.done():
-            return pair
-        opening = self._opening.get(peer)
-        if opening is None:
-            opening = asyncio.create_task(self._open(peer), name="open-pair")
-            self._opening[peer] = opening
-            opening.add_done_callback(lambda done: self._opened(peer, done))
-        # Others may wait for the same one.
-        return await asyncio.shield(opening)
+        return await self._pairs.outbound(peer)
 
-    async def _open(self, peer: Peer) -> Outbound:
-        pair = Outbound(self.identity, peer, self._transports, self._limits, self._executor)
-        try:
-            await pair.open(self.channel(peer.address), self._limits.silence_s)
-        except TimeoutError:
-            raise WorkerFailed(
-                f"{peer.incarnation} has not answered for {self._limits.silence_s} s"
-            ) from None
-        return pair
+    def push(self, pair: Outbound, ticket_id: str, memory: BlockMemory | None = None) -> BlockPush:
+        """Begin to send blocks to a ticket of a receiver, by all ranks of both workers at once.
 
-    def _opened(self, peer: Peer, done: asyncio.Task[Outbound]) -> None:
-        self._opening.pop(peer, None)
-        if not done.cancelled() and done.exception() is None:
-            self._outbound[peer] = done.result()
+        ``memory`` is as ``Outbound.push`` has it. Raises HandoffError.
+        """
+        degrees = self.identity.geometry.tensor_parallel, pair.geometry.tensor_parallel
+        if degrees == (1, 1):
+            return pair.push(ticket_id, memory)
+        own, *others = pair.rank_addresses or (pair.peer.address,)
+        # By the address that this worker knows it by: so rank 0's pair is the one that is open.
+        addresses = (pair.peer.address or own, *others)
+        receiver = RankedPeer(pair.peer.incarnation, pair.geometry, addresses)
+        ways: list[BlockPush] = [self._sender.push(ticket_id, receiver)]
+        if self._ranks is not None:
+            ways += self._ranks.push(ticket_id, receiver)
+        return PushFan(ways)
 
     def handoff_calls(self, pair: Outbound) -> HandoffCalls:
         """The calls that go with a pair: they end when it breaks, with its error."""
@@ -141,10 +152,10 @@ class Exchange:
 
     async def _give(self, peer: Peer, ticket_id: str, blocks: Sequence[int]) -> None:
         pair = await self.outbound(peer)
-        push = pair.push(ticket_id)
+        push = self.push(pair, ticket_id)
         try:
             for target, block in enumerate(blocks):
-                push.put(target, block, 0, self._block_bytes)
+                push.put_layers(target, block, 0, self.identity.geometry.layers)
             push.end()
             await asyncio.shield(push.done)
         except asyncio.CancelledError:
@@ -169,11 +180,12 @@ class Exchange:
             ticket_id=ticket_id,
             block_hashes=hashes,
         )
-        stub = transfer_pb2_grpc.TransferServiceStub(self.channel(holder.address))
-        try:
-            response = await stub.Pull(request, timeout=deadline_s)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, holder.incarnation) from error
+        with self._pairs.using(holder.address) as channel:
+            stub = transfer_pb2_grpc.TransferServiceStub(channel)
+            try:
+                response = await stub.Pull(request, timeout=deadline_s)
+            except grpc.aio.AioRpcError as error:
+                raise error_from_rpc(error, holder.incarnation) from error
         return int(response.blocks)
 
     def is_idle(self) -> bool:
@@ -183,25 +195,20 @@ class Exchange:
     def heartbeat(self) -> None:
         """Renew leases, give up silent peers, end what has expired."""
         now = time.monotonic()
-        for peer, pair in list(self._outbound.items()):
-            pair.heartbeat(now)
-            if pair.broken.done():
-                del self._outbound[peer]
+        self._pairs.heartbeat(now)
+        if self._ranks is not None:
+            self._ranks.heartbeat(now)
         self.inbound.sweep(now)
         self.receiver.sweep(now)
 
     def pairs(self) -> dict[str, str]:
         """The transport by which this worker sends to each receiver, by its incarnation."""
-        return {
-            peer.incarnation: pair.transport
-            for peer, pair in self._outbound.items()
-            if not pair.broken.done()
-        }
+        return self._pairs.transports()
 
     @property
     def in_flight_bytes(self) -> int:
         """Bytes announced to receivers that have not landed."""
-        return sum(pair.in_flight_bytes for pair in self._outbound.values())
+        return self._pairs.in_flight_bytes
 
     def staging(self) -> dict[str, int]:
         """Bytes between blocks and wire, by transport."""
@@ -209,15 +216,15 @@ class Exchange:
 
     async def close(self) -> None:
         """End every pair and transport."""
-        await end_tasks(self._opening.values())
+        await self._pairs.end_opening()
         self.receiver.close()
         self.inbound.close()
         calls = list(self._calls.values())
-        for pair in list(self._outbound.values()):
-            await pair.close()
+        await self._pairs.close_pairs()
         for each in calls:
             await each.close()
-        for channel in self._channels.values():
-            await channel.close()
+        if self._ranks is not None:
+            await self._ranks.close()
+        await self._pairs.close_channels()
         for transport in self._transports:
             await asyncio.to_thread(transport.close)

@@ -101,7 +101,12 @@ class Fetcher:
             self._receiver.abort(ticket.attempt, time.monotonic(), outcome)
 
     def _choose(self, sequence: Sequence, source: PrefixSource, deadline: float) -> _Fetch | None:
-        """What to fetch, None where nothing can be or where computing is faster."""
+        """What to fetch, None where nothing can be or where computing is faster.
+
+        Workers of several ranks fetch nothing.
+        """
+        if self._receiver.has_ranks:
+            return None
         limits = self._context.engine.scheduler.limits
         size, each = self._block_size, limits.hashes_per_block
         # The last token's logits are needed: it is computed, and never into a block of others.

@@ -176,6 +176,7 @@ def _exchange(settings: WorkerSettings, lasting: Lasting, incarnation: str) -> E
         block_bytes=memory.block_bytes,
         lease_s=config.lease_s,
         worker=settings.slot,
+        geometry=engine.cache.geometry(),
     )
     transports = make_transports(config, memory, incarnation, settings.host, lasting.transfers)
     limits = PairLimits(window_bytes=config.transfer_window_mib * MIB, silence_s=config.lease_s)

@@ -136,11 +136,16 @@ class OpenPair(_message.Message):
     WRITER_FIELD_NUMBER: _builtins.int
     RECEIVER_FIELD_NUMBER: _builtins.int
     OFFERS_FIELD_NUMBER: _builtins.int
+    WRITER_RANK_FIELD_NUMBER: _builtins.int
+    RECEIVER_RANK_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """Compared before anything else is looked at."""
     writer: _builtins.str
     """Incarnations of the writer, and of the receiver that is meant."""
     receiver: _builtins.str
+    writer_rank: _builtins.int
+    """Which ranks of the two workers this pair is of."""
+    receiver_rank: _builtins.int
     @_builtins.property
     def geometry(self) -> Global___Geometry: ...
     @_builtins.property
@@ -155,10 +160,12 @@ class OpenPair(_message.Message):
         writer: _builtins.str = ...,
         receiver: _builtins.str = ...,
         offers: _abc.Iterable[Global___TransportOffer] | None = ...,
+        writer_rank: _builtins.int = ...,
+        receiver_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "geometry", b"geometry", "offers", b"offers", "receiver", b"receiver", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "geometry", b"geometry", "offers", b"offers", "receiver", b"receiver", "receiver_rank", b"receiver_rank", "writer", b"writer", "writer_rank", b"writer_rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -322,6 +329,7 @@ class PairOpened(_message.Message):
     ANSWER_FIELD_NUMBER: _builtins.int
     WINDOW_BYTES_FIELD_NUMBER: _builtins.int
     GEOMETRY_FIELD_NUMBER: _builtins.int
+    RANK_ADDRESSES_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     answer: _builtins.bytes
     """What the writer must know to connect; its form is the transport's own."""
@@ -329,6 +337,10 @@ class PairOpened(_message.Message):
     """Most bytes that may be announced and not yet landed."""
     @_builtins.property
     def geometry(self) -> Global___Geometry: ...
+    @_builtins.property
+    def rank_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """host:port of the gRPC server of each of the receiver's ranks; none where it has one only."""
+
     def __init__(
         self,
         *,
@@ -336,10 +348,11 @@ class PairOpened(_message.Message):
         answer: _builtins.bytes = ...,
         window_bytes: _builtins.int = ...,
         geometry: Global___Geometry | None = ...,
+        rank_addresses: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "geometry", b"geometry", "transport", b"transport", "window_bytes", b"window_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "geometry", b"geometry", "rank_addresses", b"rank_addresses", "transport", b"transport", "window_bytes", b"window_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

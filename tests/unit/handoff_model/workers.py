@@ -106,11 +106,8 @@ class SimulatedExchange(Exchange):
     network: Network
     process: Process
 
-    def channel(self, address: str) -> Any:
-        if address not in self._channels:
-            made = Channel(self.network, self.process, address)
-            self._channels[address] = made  # type: ignore[assignment]
-        return self._channels[address]
+    def _connect(self, address: str) -> Any:
+        return Channel(self.network, self.process, address)
 
 
 class WatchedReceiver(BlockReceiver):
@@ -127,9 +124,16 @@ class WatchedReceiver(BlockReceiver):
         pinned: list[int],
         now: float,
         purpose: Purpose = Purpose.HANDOFF,
+        geometry: Geometry | None = None,
     ) -> Ticket:
         ticket = super().promise(
-            attempt, writer, missing=missing, pinned=pinned, now=now, purpose=purpose
+            attempt,
+            writer,
+            missing=missing,
+            pinned=pinned,
+            now=now,
+            purpose=purpose,
+            geometry=geometry,
         )
         worker = self.worker
         if attempt in worker.over:
@@ -324,7 +328,7 @@ class Worker(Process):
         self.check_empty()
         self.check()
         assert not self.exchange.inbound._transfers, "transfers are left"
-        for pair in self.exchange._outbound.values():
+        for pair in self.exchange._pairs._pairs.values():
             assert not pair._pushes, "pushes are left"
             assert not pair._users, "a handoff counts as a user for ever"
             assert not pair.in_flight_bytes, "bytes are in flight for ever"
@@ -332,7 +336,7 @@ class Worker(Process):
             assert calls._stream is None or not calls._stream._waiting, "a call waits for ever"
         if isinstance(self.role, DecodeRole):
             assert not self.role._commits, "a commit waits for ever"
-            assert not any(stream._commits for stream in self.role._streams)
+            assert not any(stream._waiting for stream in self.role._streams)
 
     async def shut_down(self) -> None:
         """End as a worker process does."""

@@ -69,10 +69,11 @@ class Keeper:
         offset: int,
         length: int,
         now: float,
+        rank: int = 0,
     ) -> tuple[int, ...] | None:
         if ticket_id not in self.tickets:
             raise TicketEnded(f"ticket {ticket_id} is unknown here")
-        return self.tickets[ticket_id].begin_copy(targets, offset, length, now)
+        return self.tickets[ticket_id].begin_copy(targets, offset, length, now, rank)
 
     def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
         self.told.append(("end", ticket_id, transport, str(copied)))
@@ -172,19 +173,19 @@ async def world(make_world: MakeWorld) -> World:
 
 def hello(*transports: str, **changes: str) -> transfer_pb2.OpenPair:
     """As of the writer."""
-    fields = {
-        "fingerprint": WRITER.fingerprint,
-        "writer": WRITER.incarnation,
-        "receiver": RECEIVER.incarnation,
-    } | changes
-    return transfer_pb2.OpenPair(
+    message = transfer_pb2.OpenPair(
+        fingerprint=WRITER.fingerprint,
+        writer=WRITER.incarnation,
+        receiver=RECEIVER.incarnation,
         geometry=convert.geometry_to_proto(GEOMETRY),
         offers=[
             transfer_pb2.TransportOffer(transport=name, offer=f"of {name}".encode())
             for name in transports or ("shm",)
         ],
-        **fields,
     )
+    for name, value in changes.items():
+        setattr(message, name, value)
+    return message
 
 
 def announcement(
@@ -550,7 +551,7 @@ async def test_bytes_that_never_come_are_given_up_though_their_writer_lives(
     call = await world.open()
     await call.write(announcement(0, 0))
     await until(lambda: world.link.batches)
-    pair = world.inbound._pairs[WRITER.incarnation]
+    pair = world.inbound._pairs[WRITER.incarnation, 0]
     for seconds, gives_up in ((29.0, False), (31.0, True)):
         now = time.monotonic() + seconds
         monkeypatch.setattr(pair, "_heard_at", now)  # it has just been heard

@@ -131,8 +131,8 @@ def test_mapped_blocks_are_copied_without_a_detour(heads: int, source: int, targ
         given = [block for block in range(BLOCKS) if share.share.has(block)]
         for offset, length in parts(share, 100):
             peer = PeerBlocks(data.reshape(-1), share.source_block_bytes, pieces, given)
-            found = there.copy_from(given, offset, length, peer)
-            assert found == here.checksum_many(given, offset, length)
+            sums = there.copy_from(given, offset, length, peer)
+            assert sums == here.checksum_many(given, offset, length)
     for share in ends.shares():
         if share.is_whole:
             rank = share.share.target_rank

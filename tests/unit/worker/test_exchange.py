@@ -223,7 +223,9 @@ async def test_a_receiver_that_does_not_answer_is_given_up(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, receiver = await make_worker("prefill-0"), await make_worker("decode-0")
-    monkeypatch.setattr(writer.exchange, "_limits", PairLimits(window_bytes=1, silence_s=0.1))
+    monkeypatch.setattr(
+        writer.exchange._pairs, "_limits", PairLimits(window_bytes=1, silence_s=0.1)
+    )
 
     async def serve(requests: object, context: object) -> None:
         await asyncio.sleep(DEADLINE_S)

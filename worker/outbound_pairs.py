@@ -1,0 +1,144 @@
+"""The pairs by which one rank of this worker sends, and the channels to its peers.
+
+A pair that has broken is forgotten, and the channel goes with the last pair at its address: a peer
+that comes back does so on another port. Owned by the control loop of the rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+
+import grpc.aio
+
+from baton.background import end_tasks
+from baton.errors import WorkerFailed
+from baton.grpc_channel import open_channel
+from kvtransfer.outbound import Outbound
+from kvtransfer.pair import Identity, PairLimits
+from kvtransfer.transport import Peer, Transport
+
+
+class OutboundPairs:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        transports: Sequence[Transport],
+        limits: PairLimits,
+        executor: Executor,
+        connect: Callable[[str], grpc.aio.Channel] = open_channel,
+    ) -> None:
+        """``transports`` are registered; ``executor`` reads blocks; ``connect`` makes channels."""
+        self._identity = identity
+        self._transports = transports
+        self._limits = limits
+        self._executor = executor
+        self._connect = connect
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._used: Counter[str] = Counter()
+        self._pairs: dict[Peer, Outbound] = {}
+        self._opening: dict[Peer, asyncio.Task[Outbound]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """The one channel to a worker's gRPC server."""
+        if address not in self._channels:
+            self._channels[address] = self._connect(address)
+        return self._channels[address]
+
+    @contextmanager
+    def using(self, address: str) -> Iterator[grpc.aio.Channel]:
+        """A channel that stays open as long as this lasts, without a pair too."""
+        self._used[address] += 1
+        try:
+            yield self.channel(address)
+        finally:
+            self._used[address] -= 1
+
+    async def outbound(self, peer: Peer) -> Outbound:
+        """The open pair to a receiver; opened where there is none. Raises BatonError."""
+        pair = self.open_pair(peer)
+        if pair is not None:
+            return pair
+        opening = self._opening.get(peer)
+        if opening is None:
+            opening = asyncio.create_task(self._open(peer), name="open-pair")
+            self._opening[peer] = opening
+            opening.add_done_callback(lambda done: self._opened(peer, done))
+        # Others may wait for the same one.
+        return await asyncio.shield(opening)
+
+    def open_pair(self, peer: Peer) -> Outbound | None:
+        """The pair to a receiver, if one is open."""
+        pair = self._pairs.get(peer)
+        return pair if pair is not None and not pair.broken.done() else None
+
+    async def _open(self, peer: Peer) -> Outbound:
+        pair = Outbound(self._identity, peer, self._transports, self._limits, self._executor)
+        try:
+            await pair.open(self.channel(peer.address), self._limits.silence_s)
+        except TimeoutError:
+            raise WorkerFailed(
+                f"{peer.incarnation} has not answered for {self._limits.silence_s} s"
+            ) from None
+        return pair
+
+    def _opened(self, peer: Peer, done: asyncio.Task[Outbound]) -> None:
+        self._opening.pop(peer, None)
+        if not done.cancelled() and done.exception() is None:
+            self._pairs[peer] = done.result()
+        else:
+            self._leave(peer.address)
+
+    def heartbeat(self, now: float) -> None:
+        """Renew leases, give up silent peers, forget those that have gone."""
+        for peer, pair in list(self._pairs.items()):
+            pair.heartbeat(now)
+            if pair.broken.done():
+                del self._pairs[peer]
+                self._leave(peer.address)
+
+    def _leave(self, address: str) -> None:
+        """Close a channel that nobody uses."""
+        peers = (*self._pairs, *self._opening)
+        if self._used[address] or any(peer.address == address for peer in peers):
+            return
+        del self._used[address]
+        channel = self._channels.pop(address, None)
+        if channel is not None:
+            closing = asyncio.create_task(channel.close(), name="close-channel")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    def transports(self) -> dict[str, str]:
+        """The transport by which this worker sends to each receiver, by its incarnation."""
+        return {
+            peer.incarnation: pair.transport
+            for peer, pair in self._pairs.items()
+            if not pair.broken.done()
+        }
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes announced to receivers that have not landed."""
+        return sum(pair.in_flight_bytes for pair in self._pairs.values())
+
+    async def end_opening(self) -> None:
+        """Open no more of them."""
+        await end_tasks(self._opening.values())
+
+    async def close_pairs(self) -> None:
+        """End every pair."""
+        for pair in list(self._pairs.values()):
+            await pair.close()
+
+    async def close_channels(self) -> None:
+        """Close every channel."""
+        for channel in self._channels.values():
+            await channel.close()
+        await asyncio.gather(*self._closing)

@@ -1,0 +1,167 @@
+"""What a rank other than rank 0 receives: its parts of tickets that rank 0 has given out.
+
+    open ─all bytes verified→ filled ─rank 0 closes it→ gone
+    open ─damaged bytes, expiry, its writer goes→ failed ─rank 0 closes it→ gone
+    open, failed ─rank 0 closes it, the last copy ended→ freed, gone
+
+Rank 0 hears of each of them, and owns the blocks. Owned by the control loop of the rank; ``now`` is
+passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from baton import convert
+from baton.errors import BatonError, HandoffError, TicketEnded
+from baton.v1 import rank_pb2
+from kvtransfer.layout import KvLayout
+from kvtransfer.pair import Identity
+from kvtransfer.share_layout import shares_to
+from kvtransfer.ticket import Ticket
+from kvtransfer.ticket_book import TicketBook
+
+Event = rank_pb2.RankEvent
+
+
+class RankReceiver:
+    """Implements ``kvtransfer.inbound.TicketKeeper``; see the module's text."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        tell: Callable[[Event], None],
+        released: Callable[[Ticket, BatonError], None],
+    ) -> None:
+        """``tell`` rank 0; ``released`` is told of every ticket that has ended unfilled."""
+        self.book = TicketBook()
+        self._identity = identity
+        self._tell = tell
+        self._released = released
+        self._closed: set[str] = set()
+        """Of those whose last copy has not ended."""
+        self._transports: dict[str, str] = {}
+
+    def open(self, message: rank_pb2.OpenTicket, now: float) -> None:
+        """Let in what a writer brings."""
+        source = KvLayout.of(convert.geometry_from_proto(message.geometry))
+        target = KvLayout.of(self._identity.geometry)
+        ticket = Ticket(
+            message.ticket_id,
+            (message.ticket_id, 0),
+            message.writer,
+            missing=list(message.missing),
+            pinned=[],
+            block_bytes=target.of_rank(self._identity.rank).block_bytes,
+            lease_s=message.lease_ms / 1000,
+            now=now,
+            shares=shares_to(source, target, self._identity.rank),
+        )
+        self.book.add(ticket)
+        self._tell(Event(ticket_opened=rank_pb2.TicketOpened(ticket_id=ticket.ticket_id)))
+
+    def close(self, ticket_id: str) -> None:
+        """Let in nothing more, and say when nothing is copied any longer."""
+        try:
+            ticket = self.book.get(ticket_id)
+        except TicketEnded:
+            return
+        self._closed.add(ticket_id)
+        if ticket.release():
+            self._released(ticket, TicketEnded(f"ticket {ticket_id} was closed"))
+        self._drop_ended(ticket)
+
+    def close_all(self) -> None:
+        """Rank 0 is gone."""
+        for ticket in self.book:
+            self.close(ticket.ticket_id)
+
+    def _drop_ended(self, ticket: Ticket) -> None:
+        if ticket.ticket_id in self._closed and not ticket.copies:
+            self._closed.discard(ticket.ticket_id)
+            self._transports.pop(ticket.ticket_id, None)
+            self.book.drop(ticket)
+            self._tell(Event(ticket_freed=rank_pb2.TicketFreed(ticket_id=ticket.ticket_id)))
+
+    # What pairs tell
+
+    def begin_copy(
+        self,
+        ticket_id: str,
+        writer: str,
+        transport: str,
+        targets: Sequence[int],
+        offset: int,
+        length: int,
+        now: float,
+        rank: int = 0,
+    ) -> tuple[int, ...] | None:
+        """See ``Ticket.begin_copy``. TicketEnded too for a ticket of another writer."""
+        ticket = self.book.get(ticket_id)
+        if ticket.writer != writer:
+            raise TicketEnded(f"ticket {ticket_id} is not open for {writer}")
+        blocks = ticket.begin_copy(targets, offset, length, now, rank)
+        self._transports[ticket_id] = transport
+        return blocks
+
+    def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
+        """``copied`` bytes were verified and are in place."""
+        ticket = self.book.get(ticket_id)
+        ticket.end_copy()
+        if ticket.is_open and ticket.is_complete:
+            filled = rank_pb2.TicketFilled(
+                ticket_id=ticket_id, bytes=ticket.expected_bytes, transport=transport
+            )
+            self._tell(Event(ticket_filled=filled))
+        self._drop_ended(ticket)
+
+    def fail_copy(self, ticket_id: str, error: BatonError, now: float) -> None:
+        """Bytes were damaged, or did not come."""
+        ticket = self.book.get(ticket_id)
+        ticket.end_copy()
+        self._fail(ticket, error)
+        self._drop_ended(ticket)
+
+    def drop_copy(self, ticket_id: str) -> None:
+        """A copy ended without having begun, because its ticket has."""
+        ticket = self.book.get(ticket_id)
+        ticket.end_copy()
+        self._drop_ended(ticket)
+
+    def renew(self, writer: str, ticket_ids: Sequence[str], now: float) -> list[str]:
+        """A writer's heartbeat. Returns the tickets that it must no longer write to."""
+        ended = []
+        for ticket_id in ticket_ids:
+            try:
+                ticket = self.book.get(ticket_id)
+            except TicketEnded:
+                ended.append(ticket_id)
+                continue
+            if ticket.is_open and ticket.writer == writer:
+                ticket.renew(now)
+            else:
+                ended.append(ticket_id)
+        return ended
+
+    def writer_gone(self, writer: str, now: float) -> None:
+        """A writer's stream has broken: what it had not sent will not come."""
+        error = HandoffError(f"the connection to {writer} broke before all blocks had come")
+        for ticket in self.book:
+            if ticket.writer == writer and not ticket.is_complete:
+                self._fail(ticket, error)
+
+    def sweep(self, now: float) -> None:
+        """End what has expired. What is filled waits for rank 0."""
+        for ticket in self.book.expired(now):
+            if not ticket.is_complete:
+                silent = f"nothing was heard of {ticket.writer} for {ticket.lease_s} s"
+                self._fail(ticket, HandoffError(f"{self._identity.name}: {silent}"))
+
+    def _fail(self, ticket: Ticket, error: BatonError) -> None:
+        if not ticket.release():
+            return
+        self._released(ticket, error)
+        failed = rank_pb2.TicketFailed(
+            ticket_id=ticket.ticket_id, error=error.message, code=error.code or ""
+        )
+        self._tell(Event(ticket_failed=failed))
