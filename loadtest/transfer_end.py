@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from prometheus_client import CollectorRegistry
@@ -20,36 +20,46 @@ from kvtransfer.pair import Identity, PairLimits
 from worker.block_receiver import BlockReceiver
 from worker.exchange import Exchange
 from worker.process_tuning import keep_buffers, spare_the_interpreter
+from worker.rank_link import RankLinks
 from worker.transports import make_transports
 
 LOOPBACK = "127.0.0.1"
-_TRANSFER_THREADS = 2
+TRANSFER_THREADS = 2
 """As a worker has."""
 
 
 @contextlib.asynccontextmanager
 async def transfer_end(
-    identity: Identity, memory: BlockMemory, transport: TransportName
+    identity: Identity,
+    memory: BlockMemory,
+    transport: TransportName,
+    rank_addresses: Sequence[str] = (),
 ) -> AsyncIterator[Exchange]:
     """An end that can use ``transport`` alone; its limits are the defaults.
 
-    Raises ConfigError where the transport does not work here.
+    ``rank_addresses`` are those of its other ranks, where it has any. Raises ConfigError where the
+    transport does not work here, WorkerFailed where a rank does not answer.
     """
     config = Config.model_construct(transport=transport)
     usual = sys.getswitchinterval()
     spare_the_interpreter()
     keep_buffers()
-    threads = ThreadPoolExecutor(_TRANSFER_THREADS, thread_name_prefix="transfer")
+    threads = ThreadPoolExecutor(TRANSFER_THREADS, thread_name_prefix="transfer")
+    limits = PairLimits(window_bytes=config.transfer_window_mib * MIB, silence_s=config.lease_s)
+    ranks = RankLinks(rank_addresses, limits, config.lease_s) if rank_addresses else None
     try:
+        if ranks is not None:
+            await ranks.open(identity)
         transports = make_transports(config, memory, identity.incarnation, LOOPBACK, threads)
         receiver = BlockReceiver(
             BlockPool(memory.blocks),
             WorkerMetrics(CollectorRegistry()),
             block_bytes=memory.block_bytes,
             lease_s=config.lease_s,
+            geometry=identity.geometry,
+            ranks=ranks,
         )
-        limits = PairLimits(window_bytes=config.transfer_window_mib * MIB, silence_s=config.lease_s)
-        exchange = Exchange(identity, transports, receiver, limits, threads)
+        exchange = Exchange(identity, transports, receiver, limits, threads, ranks)
         beat = asyncio.create_task(_beat(exchange, config.heartbeat_s), name="heartbeat")
         try:
             yield exchange
