@@ -39,7 +39,7 @@ from worker.exchange import Exchange
 from worker.transfer_service import TransferServicer
 
 DEADLINE_S = 20.0
-GEOMETRY = Geometry(2, 1, 1, 8, "float32")
+GEOMETRY = Geometry(2, 1, 1, 8192, "float32")
 BLOCKS, BLOCK_BYTES = 40, 128 << 10
 LIMITS = PairLimits(window_bytes=4 << 20, silence_s=3.0)
 
