@@ -16,7 +16,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -138,12 +138,12 @@ def drive(
 
 
 def sweep(
-    server: Server, first_rate: float, seconds: float, documents: float, say: Say
+    server: Server, rising: Iterable[float], seconds: float, documents: float, say: Say
 ) -> tuple[RateFigures, ...]:
-    """Rising rates, until hardly any request is good. Raises BatonError."""
+    """These rates, until hardly any request is good. Raises BatonError."""
     drive(server, _WARM_UP_RATE, _WARM_UP_S, documents, 0, say)
     found: list[RateFigures] = []
-    for number, rate in enumerate(rates(first_rate), start=1):
+    for number, rate in enumerate(rising, start=1):
         found.append(drive(server, rate, seconds, documents, number, say))
         say(f"{server.title}: {found[-1]}")
         if max(found[-1].attainment) < _HOPELESS:
@@ -159,13 +159,31 @@ def show(found: Mapping[str, Sequence[RateFigures]], console: Console) -> None:
     table = whole_table("SLO", *names, *ratios, title="Highest rate that 90 % met, requests/s")
     for number, slo in enumerate(SLOS):
         best = {name: goodput(figures, number) for name, figures in found.items()}
-        shares = [best[ours] / best[name] if best[name] else math.inf for name in others]
+        least = {name: figures[0].rate if figures else math.inf for name, figures in found.items()}
         table.add_row(
             slo.text(),
-            *(f"{rate:.2f}" for rate in best.values()),
-            *("" if not best[ours] else f"{share:.2f}×" for share in shares),
+            *(f"{rate:.2f}" if rate else f"below {least[name]:.2f}" for name, rate in best.items()),
+            *(_ratio(best[ours], best[name], least[name]) for name in others),
         )
     print_whole(console, table)
+
+
+def _ratio(ours: float, other: float, least: float) -> str:
+    """``least``: the lowest rate at which the other was tried; empty where ours met at none."""
+    if not ours:
+        return ""
+    return f"{ours / other:.2f}×" if other else f"above {ours / least:.2f}×"
+
+
+def rates_in(text: str) -> tuple[float, ...]:
+    """For an option. Raises argparse.ArgumentTypeError."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = (0.0,)
+    if list(found) != sorted(set(found)) or not all(0 < rate < math.inf for rate in found):
+        raise argparse.ArgumentTypeError(f"{text!r} are no rising rates above 0, as in 0.25,0.5,1")
+    return found
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -180,6 +198,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--baton-args", default="", help="more options of `baton up`")
     parser.add_argument("--documents", type=float, default=0.5, help="their share of requests")
     parser.add_argument("--first-rate", type=float, default=0.5, help="requests/s")
+    parser.add_argument(
+        "--rates", type=rates_in, default=(), help="these instead: 0.25,0.5,1, rising"
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="of each rate")
     parser.add_argument("--json", type=Path, required=True, help="where the figures go")
     asked = parser.parse_args(arguments)
@@ -197,8 +218,9 @@ def main(arguments: Sequence[str]) -> int:
             for name in asked.peers.split(","):
                 server = make_server(name, programs)
                 with serving(server, Path(folder) / f"{name}.log"):
+                    rising = asked.rates or rates(asked.first_rate)
                     found[name] = sweep(
-                        server, asked.first_rate, asked.seconds, asked.documents, console.print
+                        server, rising, asked.seconds, asked.documents, console.print
                     )
     except BatonError as error:
         console.print(f"error: {error.message}", style="red")

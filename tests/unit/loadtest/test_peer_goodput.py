@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 
 import pytest
@@ -15,6 +16,7 @@ from loadtest.peer_goodput import (
     RateFigures,
     goodput,
     rates,
+    rates_in,
     show,
 )
 
@@ -67,10 +69,19 @@ def test_the_table_has_a_row_for_each_slo_and_ratios_to_the_first() -> None:
         {
             "baton": [_figures(1.0, 1.0), _figures(3.0, 1.0)],
             "vllm": [_figures(1.0, 1.0), _figures(3.0, 0.1)],
-            "other": [_figures(1.0, 0.0)],
+            "other": [_figures(0.8, 0.0)],
         },
         console,
     )
     text = console.export_text()
-    assert text.count("3.00×") == len(SLOS)
-    assert text.count("inf×") == len(SLOS)
+    assert text.count("  3.00×") == len(SLOS)
+    # Of a server that failed at the lowest rate that was tried no more is known.
+    assert text.count("below 0.80") == len(SLOS)
+    assert text.count("above 3.75×") == len(SLOS)
+
+
+@pytest.mark.parametrize("text", ["", "0,1", "2,1", "1,1", "1,inf", "1,nan", "x"])
+def test_rates_that_are_given_rise(text: str) -> None:
+    assert rates_in("0.25,0.5,1") == (0.25, 0.5, 1.0)
+    with pytest.raises(argparse.ArgumentTypeError, match="no rising rates"):
+        rates_in(text)
