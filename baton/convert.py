@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from baton.errors import HandoffError
 from baton.grammar import Grammar, GrammarKind
 from baton.logprobs import TokenLogprobs
 from baton.request import (
@@ -176,6 +177,9 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> worker_pb2.TokenLogprobs:
 
 
 def logprobs_from_proto(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
+    """Raises HandoffError for tokens and probabilities that are not equally many."""
+    if len(message.top_ids) != len(message.top_logprobs):
+        raise HandoffError("a worker has sent log probabilities without their tokens")
     top = zip(message.top_ids, message.top_logprobs, strict=True)
     return TokenLogprobs(message.logprob, tuple(top))
 

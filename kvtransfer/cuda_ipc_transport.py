@@ -22,6 +22,7 @@ from baton.errors import ConfigError, HandoffError, WorkerFailed
 from kvtransfer.links import OpenTransfers, ReadSendLink, damaged
 from kvtransfer.memory import BlockMemory
 from kvtransfer.memory import check_part as check_place
+from kvtransfer.offer import read_offer
 from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Batch, Peer
 
@@ -228,12 +229,12 @@ def _host() -> str:
 
 def _parse(offer: bytes) -> _Offer:
     """Raises HandoffError."""
+    theirs = read_offer(_Offer, offer, "cuda_ipc")
     try:
-        theirs = _Offer(**json.loads(offer))
         handle = base64.b64decode(theirs.handle, validate=True)
         sizes = (theirs.offset + 1, theirs.blocks, theirs.block_bytes)
         sound = len(handle) == _HANDLE_BYTES and all(size > 0 for size in sizes)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise HandoffError("the offer of transport cuda_ipc cannot be read") from error
     if not sound:
         raise HandoffError("the offer of transport cuda_ipc makes no sense")

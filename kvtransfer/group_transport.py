@@ -223,7 +223,7 @@ def _decode(kind: type[Message], data: bytes, peer: Peer) -> Message:
     try:
         found = json.loads(data)
         message = kind(**found)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise HandoffError(f"{peer.address} speaks another protocol: {error}") from error
     wanted = {name: {"str": str, "int": int}[kind.__annotations__[name]] for name in found}
     if any(type(value) is not wanted[name] for name, value in found.items()):

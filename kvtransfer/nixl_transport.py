@@ -175,7 +175,7 @@ def _decode(offer: bytes) -> WriterMemory:
             block_bytes=int(fields["block_bytes"]),
             device=str(fields["device"]),
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise HandoffError("the offer of transport nixl cannot be read") from error
     end = memory.address + memory.blocks * memory.block_bytes
     if not _DEVICE.fullmatch(memory.device) or not 0 < memory.address < end < 1 << 64:

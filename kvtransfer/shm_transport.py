@@ -23,6 +23,7 @@ import numpy as np
 from baton.errors import ConfigError, HandoffError, WorkerFailed
 from kvtransfer.links import OpenTransfers, ReadSendLink, place
 from kvtransfer.memory import BlockMemory
+from kvtransfer.offer import read_offer
 from kvtransfer.share_layout import ShareLayout
 from kvtransfer.share_memory import PeerBlocks, Pieces, ShareMemory, source_memory
 from kvtransfer.shared_pool import open_shared
@@ -208,7 +209,8 @@ def _pid_namespace() -> str:
 
 
 def _parse(offer: bytes) -> _Offer:
-    try:
-        return _Offer(**json.loads(offer))
-    except (ValueError, TypeError) as error:
-        raise HandoffError("the offer of transport shm cannot be read") from error
+    """Raises HandoffError."""
+    theirs = read_offer(_Offer, offer, "shm")
+    if not theirs.block_bytes:
+        raise HandoffError("the offer of transport shm makes no sense: block_bytes")
+    return theirs

@@ -13,10 +13,14 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from baton.errors import ConfigError, InvalidRequest
+from router.bounded_template import BoundedEnvironment, budgeted
 
+MOST_SOURCE = 1 << 20
+"""Characters of a template."""
+MOST_WRITTEN = 16
+"""A template may make so many times the text that it may give, on its way."""
 _TOOL_VARIABLES = ("tools", "xml_tools")
 """Names by which templates know the tools; SmolLM3's is the second."""
 
@@ -56,13 +60,13 @@ def _to_json(
     )
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationTag, jinja2.ext.loopcontrols],
     )
-    environment.filters["tojson"] = _to_json
+    environment.add_filter("tojson", _to_json)
     functions: dict[str, Callable[..., Any]] = {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
@@ -85,11 +89,15 @@ class ChatTemplate:
 
         ``tool_use`` is the source of the model's other template, for conversations with tools.
         """
+        if len(source) > MOST_SOURCE:
+            raise ConfigError(f"the model's chat template has more than {MOST_SOURCE} characters")
         environment = _environment()
         try:
-            self._template = environment.from_string(source)
-            names, texts = _mentioned(environment.parse(source))
-        except jinja2.TemplateError as error:
+            with budgeted(MOST_SOURCE):
+                self._template = environment.from_string(source)
+                names, texts = _mentioned(environment.parse(source))
+        except Exception as error:
+            # Python's own compiler refuses some of what jinja makes of a template, too.
             raise ConfigError(f"the model's chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
         self._tools_name = next((name for name in _TOOL_VARIABLES if name in names), None)
@@ -126,11 +134,12 @@ class ChatTemplate:
         pieces: list[str] = []
         size = 0
         try:
-            for piece in self._template.generate(variables):
-                pieces.append(piece)
-                size += len(piece)
-                if size > limit:
-                    break
+            with budgeted(MOST_WRITTEN * limit):
+                for piece in self._template.generate(variables):
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > limit:
+                        break
         except jinja2.TemplateError as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error.message or 'no reason'}",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -113,10 +114,24 @@ def answer(body: Mapping[str, Any]) -> Answer:
     return Answer(text or "", choice["finish_reason"], usage, scores, body)
 
 
+def _readable(read: Callable[[str], Piece | None]) -> Callable[[str], Piece | None]:
+    """Has a line that is none of this API's raise WorkerFailed, whatever it is."""
+
+    @functools.wraps(read)
+    def checked(line: str) -> Piece | None:
+        try:
+            return read(line)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise WorkerFailed("the server has sent an event that cannot be read") from error
+
+    return checked
+
+
+@_readable
 def piece(line: str) -> Piece | None:
     """What a line of a stream says, of its first choice. None where it says nothing.
 
-    Raises BatonError where it tells of one.
+    Raises BatonError where it tells of one, and WorkerFailed where it cannot be read.
     """
     if not line.startswith(_DATA) or line[len(_DATA) :] == _DONE:
         return None
@@ -159,10 +174,11 @@ def response_answer(body: Mapping[str, Any]) -> Answer:
     return Answer(text, _FINISHES.get(body["status"]), _response_usage(body["usage"]), raw=body)
 
 
+@_readable
 def response_piece(line: str) -> Piece | None:
     """What a line of a response's stream says; None where it says nothing.
 
-    Raises BatonError where it tells of one.
+    Raises BatonError where it tells of one, and WorkerFailed where it cannot be read.
     """
     if not line.startswith(_DATA):
         return None

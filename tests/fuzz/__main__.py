@@ -1,0 +1,99 @@
+"""Fuzzes Baton's entrances one after another, and says what came of it.
+
+make fuzz MINUTES=5; or python -m tests.fuzz --minutes 5 gguf sse
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.fuzz.targets import TARGETS
+
+_TIMEOUT_S = 10
+"""A single input that takes longer is a fault."""
+_MEMORY_MIB = 3072
+_START_S = 180
+_EDGES = re.compile(r"cov: (\d+)")
+_RUNS = re.compile(r"stat::number_of_executed_units:\s+(\d+)")
+_LAST_RUN = re.compile(r"^#(\d+)\s", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one target's run came to."""
+
+    name: str
+    minutes: float
+    executions: int
+    edges: int
+    fault: str
+    """Where its input and its log lie; empty where there is none."""
+
+
+def fuzz(name: str, minutes: float, out: Path) -> Figures:
+    """Run one target; what it finds stays in ``out``."""
+    target = TARGETS[name]
+    folder = out / name
+    corpus = folder / "corpus"
+    corpus.mkdir(parents=True, exist_ok=True)
+    for number, seed in enumerate(target.seeds()):
+        (corpus / f"seed-{number}").write_bytes(seed)
+    log = folder / "log"
+    command = [
+        *(sys.executable, "-m", "tests.fuzz.child", name, str(corpus)),
+        f"-max_total_time={int(minutes * 60)}",
+        f"-timeout={_TIMEOUT_S}",
+        f"-rss_limit_mb={_MEMORY_MIB}",
+        f"-max_len={target.most_bytes}",
+        f"-artifact_prefix={folder}/",
+        "-print_final_stats=1",
+    ]
+    with log.open("wb") as file:
+        # The time is libFuzzer's to keep; this ends one that does not.
+        done = subprocess.run(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=minutes * 60 + _START_S,
+            check=False,
+        )
+    text = log.read_text(errors="replace")
+    runs = _RUNS.search(text) or (_LAST_RUN.findall(text) or ["0"])[-1]
+    executions = int(runs if isinstance(runs, str) else runs[1])
+    edges = max(map(int, _EDGES.findall(text)), default=0)
+    fault = "" if done.returncode == 0 else str(folder)
+    return Figures(name, minutes, executions, edges, fault)
+
+
+def main() -> int:
+    """0 where nothing was found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
+    parser.add_argument("targets", nargs="*", help=", ".join(TARGETS))
+    parser.add_argument("--minutes", type=float, default=5.0, help="For each target.")
+    parser.add_argument("--out", type=Path, help="Where inputs and logs go.")
+    given = parser.parse_args()
+    unknown = [name for name in given.targets if name not in TARGETS]
+    if unknown:
+        parser.error(f"there is no target {unknown[0]!r}; there are {', '.join(TARGETS)}")
+    out = given.out or Path(tempfile.mkdtemp(prefix="baton-fuzz-"))
+    print("| target | minutes | executions | edges | found |\n|---|---|---|---|---|", flush=True)
+    found = False
+    for name in given.targets or TARGETS:
+        figures = fuzz(name, given.minutes, out)
+        found |= bool(figures.fault)
+        print(
+            f"| {name} | {figures.minutes:g} | {figures.executions} | {figures.edges} |"
+            f" {figures.fault or '-'} |",
+            flush=True,
+        )
+    return int(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

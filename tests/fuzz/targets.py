@@ -1,0 +1,353 @@
+"""The entrances that are fuzzed, and where each begins."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.fuzz.target import Target
+
+
+def _gguf() -> Callable[[bytes], None]:
+    from baton.errors import ConfigError
+    from deploy.gguf_convert import convert
+
+    def one(data: bytes) -> None:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+            file, folder = Path(name) / "m.gguf", Path(name) / "out"
+            file.write_bytes(data)
+            folder.mkdir()
+            with suppress(ConfigError):
+                convert(file, folder, keep_codes=bool(data) and data[-1] % 2 == 0)
+
+    return one
+
+
+def _gguf_seeds() -> list[bytes]:
+    from tests.unit.deploy.tiny_gguf import write_gguf
+
+    with tempfile.TemporaryDirectory() as name:
+        return [write_gguf(Path(name) / "tiny.gguf").read_bytes()]
+
+
+def _safetensors() -> Callable[[bytes], None]:
+    from baton.errors import ConfigError
+    from engine.weights import _TensorFiles, fingerprint
+
+    def one(data: bytes) -> None:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as name, ExitStack() as stack:
+            file = Path(name) / "model.safetensors"
+            file.write_bytes(data)
+            with suppress(ConfigError):
+                files = _TensorFiles([file], stack, stay_open=True)
+                for tensor in files:
+                    assert files[tensor].numel() * files[tensor].element_size() <= len(data)
+            with suppress(ConfigError):
+                fingerprint(Path(name), "bfloat16")
+
+    return one
+
+
+def _safetensors_seeds() -> list[bytes]:
+    import torch
+    from safetensors.torch import save
+
+    tensors = {"a.weight": torch.zeros(2, 3), "b": torch.ones(1, dtype=torch.bfloat16)}
+    return [save(tensors), save({})]
+
+
+def _sse() -> Callable[[bytes], None]:
+    from baton.client import http_wire
+    from baton.errors import BatonError
+    from loadtest.generator.sse_events import EventSplitter
+
+    def one(data: bytes) -> None:
+        whole = EventSplitter().feed(data)
+        cut = EventSplitter()
+        at = data[0] if data else 0
+        assert cut.feed(data[:at]) + cut.feed(data[at:]) == whole
+        for line in data.decode(errors="replace").split("\n"):
+            for read in (http_wire.piece, http_wire.response_piece):
+                with suppress(BatonError):
+                    read(line)
+
+    return one
+
+
+def _sse_seeds() -> list[bytes]:
+    delta = {"id": "c", "choices": [{"index": 0, "delta": {"content": "a"}, "text": "a"}]}
+    done: dict[str, Any] = {"type": "response.completed", "response": {"usage": None}}
+    error = {"error": {"message": "m", "code": "overloaded", "type": "t", "param": None}}
+    return [f"data: {json.dumps(one)}\n\ndata: [DONE]\n\n".encode() for one in (delta, done, error)]
+
+
+def _protobuf() -> Callable[[bytes], None]:
+    from google.protobuf.message import DecodeError, EncodeError
+
+    from baton import convert
+    from baton.errors import BatonError
+    from baton.v1 import decode_pb2, inference_pb2, sampling_pb2, transfer_pb2, worker_pb2
+    from router.grpc_sampling import grpc_sampling
+    from router.grpc_tools import grpc_tool_use, grpc_turns
+
+    kinds: list[tuple[Any, Sequence[Callable[[Any], Any]]]] = [
+        (worker_pb2.SequenceSpec, [convert.sequence_from_proto]),
+        (worker_pb2.TokenOutput, [convert.output_from_proto]),
+        (worker_pb2.LoadSnapshot, [convert.load_from_proto]),
+        (transfer_pb2.Geometry, [convert.geometry_from_proto]),
+        (
+            decode_pb2.CommitRequest,
+            [convert.other_tokens_from_proto, convert.commit_logprobs_from_proto],
+        ),
+        (sampling_pb2.SamplingParameters, [convert.sampling_from_proto, grpc_sampling]),
+        (
+            inference_pb2.GenerateRequest,
+            [
+                lambda message: grpc_turns(message.messages.messages),
+                lambda message: grpc_tool_use(message.tools),
+                lambda message: grpc_sampling(message.sampling),
+            ],
+        ),
+    ]
+    back: dict[Any, Callable[[Any], Any]] = {
+        convert.sequence_from_proto: convert.sequence_to_proto,
+        convert.output_from_proto: convert.output_to_proto,
+        convert.load_from_proto: convert.load_to_proto,
+        convert.geometry_from_proto: convert.geometry_to_proto,
+    }
+
+    def one(data: bytes) -> None:
+        if not data:
+            return
+        kind, readers = kinds[data[0] % len(kinds)]
+        try:
+            message = kind.FromString(data[1:])
+        except DecodeError:
+            return
+        for read in readers:
+            with suppress(BatonError):
+                found = read(message)
+                if read in back:
+                    with suppress(EncodeError):
+                        again = read(back[read](found))
+                        assert repr(again) == repr(found)
+
+    return one
+
+
+def _protobuf_seeds() -> list[bytes]:
+    from baton.v1 import inference_pb2, sampling_pb2, worker_pb2
+
+    sampling = sampling_pb2.SamplingParameters(temperature=0.5, stop=["a"], seed=1, max_tokens=3)
+    logprobs = worker_pb2.TokenLogprobs(logprob=-1, top_ids=[1], top_logprobs=[-1])
+    asked = inference_pb2.GenerateRequest(model="m", prompt="p", sampling=sampling)
+    asked.tools.tools.add(name="f")
+    outputs = worker_pb2.TokenOutput(request_id="r", token_ids=[1], logprobs=[logprobs])
+    spec = worker_pb2.SequenceSpec(request_id="r", token_ids=[1, 2], sampling=sampling)
+    return [
+        bytes([number]) + message.SerializeToString()
+        for number, message in ((0, spec), (1, outputs), (5, sampling), (6, asked))
+    ]
+
+
+def _chat_template() -> Callable[[bytes], None]:
+    from baton.errors import ConfigError, InvalidRequest
+    from router.chat_template import ChatTemplate
+
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+    def one(data: bytes) -> None:
+        with suppress(ConfigError, InvalidRequest):
+            template = ChatTemplate(data.decode(errors="replace"), {"eos_token": "</s>"})
+            text = template.render(messages, 10_000, tools)
+            assert len(text) <= 10_000
+
+    return one
+
+
+def _chat_template_seeds() -> list[bytes]:
+    texts = [
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m.content | trim }}{% endfor %}",
+        "{% macro f(x) %}{{ x * 3 }}{{ f(x) }}{% endmacro %}{{ f('a') }}",
+        "{% set ns = namespace(a=[]) %}{% for i in range(9) %}{% set ns.a = [ns.a, ns.a] %}"
+        "{% endfor %}{{ ns.a }}{{ ns.a | tojson }}",
+        "{% set x = 'a' %}{% for i in range(99) %}{% set x = x ~ x %}{% endfor %}{{ x }}",
+        "{{ '%9d' % 1 }}{{ '{:>9}'.format(1) }}{{ 'a'.center(9) }}{{ 2 ** 9 }}{{ 'a' * 9 }}",
+        "{{ [1, 2] | join('x') }}{{ 'a' | indent(9) | replace('', 'b') | wordwrap(9) }}",
+        "{% for i in range(9) recursive %}{{ loop([i]) }}{% endfor %}"
+        "{{ tools | tojson(indent=9) }}",
+        "{% generation %}{{ lipsum(9) }}{% endgeneration %}{{ dict(a=1) | dictsort | list }}",
+    ]
+    return [text.encode() for text in texts]
+
+
+_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/files",
+    "/tokenize",
+    "/detokenize",
+    "/v1/messages/count_tokens",
+    "/v1/batches",
+    "/v1/workers/decode-0/drain",
+)
+
+
+def _http_body() -> Callable[[bytes], None]:
+    import httpx
+
+    from tests.unit.router.front_fakes import make_front
+
+    front = make_front()
+    app = front.app()
+
+    async def ask(path: str, body: bytes) -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://127.0.0.1", verify=False
+        ) as client:
+            return await client.post(
+                path, content=body, headers={"content-type": "application/json"}
+            )
+
+    def one(data: bytes) -> None:
+        if data:
+            answer = asyncio.run(ask(_PATHS[data[0] % len(_PATHS)], data[1:]))
+            front.dispatcher.requests.clear()
+            assert answer.status_code < 500, answer.text
+
+    return one
+
+
+def _http_body_seeds() -> list[bytes]:
+    message = {"role": "user", "content": "Hi"}
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}
+    bodies: list[tuple[int, dict[str, Any]]] = [
+        (0, {"model": "tiny", "messages": [message], "max_tokens": 2}),
+        (0, {"model": "tiny", "messages": [message], "logprobs": True, "top_logprobs": 2, "n": 2}),
+        (0, {"messages": [message], "tools": [{"type": "function", "function": function}]}),
+        (0, {"messages": [message], "response_format": {"type": "json_object"}, "stop": ["a"]}),
+        (1, {"model": "tiny", "prompt": ["a", [1, 2]], "logit_bias": {"5": 1}, "seed": 3}),
+        (1, {"model": "tiny", "prompt": "a", "guided_regex": "a+", "stream": True}),
+        (2, {"model": "tiny", "input": [message], "instructions": "x"}),
+        (3, {"model": "tiny", "messages": [message], "max_tokens": 2, "system": "x"}),
+        (5, {"prompt": "Hi"}),
+        (6, {"tokens": [1, 2]}),
+        (7, {"model": "tiny", "messages": [message]}),
+    ]
+    return [bytes([path]) + json.dumps(body).encode() for path, body in bodies]
+
+
+def _handoff() -> Callable[[bytes], None]:
+    from baton.errors import BatonError
+    from kvtransfer import (
+        cuda_ipc_transport,
+        frames,
+        group_transport,
+        nixl_transport,
+        shm_transport,
+    )
+    from kvtransfer.transport import Peer
+
+    peer = Peer("writer", "127.0.0.1:1")
+
+    def one(data: bytes) -> None:
+        if not data:
+            return
+        rest = data[1:]
+        readers: list[Callable[[], Any]] = [
+            lambda: frames.decode_frame(rest),
+            lambda: shm_transport._parse(rest),
+            lambda: cuda_ipc_transport._parse(rest),
+            lambda: nixl_transport._decode(rest),
+            lambda: group_transport._decode(group_transport._Offer, rest, peer),
+            lambda: group_transport._decode(group_transport._Answer, rest, peer),
+        ]
+        number = data[0] % len(readers)
+        with suppress(BatonError, *([ValueError] if number == 0 else [])):
+            readers[number]()
+
+    return one
+
+
+def _handoff_seeds() -> list[bytes]:
+    from kvtransfer.frames import Frame
+
+    frame = Frame(3, 5)
+    frame.data[:] = b"block"
+    offers: list[tuple[int, dict[str, Any]]] = [
+        (
+            1,
+            {
+                "boot_id": "b",
+                "pid_namespace": "n",
+                "pid": 1,
+                "descriptor": 3,
+                "inode": 4,
+                "bytes": 64,
+                "block_bytes": 8,
+            },
+        ),
+        (3, {"agent": "a", "metadata": "AA==", "address": 1, "blocks": 1, "block_bytes": 8}),
+        (4, {"host": "h", "machine": "m", "device": "", "message_bytes": 1}),
+        (5, {"host": "h", "port": 1, "token": "t", "message_bytes": 1}),
+    ]
+    made = [bytes([number]) + json.dumps(offer).encode() for number, offer in offers]
+    return [b"\x00" + frame.finish(7), *made]
+
+
+def _grammar() -> Callable[[bytes], None]:
+    from baton.errors import InvalidGrammar
+    from baton.grammar import Grammar, GrammarKind
+    from baton.grammar_library import GrammarCompiler
+    from tests.unit.router.front_fakes import EOS, tiny_backend
+
+    backend = tiny_backend()
+    compiler = GrammarCompiler(
+        backend.to_str(), backend.get_vocab_size(), [backend.token_to_id(EOS) or 0]
+    )
+    kinds = (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK)
+
+    def one(data: bytes) -> None:
+        if data:
+            with suppress(InvalidGrammar):
+                text = data[1:].decode(errors="replace")
+                compiler.compile(Grammar(kinds[data[0] % len(kinds)], text))
+
+    return one
+
+
+def _grammar_seeds() -> list[bytes]:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, "b"]}}, "minProperties": 1}
+    texts = (
+        (0, json.dumps(schema)),
+        (0, '{"$ref": "#/$defs/a", "$defs": {"a": {"items": {"$ref": "#/$defs/a"}}}}'),
+        (0, '{"type": "string", "pattern": "^a{3,9}$", "maxLength": 9}'),
+        (1, "(a{1,9}){1,9}b|[^c]*"),
+        (2, 'start: a+\na: "x" | /y{2}/ | start'),
+        (2, 'root ::= "a" | [b-c]*'),
+    )
+    return [bytes([kind]) + text.encode() for kind, text in texts]
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("gguf", ("deploy.gguf_convert", "gguf"), _gguf, _gguf_seeds, 1 << 15),
+        Target("safetensors", ("engine.weights",), _safetensors, _safetensors_seeds),
+        Target("sse", ("baton.client", "loadtest.generator.sse_events"), _sse, _sse_seeds),
+        Target("protobuf", ("baton.convert", "router"), _protobuf, _protobuf_seeds),
+        Target("chat-template", ("router.chat_template",), _chat_template, _chat_template_seeds),
+        Target("http-body", ("router", "baton"), _http_body, _http_body_seeds),
+        Target("handoff", ("kvtransfer",), _handoff, _handoff_seeds),
+        Target("grammar", ("baton.grammar_library",), _grammar, _grammar_seeds),
+    )
+}

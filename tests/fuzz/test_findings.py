@@ -1,0 +1,53 @@
+"""What fuzzing has found, so that it stays fixed; and that every target takes its own seeds."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton import convert
+from baton.client import http_wire
+from baton.errors import HandoffError, WorkerFailed
+from baton.v1 import worker_pb2
+from kvtransfer import shm_transport
+from tests.fuzz.targets import TARGETS
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS.keys())
+def test_every_target_takes_its_seeds(target: object) -> None:
+    from tests.fuzz.target import Target
+
+    assert isinstance(target, Target)
+    one = target.prepare()
+    for seed in target.seeds():
+        one(seed)
+        one(seed[: len(seed) // 2])
+    one(b"")
+
+
+def test_log_probabilities_without_their_tokens() -> None:
+    """A ValueError of zip would have ended the reader of a worker's stream."""
+    message = worker_pb2.TokenLogprobs(logprob=-1, top_ids=[1], top_logprobs=[-1, -2])
+    with pytest.raises(HandoffError, match="without their tokens"):
+        convert.logprobs_from_proto(message)
+
+
+@pytest.mark.parametrize("line", ["data: [", "data: 1", "data: {}", "data: " + "[" * 100_000])
+def test_events_that_are_none(line: str) -> None:
+    for read in (http_wire.piece, http_wire.response_piece):
+        if read is http_wire.response_piece and line == "data: {}":
+            continue
+        with pytest.raises(WorkerFailed, match="cannot be read"):
+            read(line)
+
+
+def test_a_peers_offer_is_what_it_says() -> None:
+    """A pid is part of a path: /proc/PID/fd/NUMBER."""
+    for pid in (b'"self/../.."', b"-1", b"1.5", b"true", b"null"):
+        offer = (
+            b'{"boot_id": "b", "pid_namespace": "n", "pid": %s, "descriptor": 3, "inode": 4,'
+            b' "bytes": 64, "block_bytes": 8}' % pid
+        )
+        with pytest.raises(HandoffError, match="makes no sense: pid"):
+            shm_transport._parse(offer)
+    with pytest.raises(HandoffError, match="cannot be read"):
+        shm_transport._parse(b"[" * 100_000)
