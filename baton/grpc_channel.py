@@ -36,6 +36,8 @@ _CLIENT_OPTIONS = [
 ]
 _SERVER_OPTIONS = [
     *_OPTIONS,
+    # The bit of "identity" alone: a compressed message of some kB may unfold to gigabytes.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
     # Every ping is welcome: a call may wait for a long prompt and send nothing for a minute, or end
     # just before a ping is sent. A server that counts pings ends the connection of such a client.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),

@@ -37,7 +37,6 @@ _BY_PREFIX: dict[str, Scope] = {
     **dict.fromkeys(_METRICS, "metrics"),
     **dict.fromkeys(_INFERENCE, "inference"),
 }
-_OPERATORS = frozenset({"baton.v1.OperatorService", "baton.v1.WorkerOperatorService"})
 _OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
 _INFERENCE_SERVICES = frozenset(
     {

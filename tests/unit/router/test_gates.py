@@ -24,6 +24,7 @@ from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry
+from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.access import Access
 from router.dispatcher import ClusterDispatcher
 from router.fronts import make_fronts
@@ -326,3 +327,17 @@ async def test_heads_and_encodings_are_bounded() -> None:
             answer = await client.post(path, headers={"content-encoding": "gzip"}, content=b"x")
             assert answer.status_code == 400
             assert "Content-Encoding" in answer.json()["error"]["message"]
+
+
+async def test_compressed_messages_are_refused() -> None:
+    """A few kB would unfold to as much as a message may have, and more before that is known."""
+    async with fronts(keys=(), require_key=False) as there:
+        zeros = inference_pb2.GenerateRequest(model="tiny", prompt="a" * (4 << 20))
+        async with grpc.aio.insecure_channel(there.grpc) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in stub.Generate(
+                    zeros, compression=grpc.Compression.Gzip, timeout=DEADLINE_S
+                ):
+                    pass
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
