@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTO_VENV := .venv-proto
 PROTO_BIN := $(PROTO_VENV)/bin
+AUDIT_VENV := .venv-audit
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 PINS := pyproject.toml requirements.lock Makefile
 # Flags for `baton up`, for example: make up ARGS="--decode 2"
@@ -20,7 +21,7 @@ QUICK = -m "not long" --durations=15
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install install-dev up test test-long test-clients check proto check-proto lock clean
+.PHONY: help install install-dev up test test-long test-clients check fuzz audit sbom proto check-proto lock clean
 
 help:
 	@echo "make up         install what is missing and serve the demo model; ARGS=... goes to baton up"
@@ -29,6 +30,9 @@ help:
 	@echo "make test-long  run the tests that take minutes"
 	@echo "make test-clients  run other people's clients against a cluster; CLIENTS=all adds heavy ones"
 	@echo "make check      format, lint, types, layers, protobuf"
+	@echo "make fuzz       fuzz what strangers send, MINUTES=... for each entrance, FUZZ=... chooses"
+	@echo "make audit      look up known faults of what is installed"
+	@echo "make sbom       list what is installed in baton.cdx.json (CycloneDX)"
 	@echo "make proto      generate baton/v1 from proto/"
 	@echo "make lock       pin what is installed now in requirements.lock"
 	@echo "make clean      remove what make has made"
@@ -86,6 +90,31 @@ check: install-dev check-proto
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 
+# What strangers send, by programs that make it up; see docs/security.md.
+MINUTES ?= 5
+FUZZ ?=
+$(VENV)/.installed-fuzz: $(PINS) | $(BIN)/python
+	@$(BIN)/python -m pip install --constraint requirements.lock --editable '.[dev,fuzz]'
+	@touch $(VENV)/.installed $(VENV)/.installed-dev $@
+
+fuzz: $(VENV)/.installed-fuzz
+	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(FUZZ)
+
+# In an environment of its own: what looks at the packages is none of them.
+$(AUDIT_VENV)/.installed: Makefile
+	@test -x $(AUDIT_VENV)/bin/python || $(PYTHON) -m venv $(AUDIT_VENV)
+	@$(AUDIT_VENV)/bin/python -m pip install pip-audit==2.10.1 cyclonedx-bom==7.5.0
+	@touch $@
+
+audit: install $(AUDIT_VENV)/.installed
+	@$(BIN)/python -m deploy.dependency_audit $(AUDIT_VENV)/bin/pip-audit \
+	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+
+sbom: install $(AUDIT_VENV)/.installed
+	@$(AUDIT_VENV)/bin/cyclonedx-py environment $(VENV) --pyproject pyproject.toml \
+	  --sv 1.6 --of JSON -o baton.cdx.json
+	@echo "baton.cdx.json"
+
 # Generated code runs on the versions that it was made with and on newer ones: hence a venv of its
 # own, with the oldest that Baton supports.
 $(PROTO_VENV)/.installed: Makefile
@@ -115,6 +144,6 @@ lock: install-dev
 	@touch $(VENV)/.installed $(VENV)/.installed-dev
 
 clean:
-	rm -rf $(VENV) $(PROTO_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(PROTO_VENV) $(AUDIT_VENV) baton.cdx.json build dist *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
