@@ -24,6 +24,8 @@ def read_offer(kind: type[Offer], data: bytes, transport: str) -> Offer:
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(offer)  # type: ignore[arg-type]
     for field in fields:
         value = getattr(offer, field.name)
-        if type(value) is not _TYPES[str(field.type)] or (type(value) is int and value < 0):
+        if type(value) is not _TYPES[str(field.type)]:
+            raise HandoffError(f"the offer of transport {transport} cannot be read: {field.name}")
+        if type(value) is int and value < 0:
             raise HandoffError(f"the offer of transport {transport} makes no sense: {field.name}")
     return offer

@@ -42,6 +42,7 @@ from router.openai_protocol import (
     ModelList,
 )
 from router.process_number import ROUTER_HEADER
+from router.scopes import OPEN
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
 
@@ -52,6 +53,7 @@ Unknown fields are ignored; known ones that are not served are refused by name.
 """
 _CHAT, _PLAIN = "/v1/chat/completions", "/v1/completions"
 _SCHEMA = "#/components/schemas/{model}"
+_ERROR, _JSON = ErrorResponse.__name__, "application/json"
 _BODIES: tuple[type[BaseModel], ...] = (ChatCompletionRequest, CompletionRequest, *BODIES)
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request cannot be served as it is."},
@@ -266,6 +268,27 @@ def _add_operations(
         app.add_api_route(path, handler, tags=["operations"], response_model=None)
 
 
+def _describe_refusals(path: str, operation: dict[str, Any]) -> None:
+    """What the gate and the handlers may answer beside what they were asked for."""
+    shape = {} if path.startswith("/v1/messages") else {"$ref": _SCHEMA.format(model=_ERROR)}
+    refusal = {"content": {_JSON: {"schema": shape}}}
+    responses = operation["responses"]
+    # FastAPI's own; a request that is not valid is told so with 400 here.
+    responses.pop("422", None)
+    responses.setdefault("4XX", {"description": "The request is refused.", **refusal})
+    if path in OPEN:
+        shown = {"description": "Nothing can be served at present.", "content": {_JSON: {}}}
+    else:
+        operation["security"] = [{"key": []}]
+        shown = {"description": "It cannot be served at present, or has failed.", **refusal}
+    responses.setdefault("5XX", shown)
+    if path in ("/metrics", "/metrics/cluster"):
+        responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    if path == "/v1/files/{file_id}/content":
+        octets = {"type": "string", "format": "binary"}
+        responses["200"]["content"] = {"application/octet-stream": {"schema": octets}}
+
+
 def _describe_bodies(app: FastAPI) -> None:
     """Put the bodies' schemas into the API's description: the handlers read bodies themselves."""
 
@@ -281,6 +304,10 @@ def _describe_bodies(app: FastAPI) -> None:
                 [(body, "validation") for body in _BODIES], ref_template=_SCHEMA
             )
             schema["components"]["schemas"].update(bodies["$defs"])
+            schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            for path, operations in schema["paths"].items():
+                for operation in operations.values():
+                    _describe_refusals(path, operation)
             app.openapi_schema = schema
         return app.openapi_schema
 
