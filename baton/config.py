@@ -48,6 +48,10 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+_RANKS_TRANSPORTS = ("auto", "shm", "grpc")
+"""What carries the heads that ranks share."""
+
+
 class PoolConfig(_Section):
     """Some workers that are alike."""
 
@@ -567,6 +571,21 @@ class Config(BaseSettings):
             (self.kv_host_mib, "kv_host_mib", "take kv_host_mib 0"),
             (self.kv_disk_mib, "kv_disk_mib", "take kv_disk_mib 0"),
             (self.draft_model, f"drafter {self.drafter}", "take drafter ngram or none"),
+            (
+                self.transport not in _RANKS_TRANSPORTS,
+                f"transport {self.transport}",
+                f"one of {', '.join(_RANKS_TRANSPORTS)}",
+            ),
+            (
+                len({self.block_size_of(pool) for pool in self.pools}) > 1,
+                "pools of unequal block_size",
+                "give all pools one",
+            ),
+            (
+                len({self.kv_dtype_of(pool) for pool in self.pools}) > 1,
+                "pools of unequal kv_dtype",
+                "give all pools one",
+            ),
         ):
             if wanted:
                 raise ValueError(

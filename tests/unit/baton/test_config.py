@@ -339,3 +339,19 @@ def test_a_cluster_of_several_machines_has_what_it_needs(
 def test_the_launcher_of_several_machines_may_leave_routers_to_others() -> None:
     config = load_config(ray_address="10.0.0.1:6379", redis_url="redis://10.0.0.1", routers=0)
     assert config.routers == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"transport": "nixl"}, r"transport nixl: take tp 1, or one of auto, shm, grpc"),
+        ({"decode": {"kv_dtype": "int8"}}, "unequal kv_dtype"),
+        ({"decode": {"block_size": 32}}, "unequal block_size"),
+    ],
+)
+def test_ranks_exchange_blocks_that_are_alike(fields: dict[str, Any], fault: str) -> None:
+    decode = {"name": "decode", "role": "decode", **fields.pop("decode", {})}
+    pools = [{"name": "prefill", "role": "prefill", "tp": 2}, decode]
+    Config(pools=[pools[0], {"name": "decode", "role": "decode"}])
+    with pytest.raises(ValidationError, match=fault):
+        Config(pools=pools, **fields)

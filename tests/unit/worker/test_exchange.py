@@ -382,3 +382,22 @@ async def test_a_reader_whose_ticket_has_ended_is_told(make_worker: MakeWorker) 
     with pytest.raises(TicketEnded):
         await holder.exchange.give(reader.identity, reader.peer, "decode-0:1", "unknown", hashes)
     holder.check_all_is_free()
+
+
+async def test_the_channel_to_a_peer_goes_with_its_last_pair(make_worker: MakeWorker) -> None:
+    writer, receiver = await make_worker("prefill-0"), await make_worker("decode-0")
+    pairs = writer.exchange._pairs
+    pair = await writer.exchange.outbound(receiver.peer)
+    assert set(pairs._channels) == {receiver.peer.address}
+    await receiver.server.stop(None)
+    await until(pair.broken.done)
+    writer.exchange.heartbeat()
+    assert not pairs._channels
+    again = await make_worker("decode-0")
+    assert again.peer.address != receiver.peer.address
+    await writer.exchange.outbound(again.peer)
+    assert set(pairs._channels) == {again.peer.address}
+    with pairs.using(receiver.peer.address):
+        with pytest.raises(BatonError):
+            await writer.exchange.outbound(receiver.peer)
+        assert receiver.peer.address in pairs._channels, "somebody uses it"
