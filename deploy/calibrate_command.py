@@ -88,7 +88,7 @@ async def _measured(
     from loadtest.simulator.worker_kinds import profile_fields  # noqa: PLC0415
     from loadtest.simulator.worker_profile import WorkerProfile  # noqa: PLC0415
 
-    record = await _the_decode_worker(cluster)
+    record = await the_decode_worker(cluster)
     shape = record.geometry
     token_bytes = 2.0 * shape.layers * shape.kv_heads * shape.head_dim
     token_bytes *= _VALUE_BYTES.get(shape.kv_dtype, 2.0)
@@ -105,9 +105,9 @@ async def _measured(
     chunk_keys = 1 << 19 if is_cpu else 0
     async with AsyncHttpClient(f"http://{cluster.http}") as client:
         probe = LiveProbe(ProbeRequests(client, limits, seed))
-        local = await _local_prompts(cluster)
+        local = await local_prompts(cluster)
         await probe.warm_up()
-        if await _local_prompts(cluster) > local:
+        if await local_prompts(cluster) > local:
             raise ConfigError(
                 "decode workers compute prompts here, and handoffs are to be timed: start the"
                 " cluster with --local-prefill never to calibrate it"
@@ -137,7 +137,7 @@ async def _measured(
     )
 
 
-async def _local_prompts(cluster: ClusterState) -> float:
+async def local_prompts(cluster: ClusterState) -> float:
     """How many prompts the router has left to decode workers. Raises Unavailable."""
     import httpx  # noqa: PLC0415
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415
@@ -157,7 +157,7 @@ async def _local_prompts(cluster: ClusterState) -> float:
     )
 
 
-async def _the_decode_worker(cluster: ClusterState) -> WorkerRecord:
+async def the_decode_worker(cluster: ClusterState) -> WorkerRecord:
     """Raises Unavailable; ConfigError where answers would be spread over several."""
     import redis  # noqa: PLC0415
 

@@ -1,0 +1,68 @@
+"""Which clusters `baton calibrate` times, and which it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton.errors import ConfigError, Unavailable
+from baton.registry import Registry
+from deploy.calibrate_command import local_prompts, the_decode_worker
+from deploy.cluster_state import ClusterState
+from tests.unit.loadtest.generator.fake_server import Asked, fake_server
+
+PAGE = """# TYPE baton_route_decisions counter
+baton_route_decisions_total{decision="local",reason="least_ttft"} 3.0
+baton_route_decisions_total{decision="local",reason="no_room"} 2.0
+baton_route_decisions_total{decision="remote",reason="least_ttft"} 7.0
+"""
+
+
+def state(http: str = "127.0.0.1:1") -> ClusterState:
+    return ClusterState("id", "/nowhere", "m", http, "", "redis://127.0.0.1:1/0", 1, 0.0, {})
+
+
+def listed(monkeypatch: pytest.MonkeyPatch, *roles: str) -> None:
+    async def all_records(_: Registry) -> dict[str, Any]:
+        return {str(n): SimpleNamespace(role=role, slot=n) for n, role in enumerate(roles)}
+
+    monkeypatch.setattr(Registry, "all", all_records)
+
+
+async def test_prompts_of_decode_workers_are_counted() -> None:
+    async def answer(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        assert "/metrics" in asked.line
+        writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(PAGE)}\r\n\r\n{PAGE}".encode())
+
+    async with fake_server(answer) as server:
+        assert await local_prompts(state(server.url.removeprefix("http://"))) == 5
+
+
+async def test_a_router_that_does_not_answer_is_told() -> None:
+    with pytest.raises(Unavailable, match="metrics cannot be read"):
+        await local_prompts(state())
+
+
+async def test_one_worker_of_each_role_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed(monkeypatch, "prefill", "decode")
+    assert (await the_decode_worker(state())).slot == 1
+
+
+@pytest.mark.parametrize(
+    ("roles", "error", "message"),
+    [
+        (("prefill",), Unavailable, "no decode worker"),
+        (("decode",), Unavailable, "no prefill worker"),
+        (("prefill", "decode", "decode"), ConfigError, "has 2 decode workers"),
+        (("prefill", "prefill", "decode"), ConfigError, "--prefill 1 --decode 1"),
+    ],
+)
+async def test_others_are_refused(
+    monkeypatch: pytest.MonkeyPatch, roles: tuple[str, ...], error: type[Exception], message: str
+) -> None:
+    listed(monkeypatch, *roles)
+    with pytest.raises(error, match=message):
+        await the_decode_worker(state())
