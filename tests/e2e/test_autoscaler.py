@@ -80,8 +80,10 @@ def wait_for_roles(up: UpProcess, prefill: int, decode: int) -> None:
         roles = Counter(worker["role"] for worker in told)
         if roles == {"prefill": prefill, "decode": decode}:
             return
-        log = (up.logs / "supervisor.log").read_text()
-        assert time.monotonic() < end, f"{roles}\n{log}"
+        # It is there once something was logged.
+        log = up.logs / "supervisor.log"
+        said = log.read_text() if log.exists() else ""
+        assert time.monotonic() < end, f"{roles}\n{said}"
         time.sleep(0.2)
 
 
