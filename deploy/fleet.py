@@ -79,20 +79,26 @@ class Fleet:
         self._far_ends = DaemonThread("far ends")
         self._lives: dict[str, _Life] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._death = asyncio.Event()
 
     async def recall(self) -> None:
         """Find the workers that live, whoever has started them. Raises what Ray raises."""
         for worker in await self._thread.call(find_all):
             if worker.slot not in self._lives:
-                self._lives[worker.slot] = _Life(worker)
+                self._lives[worker.slot] = _Life(worker, self._death.set)
 
     @property
     def slots(self) -> Collection[str]:
         """Where somebody is."""
         return self._lives.keys()
 
+    async def death(self) -> None:
+        """Wait until one is heard of that nobody has looked at yet."""
+        await self._death.wait()
+
     async def refresh(self) -> None:
-        """See whom the registry lists."""
+        """See whom the registry lists. A look at every slot follows."""
+        self._death.clear()
         self._listed = await self._roll()
         now = time.monotonic()
         passed = min(now - self._refreshed_at, _LONGEST_GAP_S)
@@ -158,7 +164,7 @@ class Fleet:
                     raise
                 return found
 
-        self._lives[slot] = _Life(await self._thread.call(start))
+        self._lives[slot] = _Life(await self._thread.call(start), self._death.set)
 
     async def drain(self, slot: str, deadline_s: float) -> None:
         """Have a worker take nothing more, and end by itself. Raises what Ray raises."""
@@ -236,8 +242,9 @@ class Fleet:
 class _Life:
     """One life of a worker, seen by what it answers."""
 
-    def __init__(self, worker: RayWorker) -> None:
+    def __init__(self, worker: RayWorker, tell_death: Callable[[], None]) -> None:
         self.worker = worker
+        self._tell_death = tell_death
         self.process: Whereabouts | None = None
         """Once it serves."""
         self.other_ranks: list[Whereabouts] = []
@@ -276,9 +283,14 @@ class _Life:
         return now - self._heard_at
 
     async def _ask(self) -> dict[str, Any] | Answer:
-        if not self._serves:
-            return await self.worker.ready()
-        return await self.worker.ping(self.unlisted_s)
+        try:
+            if not self._serves:
+                return await self.worker.ready()
+            return await self.worker.ping(self.unlisted_s)
+        except Exception as error:
+            if isinstance(error, WorkerFailed) or _is_death(error):
+                self._tell_death()
+            raise
 
     def _heard(self, answer: dict[str, Any] | Answer, now: float) -> None:
         self._heard_at = now

@@ -33,6 +33,7 @@ LOOK_S = 0.5
 _TELL_S = 2.0
 """The news is told when it changes, and as often as this, since what is told has a TTL."""
 _RECALL_AGAIN_S = 1.0
+_SOON_S = 0.005
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,9 @@ class Workers(Protocol):
 
     @property
     def slots(self) -> Collection[str]: ...
+
+    async def death(self) -> None:
+        """Wait until one is heard of that nobody has looked at yet."""
 
     async def recall(self) -> None: ...
 
@@ -107,10 +111,19 @@ class Supervisor:
                 await self._want()
                 await self._look(began)
                 await self._tell(began)
-                await asyncio.sleep(max(0.0, began + LOOK_S - time.monotonic()))
+                await self._rest(began)
         finally:
             await end_tasks(self._busy.values())
             self._workers.close()
+
+    async def _rest(self, began: float) -> None:
+        """Until the next look: sooner where somebody has died, or is to be started by then."""
+        now = time.monotonic()
+        waits = (state.wait_s for state in self._keeper.states(now).values() if state.wait_s > 0)
+        rest_s = max(0.0, began + LOOK_S - now)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min((rest_s, *(wait_s + _SOON_S for wait_s in waits)))):
+                await self._workers.death()
 
     async def _recall(self) -> None:
         while True:

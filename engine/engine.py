@@ -23,10 +23,6 @@ from engine.draft_vocabulary import check_vocabulary
 from engine.drafter_heads import HEADS, EagleHead, MedusaHeads, Sampler, load_heads
 from engine.embedding import Embedder
 from engine.filled_slots import FilledSlots
-from engine.gpu.decoder import gpu_decoder
-from engine.gpu.graphs import GRAPH_BYTES
-from engine.gpu.runner import GpuRunner
-from engine.gpu.speculation import make_overlap_speculation
 from engine.kv_cache import Allocate, KvCache, KvGroup, block_bytes
 from engine.kv_quantization import kv_dtype, kv_dtype_name
 from engine.model import DecoderModel
@@ -194,8 +190,13 @@ def build_following(
     kv = kv_dtype(settings.kv_dtype, dtype)
     blocks = _blocks(settings, config, model, dtype, None, device)
     cache = KvCache(model.config, blocks, settings.block_size, kv, device, allocate)
+    if device.type != "cuda":
+        return FollowingTorch(TorchStepModel(model, cache, device)), cache
+    from engine.gpu.decoder import gpu_decoder  # noqa: PLC0415
+
     gpu_model = gpu_decoder(model, cache, _most_rows(settings, device))
-    return gpu_model or FollowingTorch(TorchStepModel(model, cache, device)), cache
+    assert gpu_model is not None, "it is one"
+    return gpu_model, cache
 
 
 def _check_ranks(settings: EngineSettings) -> None:
@@ -302,8 +303,14 @@ def _runner(
     most = _most_rows(settings, device)
     embedder = Embedder(model)
     copy = None if lead is None else lead.copier(cache.copy)
-    gpu_model = gpu_decoder(model, cache, most, deterministic=settings.deterministic, lead=lead)
-    if gpu_model is not None:
+    if device.type == "cuda":
+        # Here, and below: what is for GPUs would take a worker on a CPU half a second to import.
+        from engine.gpu.decoder import gpu_decoder  # noqa: PLC0415
+        from engine.gpu.runner import GpuRunner  # noqa: PLC0415
+        from engine.gpu.speculation import make_overlap_speculation  # noqa: PLC0415
+
+        gpu_model = gpu_decoder(model, cache, most, deterministic=settings.deterministic, lead=lead)
+        assert gpu_model is not None, "it is one"
         drafts = make_overlap_speculation(drafter_of(settings, device))
         return GpuRunner(gpu_model, cache, device, grammars, drafts, embedder, copy)
     step_model = _step_model(model, cache, settings.model_path, name)
@@ -421,7 +428,10 @@ def warm_up(engine: Engine) -> None:
     engine.runner.run(StepPlan(0, (new,), (), (PlanRow(0, 0, count, table, True),)))
     engine.runner.run(StepPlan(0, (), (), (PlanRow(0, count, 1, table, True),)))
     engine.runner.forget(0)
-    if isinstance(engine.runner, GpuRunner):
+    if engine.cache.data.device.type == "cuda":
+        from engine.gpu.runner import GpuRunner  # noqa: PLC0415
+
+        assert isinstance(engine.runner, GpuRunner), "every GPU has one"
         engine.runner.capture()
 
 
@@ -458,6 +468,8 @@ def _pool_bytes(
 ) -> int:
     if device.type == "cpu":
         return settings.kv_pool_bytes
+    from engine.gpu.graphs import GRAPH_BYTES  # noqa: PLC0415
+
     # Of the whole memory rather than of what is free: another worker of this GPU may not have
     # taken its share yet.
     free, total = torch.cuda.mem_get_info(device)

@@ -8,7 +8,6 @@ from engine.kv_cache import KvCache, allocate_plain
 from kvtransfer.host_memory import HostMemory
 from kvtransfer.memory import BlockMemory
 from kvtransfer.shared_pool import SharedPool, allocate
-from worker.gpu_memory import GpuMemory
 
 
 class PoolMemory:
@@ -30,6 +29,9 @@ class PoolMemory:
         """The blocks of ``cache``, which lie in what was allocated."""
         blocks = cache.bytes
         if blocks.is_cuda:
+            # Slow to import, and of no use on CPUs.
+            from worker.gpu_memory import GpuMemory  # noqa: PLC0415
+
             return GpuMemory(blocks)
         return HostMemory(blocks.numpy(), self._pool.file if self._pool is not None else None)
 

@@ -31,6 +31,7 @@ class FakeWorkers:
     def __init__(self, **living: Seen) -> None:
         self.seen = {slot.replace("_", "-"): seen for slot, seen in living.items()}
         self.recalls = 0
+        self.died = asyncio.Event()
         self.refreshed = 0
         self.started: list[str] = []
         self.drained: list[tuple[str, float]] = []
@@ -65,6 +66,10 @@ class FakeWorkers:
 
     async def end(self, slot: str) -> None:
         self.ended.append(slot)
+
+    async def death(self) -> None:
+        await self.died.wait()
+        self.died.clear()
 
     def close(self) -> None:
         self.closed = True
@@ -254,4 +259,21 @@ async def test_its_slots_and_the_autoscalers_note_are_told() -> None:
     play.supervisor.note = lambda: "decode has 2 and needs 1.5"
     await play.until(lambda: bool(play.board.told and play.board.told.autoscaler))
     assert play.board.told.autoscaler == "decode has 2 and needs 1.5"
+    await play.end()
+
+
+async def test_a_death_that_is_heard_of_is_looked_at_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    play = Play(FakeWorkers(), FakeBoard())
+    await play.until(lambda: play.phase("decode-0") is Phase.RUNNING)
+    monkeypatch.setattr(supervisor_module, "LOOK_S", 3600.0)
+    workers = play.workers
+    # The look that was under way, and rests for an hour now.
+    looks = workers.refreshed
+    await play.until(lambda: workers.refreshed >= looks)
+    workers.seen["decode-0"] = Seen(Sight.NOBODY, "it died")
+    workers.died.set()
+    # The pause before its next life ends that hour, too.
+    await play.until(lambda: workers.seen["decode-0"].sight is Sight.SERVING)
     await play.end()
