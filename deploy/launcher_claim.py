@@ -16,8 +16,10 @@ from baton.config import Config
 from baton.redis_client import redis_client
 from deploy.launcher_lease import LauncherLease
 
-_OF_ROUTERS = {"http", "grpc", "routers", "keys", "tenants", "require_key", "data_dir"}
-_OF_LAUNCHERS = {"ray_address", "leave_workers"}
+_FRONTS = ("http", "grpc", "admin_http", "routers", "allowed_hosts", "allowed_origins")
+_KEYS = ("keys", "keys_file", "tenants", "require_key")
+OF_ROUTERS = frozenset((*_FRONTS, *_KEYS, "data_dir", "head_deadline_s"))
+OF_LAUNCHERS = frozenset(("ray_address", "leave_workers"))
 
 
 class LauncherClaim:
@@ -53,7 +55,7 @@ class LauncherClaim:
 
 def what_workers_are_told(config: Config) -> str:
     """Two configurations that make the same workers have the same one."""
-    said = config.model_dump(mode="json", exclude=_OF_ROUTERS | _OF_LAUNCHERS)
+    said = config.model_dump(mode="json", exclude=set(OF_ROUTERS | OF_LAUNCHERS))
     text = json.dumps([version("baton"), said], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

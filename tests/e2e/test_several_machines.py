@@ -188,15 +188,20 @@ def body(prompt: str, tokens: int) -> dict[str, Any]:
     }
 
 
-def houses_a_worker(machine: Machine) -> bool:
-    """Whether the engine runs there."""
+def workers_on(machine: Machine) -> list[psutil.Process]:
+    """Where the engine runs, as this machine sees them."""
+    found = []
     for process in machine.processes():
         try:
             if any("libtorch" in entry.path for entry in process.memory_maps()):
-                return True
+                found.append(process)
         except (psutil.Error, OSError):
             continue
-    return False
+    return found
+
+
+def houses_a_worker(machine: Machine) -> bool:
+    return bool(workers_on(machine))
 
 
 @contextmanager
@@ -248,9 +253,18 @@ def test_prefill_and_decode_on_nodes_of_their_own_and_the_loss_of_one() -> None:
         assert len(texts) == 1, "all of them are one answer"
         assert net.answer() == whole
         net.join(spare, "spare", "baton_decode")
-        net.until(lambda: "is back" in net.text("up"), "nobody came back")
+        net.until(
+            lambda: " is back" in net.text("up"),
+            "who was lost is not back",
+        )
         assert houses_a_worker(spare)
         assert net.answer(prompt="Twice")
+        # One that hangs where nobody of its cluster can reach it but Ray.
+        (hanging,) = workers_on(first)
+        hanging.suspend()
+        net.until(lambda: "prefill-0 is back" in net.text("up"), "it is not replaced")
+        hanging.wait(END_S)
+        assert net.answer() == whole
         # A node that is told to leave lets its worker end what it runs.
         begun = [threading.Event() for _ in range(4)]
         running = [threads.submit(net.streamed, LONG, one) for one in begun]

@@ -13,7 +13,12 @@ from baton.config import Config, PoolConfig
 from baton.errors import BatonError
 from baton.redis_client import redis_client
 from deploy import launcher_lease as lease_module
-from deploy.launcher_claim import LauncherClaim, what_workers_are_told
+from deploy.launcher_claim import (
+    OF_LAUNCHERS,
+    OF_ROUTERS,
+    LauncherClaim,
+    what_workers_are_told,
+)
 from deploy.launcher_lease import GONE_S, TTL_S, LauncherLease, LeaseSight, lease_lost
 
 
@@ -95,6 +100,10 @@ async def test_a_claim_knows_whether_workers_were_told_the_same(redis_url: str) 
         await claim.give_up()
         await claim.close()
     assert seen == [False, False, True, True]
+
+
+def test_what_others_are_told_are_fields() -> None:
+    assert set(Config.model_fields) >= OF_ROUTERS | OF_LAUNCHERS
 
 
 def test_what_workers_are_told_has_their_pools_in_it() -> None:
