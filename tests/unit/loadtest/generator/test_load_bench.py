@@ -244,14 +244,15 @@ def test_soak_sees_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
 LEAKY = """
 import pathlib, time
 held, files = [], []
-while True:
-    held.append(b"x" * (1 << 18))
-    if len(files) < 100:
+while len(held) < 8000:
+    held.append(b"x" * (1 << 16))
+    if len(held) % 10 == 0 and len(files) < 900:
         files.append(open("/dev/null"))
-    pathlib.Path("leaked").write_text(str(len(held)))
-    time.sleep(0.005 if len(held) < 2000 else 1.0)
+    pathlib.Path("leaked").touch()
+    time.sleep(0.005)
+time.sleep(3600)
 """
-"""Takes a quarter of a MiB and a descriptor, 200 times a second, and gives nothing back."""
+"""Takes 12 MiB and 20 descriptors a second, and gives nothing back."""
 
 
 def test_soak_sees_a_process_that_leaks(
@@ -260,6 +261,7 @@ def test_soak_sees_a_process_that_leaks(
     monkeypatch.setattr(soak, "QUIET_S", 0.1)
     monkeypatch.setattr(footprint, "MORE_BYTES", 1 << 20)
     monkeypatch.setattr(footprint, "MORE_SHARE", 0.0)
+    monkeypatch.setattr(footprint, "_FEWEST_SAMPLES", 4)
     leaky = subprocess.Popen([sys.executable, "-c", LEAKY], cwd=tmp_path)
     try:
         state = SimpleNamespace(processes={"decode-0": leaky.pid}, redis_url="", cluster_id="x")
