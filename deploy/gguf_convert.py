@@ -27,6 +27,9 @@ _SUPPORTED = ("F32", "F16", "BF16", *_WITH_CODES)
 _PIECE_VALUES = 1 << 22
 """Values that are dequantised at a time; so the memory does not depend on the model's size."""
 
+_MOST_LAYERS = 4096
+"""Names of weights are listed for each before the file's own are looked at."""
+
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -58,7 +61,7 @@ class LlamaMetadata(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    layers: int = Field(alias="llama.block_count", ge=1)
+    layers: int = Field(alias="llama.block_count", ge=1, le=_MOST_LAYERS)
     context_length: int = Field(alias="llama.context_length", ge=1)
     hidden: int = Field(alias="llama.embedding_length", ge=1)
     intermediate: int = Field(alias="llama.feed_forward_length", ge=1)
@@ -102,6 +105,24 @@ class _Weight:
         return self.tensor.tensor_type.name in _WITH_CODES and len(self.shape) == 2
 
 
+class _BoundedReader(GGUFReader):
+    """The library takes what lies behind a file's end for empty, and so reads an array of 2^60
+
+    entries for as long as it says.
+    """
+
+    def _get(
+        self,
+        offset: int,
+        dtype: npt.DTypeLike,
+        count: int = 1,
+        override_order: Literal["I", "S", "<"] | None = None,
+    ) -> npt.NDArray[Any]:
+        if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
+            raise EOFError("it ends too early")
+        return super()._get(offset, dtype, count, override_order)
+
+
 def convert(gguf: Path, folder: Path, *, keep_codes: bool = False) -> None:
     """Write the model in ``gguf`` into ``folder``, which exists and is empty.
 
@@ -111,9 +132,12 @@ def convert(gguf: Path, folder: Path, *, keep_codes: bool = False) -> None:
     plain Llama decoder cannot express.
     """
     try:
-        reader = GGUFReader(gguf)
+        reader = _BoundedReader(gguf)
         raw = {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
+    except (
+        *(ValueError, KeyError, IndexError, TypeError, OverflowError, RecursionError),
+        EOFError,
+    ) as error:
         raise ConfigError(f"{gguf} is not a readable GGUF file: {error}") from error
     try:
         _check_supported(reader, raw)

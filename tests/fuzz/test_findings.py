@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import struct
+from pathlib import Path
+
 import pytest
 
 from baton import convert
 from baton.client import http_wire
-from baton.errors import HandoffError, WorkerFailed
+from baton.errors import ConfigError, HandoffError, WorkerFailed
 from baton.v1 import worker_pb2
+from deploy.gguf_convert import convert as convert_gguf
 from kvtransfer import shm_transport
 from tests.fuzz.targets import TARGETS
+from tests.unit.deploy.tiny_gguf import write_gguf
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS.keys())
@@ -51,3 +56,17 @@ def test_a_peers_offer_is_what_it_says() -> None:
             shm_transport._parse(offer)
     with pytest.raises(HandoffError, match="cannot be read"):
         shm_transport._parse(b"[" * 100_000)
+
+
+def test_a_gguf_that_promises_more_than_it_has(tmp_path: Path) -> None:
+    """An array of 2^60 entries was read for ever, and layers were listed until memory ended."""
+    file = write_gguf(tmp_path / "tiny.gguf")
+    whole = file.read_bytes()
+    at = whole.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens") + 8
+    file.write_bytes(whole[:at] + struct.pack("<Q", 1 << 60) + whole[at + 8 :])
+    with pytest.raises(ConfigError, match="not a readable GGUF file"):
+        convert_gguf(file, tmp_path)
+    at = whole.index(b"llama.block_count") + len(b"llama.block_count") + 4
+    file.write_bytes(whole[:at] + struct.pack("<I", (1 << 31) - 1) + whole[at + 4 :])
+    with pytest.raises(ConfigError, match=r"llama\.block_count"):
+        convert_gguf(file, tmp_path)
