@@ -6,6 +6,7 @@ import math
 import os
 import re
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ from pydantic_settings import (
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
+
+from baton.tls import PeerRole, TlsFiles
 
 Role = Literal["prefill", "decode"]
 TransportName = Literal["auto", "shm", "grpc", "gloo", "nccl", "cuda_ipc", "nixl"]
@@ -221,6 +224,65 @@ class AutoscalerConfig(_Section):
         return self
 
 
+class TlsConfig(_Section):
+    """What travels encrypted, and who proves who it is; docs/security.md."""
+
+    folder: str = ""
+    """Folder of certificates that `baton certs init` has made. With it the fronts serve TLS alone,
+    and routers, workers and the supervisor prove to each other that they are of this cluster."""
+    certificate: str = ""
+    """The fronts' certificate, a PEM file with intermediate ones behind it; empty takes
+    ``router.pem`` of the folder. For one that a public authority has signed."""
+    key: str = ""
+    """Its key, a PEM file."""
+    client_authority: str = ""
+    """A PEM file: the fronts' clients must show a certificate that this authority signed;
+    ``ca.pem`` of the folder is one. Empty asks for none."""
+    clear_kv: bool = False
+    """Says that KV blocks may travel unencrypted: the transports ``gloo``, ``nccl`` and ``nixl``
+    have no encryption, and are refused with a folder otherwise."""
+
+    @field_validator("folder", "certificate", "key", "client_authority")
+    @classmethod
+    def _whole_path(cls, value: str) -> str:
+        # Processes that run elsewhere read it too.
+        return str(Path(value).expanduser().absolute()) if value else ""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> TlsConfig:
+        if bool(self.certificate) != bool(self.key):
+            raise ValueError("certificate and key go together")
+        if self.client_authority and not self.folder:
+            raise ValueError(
+                "client_authority needs a folder: what looks whether routers are healthy shows a"
+                " certificate of it"
+            )
+        return self
+
+    def of(self, role: PeerRole) -> TlsFiles | None:
+        """What a role shows within the cluster; None where it is not encrypted."""
+        return TlsFiles.in_folder(Path(self.folder), role) if self.folder else None
+
+    @property
+    def front_client(self) -> TlsFiles | None:
+        """What a command on this machine shows the fronts, and whom it trusts; None without TLS."""
+        if self.fronts is None:
+            return None
+        own = self.of("supervisor")
+        trusted = None if own is None or self.certificate else own.authority
+        shown = own if self.client_authority else None
+        return replace(shown or TlsFiles(), authority=trusted)
+
+    @property
+    def fronts(self) -> TlsFiles | None:
+        """The fronts' certificate, and whose certificates they ask for; None without TLS."""
+        own = self.of("router")
+        asked = Path(self.client_authority) if self.client_authority else None
+        if self.certificate:
+            return TlsFiles(Path(self.certificate), Path(self.key), asked)
+        return None if own is None else replace(own, authority=asked)
+
+
 def _default_classes() -> tuple[ContextClass, ...]:
     return (
         ContextClass(name="short", max_tokens=512),
@@ -305,6 +367,11 @@ class Config(BaseSettings):
     """Most memory of the prefix index in Redis, in MiB; beyond it the index forgets blocks that
     nobody asks for. A million blocks take some 45 MiB, and 2 more for each worker that holds all of
     them."""
+    tls: TlsConfig = Field(default_factory=TlsConfig)
+    """Certificates: of the fronts, and within the cluster."""
+    insecure_listen: bool = False
+    """Says that the fronts may listen beyond this machine without keys, or without TLS. For those
+    behind a proxy that has both."""
     transport: TransportName = "auto"
     """How KV blocks travel between workers; ``auto``: the best that both ends of a pair can use."""
     transfer_window_mib: int = Field(default=32, ge=1, le=4096)
@@ -532,6 +599,16 @@ class Config(BaseSettings):
         configured = sum(pool.count for pool in self.pools)
         if configured < self.autoscaler.least_prefill + self.autoscaler.least_decode:
             raise ValueError("autoscaler: the pools have fewer workers than it is to keep")
+        return self
+
+    @model_validator(mode="after")
+    def _blocks_are_encrypted(self) -> Config:
+        clear = self.transport in ("gloo", "nccl", "nixl")
+        if self.tls.folder and clear and not self.tls.clear_kv:
+            raise ValueError(
+                f"transport: {self.transport} sends KV blocks unencrypted: take auto, or say"
+                " tls.clear_kv = true where the network between the workers is yours alone"
+            )
         return self
 
     @model_validator(mode="after")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from baton.errors import ConfigError
+from baton.tls import PeerRole, Renewal, TlsFiles, role_name
 
 MESSAGE_LIMIT = 64 << 20
 """Bytes of one message, both ways; gRPC's own default of 4 MiB is too small for long prompts."""
@@ -49,28 +49,25 @@ SERVER_PING_MS, SERVER_PING_TIMEOUT_MS = 30_000, 20_000
 calls would wait for it for ever."""
 
 
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """PEM files for mutual TLS: each side shows its certificate, and trusts the authority's."""
+def open_channel(
+    address: str, tls: TlsFiles | None = None, peer: PeerRole | None = None
+) -> grpc.aio.Channel:
+    """A channel to ``host:port``; it connects on first use. Raises ConfigError.
 
-    certificate: Path
-    key: Path
-    authority: Path
-
-
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to ``host:port``; it connects on first use."""
-    return grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS)
+    ``peer``: the role that the server's certificate must name; otherwise it must name the host.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS)
+    return grpc.aio.secure_channel(address, _client_credentials(tls), options=_towards(peer))
 
 
-def open_blocking_channel(address: str, tls: TlsFiles | None = None) -> grpc.Channel:
+def open_blocking_channel(
+    address: str, tls: TlsFiles | None = None, peer: PeerRole | None = None
+) -> grpc.Channel:
     """As ``open_channel``, for threads and programs without an event loop."""
     if tls is None:
         return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
-    credentials = grpc.ssl_channel_credentials(
-        tls.authority.read_bytes(), tls.key.read_bytes(), tls.certificate.read_bytes()
-    )
-    return grpc.secure_channel(address, credentials, options=_CLIENT_OPTIONS)
+    return grpc.secure_channel(address, _client_credentials(tls), options=_towards(peer))
 
 
 def make_server(
@@ -83,21 +80,57 @@ def make_server(
     return grpc.aio.server(interceptors=gates, options=_server_options(shares_port=shares_port))
 
 
+def listen(server: grpc.aio.Server | grpc.Server, address: str, tls: TlsFiles | None = None) -> int:
+    """Have a server listen on ``host:port``; returns the port. Raises ConfigError.
+
+    With an authority among the files its clients must show a certificate of it.
+    """
+    try:
+        if tls is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, _server_credentials(tls))
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(f"nothing can listen on {address}: {error}") from error
+
+
 def make_blocking_server(
     threads: ThreadPoolExecutor, address: str, tls: TlsFiles | None = None
 ) -> tuple[grpc.Server, int]:
     """A server on threads without services, and its port. Raises ConfigError."""
     server = grpc.server(threads, options=_server_options())
-    try:
-        if tls is None:
-            return server, server.add_insecure_port(address)
-        pairs = [(tls.key.read_bytes(), tls.certificate.read_bytes())]
-        credentials = grpc.ssl_server_credentials(
-            pairs, tls.authority.read_bytes(), require_client_auth=True
-        )
-        return server, server.add_secure_port(address, credentials)
-    except (RuntimeError, OSError) as error:
-        raise ConfigError(f"nothing can listen on {address}: {error}") from error
+    return server, listen(server, address, tls)
+
+
+def _client_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
+    tls.check()
+    key = None if tls.key is None else tls.key.read_bytes()
+    shown = None if tls.certificate is None else tls.certificate.read_bytes()
+    trusted = None if tls.authority is None else tls.authority.read_bytes()
+    return grpc.ssl_channel_credentials(trusted, key, shown)
+
+
+def _towards(peer: PeerRole | None) -> list[tuple[str, Any]]:
+    if peer is None:
+        return [*_CLIENT_OPTIONS]
+    return [*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", role_name(peer))]
+
+
+def _server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
+    """Each handshake looks whether the files were renewed."""
+    renewal = Renewal(tls)
+    tls.check()
+
+    def read() -> grpc.ServerCertificateConfiguration:
+        assert tls.certificate is not None, "a server has a certificate"
+        assert tls.key is not None, "a server has a key"
+        pair = tls.key.read_bytes(), tls.certificate.read_bytes()
+        trusted = None if tls.authority is None else tls.authority.read_bytes()
+        return grpc.ssl_server_certificate_configuration([pair], trusted)
+
+    def renewed() -> Any:
+        return read() if renewal.came() else None
+
+    return grpc.dynamic_ssl_server_credentials(read(), renewed, tls.authority is not None)
 
 
 def _server_options(*, shares_port: bool = False) -> list[tuple[str, int]]:

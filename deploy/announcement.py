@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
+
+from baton.tls import TlsFiles
 
 
 def announcement(
@@ -16,8 +19,12 @@ def announcement(
     logs: Path,
     admin_http: str = "",
     needs_key: bool = False,
+    tls: TlsFiles | None = None,
 ) -> str:
-    """The addresses (host:port), none where routers are elsewhere; and a command to paste."""
+    """The addresses (host:port), none where routers are elsewhere; and a command to paste. ``tls``:
+
+    what that shows and trusts.
+    """
     if not http:
         lines = [
             "  routers  `baton router`, with the same configuration",
@@ -26,26 +33,35 @@ def announcement(
             f"  logs     {logs}, and the run directories of the workers' nodes",
         ]
         return "\n".join(lines)
-    admin = [f"  admin    http://{admin_http} (metrics, operators)"] if admin_http else []
+    scheme = "http" if tls is None else "https"
+    url = f"{scheme}://{http}"
+    admin = [f"  admin    {scheme}://{admin_http} (metrics, operators)"] if admin_http else []
     lines = [
-        f"  HTTP     http://{http}/v1 (OpenAI; http://{http}/docs)",
+        f"  HTTP     {url}/v1 (OpenAI; {url}/docs)",
         *admin,
-        f"  gRPC     {grpc}",
+        f"  gRPC     {grpc}{'' if tls is None else ' (TLS)'}",
         f"  model    {model}",
         f"  workers  {', '.join(workers)}",
         f"  logs     {logs}",
         "Try it:",
-        f"  {_curl(http, model, needs_key=needs_key)}",
+        f"  {_curl(url, model, tls, needs_key=needs_key)}",
         "Ctrl-C ends the cluster.",
     ]
     return "\n".join(lines)
 
 
-def _curl(http: str, model: str, *, needs_key: bool) -> str:
+def _curl(url: str, model: str, tls: TlsFiles | None, *, needs_key: bool) -> str:
     body = {"model": model, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]}
     # A model's name may hold a quote, which would end the shell's string.
     quoted = json.dumps(body).replace("'", r"'\''")
     kind = "-H 'Content-Type: application/json'"
     if needs_key:
         kind += ' -H "Authorization: Bearer $BATON_API_KEY"'
-    return f"curl -N http://{http}/v1/chat/completions {kind} -d '{quoted}'"
+    options = []
+    if tls is not None and tls.authority is not None:
+        options.append(f"--cacert {shlex.quote(str(tls.authority))}")
+    if tls is not None and tls.certificate is not None:
+        options.append(f"--cert {shlex.quote(str(tls.certificate))}")
+        options.append(f"--key {shlex.quote(str(tls.key))}")
+    given = " ".join([*options, kind])
+    return f"curl -N {url}/v1/chat/completions {given} -d '{quoted}'"

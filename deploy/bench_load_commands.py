@@ -13,6 +13,7 @@ from deploy.load_options import LoadOptions
 from deploy.option_group import takes
 
 if TYPE_CHECKING:
+    from baton.tls import TlsFiles
     from loadtest.generator.soak import WatchedCluster
 
 _LEAKED = 3
@@ -97,26 +98,27 @@ def soak(
         fail("--peak and --factor are above 0")
     with clear_ends():
         settings = load.settings(rate=peak * factor)
-        cluster = _watched(settings.server.url)
+        cluster = _watched(settings.server.url, settings.server.tls)
         report = bench_soak(settings, cluster, every, load.outputs(), Console(), say)
     if report.leaks:
         raise typer.Exit(_LEAKED)
 
 
-def _watched(url: str) -> WatchedCluster:
+def _watched(url: str, tls: TlsFiles | None) -> WatchedCluster:
     """What is known here of the cluster at ``url``."""
     from loadtest.generator.soak import WatchedCluster  # noqa: PLC0415
 
     http = urlsplit(url).netloc
     cluster = local_cluster(http)
     if cluster is None:
-        return WatchedCluster(url, dict)
+        return WatchedCluster(url, dict, tls=tls)
 
     def pids() -> dict[str, int]:
         now = local_cluster(http)
         return {} if now is None else now.processes
 
-    return WatchedCluster(url, pids, cluster.redis_url, f"baton:{{{cluster.cluster_id}}}:")
+    prefix = f"baton:{{{cluster.cluster_id}}}:"
+    return WatchedCluster(url, pids, cluster.redis_url, prefix, tls)
 
 
 def _rates(text: str) -> tuple[float, ...]:

@@ -103,7 +103,8 @@ async def _measured(
     )
     # As ``engine.engine`` bounds a CPU's chunks.
     chunk_keys = 1 << 19 if is_cpu else 0
-    async with AsyncHttpClient(f"http://{cluster.http}") as client:
+    url = f"{'https' if cluster.tls else 'http'}://{cluster.http}"
+    async with AsyncHttpClient(url, tls=cluster.tls_files) as client:
         probe = LiveProbe(ProbeRequests(client, limits, seed))
         local = await local_prompts(cluster)
         await probe.warm_up()

@@ -12,6 +12,7 @@ from deploy import (
     bench_load_commands,
     bench_part_commands,
     calibrate_command,
+    certs_commands,
     client_commands,
     doctor_command,
     keys_commands,
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
 keys_app = typer.Typer(help="API keys, in a file that holds their hashes.", no_args_is_help=True)
+certs_app = typer.Typer(help="Certificates of a cluster of one's own.", no_args_is_help=True)
 bench_app = typer.Typer(help="Benchmarks on this machine.", no_args_is_help=True)
 
 # In the order in which --help shows them.
@@ -52,6 +54,7 @@ app.command()(calibrate_command.calibrate)
 app.command()(doctor_command.doctor)
 app.add_typer(model_app, name="model")
 app.add_typer(keys_app, name="keys")
+app.add_typer(certs_app, name="certs")
 app.add_typer(bench_app, name="bench")
 model_app.command()(model_commands.pull)
 model_app.command("list")(model_commands.list_models)
@@ -59,6 +62,10 @@ keys_app.command()(keys_commands.create)
 keys_app.command("list")(keys_commands.list_keys)
 keys_app.command()(keys_commands.revoke)
 keys_app.command()(keys_commands.rotate)
+certs_app.command()(certs_commands.init)
+certs_app.command()(certs_commands.renew)
+certs_app.command()(certs_commands.issue)
+certs_app.command()(certs_commands.show)
 bench_app.command()(bench_load_commands.serve)
 bench_app.command()(bench_load_commands.goodput)
 bench_app.command()(bench_load_commands.soak)

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from deploy.command_line import (
     DEFAULT_GRPC,
-    DEFAULT_HTTP,
     INTERRUPTED,
     ApiKey,
     Http,
@@ -21,9 +20,13 @@ from deploy.command_line import (
     local_cluster,
     say,
 )
+from deploy.option_group import takes
+from deploy.tls_options import TlsOptions
 
 
+@takes(TlsOptions)
 def chat(
+    tls: TlsOptions,
     prompt: Annotated[
         str | None, typer.Argument(help="What to ask; without it, a conversation begins.")
     ] = None,
@@ -51,9 +54,10 @@ def chat(
     from deploy.chat import Chat, converse  # noqa: PLC0415
 
     cluster = local_cluster()
+    files = tls.files(None if grpc and cluster and grpc != cluster.grpc else cluster)
     address = grpc or (cluster.grpc if cluster is not None else DEFAULT_GRPC)
     sampling = SamplingParameters(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    with Client(address, api_key) as client:
+    with clear_errors(), Client(address, api_key, tls=files) as client:
         session = Chat(client, sampling, lambda text: typer.echo(text, nl=False))
         with clear_errors():
             client.list_models()
@@ -63,7 +67,9 @@ def chat(
                 raise typer.Exit(INTERRUPTED)
 
 
+@takes(TlsOptions)
 def batch(
+    tls: TlsOptions,
     file: Annotated[
         Path | None,
         typer.Argument(
@@ -99,8 +105,8 @@ def batch(
     if (file is None) == (not batch_id):
         fail("give a file, or --id and a batch's id")
     cluster = local_cluster(http)
-    address = http or (cluster.http if cluster is not None else DEFAULT_HTTP)
-    with HttpClient(f"http://{address}", api_key) as client:
+    url, files = tls.url_of(http, cluster), tls.files(cluster)
+    with clear_errors(), HttpClient(url, api_key, tls=files) as client:
         command = BatchCommand(client, say, Console(stderr=True))
         try:
             code = run_batch(command, file, batch_id, window, output)
@@ -111,7 +117,9 @@ def batch(
     raise typer.Exit(code)
 
 
+@takes(TlsOptions)
 def status(
+    tls: TlsOptions,
     http: Http = None,
     api_key: ApiKey = "",
     watch: Annotated[
@@ -127,12 +135,12 @@ def status(
     from deploy.watch_command import watch as watch_router  # noqa: PLC0415
 
     cluster = local_cluster(http)
-    address = http or (cluster.operators if cluster is not None else DEFAULT_HTTP)
+    url, files = tls.url_of(http, cluster, operators=True), tls.files(cluster)
     if watch:
         with clear_ends():
-            watch_router(address, api_key, interval, Console())
+            watch_router(url, api_key, interval, Console(), tls=files)
     with clear_errors():
-        found = read_status(address, cluster, api_key)
+        found = read_status(url, cluster, api_key, files)
     console = Console()
     console.print(f"router {found.http}: {found.health}", markup=False, highlight=False)
     if found.supervisor:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from baton.tls import TlsFiles
 from deploy.run_directory import PREFIX, parent_directory
 
 FILE_NAME = "cluster.json"
@@ -31,6 +32,20 @@ class ClusterState:
     """Process ids by name: the router, the store, the workers by slot."""
     admin_http: str = ""
     """Where metrics and the operators' endpoints are, if not at ``http``."""
+    tls: bool = False
+    """Whether the fronts serve TLS."""
+    authority: str = ""
+    """Whose certificates of the fronts this machine's commands trust; empty: the system's."""
+    certificate: str = ""
+    """What they show, where the fronts ask for one."""
+    certificate_key: str = ""
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """As above; None without TLS."""
+        if not self.tls:
+            return None
+        return TlsFiles(*map(_path, (self.certificate, self.certificate_key, self.authority)))
 
     def save(self) -> None:
         """Write the file, readable by its owner alone; readers see the old or the new one."""
@@ -60,6 +75,10 @@ def running_clusters() -> list[ClusterState]:
     files = parent_directory().glob(f"{PREFIX}*/{FILE_NAME}")
     states = [state for state in map(_read, files) if state is not None and state.alive]
     return sorted(states, key=lambda state: state.launcher_started, reverse=True)
+
+
+def _path(text: str) -> Path | None:
+    return Path(text) if text else None
 
 
 def _read(path: Path) -> ClusterState | None:

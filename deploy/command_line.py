@@ -56,8 +56,9 @@ def local_cluster(http: str | None = None) -> ClusterState | None:
     """The newest cluster that runs here, or the one at ``http``."""
     from deploy.cluster_state import running_clusters  # noqa: PLC0415
 
+    address = None if http is None else http.rpartition("//")[2].rstrip("/")
     clusters = running_clusters()
-    return next((one for one in clusters if http in (None, one.http, one.admin_http)), None)
+    return next((one for one in clusters if address in (None, one.http, one.admin_http)), None)
 
 
 def say(text: str) -> None:

@@ -26,6 +26,7 @@ from baton.errors import BatonError
 from baton.keys_file import read_keys
 from baton.logs import formatter
 from baton.redis_client import redis_client
+from baton.tls import TlsFiles
 from deploy import model_store
 from deploy.actor_settings import ActorSettings
 from deploy.announcement import announcement
@@ -35,6 +36,7 @@ from deploy.cluster_mark import ClusterMark
 from deploy.cluster_state import ClusterState
 from deploy.daemon_thread import DaemonThread
 from deploy.drafter_folder import drafter_folder
+from deploy.exposure import check_exposure
 from deploy.gcs_store import EMBEDDED, GcsStore, check_gcs_store
 from deploy.gcs_watch import FarGcsWatch, GcsWatch
 from deploy.guardian import Guardian
@@ -134,6 +136,8 @@ class Launcher:
         """The whole life; returns the exit code."""
         self._take_signals()
         try:
+            check_exposure(self._config)
+            _check_certificates(self._config)
             if self._config.routers:
                 self._config = choose_ports(self._config)
             if self._config.keys_file:
@@ -424,6 +428,8 @@ class Launcher:
             self._save_state()
 
     def _save_state(self) -> None:
+        tls = self._config.tls.front_client
+        shown = tls or TlsFiles()
         ClusterState(
             cluster_id=self._mark.cluster_id,
             run_directory=str(self._run.path),
@@ -435,6 +441,10 @@ class Launcher:
             launcher_started=psutil.Process().create_time(),
             processes=dict(self._pids),
             admin_http=self._admin_http,
+            tls=tls is not None,
+            authority=_text(shown.authority),
+            certificate=_text(shown.certificate),
+            certificate_key=_text(shown.key),
         ).save()
 
     @property
@@ -452,6 +462,7 @@ class Launcher:
             logs=self._run.logs,
             admin_http=self._admin_http,
             needs_key=self._config.require_key,
+            tls=self._config.tls.front_client,
         )
         self._progress.line("ready", "bold green")
         self._progress.line(text)
@@ -542,6 +553,18 @@ async def _together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(work) for work in works]
     return [task.result() for task in tasks]
+
+
+def _check_certificates(config: Config) -> None:
+    """Raises ConfigError where a file is missing, or is none."""
+    tls = config.tls
+    for files in (tls.fronts, tls.of("router"), tls.of("worker"), tls.of("supervisor")):
+        if files is not None:
+            files.check()
+
+
+def _text(path: Path | None) -> str:
+    return "" if path is None else str(path)
 
 
 def _leaf(error: BaseException | None) -> BaseException | None:

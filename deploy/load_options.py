@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
-from deploy.command_line import DEFAULT_HTTP, fail, local_cluster
+from deploy.command_line import fail, local_cluster
+from deploy.tls_options import TlsOptions
 
 if TYPE_CHECKING:
     from loadtest.generator.load_bench import Outputs
@@ -18,7 +19,7 @@ _LENGTHS = "128, uniform:64-256, normal:MEAN,DEVIATION[,MOST] or lognormal:MEDIA
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOptions:
+class LoadOptions(TlsOptions):
     """Who is driven, with what, and what counts."""
 
     url: Annotated[
@@ -167,10 +168,10 @@ class LoadOptions:
         if self.endpoint not in get_args(Endpoint):
             fail(f"--endpoint: {self.endpoint!r} is none of {', '.join(get_args(Endpoint))}")
         cluster = None if self.url else local_cluster()
-        http = DEFAULT_HTTP if cluster is None else cluster.http
+        url = self.url or self.url_of(None, cluster)
         return ServerSettings(
             # As other clients take it too.
-            url=self.url.rstrip("/").removesuffix("/v1") or f"http://{http}",
+            url=url.rstrip("/").removesuffix("/v1"),
             grpc=self.grpc,
             endpoint=cast(Endpoint, self.endpoint),
             model=self.model,
@@ -179,6 +180,7 @@ class LoadOptions:
             ignore_eos=self.ignore_eos,
             timeout_s=self.timeout,
             metrics=self.metrics,
+            tls=self.files(cluster, url),
         )
 
     def _traffic(self) -> TrafficSettings:

@@ -9,18 +9,22 @@ from baton.errors import WorkerFailed
 from baton.grpc_channel import open_channel
 from baton.grpc_errors import error_from_rpc
 from baton.registry import WorkerRecord
+from baton.tls import TlsFiles
 from baton.v1 import control_pb2, control_pb2_grpc
 
 ANSWER_S = 10.0
 """How much later than its deadline the answer may come."""
 
 
-async def change_role(record: WorkerRecord, role: Role, deadline_s: float) -> float:
+async def change_role(
+    record: WorkerRecord, role: Role, deadline_s: float, tls: TlsFiles | None = None
+) -> float:
     """Seconds from taking no more work to serving again.
 
-    What is left of its work after ``deadline_s`` seconds is placed elsewhere. Raises BatonError.
+    What is left of its work after ``deadline_s`` seconds is placed elsewhere. ``tls``: what the
+    caller shows the worker. Raises BatonError.
     """
-    channel = open_channel(record.address)
+    channel = open_channel(record.address, tls, "worker")
     request = control_pb2.ChangeRoleRequest(role=role, deadline_ms=int(deadline_s * 1e3))
     try:
         stub = control_pb2_grpc.ControlServiceStub(channel)

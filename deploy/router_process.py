@@ -17,6 +17,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from baton.config import Config
 from baton.errors import BatonError
 from baton.metrics import SHARED_FOLDER_VARIABLE
+from baton.tls import TlsFiles, pinned_context
 from deploy.child import Child
 from deploy.cluster_mark import ClusterMark
 from deploy.ports import reachable
@@ -53,6 +54,8 @@ class RouterProcess:
         self._mark = mark
         self._run = run
         self._http = reachable(config.http)
+        self._fronts = config.tls.fronts
+        self._shown = config.tls.front_client or TlsFiles()
         self._settings = {
             "config": config.model_dump(mode="json"),
             "redis_url": redis_url,
@@ -120,10 +123,16 @@ class RouterProcess:
     async def _healthy(self, last: list[str]) -> None:
         # Each try a new connection: the kernel may pick another process for it.
         limits = httpx.Limits(max_keepalive_connections=0)
-        async with httpx.AsyncClient(trust_env=False, timeout=_PROBE_S, limits=limits) as client:
+        # Of a server that is known there is no name to check: it may have any.
+        known = None if self._fronts is None else self._fronts.certificate
+        verify = False if known is None else pinned_context(known, self._shown)
+        url = f"{'http' if known is None else 'https'}://{self._http}/health"
+        async with httpx.AsyncClient(
+            trust_env=False, timeout=_PROBE_S, limits=limits, verify=verify
+        ) as client:
             while True:
                 try:
-                    answer = await client.get(f"http://{self._http}/health")
+                    answer = await client.get(url)
                 except httpx.HTTPError as error:
                     last[0] = str(error) or type(error).__name__
                 else:

@@ -16,6 +16,7 @@ from rich.text import Text
 from baton.errors import Forbidden, Unavailable
 from baton.redis_client import redis_client
 from baton.registry import Registry, WorkerRecord
+from baton.tls import TlsFiles, client_context
 from deploy.cluster_state import ClusterState
 from deploy.pool_keeper import SlotState
 from deploy.slot_board import SlotBoard, Supervision
@@ -85,24 +86,29 @@ class Status:
     """What it sees, and what it did last; empty where there is none."""
 
 
-def read_status(http: str, cluster: ClusterState | None, api_key: str = "") -> Status:
-    """Ask the router at ``http`` (host:port), and its registry when ``cluster`` says where.
+def read_status(
+    url: str, cluster: ClusterState | None, api_key: str = "", tls: TlsFiles | None = None
+) -> Status:
+    """Ask the router at ``url``, and its registry when ``cluster`` says where. ``tls``: whom to
+
+    trust, and what to show it.
 
     Raises Unavailable when the router does not answer, and Forbidden when it does not let
     ``api_key`` read its metrics.
     """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        with httpx.Client(trust_env=False, timeout=_DEADLINE_S, headers=headers) as client:
-            health = client.get(f"http://{http}/health")
-            answer = client.get(f"http://{http}/metrics/cluster")
+        verify = True if tls is None else client_context(tls)
+        with httpx.Client(
+            trust_env=False, timeout=_DEADLINE_S, headers=headers, verify=verify
+        ) as client:
+            health = client.get(f"{url}/health")
+            answer = client.get(f"{url}/metrics/cluster")
     except httpx.HTTPError as error:
-        raise Unavailable(
-            f"no router answers at {http} ({error}); is `baton up` running?"
-        ) from None
+        raise Unavailable(f"no router answers at {url} ({error}); is `baton up` running?") from None
     if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
         raise Forbidden(
-            f"the router at {http} shows its metrics to a key that allows them: give it with"
+            f"the router at {url} shows its metrics to a key that allows them: give it with"
             " --api-key or in BATON_API_KEY"
         )
     page = answer.text
@@ -119,7 +125,9 @@ def read_status(http: str, cluster: ClusterState | None, api_key: str = "") -> S
     healthy = health.status_code == httpx.codes.OK
     pairs = pairs_from_metrics(page)
     text = _health_text(health)
-    return Status(http, healthy, text, rows, pairs, supervisor, slots, autoscaler)
+    return Status(
+        url.rpartition("//")[2], healthy, text, rows, pairs, supervisor, slots, autoscaler
+    )
 
 
 def rows_from_registry(records: Iterable[WorkerRecord]) -> tuple[WorkerRow, ...]:
@@ -197,7 +205,7 @@ def supervisor_line(supervision: Supervision | None) -> str:
     """Whether anybody replaces the dead."""
     if supervision is None:
         return "away: workers serve on, and none that dies is replaced until it is back"
-    return f"process {supervision.pid}, http://{supervision.metrics_address}/metrics"
+    return f"process {supervision.pid}, metrics at {supervision.metrics_address}"
 
 
 def slots_of(supervision: Supervision | None) -> tuple[SlotRow, ...]:

@@ -11,14 +11,16 @@ import contextlib
 import logging
 import os
 import threading
+from functools import partial
 from typing import Any
 
 import redis
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict
 
 from baton.config import Config
 from baton.metrics import SupervisorMetrics
+from baton.metrics_server import MetricsServer
 from baton.pool_sizes import PoolSizes
 from baton.redis_client import redis_client
 from baton.registry import Registry
@@ -34,6 +36,7 @@ from deploy.node_share import run_directory_here
 from deploy.ports import join_host_port
 from deploy.ray_place import RayPlace
 from deploy.ray_worker import SUPERVISOR_NAME
+from deploy.role_change import change_role
 from deploy.slot_board import SlotBoard
 from deploy.slot_settings import SlotSettings
 from deploy.supervisor import Supervisor
@@ -94,7 +97,9 @@ class SupervisorActor:
         self._loop = asyncio.get_running_loop()
         metrics = SupervisorMetrics(CollectorRegistry())
         host = RayPlace.own().host
-        server, _ = start_http_server(0, host, registry=metrics.registry)
+        config = Config(**settings.workers[0].config)
+        tls = config.tls.of("supervisor")
+        server = MetricsServer(host, metrics.registry, tls)
         async with redis_client(settings.redis_url) as client:
             registry = Registry(client, settings.cluster_id)
 
@@ -113,10 +118,9 @@ class SupervisorActor:
                 SlotBoard(client, settings.cluster_id),
                 sizes,
                 metrics,
-                join_host_port(host, server.server_port),
+                join_host_port(host, server.port),
                 drain_s=settings.drain_s,
             )
-            config = Config(**settings.workers[0].config)
             autoscaling = None
             if config.autoscaler.enabled:
                 # With a registry of its own: a reader keeps what it has read.
@@ -126,7 +130,9 @@ class SupervisorActor:
                     TrafficBoard(client, settings.cluster_id),
                     supervisor.phases,
                 )
-                autoscaling = Autoscaling(config, look, supervisor.phases, sizes, metrics)
+                autoscaling = Autoscaling(
+                    config, look, supervisor.phases, sizes, metrics, partial(change_role, tls=tls)
+                )
                 supervisor.note = autoscaling.note
             async with asyncio.TaskGroup() as group:
                 group.create_task(

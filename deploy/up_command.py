@@ -140,6 +140,36 @@ def up(
             " folder of the heads of --drafter eagle or medusa.",
         ),
     ] = None,
+    certs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Certificates that `baton certs init` has made: the fronts serve TLS, and routers"
+            " and workers prove themselves to each other. Default: none, and no TLS.",
+        ),
+    ] = None,
+    tls_certificate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Another certificate for the fronts (PEM). Default: of --certs."
+        ),
+    ] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="Its key (PEM).")] = None,
+    client_authority: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Ask the fronts' clients for certificates of this authority (PEM): ca.pem of"
+            " --certs, or another. Default: none are asked for.",
+        ),
+    ] = None,
+    insecure_listen: Annotated[
+        bool | None,
+        typer.Option(
+            "--insecure-listen",
+            help="Listen beyond 127.0.0.1 although keys or TLS are missing: behind a proxy.",
+        ),
+    ] = None,
     transport: Annotated[
         str | None,
         typer.Option(
@@ -224,6 +254,13 @@ def up(
         deterministic=deterministic,
         drafter=drafter,
         draft_model=draft_model,
+        tls=_tls(
+            folder=certs,
+            certificate=tls_certificate,
+            key=tls_key,
+            client_authority=client_authority,
+        ),
+        insecure_listen=insecure_listen,
         transport=transport,
         redis_url=redis_url,
         ray_address=ray_address,
@@ -257,6 +294,12 @@ def load(file: Path | None, **flags: Any) -> Config:
         fail(f"{file}: {error}")
     except (OSError, SettingsError) as error:
         fail(str(error))
+
+
+def _tls(**flags: str | None) -> dict[str, str] | None:
+    """Beside what file and environment say."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    return given or None
 
 
 def _faults(error: ValidationError) -> list[str]:

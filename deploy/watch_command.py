@@ -18,6 +18,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from baton.errors import BatonError, Forbidden, Unavailable
+from baton.tls import TlsFiles, client_context
 from deploy.watch_view import Screen, draw
 from router.console.snapshot import Snapshot
 
@@ -33,10 +34,12 @@ def watch(
     interval_s: float,
     console: Console,
     sleep: Callable[[float], None] = time.sleep,
+    tls: TlsFiles | None = None,
 ) -> None:
     """Draw until Ctrl-C, at most every ``interval_s``: in place on a terminal, one below the other
 
-    elsewhere. Raises Unavailable, Forbidden, KeyboardInterrupt.
+    elsewhere. ``http``: host:port, or a URL without a path; ``tls``: whom that must be vouched for
+    by, and what it is shown. Raises Unavailable, Forbidden, KeyboardInterrupt.
     """
     told: Snapshot | None = None
     drawn_at = float("-inf")
@@ -47,7 +50,7 @@ def watch(
     with live if console.is_terminal else nullcontext():
         while True:
             try:
-                for told in snapshots(http, api_key):
+                for told in snapshots(http, api_key, tls):
                     if time.monotonic() - drawn_at >= interval_s:
                         drawn_at = time.monotonic()
                         shows(draw(told, _screen(console)))
@@ -61,13 +64,17 @@ def watch(
             sleep(AGAIN_S)
 
 
-def snapshots(http: str, api_key: str) -> Iterator[Snapshot]:
+def snapshots(http: str, api_key: str, tls: TlsFiles | None = None) -> Iterator[Snapshot]:
     """One a second, until the stream ends. Raises Unavailable, Forbidden."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    url = http if "://" in http else f"http://{http}"
+    verify = True if tls is None else client_context(tls)
     try:
         with (
-            httpx.Client(trust_env=False, timeout=SILENCE_S, headers=headers) as client,
-            client.stream("GET", f"http://{http}/console/events") as answer,
+            httpx.Client(
+                trust_env=False, timeout=SILENCE_S, headers=headers, verify=verify
+            ) as client,
+            client.stream("GET", f"{url}/console/events") as answer,
         ):
             _check(http, answer)
             for line in answer.iter_lines():

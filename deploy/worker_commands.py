@@ -8,19 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from deploy.command_line import Http, local_cluster
+from deploy.option_group import takes
+from deploy.tls_options import TlsOptions
+
 if TYPE_CHECKING:
     from deploy.cluster_state import ClusterState
 
 _ANSWER_S = 20.0
 """How much later than the deadline of a drain its answer may come."""
 _DEFAULT_DEADLINE_S = 30.0
-Http = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST:PORT",
-        help="The router's HTTP front. Default: that of the cluster on this machine.",
-    ),
-]
 Deadline = Annotated[
     float,
     typer.Option(
@@ -32,7 +29,9 @@ ApiKey = Annotated[
 ]
 
 
+@takes(TlsOptions)
 def drain(
+    tls: TlsOptions,
     worker: Annotated[
         str, typer.Argument(help="As `baton status` calls it, decode-0; or a router, router-0.")
     ],
@@ -44,16 +43,18 @@ def drain(
 
     A cluster that keeps its size starts another one in its place: that is a restart without loss.
     """
-    cluster = _cluster(http)
+    cluster = local_cluster(http)
     if worker.startswith("router"):
         _drain_router(worker, cluster)
         return
-    answer = _post(cluster, http, api_key, f"workers/{worker}/drain", {"deadline_s": deadline})
+    answer = _post(tls, cluster, http, api_key, f"workers/{worker}/drain", {"deadline_s": deadline})
     left = "" if answer["empty"] else "; what was left is placed elsewhere"
     typer.echo(f"{worker} is drained{left}")
 
 
+@takes(TlsOptions)
 def role(
+    tls: TlsOptions,
     worker: Annotated[str, typer.Argument(help="As `baton status` calls it, prefill-1.")],
     to: Annotated[str, typer.Argument(metavar="prefill|decode")],
     deadline: Deadline = _DEFAULT_DEADLINE_S,
@@ -62,11 +63,13 @@ def role(
 ) -> None:
     """Have a worker play the other role, with the weights and the cached blocks that it has."""
     body = {"role": to, "deadline_s": deadline}
-    answer = _post(_cluster(http), http, api_key, f"workers/{worker}/role", body)
+    answer = _post(tls, local_cluster(http), http, api_key, f"workers/{worker}/role", body)
     typer.echo(f"{worker} is a {to} worker now; it took {answer['took_s']:.2f} s")
 
 
+@takes(TlsOptions)
 def scale(
+    tls: TlsOptions,
     pool: Annotated[str, typer.Argument(help="Its name; `prefill` and `decode` by default.")],
     count: Annotated[int, typer.Argument(min=0, max=1024, help="Workers that it is to have.")],
     http: Http = None,
@@ -76,15 +79,8 @@ def scale(
 
     Does not wait until they are there or gone: `baton status` shows each.
     """
-    answer = _post(_cluster(http), http, api_key, f"pools/{pool}/scale", {"count": count})
+    answer = _post(tls, local_cluster(http), http, api_key, f"pools/{pool}/scale", {"count": count})
     typer.echo(f"{pool} is to have {count} workers; until now {answer['previous']}")
-
-
-def _cluster(http: str | None) -> ClusterState | None:
-    from deploy.cluster_state import running_clusters  # noqa: PLC0415
-
-    found = running_clusters()
-    return next((one for one in found if http in (None, one.http, one.admin_http)), None)
 
 
 def _drain_router(name: str, cluster: ClusterState | None) -> None:
@@ -96,18 +92,31 @@ def _drain_router(name: str, cluster: ClusterState | None) -> None:
 
 
 def _post(
-    cluster: ClusterState | None, http: str | None, api_key: str, path: str, body: dict[str, Any]
+    tls: TlsOptions,
+    cluster: ClusterState | None,
+    http: str | None,
+    api_key: str,
+    path: str,
+    body: dict[str, Any],
 ) -> dict[str, Any]:
     import httpx  # noqa: PLC0415
 
-    address = http or (cluster.operators if cluster is not None else "127.0.0.1:8000")
+    from baton.errors import BatonError  # noqa: PLC0415
+    from baton.tls import client_context  # noqa: PLC0415
+
+    front, files = tls.url_of(http, cluster, operators=True), tls.files(cluster, http or "")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    url = f"http://{address}/v1/{path}"
+    url = f"{front}/v1/{path}"
     try:
         timeout = float(body.get("deadline_s", 0.0)) + _ANSWER_S
-        answer = httpx.post(url, json=body, headers=headers, timeout=timeout, trust_env=False)
+        verify = True if files is None else client_context(files)
+        answer = httpx.post(
+            url, json=body, headers=headers, timeout=timeout, trust_env=False, verify=verify
+        )
+    except BatonError as error:
+        _fail(error.message)
     except httpx.HTTPError as error:
-        _fail(f"no router answers at {address} ({error}); is `baton up` running?")
+        _fail(f"no router answers at {front} ({error}); is `baton up` running?")
     if answer.is_error:
         _fail(_message(answer))
     return dict(answer.json())

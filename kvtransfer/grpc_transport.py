@@ -25,7 +25,9 @@ from weakref import WeakSet
 import grpc
 
 from baton.errors import BatonError, HandoffError, WorkerFailed
-from baton.grpc_channel import TlsFiles, make_blocking_server, open_blocking_channel
+from baton.grpc_channel import make_blocking_server, open_blocking_channel
+from baton.peer_roles import refusal
+from baton.tls import TlsFiles
 from baton.v1 import transfer_pb2
 from kvtransfer.frames import Frame, decode_frame
 from kvtransfer.links import OpenTransfers, place
@@ -115,6 +117,11 @@ class GrpcTransport:
         self._senders.add(link)
         return link
 
+    @property
+    def asks_for_roles(self) -> bool:
+        """Whether a writer must show a worker's certificate."""
+        return self._tls is not None
+
     def link_of(self, pair: str) -> GrpcReceiveLink | None:
         """The link that a stream belongs to."""
         found = None
@@ -160,7 +167,7 @@ class GrpcSendLink:
         self.copied_bytes = 0
         self._lock = threading.Lock()
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
-        self._channel = open_blocking_channel(address, tls)
+        self._channel = open_blocking_channel(address, tls, "worker")
         method: Any = self._channel.stream_unary(_METHOD)
         self._call = method.future(self._messages(), metadata=((_PAIR_KEY, pair),))
         self._call.add_done_callback(self._ended)
@@ -343,6 +350,8 @@ class _Handler(grpc.GenericRpcHandler):
         return grpc.stream_unary_rpc_method_handler(self._serve)
 
     def _serve(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        if self._transport.asks_for_roles and (why := refusal(context, _METHOD)):
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
         pair = dict(context.invocation_metadata()).get(_PAIR_KEY, "")
         link = self._transport.link_of(str(pair))
         if link is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import httpx
@@ -12,21 +13,28 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from baton.tls import LiveContext, PeerRole, role_name
+
 _DEADLINE_S = 2.0
 _PREFIX = "baton_"
 _SUMMED = frozenset({"counter", "histogram", "summary"})
 
 
 async def cluster_page(
-    own: CollectorRegistry, addresses: Sequence[str], supervisor: str | None = None
+    own: CollectorRegistry,
+    addresses: Sequence[str],
+    supervisor: str | None = None,
+    tls: LiveContext | None = None,
 ) -> bytes:
     """The router's own series, and those of the supervisor and of every worker that answers, in
 
     Prometheus' text format. ``addresses`` of workers are host:port, as the ``supervisor``'s. Who
-    does not answer is left out and named in a comment.
+    does not answer is left out and named in a comment. ``tls``: this router's, where they ask for
+    its certificate.
     """
-    others = () if supervisor is None else (supervisor,)
-    pages, failures = await _fetch_all((*addresses, *others))
+    asked = [_Page(address, "worker") for address in addresses]
+    asked += [] if supervisor is None else [_Page(supervisor, "supervisor")]
+    pages, failures = await _fetch_all(asked, tls)
     texts = [generate_latest(own).decode(), *pages]
     answered = len([address for address in addresses if address not in failures])
     comments = [f"# {answered} of {len(addresses)} workers answered\n"]
@@ -74,27 +82,41 @@ class _Collected:
         return self._families
 
 
-async def _fetch_all(addresses: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    # No proxy, and no certificates to load: workers speak plain HTTP inside the cluster.
-    async with httpx.AsyncClient(trust_env=False, verify=False, timeout=_DEADLINE_S) as client:  # noqa: S501
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """Where it is, and who its server must be."""
+
+    address: str
+    role: PeerRole
+
+
+async def _fetch_all(
+    asked: Sequence[_Page], tls: LiveContext | None
+) -> tuple[list[str], dict[str, str]]:
+    # No proxy, and no certificates to load where workers speak plain HTTP.
+    verify = False if tls is None else tls.get()
+    async with httpx.AsyncClient(trust_env=False, verify=verify, timeout=_DEADLINE_S) as client:
         answers = await asyncio.gather(
-            *(_fetch(client, address) for address in addresses), return_exceptions=True
+            *(_fetch(client, page, "http" if tls is None else "https") for page in asked),
+            return_exceptions=True,
         )
     pages: list[str] = []
     failures: dict[str, str] = {}
-    for address, answer in zip(addresses, answers, strict=True):
+    for page, answer in zip(asked, answers, strict=True):
         if isinstance(answer, str):
             pages.append(answer)
         elif isinstance(answer, Exception):
-            failures[address] = type(answer).__name__
+            failures[page.address] = type(answer).__name__
         else:
             raise answer
     return pages, failures
 
 
-async def _fetch(client: httpx.AsyncClient, address: str) -> str:
+async def _fetch(client: httpx.AsyncClient, page: _Page, scheme: str) -> str:
+    # A certificate names a role, wherever its machine is.
+    named = {"sni_hostname": role_name(page.role)}
     async with asyncio.timeout(_DEADLINE_S):
-        answer = await client.get(f"http://{address}/metrics")
+        answer = await client.get(f"{scheme}://{page.address}/metrics", extensions=named)
     answer.raise_for_status()
     # Parsed here once, so that a page that is none counts as no answer.
     list(text_string_to_metric_families(answer.text))

@@ -84,6 +84,7 @@ class ClusterDispatcher:
             self._on_output,
             self._on_broken,
             heartbeat_s=config.heartbeat_s,
+            tls=config.tls.of("router"),
         )
         policy = make_policy(config.policy, route_settings(config))
         planner = Planner(policy, config.block_size, metrics.traffic.counts)

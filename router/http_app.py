@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 
 from baton.config import Config
 from baton.metrics import RouterMetrics
+from baton.tls import LiveContext, client_context
 from router.access import Access
 from router.cluster_metrics import cluster_page
 from router.direct_routes import DirectRoutes
@@ -146,7 +147,7 @@ def create_apps(
     app.add_middleware(HttpEdge)
     add_error_handlers(app)
     _add_openai(app, api, model.id)
-    _add_operations(app, dispatcher, metrics, number, supervisor)
+    _add_operations(app, dispatcher, metrics, number, supervisor, config)
     direct = add_more_routes(app, exchange, tokenizer, model, _ERRORS)
     for endpoints in more:
         endpoints.mount(app)
@@ -223,7 +224,11 @@ def _add_operations(
     metrics: RouterMetrics,
     number: int,
     supervisor: SupervisorPage | None,
+    config: Config,
 ) -> None:
+    own = config.tls.of("router")
+    inside = None if own is None else LiveContext(client_context(own), own)
+
     async def health() -> Response:
         """Whether requests can be served: 200 with `ok` or `degraded`, otherwise 503."""
         status, reason = dispatcher.health()
@@ -247,15 +252,18 @@ def _add_operations(
     async def all_metrics() -> Response:
         """Everything of the cluster in one page, for people."""
         told = None if supervisor is None else await supervisor()
-        page = await cluster_page(metrics.shown(), dispatcher.metrics_addresses(), told)
+        page = await cluster_page(metrics.shown(), dispatcher.metrics_addresses(), told, inside)
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     async def targets() -> list[dict[str, Any]]:
         """Where the pages of workers and supervisor are, for Prometheus' HTTP service discovery."""
         told = None if supervisor is None else await supervisor()
         pages = {"worker": dispatcher.metrics_addresses(), "supervisor": [told] if told else []}
+        scheme = {} if inside is None else {"__scheme__": "https"}
         return [
-            {"targets": found, "labels": {"part": part}} for part, found in pages.items() if found
+            {"targets": found, "labels": {"part": part, **scheme}}
+            for part, found in pages.items()
+            if found
         ]
 
     for path, handler in (

@@ -13,10 +13,13 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from baton.background import end_tasks
 from baton.config import Config, split_host_port
+from baton.tls import LiveContext, server_context
 from router.http_app import Apps
 from router.http_protocol import http_protocol
 
+RENEWAL_POLL_S = 1.0
 STOP_GRACE_S = 2
 """How long open connections have to end once the router stops."""
 
@@ -33,7 +36,15 @@ class HttpServers:
     """Owned by the router's event loop."""
 
     def __init__(self, apps: Apps, config: Config) -> None:
+        """With TLS alone where ``config`` has a certificate. Raises ConfigError."""
         self._config = config
+        self._certificate: LiveContext | None = None
+        if (files := config.tls.fronts) is not None:
+            context = server_context(files)
+            # gRPC has a port of its own.
+            context.set_alpn_protocols(["http/1.1"])
+            self._certificate = LiveContext(context, files)
+        self._renewing: asyncio.Task[None] | None = None
         self._clients = self._server(apps.http)
         self._operators = None if apps.admin is None else self._server(apps.admin)
         self._tasks: list[asyncio.Task[None]] = []
@@ -49,6 +60,8 @@ class HttpServers:
             asyncio.create_task(server.serve(sockets=[there]))
             for (server, _), there in zip(pairs, listening, strict=True)
         ]
+        if self._certificate is not None:
+            self._renewing = asyncio.create_task(_take_up_renewals(self._certificate))
         return self._tasks
 
     def leave(self) -> asyncio.Task[None]:
@@ -62,22 +75,33 @@ class HttpServers:
         if self._operators is not None:
             self._operators.should_exit = True
         await asyncio.gather(*self._tasks)
+        if self._renewing is not None:
+            await end_tasks([self._renewing])
 
     def _server(self, app: ASGIApp) -> _Server:
         config = self._config
-        return _Server(
-            uvicorn.Config(
-                app,
-                http=http_protocol(config.slow_client_s, config.head_deadline_s),
-                ws="none",
-                log_config=None,
-                access_log=False,
-                # Nothing asks for a client's address.
-                proxy_headers=False,
-                lifespan="off",
-                timeout_graceful_shutdown=int(config.drain_deadline_s) + STOP_GRACE_S,
-            )
+        http = uvicorn.Config(
+            app,
+            http=http_protocol(config.slow_client_s, config.head_deadline_s),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            # Nothing asks for a client's address.
+            proxy_headers=False,
+            lifespan="off",
+            timeout_graceful_shutdown=int(config.drain_deadline_s) + STOP_GRACE_S,
         )
+        if self._certificate is not None:
+            http.load()
+            http.ssl = self._certificate.get()
+        return _Server(http)
+
+
+async def _take_up_renewals(certificate: LiveContext) -> None:
+    """New connections have the certificate that its file holds by then."""
+    while True:
+        await asyncio.sleep(RENEWAL_POLL_S)
+        certificate.get()
 
 
 def _listen(address: str, *, shares_port: bool) -> socket.socket:

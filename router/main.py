@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict
 
 from baton.background import end_tasks
 from baton.config import Config
+from baton.grpc_channel import listen
 from baton.logs import log_to_stream
 from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
@@ -110,7 +111,7 @@ async def serve(settings: RouterSettings) -> None:
     leaving.take_signals()
     # The kernel gives a process that listens its share of the connections, whatever it knows.
     await leaving.until(dispatcher.settled(), OTHERS_S if config.routers > 1 else ALONE_S)
-    grpc_server.add_insecure_port(config.grpc)
+    listen(grpc_server, config.grpc, config.tls.fronts)
     await grpc_server.start()
     _keep_collections_short()
     await fronts.batches.start()

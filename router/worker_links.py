@@ -27,11 +27,12 @@ import grpc.aio
 
 from baton import convert
 from baton.background import end_tasks
-from baton.errors import BatonError, WorkerFailed
+from baton.errors import BatonError, ConfigError, WorkerFailed
 from baton.grpc_channel import open_channel
 from baton.grpc_errors import error_from_rpc
 from baton.registry import DRAINING, WorkerRecord
 from baton.request import LoadSnapshot, TokenOutput
+from baton.tls import TlsFiles
 from baton.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
 from router.breaker import Breaker
 from router.prefill_stream import PrefillStream
@@ -73,9 +74,10 @@ def error_from_gone(incarnation: str) -> WorkerFailed:
 class WorkerLink:
     """A connection to one incarnation."""
 
-    def __init__(self, record: WorkerRecord) -> None:
+    def __init__(self, record: WorkerRecord, tls: TlsFiles | None = None) -> None:
+        """``tls``: what this router shows the worker. Raises ConfigError."""
         self.record = record
-        self.channel = open_channel(record.address)
+        self.channel = open_channel(record.address, tls, "worker")
         self.prefills = PrefillStream(self.channel, record.incarnation)
         self.load: LoadSnapshot = record.load
         self.follower: asyncio.Task[None] | None = None
@@ -172,8 +174,13 @@ class WorkerLinks:
         on_broken: Callable[[str, BatonError], None],
         *,
         heartbeat_s: float,
+        tls: TlsFiles | None = None,
     ) -> None:
-        """``on_output`` hears each output; ``on_broken`` of an incarnation whose stream ended."""
+        """``on_output`` hears each output; ``on_broken`` of an incarnation whose stream ended.
+
+        ``tls``: what this router shows workers.
+        """
+        self._tls = tls
         self._router_id = router_id
         self._on_output = on_output
         self._on_broken = on_broken
@@ -215,8 +222,13 @@ class WorkerLinks:
                 self._let_go(incarnation)
                 link = None
             if link is None:
+                try:
+                    link = WorkerLink(record, self._tls)
+                except ConfigError as error:  # certificates that are being replaced: later
+                    log.warning("worker %s cannot be reached: %s", incarnation, error.message)
+                    continue
                 log.info("worker %s joins at %s", incarnation, record.address)
-                link = self._links[incarnation] = WorkerLink(record)
+                self._links[incarnation] = link
                 follow = self._read_tokens if record.role == "decode" else self._watch_channel
                 link.follower = asyncio.create_task(follow(link))
             link.record = record

@@ -1,44 +1,24 @@
-"""Certificates for mutual TLS on the loopback interface, made by the openssl program."""
+"""Certificates of `baton certs init`, for tests on the loopback interface."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
-import pytest
-
-from baton.grpc_channel import TlsFiles
-
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl program")
-
-_NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+from baton.tls import AUTHORITY_FILE, PeerRole, TlsFiles
+from deploy import certificates
 
 
 class Authority:
     """Signs certificates that are valid for a day."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        """Its files are ``folder``/``name``.*."""
-        self._folder = folder
-        self.certificate = folder / f"{name}.pem"
-        self._key = folder / f"{name}.key"
-        files = ("-keyout", str(self._key), "-out", str(self.certificate))
-        _openssl("req", "-x509", *_NEW_KEY, *files, "-subj", f"/CN={name}", "-days", "1")
+    def __init__(self, folder: Path, name: str = "authority") -> None:
+        """Its files are in ``folder``/``name``."""
+        self.folder = folder / name
+        self.certificate = self.folder / AUTHORITY_FILE
+        certificates.init(self.folder, cluster=name, days=1, authority_days=1)
 
-    def sign(self, name: str) -> TlsFiles:
-        """A certificate for a worker at 127.0.0.1."""
-        key, request, certificate, extensions = (
-            self._folder / f"{name}.{kind}" for kind in ("key", "csr", "pem", "ext")
-        )
-        files = ("-keyout", str(key), "-out", str(request))
-        _openssl("req", *_NEW_KEY, *files, "-subj", f"/CN={name}")
-        extensions.write_text("subjectAltName=IP:127.0.0.1\n")
-        signer = ("-CA", str(self.certificate), "-CAkey", str(self._key), "-CAcreateserial")
-        signed = ("-in", str(request), "-out", str(certificate), "-extfile", str(extensions))
-        _openssl("x509", "-req", *signed, *signer, "-days", "1")
-        return TlsFiles(certificate, key, self.certificate)
-
-
-def _openssl(*arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=30)
+    def sign(self, name: str, role: PeerRole = "worker") -> TlsFiles:
+        """Another certificate, for 127.0.0.1 where the role has hosts."""
+        hosts = certificates.LOOPBACK_NAMES if role in ("router", "worker", "redis") else ()
+        certificate = certificates.issue(self.folder, name, role, hosts, days=1)
+        return TlsFiles(certificate, certificate.with_suffix(".key"), self.certificate)

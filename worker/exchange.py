@@ -17,6 +17,7 @@ from baton import convert
 from baton.errors import BatonError, GeometryMismatch
 from baton.grpc_channel import open_channel
 from baton.grpc_errors import error_from_rpc
+from baton.tls import TlsFiles
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.inbound import Inbound
 from kvtransfer.memory import BlockMemory
@@ -50,10 +51,11 @@ class Exchange:
         limits: PairLimits,
         executor: Executor,
         ranks: RankLinks | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         """``transports`` are registered; ``executor`` reads blocks. ``ranks`` are the worker's
 
-        others, and open; None: it has one only.
+        others, and open; None: it has one only. ``tls``: what this worker shows others.
         """
         self.identity = identity
         self._address = ""
@@ -61,6 +63,7 @@ class Exchange:
         self.inbound = Inbound(identity, transports, receiver, limits)
         receiver.listeners.append(self.inbound)
         self._transports = transports
+        self._tls = tls
         self._pool = receiver.pool
         self._pairs = OutboundPairs(identity, transports, limits, executor, self._connect)
         self._sender = RankSender(identity, self._pairs)
@@ -83,7 +86,7 @@ class Exchange:
             self.inbound.rank_addresses = (address, *self._ranks.addresses)
 
     def _connect(self, address: str) -> grpc.aio.Channel:
-        return open_channel(address)
+        return open_channel(address, self._tls, "worker")
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """The one channel to a worker's gRPC server."""

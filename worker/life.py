@@ -22,8 +22,9 @@ import redis
 import redis.asyncio
 
 from baton.config import MIB
-from baton.grpc_channel import make_server
+from baton.grpc_channel import listen, make_server
 from baton.metrics import WorkerMetrics
+from baton.peer_roles import PeerRoles
 from baton.prefix_index import PrefixIndex
 from baton.registry import Registry, WorkerRecord
 from baton.v1 import cache_pb2_grpc, control_pb2_grpc, transfer_pb2_grpc
@@ -66,7 +67,8 @@ class Life:
 
     def __init__(self, context: WorkerContext, roles: Mapping[str, RoleFactory]) -> None:
         self.context = context
-        self.server = make_server()
+        self._tls = context.settings.config.tls.of("worker")
+        self.server = make_server(gates=() if self._tls is None else (PeerRoles(),))
         self._roles = roles
         self._mounting = Mounting()
         # A role adds its own, and takes them along when it goes.
@@ -122,7 +124,7 @@ class Life:
         books = None if context.tiers is None else context.tiers.tiers
         caches = CacheServicer(context.engine.pool, books)
         cache_pb2_grpc.add_CacheServiceServicer_to_server(caches, server)
-        return server.add_insecure_port(f"{context.settings.host}:0")
+        return listen(server, f"{context.settings.host}:0", self._tls)
 
     def _mount(self) -> Role:
         role = self._roles[self.context.settings.pool.role](self.context)
@@ -181,7 +183,8 @@ def _exchange(settings: WorkerSettings, lasting: Lasting, incarnation: str) -> E
     transports = make_transports(config, memory, incarnation, settings.host, lasting.transfers)
     limits = PairLimits(window_bytes=config.transfer_window_mib * MIB, silence_s=config.lease_s)
     identity = Identity(incarnation, engine.fingerprint, engine.cache.geometry())
-    exchange = Exchange(identity, transports, receiver, limits, lasting.transfers)
+    tls = config.tls.of("worker")
+    exchange = Exchange(identity, transports, receiver, limits, lasting.transfers, tls=tls)
     if lasting.tiers is not None:
         exchange.behind = lasting.tiers.loader
     return exchange

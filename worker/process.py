@@ -25,13 +25,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import redis
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from baton.background import end_tasks
 from baton.config import Config, PoolConfig
 from baton.errors import InvalidRequest, Unavailable, WorkerFailed
 from baton.loop_lag import watch_loop
 from baton.metrics import WorkerMetrics
+from baton.metrics_server import MetricsServer
 from baton.redis_client import redis_client
 from baton.registry import DRAINING, Registry, WorkerRecord
 from engine.engine import Engine
@@ -146,14 +147,13 @@ class WorkerProcess:
         meter = _step_meter(engine, settings.pool)
         control = ControlLoop(engine, self._gauges, "", board, slack, meter)
         # serves /metrics from a thread of its own; ended in stop()
-        self._metrics_server, self._metrics_thread = start_http_server(
-            0, settings.host, registry=metrics.registry
-        )
+        tls = settings.config.tls.of("worker")
+        self._metrics_server = MetricsServer(settings.host, metrics.registry, tls)
         self._lasting = Lasting(
             control,
             self._memory.of(engine.cache),
             metrics,
-            self._metrics_server.server_port,
+            self._metrics_server.port,
             await self._make_tiers(control, costs, metrics),
             costs,
             self._transfers,
@@ -248,9 +248,7 @@ class WorkerProcess:
             if self._lasting.tiers is not None:
                 await self._lasting.tiers.stop(STOP_DEADLINE_S)
             await asyncio.to_thread(self._lasting.control.stop, STOP_DEADLINE_S)
-            await asyncio.to_thread(self._metrics_server.shutdown)
-            self._metrics_server.server_close()
-            self._metrics_thread.join(STOP_DEADLINE_S)
+            await asyncio.to_thread(self._metrics_server.stop)
         if self.lead is not None:
             await asyncio.to_thread(self.lead.close)
         await self._redis.aclose()

@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 
 from baton.config import MIB, Config
 from baton.errors import ConfigError
+from baton.tls import TlsFiles
 from kvtransfer.cuda_ipc_transport import CudaIpcTransport
 from kvtransfer.group_transport import GroupTransport
 from kvtransfer.grpc_transport import GrpcTransport
@@ -37,7 +38,8 @@ def make_transports(
     ``host`` is where servers listen, ``executor`` copies blocks. Raises ConfigError where the one
     that is named does not work here, and says why.
     """
-    makers = _makers(incarnation, host, executor, config.transfer_window_mib * MIB)
+    tls = config.tls.of("worker")
+    makers = _makers(incarnation, host, executor, config.transfer_window_mib * MIB, tls)
     if config.transport != "auto":
         transport = makers[config.transport]()
         transport.register(memory)
@@ -53,13 +55,15 @@ def make_transports(
     return found
 
 
-def _makers(incarnation: str, host: str, executor: Executor, staging: int) -> dict[str, Maker]:
+def _makers(
+    incarnation: str, host: str, executor: Executor, staging: int, tls: TlsFiles | None = None
+) -> dict[str, Maker]:
     """``staging``: most bytes of a pair between blocks and wire."""
     return {
         "cuda_ipc": lambda: CudaIpcTransport(executor),
         "shm": lambda: ShmTransport(executor),
         "nixl": lambda: NixlTransport(incarnation, _NIXL_PAIRS * staging),
         "nccl": lambda: GroupTransport("nccl", host, staging),
-        "grpc": lambda: GrpcTransport(host),
+        "grpc": lambda: GrpcTransport(host, tls),
         "gloo": lambda: GroupTransport("gloo", host, staging),
     }

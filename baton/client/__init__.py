@@ -26,6 +26,7 @@ from baton.client.values import (
     Usage,
 )
 from baton.grammar import Grammar, GrammarKind
+from baton.tls import TlsFiles
 
 __all__ = [
     "DEFAULT_ADDRESS",
@@ -44,6 +45,7 @@ __all__ = [
     "ModelInfo",
     "Piece",
     "Sampling",
+    "TlsFiles",
     "TokenScore",
     "Usage",
 ]

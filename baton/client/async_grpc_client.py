@@ -13,6 +13,7 @@ from baton.client.async_grpc_batches import AsyncBatchCalls
 from baton.client.grpc_client import DEADLINE_S, DEFAULT_ADDRESS, MODELS_DEADLINE_S
 from baton.client.values import Answer, Embeddings, Message, ModelInfo, Piece, Sampling
 from baton.grpc_channel import open_channel
+from baton.tls import TlsFiles
 from baton.v1 import inference_pb2 as pb
 from baton.v1.embeddings_pb2_grpc import EmbeddingServiceStub
 from baton.v1.inference_pb2_grpc import InferenceServiceStub
@@ -25,14 +26,20 @@ class AsyncClient(AsyncBatchCalls):
     """As ``Client``. Connects on first use; belongs to one event loop, on which it is made."""
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, api_key: str = "", *, model: str = ""
+        self,
+        address: str = DEFAULT_ADDRESS,
+        api_key: str = "",
+        *,
+        model: str = "",
+        tls: TlsFiles | None = None,
     ) -> None:
         """``address`` is the host:port of a router's gRPC front. ``model`` may be empty where one
 
-        model is served.
+        model is served. ``tls``: whom the front must be vouched for by, and what it is shown; None
+        has no TLS. Raises ConfigError where its files cannot be used.
         """
         self._model = model
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, tls)
         super().__init__(self._channel, address, wire.metadata(api_key))
         self._stub = InferenceServiceStub(self._channel)
         self._responses = ResponseServiceStub(self._channel)

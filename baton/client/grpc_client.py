@@ -12,6 +12,7 @@ from baton.client import grpc_wire as wire
 from baton.client.grpc_batches import BatchCalls
 from baton.client.values import Answer, Embeddings, Message, ModelInfo, Piece, Sampling
 from baton.grpc_channel import open_blocking_channel
+from baton.tls import TlsFiles
 from baton.v1 import inference_pb2 as pb
 from baton.v1.embeddings_pb2_grpc import EmbeddingServiceStub
 from baton.v1.inference_pb2_grpc import InferenceServiceStub
@@ -29,14 +30,20 @@ class Client(BatchCalls):
     """Connects on first use. Safe to share between threads. Its methods raise BatonError."""
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, api_key: str = "", *, model: str = ""
+        self,
+        address: str = DEFAULT_ADDRESS,
+        api_key: str = "",
+        *,
+        model: str = "",
+        tls: TlsFiles | None = None,
     ) -> None:
         """``address`` is the host:port of a router's gRPC front. ``model`` may be empty where one
 
-        model is served.
+        model is served. ``tls``: whom the front must be vouched for by, and what it is shown; None
+        has no TLS. Raises ConfigError where its files cannot be used.
         """
         self._model = model
-        self._channel = open_blocking_channel(address)
+        self._channel = open_blocking_channel(address, tls)
         super().__init__(self._channel, address, wire.metadata(api_key))
         self._stub = InferenceServiceStub(self._channel)
         self._responses = ResponseServiceStub(self._channel)

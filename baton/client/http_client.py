@@ -23,6 +23,7 @@ from baton.client.values import (
     Sampling,
 )
 from baton.errors import DeadlineExceeded, WorkerFailed
+from baton.tls import TlsFiles, client_context
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 COPY_BYTES = 1 << 20
@@ -38,16 +39,20 @@ class HttpClient:
         *,
         model: str = "",
         http: httpx.Client | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         """``url`` is that of the HTTP front, without a path. ``model``: whose answers are wanted;
 
-        the first one that is served by default. ``http``: a client of your own, for proxies or
-        certificates; it stays open.
+        the first one that is served by default. ``tls``: whom an https ``url`` must be vouched for
+        by, and what it is shown. ``http``: a client of your own, for proxies; it stays open.
+        Raises ConfigError where the files of ``tls`` cannot be used.
         """
         self._url = url.rstrip("/")
         self._api_key = api_key
         self._model = model
-        self._http = http or httpx.Client(trust_env=False)
+        self._http = http or httpx.Client(
+            trust_env=False, verify=True if tls is None else client_context(tls)
+        )
         self._owns_http = http is None
 
     def __enter__(self) -> Self:

@@ -12,6 +12,7 @@ from baton.client import grpc_wire as wire
 from baton.errors import DeadlineExceeded, Overloaded, Unavailable, WorkerFailed
 from baton.grpc_channel import open_channel
 from baton.grpc_errors import error_from_rpc
+from baton.tls import TlsFiles
 from baton.v1 import inference_pb2 as pb
 from baton.v1.inference_pb2_grpc import InferenceServiceStub
 from baton.v1.sampling_pb2 import SamplingParameters
@@ -23,10 +24,16 @@ from loadtest.generator.target import AskOptions, RunClock, Target
 class GrpcTarget(Target[pb.GenerateRequest]):
     """Connects on first use; made on the loop that owns it."""
 
-    def __init__(self, address: str, options: AskOptions, api_key: str = "") -> None:
-        """``address`` is the host:port of a router's gRPC front."""
+    def __init__(
+        self,
+        address: str,
+        options: AskOptions,
+        api_key: str = "",
+        tls: TlsFiles | None = None,
+    ) -> None:
+        """``address`` is the host:port of a router's gRPC front. Raises ConfigError."""
         self._options = options
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, tls)
         self._stub = InferenceServiceStub(self._channel)
         self._metadata = wire.metadata(api_key)
         self._address = address

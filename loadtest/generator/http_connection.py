@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
 import time
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from baton.errors import ConfigError
+from baton.tls import TlsFiles, client_context
 
 _IDLE_S = 1.0
 """A connection that has been idle for longer may be closed by its server at any moment."""
@@ -67,9 +67,10 @@ class Origin:
 class HttpPool:
     """Connections to one origin; those that are idle are used again. Owned by one event loop."""
 
-    def __init__(self, origin: Origin) -> None:
+    def __init__(self, origin: Origin, tls: TlsFiles | None = None) -> None:
+        """``tls``: whom an https origin must be vouched for by. Raises ConfigError."""
         self._origin = origin
-        self._tls = ssl.create_default_context() if origin.tls else None
+        self._tls = client_context(tls or TlsFiles()) if origin.tls else None
         self._idle: list[HttpConnection] = []
         self._all: set[HttpConnection] = set()
 

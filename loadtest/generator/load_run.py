@@ -15,6 +15,7 @@ import httpx
 from rich.console import Console
 
 from baton.errors import ConfigError, Unavailable
+from baton.tls import client_context
 from loadtest.generator.grpc_target import GrpcTarget
 from loadtest.generator.live_progress import LiveProgress, Say
 from loadtest.generator.load_driver import LoadDriver
@@ -84,7 +85,8 @@ async def run_load(settings: LoadSettings, traffic: Traffic, console: Console, s
     driver.counts.planned = len(traffic.times_s) or settings.pace.requests
     seconds = traffic.seconds if traffic.seconds < math.inf else 0.0
     progress = LiveProgress(driver.counts, driver.clock, seconds, console, say)
-    reader = MetricsReader(settings.server.metrics or settings.server.url, driver.clock)
+    server = settings.server
+    reader = MetricsReader(server.metrics or server.url, driver.clock, server.tls)
     used, began = time.process_time(), time.perf_counter()
     try:
         async with _beside(progress.run()), _beside(reader.run()), _stopping(driver, say):
@@ -171,8 +173,8 @@ def make_target(server: ServerSettings) -> Target[Any]:
     """Owned by the running loop. Raises ConfigError."""
     options = AskOptions(server.model, server.temperature, server.ignore_eos, server.timeout_s)
     if server.grpc:
-        return GrpcTarget(server.grpc, options, server.api_key)
-    return OpenAiTarget(server.url, server.endpoint, options, server.api_key)
+        return GrpcTarget(server.grpc, options, server.api_key, server.tls)
+    return OpenAiTarget(server.url, server.endpoint, options, server.api_key, server.tls)
 
 
 def first_model(server: ServerSettings) -> str:
@@ -181,8 +183,11 @@ def first_model(server: ServerSettings) -> str:
         return ""
     headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     url = f"{server.url.rstrip('/')}/v1/models"
+    verify = True if server.tls is None else client_context(server.tls)
     try:
-        with httpx.Client(trust_env=False, timeout=_MODELS_S, headers=headers) as client:
+        with httpx.Client(
+            trust_env=False, timeout=_MODELS_S, headers=headers, verify=verify
+        ) as client:
             return str(client.get(url).raise_for_status().json()["data"][0]["id"])
     except httpx.InvalidURL as error:
         raise ConfigError(f"{server.url!r} is no URL: {error}") from None

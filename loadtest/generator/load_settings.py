@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from baton.errors import ConfigError
+from baton.tls import TlsFiles
 from loadtest.generator.arrival_process import ArrivalProcess, Kind
 from loadtest.generator.lengths import Lengths
 from loadtest.generator.openai_target import Endpoint
@@ -44,6 +45,9 @@ class ServerSettings:
     timeout_s: float = 300.0
     metrics: str = ""
     """URL of the server, or of the very page, whose metrics are read; empty: ``url``."""
+    tls: TlsFiles | None = None
+    """Whom an https ``url``, or ``grpc``, must be vouched for by, and what it is shown. None: https
+    trusts what the system does, and gRPC has no TLS."""
 
     @property
     def form(self) -> Form:
@@ -102,8 +106,9 @@ class LoadSettings:
     """Input tokens up to which each bucket of the summary reaches."""
 
     def fields(self) -> dict[str, Any]:
-        """For JSON: without the API key, and with paths as text."""
-        server = {name: value for name, value in asdict(self.server).items() if name != "api_key"}
+        """For JSON: without what proves who asks, and with paths as text."""
+        secret = ("api_key", "tls")
+        server = {name: value for name, value in asdict(self.server).items() if name not in secret}
         traffic = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in asdict(self.traffic).items()

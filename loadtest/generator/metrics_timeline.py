@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.tls import TlsFiles
 from loadtest.generator.http_connection import HttpPool, Origin
 from loadtest.generator.target import RunClock
 
@@ -44,11 +45,11 @@ class Timeline:
 class MetricsReader:
     """Reads a server's page of metrics every ``EVERY_S`` seconds."""
 
-    def __init__(self, url: str, clock: RunClock) -> None:
+    def __init__(self, url: str, clock: RunClock, tls: TlsFiles | None = None) -> None:
         """``url`` of the server, or of the very page."""
         origin = Origin.parse(url)
         self._origin = origin
-        self._pool = HttpPool(origin)
+        self._pool = HttpPool(origin, tls)
         self._clock = clock
         self._paths = [origin.path] if "/metrics" in origin.path else [*_PATHS]
         self._pages: list[tuple[float, bytes]] = []

@@ -7,6 +7,7 @@ import json
 from array import array
 from typing import Any, Literal
 
+from baton.tls import TlsFiles
 from loadtest.generator.http_connection import HttpConnection, HttpPool, Origin
 from loadtest.generator.planned_request import PlannedRequest
 from loadtest.generator.request_record import Outcome, RequestRecord
@@ -27,11 +28,16 @@ class OpenAiTarget(Target[bytes]):
     """Requests are made ahead as bytes; answers are read event by event."""
 
     def __init__(
-        self, url: str, endpoint: Endpoint, options: AskOptions, api_key: str = ""
+        self,
+        url: str,
+        endpoint: Endpoint,
+        options: AskOptions,
+        api_key: str = "",
+        tls: TlsFiles | None = None,
     ) -> None:
-        """Raises ConfigError for what is no URL."""
+        """Raises ConfigError for what is no URL, and for files that cannot be used."""
         origin = Origin.parse(url)
-        self._pool = HttpPool(origin)
+        self._pool = HttpPool(origin, tls)
         self._endpoint: Endpoint = endpoint
         self._options = options
         key = f"authorization: Bearer {api_key}\r\n" if api_key else ""

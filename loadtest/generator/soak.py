@@ -23,6 +23,7 @@ from rich.console import Console
 
 from baton.errors import Unavailable
 from baton.redis_client import redis_client
+from baton.tls import TlsFiles, client_context
 from loadtest.generator.footprint import (
     Footprint,
     growing,
@@ -64,6 +65,8 @@ class WatchedCluster:
     redis_url: str = ""
     """Empty: the store is not looked at. Holds its password: keep it out of logs."""
     key_prefix: str = ""
+    tls: TlsFiles | None = None
+    """Whom an https ``url`` must be vouched for by, and what it is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,8 @@ async def _watch(
 async def look(cluster: WatchedCluster, began: float) -> Footprint:
     """What it holds now. Raises Unavailable where the router or the store does not answer."""
     try:
-        async with httpx.AsyncClient(trust_env=False, timeout=_PAGE_S) as client:
+        verify = True if cluster.tls is None else client_context(cluster.tls)
+        async with httpx.AsyncClient(trust_env=False, timeout=_PAGE_S, verify=verify) as client:
             page = await client.get(f"{cluster.url.rstrip('/')}/metrics/cluster")
             held = held_in(page.raise_for_status().text)
         keys = await _keys(cluster)

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from baton.errors import BatonError, ChecksumMismatch, ConfigError, HandoffError, WorkerFailed
-from baton.grpc_channel import TlsFiles, open_blocking_channel
+from baton.grpc_channel import open_blocking_channel
+from baton.tls import TlsFiles
 from baton.v1 import transfer_pb2
 from kvtransfer import grpc_transport
 from kvtransfer.checksum import checksum
@@ -25,7 +26,7 @@ from kvtransfer.host_memory import HostMemory
 from kvtransfer.memory import PartByPart
 from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Batch, Packed, Parts, Peer
-from tests.certificates import Authority, needs_openssl
+from tests.certificates import Authority
 
 BLOCKS, BLOCK_BYTES = 6, CHUNK_BYTES // 2 + 64
 DEADLINE_S = 20.0
@@ -330,7 +331,6 @@ def check_nothing_goes(world: World) -> None:
     assert_only(world, before, [])
 
 
-@needs_openssl
 def test_both_prove_themselves(stack: ExitStack, tmp_path: Path) -> None:
     authority = Authority(tmp_path, "authority")
     world = World(stack, (authority.sign("writer"), authority.sign("receiver")))
@@ -342,7 +342,6 @@ def test_both_prove_themselves(stack: ExitStack, tmp_path: Path) -> None:
     sender.close()
 
 
-@needs_openssl
 def test_strangers_neither_send_nor_receive(stack: ExitStack, tmp_path: Path) -> None:
     """Without a certificate, or with one that another authority signed."""
     authority, other = Authority(tmp_path, "authority"), Authority(tmp_path, "other")
@@ -355,7 +354,6 @@ def test_strangers_neither_send_nor_receive(stack: ExitStack, tmp_path: Path) ->
         check_nothing_goes(World(stack, (receiver, other_receiver)))
 
 
-@needs_openssl
 def test_trusting_the_authority_is_not_enough(stack: ExitStack, tmp_path: Path) -> None:
     """A client that shows no certificate at all is refused."""
     authority = Authority(tmp_path, "authority")

@@ -1,0 +1,213 @@
+"""Mutual TLS within a cluster: who may speak to a worker, on each of its planes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from baton.config import TlsConfig
+from baton.errors import BatonError
+from baton.grpc_channel import listen, make_server, open_channel
+from baton.peer_roles import callers_of
+from baton.sampling_params import SamplingParams
+from baton.tls import LiveContext, PeerRole, TlsFiles, client_context
+from baton.v1 import (
+    cache_pb2,
+    cache_pb2_grpc,
+    control_pb2,
+    control_pb2_grpc,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    transfer_pb2,
+    transfer_pb2_grpc,
+)
+from router.cluster_metrics import cluster_page
+from tests.certificates import Authority
+from tests.mini_cluster import MiniCluster, mini_cluster
+
+DEADLINE_S = 30.0
+PROMPT = tuple(range(40, 100))
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("strangers"), "stranger")
+
+
+@pytest.fixture
+async def cluster(
+    tiny_model: Path, redis_url: str, authority: Authority
+) -> AsyncIterator[MiniCluster]:
+    tls = TlsConfig(folder=str(authority.folder))
+    async with mini_cluster(tiny_model, redis_url, tls=tls, transport="grpc") as running:
+        yield running
+
+
+async def test_requests_are_served_and_kv_crosses_by_mutual_tls(cluster: MiniCluster) -> None:
+    answer = await cluster.answer(PROMPT, SAMPLING)
+    assert len(answer.token_ids) == 4
+    assert cluster.value("decode-0", "baton_handoffs_total", outcome="committed") == 1
+    await cluster.until_idle()
+
+
+CALLS = {
+    "Prefills": lambda channel: prefill_pb2_grpc.PrefillServiceStub(channel).Prefills(
+        iter([prefill_pb2.PrefillsRequest()]), timeout=DEADLINE_S
+    ),
+    "Handoffs": lambda channel: decode_pb2_grpc.DecodeServiceStub(channel).Handoffs(
+        iter([decode_pb2.HandoffsRequest()]), timeout=DEADLINE_S
+    ),
+    "Abort": lambda channel: decode_pb2_grpc.DecodeServiceStub(channel).Abort(
+        decode_pb2.AbortRequest(request_id="r"), timeout=DEADLINE_S
+    ),
+    "StreamTokens": lambda channel: decode_pb2_grpc.DecodeServiceStub(channel).StreamTokens(
+        decode_pb2.StreamTokensRequest(router_id="r"), timeout=DEADLINE_S
+    ),
+    "Transfer": lambda channel: transfer_pb2_grpc.TransferServiceStub(channel).Transfer(
+        iter([transfer_pb2.TransferRequest()]), timeout=DEADLINE_S
+    ),
+    "Pull": lambda channel: transfer_pb2_grpc.TransferServiceStub(channel).Pull(
+        transfer_pb2.PullRequest(), timeout=DEADLINE_S
+    ),
+    "Drain": lambda channel: control_pb2_grpc.ControlServiceStub(channel).Drain(
+        control_pb2.DrainRequest(), timeout=DEADLINE_S
+    ),
+    "ChangeRole": lambda channel: control_pb2_grpc.ControlServiceStub(channel).ChangeRole(
+        control_pb2.ChangeRoleRequest(), timeout=DEADLINE_S
+    ),
+    "DropCache": lambda channel: cache_pb2_grpc.CacheServiceStub(channel).DropCache(
+        cache_pb2.DropCacheRequest(), timeout=DEADLINE_S
+    ),
+}
+"""Every method of a worker's control plane."""
+ALLOWED: dict[PeerRole, set[str]] = {
+    "router": {"Prefills", "Abort", "StreamTokens", "Drain", "ChangeRole", "DropCache"},
+    "worker": {"Handoffs", "Transfer", "Pull"},
+    "supervisor": {"Drain", "ChangeRole"},
+    "client": set(),
+    "monitor": set(),
+}
+
+
+def address_of(cluster: MiniCluster, slot: str = "decode-0") -> str:
+    record = cluster.workers[slot].record
+    assert record is not None
+    return record.address
+
+
+async def code_of(channel: grpc.aio.Channel, method: str) -> grpc.StatusCode:
+    """How a call ends; OK where it was let in and there is something to read."""
+    call: Any = CALLS[method](channel)
+    try:
+        if isinstance(call, grpc.aio.UnaryUnaryCall):
+            await call
+        elif await call.read() is grpc.aio.EOF:
+            return await call.code()  # type: ignore[no-any-return]
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    finally:
+        call.cancel()
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("role", ["supervisor", "worker", "client", "monitor", "router"])
+async def test_a_role_may_call_what_is_its_own(
+    cluster: MiniCluster, authority: Authority, role: PeerRole
+) -> None:
+    """What it may not call is refused for its role; what it may is judged by what was said."""
+    files = TlsFiles.in_folder(authority.folder, role)
+    async with open_channel(address_of(cluster), files, "worker") as channel:
+        for method in CALLS.keys() - ALLOWED[role]:
+            assert await code_of(channel, method) is grpc.StatusCode.PERMISSION_DENIED, method
+        for method in ALLOWED[role] - {"Drain", "ChangeRole", "Prefills"}:
+            assert await code_of(channel, method) is not grpc.StatusCode.PERMISSION_DENIED, method
+    assert {method for method in CALLS if role in callers_of(_path(method))} == ALLOWED[role]
+
+
+def _path(method: str) -> str:
+    services = {"Prefills": "Prefill", "DropCache": "Cache", "Drain": "Control"}
+    services |= {"ChangeRole": "Control", "Transfer": "Transfer", "Pull": "Transfer"}
+    return f"/baton.v1.{services.get(method, 'Decode')}Service/{method}"
+
+
+async def test_strangers_reach_nothing(
+    cluster: MiniCluster, authority: Authority, stranger: Authority
+) -> None:
+    """Without TLS, without a certificate, with one of another authority."""
+    foreign = TlsFiles.in_folder(stranger.folder, "router")
+    for files in (
+        None,
+        TlsFiles(authority=authority.certificate),
+        TlsFiles(foreign.certificate, foreign.key, authority.certificate),
+        foreign,
+    ):
+        async with open_channel(address_of(cluster), files, "worker") as channel:
+            for method in CALLS:
+                code = await code_of(channel, method)
+                assert code is grpc.StatusCode.UNAVAILABLE, (method, files)
+    assert len((await cluster.answer(PROMPT, SAMPLING)).token_ids) == 4
+
+
+async def test_a_router_s_certificate_cannot_play_a_worker(authority: Authority) -> None:
+    """A client of a worker wants a worker's certificate, not any of the cluster."""
+    worker = TlsFiles.in_folder(authority.folder, "worker")
+    for role, expected in (
+        ("worker", grpc.StatusCode.UNIMPLEMENTED),
+        ("router", grpc.StatusCode.UNAVAILABLE),
+        ("supervisor", grpc.StatusCode.UNAVAILABLE),
+    ):
+        server = make_server()
+        port = listen(server, "127.0.0.1:0", TlsFiles.in_folder(authority.folder, role))
+        await server.start()
+        async with open_channel(f"127.0.0.1:{port}", worker, "worker") as channel:
+            assert await code_of(channel, "Pull") is expected, role
+        await server.stop(None)
+
+
+async def test_a_worker_of_another_cluster_gets_no_kv(
+    tiny_model: Path, redis_url: str, authority: Authority, stranger: Authority
+) -> None:
+    """The whole way: a decode worker with foreign certificates stands in the registry."""
+    tls = TlsConfig(folder=str(authority.folder))
+    async with mini_cluster(
+        tiny_model, redis_url, tls=tls, transport="grpc", request_deadline_s=5.0
+    ) as cluster:
+        await cluster.workers["decode-0"].stop()
+        await cluster.until(lambda: not cluster.dispatcher.workers.up("decode"))
+        pool = next(pool for pool in cluster.config.pools if pool.role == "decode")
+        own = cluster.config
+        cluster.config = own.model_copy(update={"tls": TlsConfig(folder=str(stranger.folder))})
+        await cluster.start_worker(pool, "decode-0")
+        cluster.config = own
+        with pytest.raises(BatonError):
+            await cluster.answer(PROMPT, SAMPLING)
+
+
+async def test_metrics_are_for_routers(
+    cluster: MiniCluster, authority: Authority, stranger: Authority
+) -> None:
+    record = cluster.workers["decode-0"].record
+    assert record is not None
+    registry, address = cluster.metrics.registry, record.metrics_address
+
+    async def page(files: TlsFiles | None) -> str:
+        context = None if files is None else LiveContext(client_context(files), files)
+        return (await cluster_page(registry, [address], None, context)).decode()
+
+    assert "1 of 1 workers" in await page(TlsFiles.in_folder(authority.folder, "router"))
+    assert "0 of 1 workers" in await page(TlsFiles.in_folder(authority.folder, "client"))
+    assert "0 of 1 workers" in await page(TlsFiles.in_folder(stranger.folder, "router"))
+    assert "0 of 1 workers" in await page(None)
