@@ -238,11 +238,14 @@ class TlsConfig(_Section):
     client_authority: str = ""
     """A PEM file: the fronts' clients must show a certificate that this authority signed;
     ``ca.pem`` of the folder is one. Empty asks for none."""
+    redis_authority: str = ""
+    """A PEM file: the authority of the certificate of a ``rediss://`` server; empty takes
+    ``ca.pem`` of the folder, or without a folder what the system trusts."""
     clear_kv: bool = False
     """Says that KV blocks may travel unencrypted: the transports ``gloo``, ``nccl`` and ``nixl``
     have no encryption, and are refused with a folder otherwise."""
 
-    @field_validator("folder", "certificate", "key", "client_authority")
+    @field_validator("folder", "certificate", "key", "client_authority", "redis_authority")
     @classmethod
     def _whole_path(cls, value: str) -> str:
         # Processes that run elsewhere read it too.
@@ -350,7 +353,12 @@ class Config(BaseSettings):
     """Router processes behind the HTTP and gRPC ports; the kernel picks one for each connection. 0,
     with a ``ray_address``, leaves them to ``baton router``."""
     redis_url: str = ""
-    """A Redis or Valkey server, ``redis://host:port/db``; empty starts an embedded Valkey."""
+    """A Redis or Valkey server, ``redis://user:password@host:port/db``, or ``rediss://…`` with TLS;
+    empty starts an embedded Valkey."""
+    redis_router_url: str = ""
+    """The same server by the routers' user (deploy/redis/users.acl); empty takes ``redis_url``."""
+    redis_worker_url: str = ""
+    """The same server by the workers' user; empty takes ``redis_url``."""
     gcs_store: str = ""
     """Where Ray's control store keeps what it knows: ``embedded`` starts a Valkey for it; or a
     Redis or Valkey server, ``redis://host:port``, other than ``redis_url``. With one the cluster

@@ -50,6 +50,7 @@ from deploy.progress import Progress
 from deploy.ray_cluster import RayCluster
 from deploy.ray_worker import RayWorker, find, find_all, is_known, place, reason
 from deploy.reaper import GRACE_S, sweep
+from deploy.redis_users import STORE_USERS, StoreUser, store_url
 from deploy.router_process import RouterProcess
 from deploy.run_directory import RunDirectory
 from deploy.slot_board import SlotBoard
@@ -123,7 +124,8 @@ class Launcher:
         """Of the first workers, each on its machine."""
         self._calls = DaemonThread("ray calls")
         """Makes those that block while Ray's control store is away."""
-        self._redis_url = config.redis_url
+        self._redis_urls: dict[StoreUser, str] = {}
+        """Of the store, by whose they are."""
         self._draft_model_path = ""
         self._ready = False
         self._gcs_store: GcsStore | None = None
@@ -143,7 +145,9 @@ class Launcher:
             if self._config.keys_file:
                 read_keys(Path(self._config.keys_file))
             if self._config.redis_url:
-                await check_redis(self._config.redis_url)
+                self._redis_urls = {user: store_url(self._config, user) for user in STORE_USERS}
+                for url in dict.fromkeys(self._redis_urls.values()):
+                    await check_redis(url)
             check_gcs_store(self._config.gcs_store, self._config.redis_url)
             if self._config.gcs_store not in ("", EMBEDDED):
                 await check_redis(self._config.gcs_store, "--gcs-store")
@@ -215,7 +219,7 @@ class Launcher:
             store = group.create_task(self._start_store())
             model = group.create_task(self._resolve_model())
             ray = group.create_task(self._start_ray())
-            self._redis_url = await store
+            await store
             self._model = await model
             routers = await self._start_routers()
             # Until they are watched for good, their death is a failure to start.
@@ -238,7 +242,7 @@ class Launcher:
         if not self._config.ray_address:
             return
         with self._progress.step("taking the cluster"):
-            self._claim = LauncherClaim(self._config, self._redis_url, self._mark.cluster_id)
+            self._claim = LauncherClaim(self._config, self._redis_urls["supervisor"], self._mark.cluster_id)
             changed = await self._claim.take()
             group.create_task(self._claim.keep())
             if changed:
@@ -262,15 +266,15 @@ class Launcher:
             while await self._calls.call(lambda: is_known(worker.slot)):  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
 
-    async def _start_store(self) -> str:
+    async def _start_store(self) -> None:
         if self._config.redis_url:
-            return self._config.redis_url
+            return
         with self._progress.step("starting Valkey"):
             valkey = EmbeddedValkey(self._mark, self._run, self._config.index_mib)
             self._parts.valkey = valkey
             await valkey.start()
         self._pids["valkey"] = valkey.pid
-        return valkey.url
+        self._redis_urls = {user: valkey.url_of(user) for user in STORE_USERS}
 
     async def _resolve_model(self) -> ResolvedModel:
         name = f"getting the model {self._config.model}"
@@ -314,10 +318,10 @@ class Launcher:
     async def _start_routers(self) -> tuple[RouterProcess, ...]:
         routers = self._parts.routers = tuple(
             RouterProcess(
-                self._config,
+                self._told("router"),
                 self._mark,
                 self._run,
-                redis_url=self._redis_url,
+                redis_url=self._redis_urls["router"],
                 model_path=str(self._model.path),
                 model_name=self._model.name,
                 number=number,
@@ -328,6 +332,13 @@ class Launcher:
             await router.start()
             self._pids[router.name] = router.pid
         return routers
+
+    def _told(self, user: StoreUser) -> Config:
+        """What a part is told: the store's address by its own user, and nobody else's."""
+        addresses = {"redis_url": "", "redis_router_url": "", "redis_worker_url": ""}
+        if self._config.redis_url:
+            addresses["redis_url"] = self._redis_urls[user]
+        return self._config.model_copy(update=addresses | {"gcs_store": ""})
 
     async def _place_workers(self) -> tuple[RayWorker, ...]:
         """The first lives. Of later ones the supervisor takes care, once all of them serve."""
@@ -349,13 +360,13 @@ class Launcher:
 
     def _settings(self, pool: PoolConfig, slot: str) -> ActorSettings:
         return ActorSettings(
-            config=self._config.model_dump(mode="json"),
+            config=self._told("worker").model_dump(mode="json"),
             pool=pool.name,
             slot=slot,
             model_path=str(self._model.path),
             model_name=self._model.name,
             draft_model_path=self._draft_model_path,
-            redis_url=self._redis_url,
+            redis_url=self._redis_urls["worker"],
             cluster_id=self._mark.cluster_id,
             launcher=LauncherLife.own(),
         )
@@ -384,14 +395,14 @@ class Launcher:
         settings = SupervisorSettings(
             workers=self._slots,
             drain_s=self._config.drain_deadline_s,
-            redis_url=self._redis_url,
+            redis_url=self._redis_urls["supervisor"],
             cluster_id=self._mark.cluster_id,
             log_level=self._config.log_level,
             log_format=self._config.log_format,
             launcher=LauncherLife.own(),
         )
         self._note_pid(SUPERVISOR, await self._start_supervisor(settings))
-        async with redis_client(self._redis_url) as client:
+        async with redis_client(self._redis_urls["supervisor"]) as client:
             board = SlotBoard(client, self._mark.cluster_id)
             await watch.supervision(board, self._worker_pids | self._pids)
 
@@ -436,7 +447,7 @@ class Launcher:
             model=self._model.name,
             http=reachable(self._config.http),
             grpc=reachable(self._config.grpc),
-            redis_url=self._redis_url,
+            redis_url=self._redis_urls["supervisor"],
             launcher=os.getpid(),
             launcher_started=psutil.Process().create_time(),
             processes=dict(self._pids),
@@ -528,7 +539,7 @@ class Launcher:
                 async with asyncio.timeout(_WORKER_STOP_S):
                     await self._calls.call(lambda: self._kill(workers))
         if self._config.redis_url:
-            await forget_cluster(self._config.redis_url, self._mark.cluster_id)
+            await forget_cluster(self._redis_urls["supervisor"], self._mark.cluster_id)
 
     def _kill(self, workers: Sequence[RayWorker]) -> None:
         if self._parts.supervisor is not None:

@@ -8,7 +8,9 @@ import sys
 from baton.config import Config
 from baton.errors import ConfigError
 from deploy import model_store
+from deploy.exposure import check_exposure
 from deploy.ports import choose_ports
+from deploy.redis_users import store_url
 from deploy.what_if import WHAT_IF
 
 log = logging.getLogger(__name__)
@@ -22,17 +24,19 @@ def serve_router(config: Config) -> None:
         raise ConfigError(
             "a router needs cluster_id (BATON_CLUSTER_ID, or in the file), as `baton up` was given"
         )
+    check_exposure(config)
     config = choose_ports(config.model_copy(update={"routers": 1}))
     # Slow to import; whoever is told what is missing need not wait.
     from router.main import RouterSettings, run  # noqa: PLC0415
 
     model = model_store.resolve(config.model, _tell, config.quantization)
-    sys.stdout.write(f"HTTP http://{config.http}/v1, gRPC {config.grpc}\n")
+    scheme = "http" if config.tls.fronts is None else "https"
+    sys.stdout.write(f"HTTP {scheme}://{config.http}/v1, gRPC {config.grpc}\n")
     sys.stdout.flush()
     run(
         RouterSettings(
             config=config.model_dump(mode="json"),
-            redis_url=config.redis_url,
+            redis_url=store_url(config, "router"),
             cluster_id=config.cluster_id,
             model_path=str(model.path),
             model_name=config.served_model_name or model.name,

@@ -20,6 +20,7 @@ from baton.redis_client import redis_client
 from deploy.child import Child
 from deploy.cluster_mark import ClusterMark
 from deploy.ports import LOOPBACK, free_port
+from deploy.redis_users import STORE_USERS, StoreUser, url_with_user, user_rules
 from deploy.run_directory import RunDirectory
 
 REST_BYTES = 128 * MIB
@@ -53,6 +54,9 @@ class EmbeddedValkey:
         self._mark = mark
         self._run = run
         self._password = secrets.token_urlsafe(24)
+        self._passwords: dict[StoreUser, str] = {}
+        if not keeps:
+            self._passwords = {user: secrets.token_urlsafe(24) for user in STORE_USERS}
         self._port: int | None = None
         self._child: Child | None = None
 
@@ -65,6 +69,10 @@ class EmbeddedValkey:
         """Its address with the password: keep it out of logs and command lines."""
         assert self._port is not None
         return self._url(self._port)
+
+    def url_of(self, user: StoreUser) -> str:
+        """The same by the user of a role, who may do what that role needs."""
+        return url_with_user(self.url, user, self._passwords[user])
 
     @property
     def pid(self) -> int:
@@ -128,6 +136,7 @@ class EmbeddedValkey:
             'save ""',
             f"appendonly {'yes' if self._keeps else 'no'}",
             f"appenddirname {self.name}",
+            *(user_rules(self._passwords) if self._passwords else ()),
             f"maxmemory {self._max_memory_bytes}",
             "maxmemory-policy noeviction",
         ]

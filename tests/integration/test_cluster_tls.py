@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ async def test_requests_are_served_and_kv_crosses_by_mutual_tls(cluster: MiniClu
     await cluster.until_idle()
 
 
-CALLS = {
+CALLS: dict[str, Callable[[grpc.aio.Channel], Any]] = {
     "Prefills": lambda channel: prefill_pb2_grpc.PrefillServiceStub(channel).Prefills(
         iter([prefill_pb2.PrefillsRequest()]), timeout=DEADLINE_S
     ),
@@ -164,11 +164,12 @@ async def test_strangers_reach_nothing(
 async def test_a_router_s_certificate_cannot_play_a_worker(authority: Authority) -> None:
     """A client of a worker wants a worker's certificate, not any of the cluster."""
     worker = TlsFiles.in_folder(authority.folder, "worker")
-    for role, expected in (
-        ("worker", grpc.StatusCode.UNIMPLEMENTED),
-        ("router", grpc.StatusCode.UNAVAILABLE),
-        ("supervisor", grpc.StatusCode.UNAVAILABLE),
-    ):
+    outcomes: dict[PeerRole, grpc.StatusCode] = {
+        "worker": grpc.StatusCode.UNIMPLEMENTED,
+        "router": grpc.StatusCode.UNAVAILABLE,
+        "supervisor": grpc.StatusCode.UNAVAILABLE,
+    }
+    for role, expected in outcomes.items():
         server = make_server()
         port = listen(server, "127.0.0.1:0", TlsFiles.in_folder(authority.folder, role))
         await server.start()

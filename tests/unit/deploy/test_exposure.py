@@ -26,14 +26,15 @@ def test_this_machine_s_own_addresses_need_nothing(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "10.0.0.5", "llm.example.com"])
 def test_others_need_keys_and_tls(host: str, tls: dict[str, Any]) -> None:
-    for fields in ({"http": f"{host}:8000"}, {"grpc": f"{host}:8001"}):
+    for name in ("http", "grpc", "admin_http"):
+        exposed: dict[str, Any] = {name: f"{host}:8002"}
         with pytest.raises(ConfigError, match="without API keys and TLS"):
-            check_exposure(Config(**fields))
+            check_exposure(Config(**exposed))
         with pytest.raises(ConfigError, match=r"without TLS.*baton certs init"):
-            check_exposure(Config(**fields, **KEYS))
-        with pytest.raises(ConfigError, match=r"without API keys.*require_key"):
-            check_exposure(Config(**fields, **tls))
-        check_exposure(Config(**fields, **KEYS, **tls))
+            check_exposure(Config(**exposed, **KEYS))
+        with pytest.raises(ConfigError, match=r"without API keys.*keys create"):
+            check_exposure(Config(**exposed, **tls))
+        check_exposure(Config(**exposed, **KEYS, **tls))
 
 
 def test_keys_that_nobody_must_show_are_none(tls: dict[str, Any]) -> None:
