@@ -140,12 +140,12 @@ def test_strangers_get_in_nowhere(secured: Secured, kind: str) -> None:
 
 def test_a_certificate_is_no_key(secured: Secured) -> None:
     for key in ("", "wrong"):
-        with HttpClient(secured.url, key, tls=secured.client) as http:
-            with pytest.raises(Unauthenticated):
-                http.chat(ASKED, FEW)
-        with Client(secured.up.grpc, key, tls=secured.client) as client:
-            with pytest.raises(Unauthenticated):
-                client.chat(ASKED, FEW)
+        http = HttpClient(secured.url, key, tls=secured.client)
+        client = Client(secured.up.grpc, key, tls=secured.client)
+        with http, pytest.raises(Unauthenticated):
+            http.chat(ASKED, FEW)
+        with client, pytest.raises(Unauthenticated):
+            client.chat(ASKED, FEW)
 
 
 def test_a_client_of_the_api_may_ask_workers_nothing(secured: Secured) -> None:
