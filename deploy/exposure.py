@@ -8,7 +8,7 @@ from router.access import is_loopback
 
 
 def check_exposure(config: Config) -> None:
-    """Raises ConfigError, with what to do, where something would be open without being told so."""
+    """Raises ConfigError, with what to do, where something would be open untold."""
     fronts = ("http", config.http), ("admin-http", config.admin_http), ("grpc", config.grpc)
     exposed = [
         f"--{name} {address}"
@@ -26,7 +26,7 @@ def check_exposure(config: Config) -> None:
     if missing and not config.insecure_listen:
         raise ConfigError(
             f"{' and '.join(exposed)}: others than this machine could reach it, without"
-            f" {' and '.join(missing)}. Either {_remedies(missing)} (docs/security.md); or listen on"
+            f" {' and '.join(missing)}. Either {_remedies(missing)} (docs/security.md); or stay on"
             " 127.0.0.1; or say --insecure-listen, where the network is yours alone or a proxy in"
             " front has both"
         )

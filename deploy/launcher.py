@@ -242,7 +242,9 @@ class Launcher:
         if not self._config.ray_address:
             return
         with self._progress.step("taking the cluster"):
-            self._claim = LauncherClaim(self._config, self._redis_urls["supervisor"], self._mark.cluster_id)
+            self._claim = LauncherClaim(
+                self._config, self._redis_urls["supervisor"], self._mark.cluster_id
+            )
             changed = await self._claim.take()
             group.create_task(self._claim.keep())
             if changed:
