@@ -3,7 +3,7 @@ Values with which something would be deployed that does not work, or is open wit
 are refused here, with what to do. Every one of them has a test.
 */}}
 {{- define "baton.checks" -}}
-{{- range list "http" "grpc" "redis_url" "gcs_store" "keys" "tenants" "require_key" "data_dir" "cluster_id" }}
+{{- range list "http" "grpc" "redis_url" "gcs_store" "keys" "tenants" "require_key" "data_dir" "cluster_id" "tls" "insecure_listen" "redis_router_url" "redis_worker_url" }}
 {{- if hasKey $.Values.config . }}
 {{- fail (printf "config.%s: the chart says this itself; see redis, gcsStore, auth, kuberay.clusterId and service" .) }}
 {{- end }}
@@ -35,6 +35,15 @@ are refused here, with what to do. Every one of them has a test.
 {{- end }}
 {{- if and .Values.metrics.prometheusRule.enabled (not (.Files.Get "files/rules.yaml")) }}
 {{- fail "metrics.prometheusRule: the chart holds no files/rules.yaml" }}
+{{- end }}
+{{- if ne (empty .Values.redis.routerUrl) (empty .Values.redis.workerUrl) }}
+{{- fail "redis: routerUrl and workerUrl go together" }}
+{{- end }}
+{{- if and .Values.redis.routerUrl (not .Values.redis.url) }}
+{{- fail "redis: routerUrl and workerUrl go with url, which is the supervisor's" }}
+{{- end }}
+{{- if and .Values.tls.secret (ne .Values.mode "single") }}
+{{- fail "tls.secret: mode kuberay has no certificates yet" }}
 {{- end }}
 {{- if eq .Values.mode "single" }}
 {{- include "baton.checkGpus" . }}

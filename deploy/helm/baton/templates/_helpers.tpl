@@ -66,7 +66,7 @@ capabilities:
 {{/* The address of the store of registry and index, with its password. */}}
 {{- define "baton.indexUrl" -}}
 {{- if eq .Values.redis.mode "valkey" -}}
-redis://:{{ .Values.redis.password }}@{{ include "baton.fullname" . }}-index:6379/0
+{{ include "baton.storeUserUrl" (dict "root" . "user" "supervisor") }}
 {{- else -}}
 {{ .Values.redis.url }}
 {{- end }}
@@ -134,4 +134,43 @@ redis://:{{ .Values.gcsStore.password }}@{{ include "baton.fullname" . }}-gcs:63
 {{/* The password in a store's address. */}}
 {{- define "baton.passwordOf" -}}
 {{- regexReplaceAll "^[^:]*:?" (get (urlParse .) "userinfo") "" }}
+{{- end }}
+
+{{/* The kubelet does not ask whose a certificate is. */}}
+{{- define "baton.probeScheme" -}}
+scheme: {{ ternary "HTTPS" "HTTP" (not (empty .Values.tls.secret)) }}
+{{- end }}
+
+{{/* Passwords of the users of a Valkey that the chart deploys; letters and digits. */}}
+{{- define "baton.storePassword" -}}
+{{- printf "%s of %s" .user .password | sha256sum }}
+{{- end }}
+
+{{/* The store's addresses by the users of routers and workers, where it has such users. */}}
+{{- define "baton.storeUsers" -}}
+{{- $own := and (eq .Values.redis.mode "external") .Values.redis.existingSecret }}
+{{- $users := or (eq .Values.redis.mode "valkey") .Values.redis.routerUrl }}
+{{- if or $users (and $own .Values.redis.existingSecretUsers) }}
+{{- range $role := list "router" "worker" }}
+- name: BATON_REDIS_{{ upper $role }}_URL
+  valueFrom:
+    secretKeyRef:
+      {{- if $own }}
+      name: {{ $.Values.redis.existingSecret }}
+      key: {{ $role }}-url
+      {{- else }}
+      name: {{ include "baton.fullname" $ }}
+      key: redis-{{ $role }}-url
+      {{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* One of them. */}}
+{{- define "baton.storeUserUrl" -}}
+{{- if eq .root.Values.redis.mode "valkey" -}}
+redis://{{ .user }}:{{ include "baton.storePassword" (dict "user" .user "password" .root.Values.redis.password) }}@{{ include "baton.fullname" .root }}-index:6379/0
+{{- else -}}
+{{ index .root.Values.redis (printf "%sUrl" .user) }}
+{{- end }}
 {{- end }}

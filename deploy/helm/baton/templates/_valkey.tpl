@@ -18,6 +18,14 @@ stringData:
   password: {{ .password | quote }}
   valkey.conf: |
     requirepass {{ .password }}
+    {{- if not $keeps }}
+    {{- $rules := $root.Files.Get "files/users.acl" }}
+    {{- range $user := list "router" "worker" "supervisor" }}
+    {{- $own := include "baton.storePassword" (dict "user" $user "password" $.password) }}
+    {{- $rules = replace (printf "@%s@" (upper $user)) (sha256sum $own) $rules }}
+    {{- end }}
+    {{- $rules | trim | nindent 4 }}
+    {{- end }}
     save ""
     appendonly {{ ternary "yes" "no" $keeps }}
     maxmemory {{ int $root.Values.valkey.memoryMib }}mb
