@@ -17,8 +17,9 @@ from baton.redis_client import redis_client
 from deploy.launcher_lease import LauncherLease
 
 _FRONTS = ("http", "grpc", "admin_http", "routers", "allowed_hosts", "allowed_origins")
+_STORE = ("insecure_listen", "redis_router_url")
 _KEYS = ("keys", "keys_file", "tenants", "require_key")
-OF_ROUTERS = frozenset((*_FRONTS, *_KEYS, "data_dir", "head_deadline_s"))
+OF_ROUTERS = frozenset((*_FRONTS, *_KEYS, *_STORE, "data_dir", "head_deadline_s"))
 OF_LAUNCHERS = frozenset(("ray_address", "leave_workers"))
 
 

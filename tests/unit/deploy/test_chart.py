@@ -184,7 +184,7 @@ def test_launcher_and_routers_are_of_one_cluster(
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         with monkeypatch.context() as patch:
             for variable in container["env"]:
-                value = variable.get("value", "redis://:example-index@demo-baton-index:6379/0")
+                value = variable.get("value", secret["redis-url"])
                 patch.setenv(variable["name"], value)
             configs[part] = load_config(file)
     launcher, router = configs["launcher"], configs["router"]
@@ -513,3 +513,77 @@ def test_the_rules_are_those_of_the_repository() -> None:
         return
     (rule,) = of_kind(render("open-values.yaml", *asked), "PrometheusRule")
     assert rule["spec"] == yaml.safe_load(rules.read_text())
+
+
+CERTIFICATES = "--set=tls.secret=certs"
+
+
+@each_set
+def test_with_certificates_everything_that_baton_serves_has_them(value_set: str) -> None:
+    manifests = render(value_set, CERTIFICATES)
+    asked = [probe for _, one in containers(manifests) for probe in _http_probes(one)]
+    assert asked
+    assert {probe["scheme"] for probe in asked} == {"HTTPS"}
+    for owner, pod in pods(manifests):
+        volumes = {one["name"]: one for one in pod["spec"]["volumes"]}
+        for container in pod["spec"]["containers"]:
+            env = {one["name"]: one.get("value") for one in container.get("env", ())}
+            mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+            if "BATON_TLS__FOLDER" in env:
+                assert mounts["tls"] == env["BATON_TLS__FOLDER"], owner
+                assert volumes["tls"]["secret"]["secretName"] == "certs"
+    for service in of_kind(manifests, "Service"):
+        for port in service["spec"]["ports"]:
+            if port["name"] == "http" and "appProtocol" in port:
+                assert port["appProtocol"] == "https"
+
+
+@pytest.mark.parametrize("value_set", KUBERAY_SETS)
+def test_workers_pods_have_the_certificates_that_their_workers_are_told_of(value_set: str) -> None:
+    (cluster,) = of_kind(render(value_set, CERTIFICATES), "RayCluster")
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        (container,) = group["template"]["spec"]["containers"]
+        assert "/etc/baton-tls" in {one["mountPath"] for one in container["volumeMounts"]}
+
+
+@each_set
+def test_what_has_no_certificates_or_no_keys_says_so(value_set: str) -> None:
+    def says_so(*more: str) -> bool:
+        found = [one for _, one in containers(render(value_set, *more)) if one.get("env")]
+        return any(v["name"] == "BATON_INSECURE_LISTEN" for one in found for v in one["env"])
+
+    assert says_so()
+    has_keys = value_set not in ("open-values.yaml", "kuberay-plain-values.yaml")
+    assert says_so(CERTIFICATES) is not has_keys
+
+
+def _http_probes(container: dict[str, Any]) -> list[dict[str, Any]]:
+    kinds = ("startupProbe", "readinessProbe", "livenessProbe")
+    return [container[kind]["httpGet"] for kind in kinds if "httpGet" in container.get(kind, {})]
+
+
+def test_the_index_s_valkey_knows_each_role_by_its_own_password(tmp_path: Path) -> None:
+    manifests = render("stores-values.yaml")
+    told = the(manifests, "Secret", "demo-baton")["stringData"]
+    file = tmp_path / "valkey.conf"
+    file.write_text(the(manifests, "Secret", "demo-baton-index")["stringData"]["valkey.conf"])
+    port = free_port()
+    bound = ("--port", str(port), "--bind", "127.0.0.1", "--dir", str(tmp_path))
+    process = subprocess.Popen([valkey_binary(), str(file), *bound], stdout=subprocess.DEVNULL)
+    try:
+        for name, user in (
+            ("url", "supervisor"),
+            ("router-url", "router"),
+            ("worker-url", "worker"),
+        ):
+            url = told[f"redis-{name}"].replace("demo-baton-index:6379", f"127.0.0.1:{port}")
+            assert f"//{user}:" in url
+            with redis.Redis.from_url(
+                url, retry=BRIEFLY, retry_on_error=[redis.ConnectionError]
+            ) as client:
+                assert client.ping()
+                with pytest.raises(redis.exceptions.NoPermissionError):
+                    client.flushall()
+    finally:
+        process.kill()
+        process.wait(10)

@@ -42,9 +42,6 @@ are refused here, with what to do. Every one of them has a test.
 {{- if and .Values.redis.routerUrl (not .Values.redis.url) }}
 {{- fail "redis: routerUrl and workerUrl go with url, which is the supervisor's" }}
 {{- end }}
-{{- if and .Values.tls.secret (ne .Values.mode "single") }}
-{{- fail "tls.secret: mode kuberay has no certificates yet" }}
-{{- end }}
 {{- if eq .Values.mode "single" }}
 {{- include "baton.checkGpus" . }}
 {{- else }}

@@ -174,3 +174,33 @@ redis://{{ .user }}:{{ include "baton.storePassword" (dict "user" .user "passwor
 {{ index .root.Values.redis (printf "%sUrl" .user) }}
 {{- end }}
 {{- end }}
+
+{{/* Certificates, or in so many words that there are none. */}}
+{{- define "baton.tlsVariables" -}}
+{{- if .Values.tls.secret }}
+- name: BATON_TLS__FOLDER
+  value: /etc/baton-tls
+{{- end }}
+{{- if not (and .Values.tls.secret (or .Values.auth.requireKey .Values.existingConfigSecret)) }}
+# TLS ends at the ingress; auth and networkPolicy say who comes.
+- name: BATON_INSECURE_LISTEN
+  value: "true"
+{{- end }}
+{{- end }}
+
+{{- define "baton.tlsMount" -}}
+{{- if .Values.tls.secret }}
+- name: tls
+  mountPath: /etc/baton-tls
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{- define "baton.tlsVolume" -}}
+{{- if .Values.tls.secret }}
+- name: tls
+  secret:
+    secretName: {{ .Values.tls.secret }}
+    defaultMode: 0440
+{{- end }}
+{{- end }}

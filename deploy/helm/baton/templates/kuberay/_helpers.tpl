@@ -20,6 +20,8 @@
 {{/* Where the store of registry and index is, and what the cluster's keys there begin with. */}}
 {{- define "baton.clusterVariables" -}}
 {{ include "baton.storeVariable" (dict "root" . "store" .Values.redis "variable" "BATON_REDIS_URL" "key" "redis-url") }}
+{{- include "baton.storeUsers" . }}
+{{- include "baton.tlsVariables" . | nindent 0 }}
 - name: BATON_CLUSTER_ID
   value: {{ include "baton.clusterId" . | quote }}
 {{- end }}
@@ -89,6 +91,7 @@ spec:
       volumeMounts:
         - name: cache
           mountPath: /var/cache/baton
+        {{- include "baton.tlsMount" $root | nindent 8 }}
         {{- include "baton.scratchMounts" $root | nindent 8 }}
   {{- with .settings.nodeSelector }}
   nodeSelector:
@@ -110,5 +113,6 @@ spec:
     - name: cache
       emptyDir:
         sizeLimit: {{ $root.Values.persistence.cache.size }}
+    {{- include "baton.tlsVolume" $root | nindent 4 }}
     {{- include "baton.scratchVolumes" $root | nindent 4 }}
 {{- end }}
