@@ -41,6 +41,12 @@ def transfer(
             " Default: smollm2-135m-instruct."
         ),
     ] = None,
+    certs: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER", help="Of `baton certs init`: gRPC by mutual TLS. Default: no TLS."
+        ),
+    ] = "",
     output: Figures = None,
 ) -> None:
     """Speed of each transport from one block to 1 GiB, against limits of the same run."""
@@ -54,7 +60,9 @@ def transfer(
             found = model_store.resolve(model or DEFAULT_MODEL, say, "auto")
             handoffs = EMPTY_PER_REPETITION * repetitions
             empty = EmptySettings(found.path, found.name, handoffs=handoffs)
-        settings = TransferSettings(names_in(transport), block_bytes, most << 20, repetitions)
+        settings = TransferSettings(
+            names_in(transport), block_bytes, most << 20, repetitions, certs
+        )
         bench_transfers(settings, empty, say, Console(), output)
 
 

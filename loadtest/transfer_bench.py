@@ -11,7 +11,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -64,6 +64,9 @@ class TransferSettings:
     most_bytes: int = 1 << 30
     repetitions: int = 5
     """Of the largest sizes; smaller ones are moved oftener."""
+    certs: str = ""
+    """A folder of `baton certs init`: pairs prove themselves, and gRPC encrypts; empty has no TLS.
+    Limits are measured without."""
 
 
 def bench_transfers(
@@ -113,7 +116,7 @@ async def measure_transfers(settings: TransferSettings, say: Say) -> tuple[Trans
             transport = _known(name)
             log = Path(folder) / f"{transport}.log"
             try:
-                bench = _Bench(identity, transport, source, other, settings.repetitions, log)
+                bench = _Bench(identity, transport, source, other, settings, log)
                 found = await bench.measure(sizes, say)
             except ConfigError as error:
                 say(f"{name} is left out: {error.message}")
@@ -137,7 +140,7 @@ def _within_memory(settings: TransferSettings, say: Say) -> TransferSettings:
     if settings.most_bytes <= room:
         return settings
     say(f"sizes end at {room >> 20} MiB: there is no memory for three pools of more")
-    return TransferSettings(settings.transports, settings.block_bytes, room, settings.repetitions)
+    return replace(settings, most_bytes=room)
 
 
 class _Bench:
@@ -152,14 +155,15 @@ class _Bench:
         transport: TransportName,
         source: BenchPool,
         other: BenchPool,
-        repetitions: int,
+        settings: TransferSettings,
         log: Path,
     ) -> None:
         self._identity = identity
         self._transport = transport
         self._source = source
         self._other = other
-        self._repetitions = repetitions
+        self._repetitions = settings.repetitions
+        self._certs = settings.certs
         self._log = log
         self._first = 0
 
@@ -167,10 +171,13 @@ class _Bench:
         """Its rows. Raises ConfigError where the transport does not work here, BatonError."""
         blocks, block_bytes = self._source.data.shape
         start = {"transport": self._transport, "blocks": blocks, "block_bytes": block_bytes}
+        start["certs"] = self._certs
         module = "loadtest.transfer_receiver"
         async with (
             helper(module, start, self._log, ready_s=_READY_S) as receiver,
-            transfer_end(self._identity, self._source.memory, self._transport) as exchange,
+            transfer_end(
+                self._identity, self._source.memory, self._transport, certs=self._certs
+            ) as exchange,
         ):
             pair = await exchange.outbound(Peer(RECEIVER, receiver.hello["address"]))
             with self._limit(receiver) as limit:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from prometheus_client import CollectorRegistry
 
 from baton.background import end_tasks
-from baton.config import MIB, Config, TransportName
+from baton.config import MIB, Config, TlsConfig, TransportName
 from baton.metrics import WorkerMetrics
 from engine.block_pool import BlockPool
 from kvtransfer.memory import BlockMemory
@@ -34,13 +34,17 @@ async def transfer_end(
     memory: BlockMemory,
     transport: TransportName,
     rank_addresses: Sequence[str] = (),
+    *,
+    certs: str = "",
 ) -> AsyncIterator[Exchange]:
-    """An end that can use ``transport`` alone; its limits are the defaults.
+    """An end that can use ``transport`` alone; its limits are the defaults. ``certs``: a folder of
 
-    ``rank_addresses`` are those of its other ranks, where it has any. Raises ConfigError where the
-    transport does not work here, WorkerFailed where a rank does not answer.
+    `baton certs init`, for mutual TLS. ``rank_addresses`` are those of its other ranks, where it
+    has any. Raises ConfigError where the transport does not work here, WorkerFailed where a rank
+    does not answer.
     """
-    config = Config.model_construct(transport=transport)
+    tls = TlsConfig(folder=certs)
+    config = Config.model_construct(transport=transport, tls=tls)
     usual = sys.getswitchinterval()
     spare_the_interpreter()
     keep_buffers()
@@ -59,7 +63,8 @@ async def transfer_end(
             geometry=identity.geometry,
             ranks=ranks,
         )
-        exchange = Exchange(identity, transports, receiver, limits, threads, ranks)
+        own = tls.of("worker")
+        exchange = Exchange(identity, transports, receiver, limits, threads, ranks, own)
         beat = asyncio.create_task(_beat(exchange, config.heartbeat_s), name="heartbeat")
         try:
             yield exchange

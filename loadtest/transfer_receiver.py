@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import time
 
-from baton.grpc_channel import make_server
+from baton.config import TlsConfig
+from baton.grpc_channel import listen, make_server
+from baton.peer_roles import PeerRoles
 from baton.v1 import transfer_pb2_grpc
 from loadtest.bench_pool import bench_pool, identity_of
 from loadtest.line_service import Asker, Fields, run_helper
@@ -29,12 +31,14 @@ async def _work(asker: Asker, start: Fields) -> None:
         grpc_address = held.enter_context(grpc_sink())
         socket_address = held.enter_context(socket_sink())
         pool = held.enter_context(bench_pool(start["blocks"], start["block_bytes"]))
-        async with transfer_end(identity, pool.memory, start["transport"]) as exchange:
-            server = make_server()
+        certs = start["certs"]
+        async with transfer_end(identity, pool.memory, start["transport"], certs=certs) as exchange:
+            tls = TlsConfig(folder=certs).of("worker")
+            server = make_server(gates=() if tls is None else (PeerRoles(),))
             transfer_pb2_grpc.add_TransferServiceServicer_to_server(
                 TransferServicer(exchange), server
             )
-            port = server.add_insecure_port(f"{LOOPBACK}:0")
+            port = listen(server, f"{LOOPBACK}:0", tls)
             await server.start()
             try:
                 asker.say(

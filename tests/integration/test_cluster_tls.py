@@ -59,7 +59,8 @@ async def cluster(
 async def test_requests_are_served_and_kv_crosses_by_mutual_tls(cluster: MiniCluster) -> None:
     answer = await cluster.answer(PROMPT, SAMPLING)
     assert len(answer.token_ids) == 4
-    assert cluster.value("decode-0", "baton_handoffs_total", outcome="committed") == 1
+    handoffs = {"outcome": "ok", "transport": "grpc"}
+    assert cluster.value("decode-0", "baton_handoffs_total", **handoffs) == 1
     await cluster.until_idle()
 
 

@@ -96,8 +96,11 @@ def test_targets_are_those_of_the_dockerfile() -> None:
 
 def test_nothing_is_published_beyond_this_machine() -> None:
     published = [port for one in services().values() for port in one.get("ports", ())]
-    assert len(published) == 4
-    assert all(port.startswith("127.0.0.1:${") for port in published)
+    assert len(published) == 6
+    # Where TLS ends others may be let in, by those who say so.
+    encrypted = [port for port in published if port.startswith("${LISTEN:-127.0.0.1}:${")]
+    assert [port.rpartition(":")[2] for port in encrypted] == ["8443", "8444"]
+    assert all(port.startswith("127.0.0.1:${") for port in {*published} - {*encrypted})
     assert all("ports" not in services()[name] for name in (*PROFILES, "valkey"))
     assert compose()["networks"]["store"] == {"internal": True}
 
@@ -219,3 +222,12 @@ def test_grafana_finds_its_dashboards() -> None:
     (folder,) = [inside for where, inside, *_ in mounted if where == "../monitoring"]
     assert provider["options"]["path"] == f"{folder}/dashboards"
     assert source["url"] == "http://prometheus:9090"
+
+
+def test_tls_ends_at_the_ports_that_are_published_for_it() -> None:
+    for name, port in (("http", 8443), ("grpc", 8444)):
+        assert f"include /etc/nginx/tls/{name}*.conf;" in nginx()
+        example = (FOLDER / "tls" / f"{name}.conf.example").read_text()
+        assert f"listen {port} ssl;" in example
+    for name in PROFILES:
+        assert services()[name]["environment"]["BATON_INSECURE_LISTEN"] == "true"
