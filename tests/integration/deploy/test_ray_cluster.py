@@ -26,4 +26,6 @@ def test_ray_listens_on_loopback_heals_an_actor_and_its_own_death_is_noticed(
     assert seen["first"][0] != seen["second"][0]
     assert seen["lost"] == "Ray's node manager"
     assert seen["stopped"]
+    assert seen["stranger"] == "UNAUTHENTICATED"
+    assert seen["dashboards"] == []
     assert (run.path / "ray-token").stat().st_mode & 0o777 == 0o600
