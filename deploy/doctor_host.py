@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,7 @@ from baton.errors import BatonError, ConfigError
 from baton.redis_client import redis_client
 from deploy.doctor import Check, Missing, imported, nccl_devices
 from deploy.ports import choose_ports, reachable
+from deploy.redis_users import store_url
 
 GIB = 1 << 30
 LEAST_SHARED_MEMORY = GIB // 4
@@ -53,9 +54,10 @@ _SHARED = Path("/dev/shm")  # noqa: S108 - the memory that the kernel shares und
 
 def host_checks(config: Config) -> tuple[Check, ...]:
     """What ``baton up`` with this configuration would meet here, in the order of a start."""
+    store = store_url(config, "supervisor")
     return (
         Check("ports", partial(_ports, config)),
-        Check("Redis", partial(_redis, config.redis_url), needed=bool(config.redis_url)),
+        Check("Redis", partial(_redis, store), needed=bool(config.redis_url)),
         Check("Ray cluster", partial(_ray, config.ray_address), needed=bool(config.ray_address)),
         Check("model files", partial(_model, config.model), needed=True),
         Check("memory", _memory),
@@ -68,7 +70,7 @@ def host_checks(config: Config) -> tuple[Check, ...]:
         Check(
             "processes", partial(_limit, resource.RLIMIT_NPROC, LEAST_PROCESSES, "ulimit -u 16384")
         ),
-        Check("clock", partial(_clock, config.redis_url)),
+        Check("clock", partial(_clock, store)),
         Check("interconnect", _interconnect),
     )
 
@@ -111,7 +113,9 @@ async def _ask_redis(url: str) -> tuple[str, str, float]:
         begun = time.perf_counter()
         await client.ping()
         took_s = time.perf_counter() - begun
-        version = (await client.info("server")).get("redis_version", "?")
+        version = "?"
+        with suppress(redis.exceptions.NoPermissionError):
+            version = (await client.info("server")).get("redis_version", "?")
         try:
             policy = (await client.config_get("maxmemory-policy")).get("maxmemory-policy", "?")
         except redis.RedisError:

@@ -115,6 +115,16 @@ def router(
     redis_url: Annotated[
         str | None, typer.Option(metavar="URL", help="The cluster's Redis or Valkey server.")
     ] = None,
+    keys_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="API keys, as for `baton up`.")
+    ] = None,
+    certs: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Certificates, as for `baton up`.")
+    ] = None,
+    insecure_listen: Annotated[
+        bool | None,
+        typer.Option("--insecure-listen", help="Without keys or TLS, as for `baton up`."),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The TOML file of the cluster. Default: none."),
@@ -126,7 +136,16 @@ def router(
     """
     from deploy.router_command import serve_router  # noqa: PLC0415
 
-    settings = load(config, http=http, grpc=grpc, model=model, redis_url=redis_url)
+    settings = load(
+        config,
+        http=http,
+        grpc=grpc,
+        model=model,
+        redis_url=redis_url,
+        keys_file=None if keys_file is None else str(keys_file.absolute()),
+        tls=None if certs is None else {"folder": certs},
+        insecure_listen=insecure_listen,
+    )
     with clear_errors():
         serve_router(settings)
 
