@@ -34,6 +34,7 @@ _CLIENT_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]
+_HANDSHAKE_MS = 1_000
 _SERVER_OPTIONS = [
     *_OPTIONS,
     # The bit of "identity" alone: a compressed message of some kB may unfold to gigabytes.
@@ -110,9 +111,12 @@ def _client_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
 
 
 def _towards(peer: PeerRole | None) -> list[tuple[str, Any]]:
-    if peer is None:
-        return [*_CLIENT_OPTIONS]
-    return [*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", role_name(peer))]
+    # The time to connect in has two more ways there and back in it, and some arithmetic.
+    slower = {"grpc.min_reconnect_backoff_ms": _HANDSHAKE_MS}
+    options: list[tuple[str, Any]] = [*(dict(_CLIENT_OPTIONS) | slower).items()]
+    if peer is not None:
+        options.append(("grpc.ssl_target_name_override", role_name(peer)))
+    return options
 
 
 def _server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
