@@ -173,7 +173,7 @@ def test_commands_find_the_way(secured: Secured) -> None:
     """Those on this machine by themselves, others by what they are given."""
     files = secured.client
     assert files.certificate is not None
-    given = ("--ca", str(files.authority), "--certificate", str(files.certificate))
+    given: tuple[str, ...] = ("--ca", str(files.authority), "--certificate", str(files.certificate))
     given += ("--certificate-key", str(files.key))
     http = secured.url.removeprefix("https://")
     for arguments, code in (
