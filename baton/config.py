@@ -243,7 +243,8 @@ class TlsConfig(_Section):
     ``ca.pem`` of the folder, or without a folder what the system trusts."""
     clear_kv: bool = False
     """Says that KV blocks may travel unencrypted: the transports ``gloo``, ``nccl`` and ``nixl``
-    have no encryption, and are refused with a folder otherwise."""
+    have no encryption, nor have the ranks of a worker (``tp``) among each other, and what would
+    take these to other machines is refused with a folder otherwise."""
 
     @field_validator("folder", "certificate", "key", "client_authority", "redis_authority")
     @classmethod
@@ -616,6 +617,12 @@ class Config(BaseSettings):
             raise ValueError(
                 f"transport: {self.transport} sends KV blocks unencrypted: take auto, or say"
                 " tls.clear_kv = true where the network between the workers is yours alone"
+            )
+        spread = [one for one in self.pools if one.tp > 1 and one.rank_placement != "strict_pack"]
+        if self.tls.folder and spread and not self.tls.clear_kv:
+            raise ValueError(
+                f"pools: the ranks of {spread[0].name} speak to each other unencrypted, and may lie"
+                " on several nodes: take rank_placement = strict_pack, or say tls.clear_kv = true"
             )
         return self
 
