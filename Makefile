@@ -14,7 +14,7 @@ ARGS ?=
 # Whole clusters, and what is killed on time, run one after another; the rest four at a time: on two
 # cores, since much of it waits more than it computes.
 TESTS ?=
-SIDE_BY_SIDE = tests/unit tests/kernels tests/transports tests/integration
+SIDE_BY_SIDE = tests/unit tests/kernels tests/transports tests/integration tests/fuzz
 IN_TURN = tests/e2e tests/chaos
 # The slowest are shown, so that they stay in view.
 QUICK = -m "not long" --durations=15

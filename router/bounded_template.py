@@ -292,6 +292,10 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """An operator between two values."""
         budget = _left()
         budget.step()
+        if operator == "+" and type(left) is str and type(right) is str:
+            # What nearly all of them are.
+            budget.write(len(left) + len(right))
+            return left + right
         match operator:
             case "*":
                 _check_product(budget, left, right)
