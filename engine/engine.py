@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,7 +142,18 @@ def build_engine(
     draft_config = None if draft is None else draft.config
     kv = kv_dtype(settings.kv_dtype, dtype)
     blocks = _blocks(settings, config, model, dtype, draft_config, device)
-    cache = KvCache(model.config, blocks, settings.block_size, kv, device, allocate, draft_config)
+    count = 1 if group is None else group.ranks
+    cache = KvCache(
+        model.config,
+        blocks,
+        settings.block_size,
+        kv,
+        device,
+        allocate,
+        draft_config,
+        whole=config,
+        ranks=count,
+    )
     pool = BlockPool(blocks)
     limits = SchedulerLimits(
         block_size=settings.block_size,
@@ -165,9 +175,6 @@ def build_engine(
     arithmetic = _arithmetic(device) if settings.deterministic else ""
     lossiest = settings.lossiest_kv_dtype or kv_dtype_name(kv)
     own = _fingerprint(name, lossiest, arithmetic, "" if draft is None else draft.name)
-    if ranks is not None:
-        # What moves KV does not know of ranks yet: theirs is shared with nobody.
-        own = secrets.token_hex(16)
     whole = block_bytes(config, settings.block_size, kv, draft_config)
     storage = Storage(*per_weight, whole / cache.block_size)
     return Engine(config, runner, pool, scheduler, own, grammars, storage)
@@ -189,7 +196,16 @@ def build_following(
     model, _ = _load_model(settings, config, device, dtype, group)
     kv = kv_dtype(settings.kv_dtype, dtype)
     blocks = _blocks(settings, config, model, dtype, None, device)
-    cache = KvCache(model.config, blocks, settings.block_size, kv, device, allocate)
+    cache = KvCache(
+        model.config,
+        blocks,
+        settings.block_size,
+        kv,
+        device,
+        allocate,
+        whole=config,
+        ranks=group.ranks,
+    )
     if device.type != "cuda":
         return FollowingTorch(TorchStepModel(model, cache, device)), cache
     from engine.gpu.decoder import gpu_decoder  # noqa: PLC0415

@@ -118,13 +118,17 @@ class KvCache(KvGroup):
         device: torch.device,
         allocate: Allocate | None = None,
         drafter: ModelConfig | None = None,
+        whole: ModelConfig | None = None,
+        ranks: int = 1,
     ) -> None:
         """``dtype`` is a plain one, or int8 or float8_e4m3fn: then the codes have scales.
 
         ``allocate`` gives the memory, once. ``drafter`` is the shape of what has a group of its
-        own.
+        own. Of one of several ``ranks``, ``config`` is its share of the ``whole`` model.
         """
         self.blocks = blocks
+        self._ranks = ranks
+        self._whole_heads = (whole or config).kv_heads
         own = block_bytes(config, block_size, dtype)
         size = block_bytes(config, block_size, dtype, drafter)
         self.bytes = (allocate or allocate_plain)(blocks * size, device).view(blocks, size)
@@ -148,10 +152,11 @@ class KvCache(KvGroup):
         return self.bytes.shape[1]
 
     def geometry(self) -> Geometry:
-        _, layers, _, heads, size, dim = self.data.shape
+        """Of the whole worker's blocks, of which each of its ranks has a part."""
+        _, layers, _, _, size, dim = self.data.shape
         drafter = None if self.drafter is None else self.drafter.shape
         name = kv_dtype_name(self.data.dtype)
-        return Geometry(size, layers, heads, dim, name, drafter=drafter)
+        return Geometry(size, layers, self._whole_heads, dim, name, self._ranks, drafter=drafter)
 
     def block(self, block: int) -> torch.Tensor:
         """A block's bytes: a uint8 view [block_bytes] on the cache's device."""

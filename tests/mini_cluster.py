@@ -10,6 +10,7 @@ import asyncio
 import secrets
 import socket
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from prefill_worker.role import PrefillRole
 from router.dispatcher import ClusterDispatcher
 from router.generation import GenerationRequest, OutputDelta
 from router.tokenizer import Tokenizer
+from worker.following import FollowingWorker
 from worker.process import WorkerProcess
 from worker.role import RoleFactory
 from worker.settings import WorkerSettings
@@ -97,6 +99,7 @@ class MiniCluster:
             config, self.tokenizer, self.metrics, self.registry, self.index
         )
         self.workers: dict[str, WorkerProcess] = {}
+        self._ranks: list[threading.Thread] = []
 
     async def start(self) -> None:
         """Start every pool's workers and wait until the dispatcher can use them."""
@@ -120,15 +123,27 @@ class MiniCluster:
             draft_model_path=self.config.draft_model,
         )
         worker = WorkerProcess(settings, self.roles)
+        if worker.lead is not None:
+            for rank in range(1, pool.tp):
+                self._start_rank(FollowingWorker(settings, rank, worker.lead.address))
         await worker.start()
         self.workers[slot] = worker
         return worker
+
+    def _start_rank(self, worker: FollowingWorker) -> None:
+        """Of a worker of several: a thread here, and a process elsewhere."""
+        thread = threading.Thread(target=worker.run, args=(lambda _: None,), daemon=True)
+        thread.start()
+        self._ranks.append(thread)
 
     async def stop(self) -> None:
         """Stop everything."""
         await self.dispatcher.close()
         for worker in self.workers.values():
             await worker.stop()
+        for thread in self._ranks:
+            await asyncio.to_thread(thread.join, DEADLINE_S)
+            assert not thread.is_alive()
         await self.redis.aclose()
 
     async def until(self, condition, *, deadline_s: float = DEADLINE_S) -> None:  # type: ignore[no-untyped-def]

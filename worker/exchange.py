@@ -204,6 +204,11 @@ class Exchange:
         self.inbound.sweep(now)
         self.receiver.sweep(now)
 
+    def check_ranks(self) -> None:
+        """Raises WorkerFailed where another rank of this worker is gone."""
+        if self._ranks is not None:
+            self._ranks.check()
+
     def pairs(self) -> dict[str, str]:
         """The transport by which this worker sends to each receiver, by its incarnation."""
         return self._pairs.transports()

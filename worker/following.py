@@ -3,21 +3,33 @@
     connecting ─the group has formed→ loading ─→ ready ─steps come→ following ─rank 0 closes→ over
     any ─rank 0 is lost, or anything fails→ ``run`` raises, or ``on_lost`` is called amid a step
 
-It has weights and KV blocks, and no sequences, calls or registry entry of its own.
+It has weights and KV blocks, and no sequences, calls or registry entry of its own. One thread
+computes steps, an event loop serves rank 0 and the ranks of peers (``worker/rank_server.py``).
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 from engine.engine import build_following, device_of
 from engine.parallel.ranks import FORM_S, FollowingRank
 from engine.parallel.step_channel import GroupAddress
+from kvtransfer.memory import BlockMemory
+from kvtransfer.transport import Transport
 from worker.cores import give_way
 from worker.engine_start import engine_settings
 from worker.pool_memory import PoolMemory
+from worker.rank_server import MakeTransports, RankServer
 from worker.settings import WorkerSettings
+from worker.transports import make_transports
+
+_TRANSFER_THREADS = 2
+_START_S = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +58,48 @@ class FollowingWorker:
         try:
             group = following.form(device_of(built), on_lost)
             model, cache = build_following(built, group, memory.allocate)
-            following.ready("none")
-            log.info("%s: rank %d of %d is ready", settings.slot, self._rank, ranks)
-            if settings.core_board:
-                give_way()
-            following.run(model, cache)
+            with self._serving(memory.of(cache)) as address:
+                following.ready(address)
+                log.info("%s: rank %d of %d is ready", settings.slot, self._rank, ranks)
+                if settings.core_board:
+                    give_way()
+                following.run(model, cache)
         finally:
             following.close()
             memory.close()
+
+    @contextlib.contextmanager
+    def _serving(self, memory: BlockMemory) -> Iterator[str]:
+        """Have the rank's blocks sent and received by an event loop of their own.
+
+        Yields the address. What comes and goes is a copy of blocks, by threads beside it.
+        """
+        settings = self._settings
+        with ThreadPoolExecutor(_TRANSFER_THREADS, thread_name_prefix="transfer") as transfers:
+
+            def make(incarnation: str) -> Sequence[Transport]:
+                return make_transports(
+                    settings.config, memory, incarnation, settings.host, transfers
+                )
+
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=loop.run_forever, name="rank", daemon=True)
+            thread.start()
+            try:
+                server = asyncio.run_coroutine_threadsafe(
+                    _started(make, transfers, settings), loop
+                ).result(_START_S)
+                yield server.address
+                asyncio.run_coroutine_threadsafe(server.close(), loop).result(_START_S)
+            finally:
+                loop.call_soon_threadsafe(loop.stop)
+                thread.join(_START_S)
+                loop.close()
+
+
+async def _started(
+    make: MakeTransports, transfers: Executor, settings: WorkerSettings
+) -> RankServer:
+    server = RankServer(make, transfers, settings.host, settings.config.tls.of("worker"))
+    await server.start()
+    return server

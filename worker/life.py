@@ -29,6 +29,7 @@ from baton.prefix_index import PrefixIndex
 from baton.registry import Registry, WorkerRecord
 from baton.v1 import cache_pb2_grpc, control_pb2_grpc, transfer_pb2_grpc
 from engine.engine import Engine
+from engine.parallel.step_channel import SILENT_RANK_S
 from kvtransfer.memory import BlockMemory
 from kvtransfer.pair import Identity, PairLimits
 from worker.block_receiver import BlockReceiver
@@ -40,6 +41,7 @@ from worker.index_publisher import IndexPublisher
 from worker.intake import Intake
 from worker.kv_tiers import KvTiers
 from worker.mounting import Mounting
+from worker.rank_link import RankLinks
 from worker.role import Role, RoleFactory, WorkerContext
 from worker.settings import WorkerSettings
 from worker.step_costs import StepCosts
@@ -60,6 +62,8 @@ class Lasting:
     tiers: KvTiers | None
     costs: StepCosts
     transfers: ThreadPoolExecutor
+    ranks: tuple[str, ...] = ()
+    """Addresses of the worker's other ranks, from 1 on."""
 
 
 class Life:
@@ -86,10 +90,13 @@ class Life:
         process: Drainable,
         client: redis.asyncio.Redis,
     ) -> Life:
-        """Serve under a new incarnation, which is not registered yet."""
+        """Serve under a new incarnation, which is not registered yet.
+
+        Raises BatonError where another rank cannot be reached.
+        """
         incarnation = f"{settings.slot}:{secrets.token_hex(6)}"
         control, tiers = lasting.control, lasting.tiers
-        exchange = _exchange(settings, lasting, incarnation)
+        exchange = await _exchange(settings, lasting, incarnation)
         context = WorkerContext(
             settings=settings,
             engine=control.engine,
@@ -169,9 +176,15 @@ class Life:
         return idle and counts.used == counts.quarantined == 0
 
 
-def _exchange(settings: WorkerSettings, lasting: Lasting, incarnation: str) -> Exchange:
+async def _exchange(settings: WorkerSettings, lasting: Lasting, incarnation: str) -> Exchange:
     config, memory = settings.config, lasting.memory
     engine: Engine = lasting.control.engine
+    limits = PairLimits(window_bytes=config.transfer_window_mib * MIB, silence_s=config.lease_s)
+    identity = Identity(incarnation, engine.fingerprint, engine.cache.geometry())
+    tls = config.tls.of("worker")
+    ranks = RankLinks(lasting.ranks, limits, SILENT_RANK_S, tls) if lasting.ranks else None
+    if ranks is not None:
+        await ranks.open(identity)
     receiver = BlockReceiver(
         engine.pool,
         lasting.metrics,
@@ -179,12 +192,10 @@ def _exchange(settings: WorkerSettings, lasting: Lasting, incarnation: str) -> E
         lease_s=config.lease_s,
         worker=settings.slot,
         geometry=engine.cache.geometry(),
+        ranks=ranks,
     )
     transports = make_transports(config, memory, incarnation, settings.host, lasting.transfers)
-    limits = PairLimits(window_bytes=config.transfer_window_mib * MIB, silence_s=config.lease_s)
-    identity = Identity(incarnation, engine.fingerprint, engine.cache.geometry())
-    tls = config.tls.of("worker")
-    exchange = Exchange(identity, transports, receiver, limits, lasting.transfers, tls=tls)
+    exchange = Exchange(identity, transports, receiver, limits, lasting.transfers, ranks, tls)
     if lasting.tiers is not None:
         exchange.behind = lasting.tiers.loader
     return exchange

@@ -157,6 +157,7 @@ class WorkerProcess:
             await self._make_tiers(control, costs, metrics),
             costs,
             self._transfers,
+            self.lead.addresses() if self.lead is not None else (),
         )
         await self._begin_life()
         control.start(self.life.role)
@@ -381,6 +382,7 @@ class WorkerProcess:
                     await self._live_on(began)
             context = self.life.context
             context.exchange.heartbeat()
+            context.exchange.check_ranks()
             await self.life.role.heartbeat()
             self._refresh(context)
             await self._renew()

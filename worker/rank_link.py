@@ -23,6 +23,7 @@ from baton.errors import BatonError, HandoffError, WorkerFailed
 from baton.grpc_channel import open_channel
 from baton.grpc_errors import as_baton_error, error_from_code, stream_ending, stream_errors
 from baton.request import Geometry
+from baton.tls import TlsFiles
 from baton.v1 import rank_pb2, rank_pb2_grpc
 from kvtransfer.pair import Identity, PairLimits
 from kvtransfer.push_fan import fail
@@ -57,7 +58,14 @@ class RankListener(Protocol):
 class RankLink:
     """See the module's text."""
 
-    def __init__(self, rank: int, address: str, limits: PairLimits, silence_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        address: str,
+        limits: PairLimits,
+        silence_s: float,
+        tls: TlsFiles | None = None,
+    ) -> None:
         """``address`` is host:port of the rank's gRPC server, ``limits`` are those of its pairs.
 
         A rank that owes an answer for ``silence_s`` is given up.
@@ -68,7 +76,7 @@ class RankLink:
         self.broken: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
         self._limits = limits
         self._silence_s = silence_s
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, tls, "worker")
         self._call: Call | None = None
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._pushes: dict[str, RankPush] = {}
@@ -288,13 +296,20 @@ class RankPush:
 class RankLinks:
     """The links to all other ranks of this worker."""
 
-    def __init__(self, addresses: Sequence[str], limits: PairLimits, silence_s: float) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        limits: PairLimits,
+        silence_s: float,
+        tls: TlsFiles | None = None,
+    ) -> None:
         """``addresses`` are those of the ranks from 1 on, ``limits`` are of their pairs with peers.
 
         ``silence_s``: as for the group that computes, after which a rank is given up.
         """
         self.links = [
-            RankLink(rank, address, limits, silence_s) for rank, address in enumerate(addresses, 1)
+            RankLink(rank, address, limits, silence_s, tls)
+            for rank, address in enumerate(addresses, 1)
         ]
         self.broken: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
         """The first of them that has broken, and why."""

@@ -22,8 +22,9 @@ import grpc.aio
 from baton import convert
 from baton.background import end_tasks
 from baton.errors import BatonError, HandoffError, Unavailable, WorkerFailed
-from baton.grpc_channel import make_server
+from baton.grpc_channel import listen, make_server, open_channel
 from baton.grpc_errors import grpc_boundary
+from baton.tls import TlsFiles
 from baton.v1 import rank_pb2, rank_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from kvtransfer.inbound import Inbound
 from kvtransfer.pair import Identity, PairLimits
@@ -50,7 +51,11 @@ class RankServer:
     """See the module's text."""
 
     def __init__(
-        self, make_transports: MakeTransports, executor: Executor, host: str = "127.0.0.1"
+        self,
+        make_transports: MakeTransports,
+        executor: Executor,
+        host: str = "127.0.0.1",
+        tls: TlsFiles | None = None,
     ) -> None:
         """``executor`` reads blocks; ``host`` is where the server listens."""
         self.address = ""
@@ -58,6 +63,7 @@ class RankServer:
         self._make_transports = make_transports
         self._executor = executor
         self._host = host
+        self._tls = tls
         self._server = make_server()
         self._life: RankLife | None = None
 
@@ -65,7 +71,7 @@ class RankServer:
         """Serve, on a port that the system chooses."""
         rank_pb2_grpc.add_RankServiceServicer_to_server(_RankServicer(self), self._server)
         transfer_pb2_grpc.add_TransferServiceServicer_to_server(_PairServicer(self), self._server)
-        self.address = f"{self._host}:{self._server.add_insecure_port(f'{self._host}:0')}"
+        self.address = f"{self._host}:{listen(self._server, f'{self._host}:0', self._tls)}"
         await self._server.start()
 
     async def join(
@@ -77,7 +83,7 @@ class RankServer:
             raise HandoffError("a rank's first command must begin its life")
         if self._life is not None:
             await self._life.end()
-        life = RankLife(first.commands[0].begin, self._make_transports, self._executor)
+        life = RankLife(first.commands[0].begin, self._make_transports, self._executor, self._tls)
         self._life = life
         try:
             life.take(first.commands[1:])
@@ -106,7 +112,11 @@ class RankLife:
     """What has an incarnation."""
 
     def __init__(
-        self, begin: rank_pb2.BeginRank, make_transports: MakeTransports, executor: Executor
+        self,
+        begin: rank_pb2.BeginRank,
+        make_transports: MakeTransports,
+        executor: Executor,
+        tls: TlsFiles | None = None,
     ) -> None:
         geometry = convert.geometry_from_proto(begin.geometry)
         self.identity = Identity(begin.incarnation, begin.fingerprint, geometry, begin.rank)
@@ -117,7 +127,13 @@ class RankLife:
         self._transports = make_transports(begin.incarnation)
         self._keeper = RankReceiver(self.identity, self._events.put_nowait, self._released)
         self.inbound = Inbound(self.identity, self._transports, self._keeper, limits)
-        self._pairs = OutboundPairs(self.identity, self._transports, limits, executor)
+        self._pairs = OutboundPairs(
+            self.identity,
+            self._transports,
+            limits,
+            executor,
+            lambda address: open_channel(address, tls, "worker"),
+        )
         self._sender = RankSender(self.identity, self._pairs)
         self._pushes: dict[str, PushFan] = {}
         self._heard_at = time.monotonic()

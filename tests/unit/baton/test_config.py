@@ -355,3 +355,18 @@ def test_ranks_exchange_blocks_that_are_alike(fields: dict[str, Any], fault: str
     Config(pools=[pools[0], {"name": "decode", "role": "decode"}])
     with pytest.raises(ValidationError, match=fault):
         Config(pools=pools, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"deterministic": True}, "does not go with deterministic: take tp 1, or leave"),
+        ({"kv_disk_mib": 5}, "take tp 1, or take kv_disk_mib 0"),
+        ({"drafter": "draft", "draft_model": "m"}, "take drafter ngram or none"),
+    ],
+)
+def test_what_several_ranks_do_not_do_is_refused(fields: dict[str, Any], says: str) -> None:
+    pools = (PoolConfig(name="p", role="prefill", tp=2), PoolConfig(name="d", role="decode"))
+    with pytest.raises(ValidationError, match=says):
+        Config(pools=pools, **fields)
+    assert Config(pools=pools).ranks == 3

@@ -1,0 +1,97 @@
+"""Workers of several ranks as Ray places them, and what clients see when a rank goes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deploy.node_roll import NodeRoll
+from tests.e2e.answers import answer_of, end_amid_an_answer, streamed
+from tests.e2e.cluster import START_S, UpProcess
+from tests.models import make_tiny_model
+
+pytestmark = pytest.mark.long
+TOKENS = 120
+STREAMS = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), head_dim=16)
+
+
+def up_with(model: Path, *arguments: str) -> UpProcess:
+    plain = ("--model", str(model), "--dtype", "float32", "--local-prefill", "never")
+    return UpProcess(*plain, *arguments)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path) -> Iterator[UpProcess]:
+    """Two decode workers of two ranks each. However it was treated, it ends as it should."""
+    ranks = ("--prefill-tp", "2", "--decode", "2", "--decode-tp", "2")
+    with up_with(model, *ranks) as up:
+        yield up.wait_ready(2 * START_S)
+        end_amid_an_answer(up)
+
+
+def rank_pids(up: UpProcess) -> dict[str, int]:
+    """The process ids of workers and their other ranks, by their names."""
+    living = NodeRoll(Path(up.state.run_directory) / "workers").living()
+    return {worker.slot: worker.pid for worker in living}
+
+
+def wait_for_all(up: UpProcess, others: dict[str, int], deadline_s: float = START_S) -> None:
+    """Until every rank is there and serves, none of those in ``others``."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        found = rank_pids(up)
+        if found.keys() >= others.keys() and not found.items() & others.items():
+            break
+        time.sleep(0.2)
+    else:
+        raise AssertionError(f"{others} were not replaced: {rank_pids(up)}")
+    up.wait_for("decode-0 is back", deadline_s)
+    up.wait_healthy(deadline_s)
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
+def test_degrees_change_no_answer(
+    cluster: UpProcess, model: Path, prefill_tp: int, decode_tp: int
+) -> None:
+    expected = answer_of(cluster, TOKENS)
+    degrees = ("--prefill-tp", str(prefill_tp), "--decode-tp", str(decode_tp))
+    with up_with(model, *degrees) as up:
+        up.wait_ready(2 * START_S)
+        assert answer_of(up, TOKENS) == expected
+        up.terminate()
+        assert up.wait() == 0, up.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_goes_costs_no_client_anything(
+    cluster: UpProcess, number: signal.Signals
+) -> None:
+    cluster.wait_healthy()
+    cluster.forget_output()
+    expected = answer_of(cluster, TOKENS)
+    before = rank_pids(cluster)
+    begun = [threading.Event() for _ in range(STREAMS)]
+    with ThreadPoolExecutor(STREAMS) as threads:
+        running = [threads.submit(streamed, cluster, TOKENS, one) for one in begun]
+        for one in begun:
+            assert one.wait(START_S)
+        psutil.Process(before["decode-0.rank-1"]).send_signal(number)
+        for answer in running:
+            assert answer.result(START_S) == expected
+    # The whole group was replaced, the stopped process ended.
+    gone = {slot: pid for slot, pid in before.items() if slot.startswith("decode-0")}
+    wait_for_all(cluster, gone)
+    assert not any(psutil.pid_exists(pid) for pid in gone.values())
+    assert answer_of(cluster, TOKENS) == expected
