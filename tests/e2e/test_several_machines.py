@@ -45,6 +45,7 @@ CONFIG = """
 model = "{model}"
 redis_url = "redis://{head}:6390/0"
 ray_address = "{head}:6379"
+insecure_listen = true
 dtype = "float32"
 local_prefill = "never"
 drain_deadline_s = 20
