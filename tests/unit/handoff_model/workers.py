@@ -198,6 +198,7 @@ class Worker(Process):
         self.receiver.worker = self
         self.exchange = self._make_exchange(transports)
         settings = SimpleNamespace(
+            slot=self.name,
             config=SimpleNamespace(
                 heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S, hang_s=LEASE_S, transfer_window_mib=1
             ),
