@@ -18,6 +18,7 @@ from deploy.command_line import (
     complain,
     fail,
     local_cluster,
+    local_cluster_of_grpc,
     say,
 )
 from deploy.option_group import takes
@@ -53,8 +54,8 @@ def chat(
     from baton.v1.sampling_pb2 import SamplingParameters  # noqa: PLC0415
     from deploy.chat import Chat, converse  # noqa: PLC0415
 
-    cluster = local_cluster()
-    files = tls.files(None if grpc and cluster and grpc != cluster.grpc else cluster)
+    cluster = local_cluster() if grpc is None else local_cluster_of_grpc(grpc)
+    files = tls.files(cluster)
     address = grpc or (cluster.grpc if cluster is not None else DEFAULT_GRPC)
     sampling = SamplingParameters(max_tokens=max_tokens, temperature=temperature, seed=seed)
     with clear_errors(), Client(address, api_key, tls=files) as client:

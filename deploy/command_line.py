@@ -61,6 +61,13 @@ def local_cluster(http: str | None = None) -> ClusterState | None:
     return next((one for one in clusters if address in (None, one.http, one.admin_http)), None)
 
 
+def local_cluster_of_grpc(address: str) -> ClusterState | None:
+    """The cluster that runs here with this gRPC front."""
+    from deploy.cluster_state import running_clusters  # noqa: PLC0415
+
+    return next((one for one in running_clusters() if one.grpc == address), None)
+
+
 def say(text: str) -> None:
     """One line of progress, on the error stream: results alone go to the other one."""
     typer.echo(text, err=True)
