@@ -26,6 +26,7 @@ from tests.certificates import Authority
 from tests.e2e.cluster import BATON, START_S, UpProcess
 from tests.tls_redis import PROGRAM, owner_of, tls_redis, urls_of
 
+pytestmark = pytest.mark.timeout(300)
 FEW = Sampling(max_tokens=4, temperature=0.0)
 ASKED = [Message("user", "Name a river.")]
 DEADLINE_S = 60.0
