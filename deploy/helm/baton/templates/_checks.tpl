@@ -102,7 +102,7 @@ are refused here, with what to do. Every one of them has a test.
 {{- $asked := 0.0 }}
 {{- range default (list) .Values.config.pools }}
 {{- $each := get (default (dict) .resources) "GPU" | default 0 | float64 }}
-{{- $asked = addf $asked (mulf $each (float64 (default 1 .count))) }}
+{{- $asked = addf $asked (mulf $each (float64 (default 1 .count)) (float64 (default 1 .tp))) }}
 {{- end }}
 {{- $given := get (default (dict) .Values.resources.limits) "nvidia.com/gpu" | default 0 | float64 }}
 {{- if gt $asked $given }}
@@ -140,7 +140,11 @@ are refused here, with what to do. Every one of them has a test.
 {{- $workers := 0 }}
 {{- range default (list) $.Values.config.pools }}
 {{- if eq .role $role }}
-{{- $workers = add $workers (default 1 .count) }}
+{{- $tp := default 1 .tp }}
+{{- $workers = add $workers (mul (default 1 .count) $tp) }}
+{{- if and (gt (int $tp) (int $group.workersPerPod)) (eq (default "strict_pack" .rank_placement) "strict_pack") }}
+{{- fail (printf "kuberay.%s: a pod has %v places, and %s needs %v in one for its ranks: raise workersPerPod and the limit of nvidia.com/gpu" $role $group.workersPerPod .name $tp) }}
+{{- end }}
 {{- $each := get (default (dict) .resources) "GPU" | default 0 | float64 }}
 {{- if gt (mulf $each $group.workersPerPod) $gpus }}
 {{- fail (printf "kuberay.%s: %v workers in a pod ask for more than its %v nvidia.com/gpu" $role $group.workersPerPod $gpus) }}
