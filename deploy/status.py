@@ -96,6 +96,7 @@ def read_status(
     Raises Unavailable when the router does not answer, and Forbidden when it does not let
     ``api_key`` read its metrics.
     """
+    http = url.rpartition("//")[2]
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         verify = True if tls is None else client_context(tls)
@@ -105,10 +106,12 @@ def read_status(
             health = client.get(f"{url}/health")
             answer = client.get(f"{url}/metrics/cluster")
     except httpx.HTTPError as error:
-        raise Unavailable(f"no router answers at {url} ({error}); is `baton up` running?") from None
+        raise Unavailable(
+            f"no router answers at {http} ({error}); is `baton up` running?"
+        ) from None
     if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
         raise Forbidden(
-            f"the router at {url} shows its metrics to a key that allows them: give it with"
+            f"the router at {http} shows its metrics to a key that allows them: give it with"
             " --api-key or in BATON_API_KEY"
         )
     page = answer.text

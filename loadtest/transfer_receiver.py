@@ -31,7 +31,7 @@ async def _work(asker: Asker, start: Fields) -> None:
         grpc_address = held.enter_context(grpc_sink())
         socket_address = held.enter_context(socket_sink())
         pool = held.enter_context(bench_pool(start["blocks"], start["block_bytes"]))
-        certs = start["certs"]
+        certs = start.get("certs", "")
         async with transfer_end(identity, pool.memory, start["transport"], certs=certs) as exchange:
             tls = TlsConfig(folder=certs).of("worker")
             server = make_server(gates=() if tls is None else (PeerRoles(),))

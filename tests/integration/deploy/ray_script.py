@@ -46,7 +46,13 @@ async def main() -> None:
         seen["first"] = await asyncio.wrap_future(echo.life.remote().future())
         seen["listening"] = sorted(listening(mark))
         seen["stranger"] = ask_without_token(str(ray.get_runtime_context().gcs_address))
-        seen["dashboards"] = [one for one in command_lines(mark) if "dashboard/dashboard.py" in one]
+        # What is left of it without: no pages, and no job or state API.
+        seen["dashboards"] = [
+            one
+            for one in command_lines(mark)
+            if "dashboard/dashboard.py" in one
+            and not {"--minimal", "--disable-frontend"} <= {*one.split()}
+        ]
         psutil.Process(seen["first"][0]).kill()
         seen["second"] = await next_life(echo, seen["first"][0])
         raylet = next(c for c in psutil.Process().children() if c.name() == "raylet")
