@@ -57,7 +57,7 @@ def build(folder: Path, **changes: Any) -> Engine:
 
 
 @pytest.fixture(scope="module", params=["torch", "C++"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """Both ways in which a CPU computes and draws."""
     if request.param == "torch":
         folder = make_tiny_model(tmp_path_factory.mktemp("torch"))
@@ -68,6 +68,13 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         pytest.skip("no C++ compiler")
     folder = make_tiny_model(tmp_path_factory.mktemp("cpp"), head_dim=16)
     return build(folder, dtype="bfloat16")
+
+
+@pytest.fixture
+def engine(built: Engine) -> Engine:
+    """With nothing cached: tests share the memory of its blocks, and what one of them has left in
+    it another may have written over."""
+    return fresh(built)
 
 
 def fresh(engine: Engine, blocks: int = 0, **limits: Any) -> Engine:
