@@ -114,12 +114,17 @@ def test_kv_went_by_grpc_between_processes_that_proved_themselves(secured: Secur
         http.chat(ASKED, FEW)
     context = client_context(secured.client)
     headers = {"authorization": f"Bearer {secured.key}"}
-    answer = httpx.get(
-        f"{secured.url}/metrics/cluster", verify=context, headers=headers, timeout=DEADLINE_S
-    )
-    page = answer.text
+    pair = 'baton_transfer_pairs{peer="decode-0",transport="grpc",worker="prefill-0"} 1.0'
+    page, until = "", time.monotonic() + DEADLINE_S
+    # A worker's gauges follow its heartbeats.
+    while pair not in page and time.monotonic() < until:
+        answer = httpx.get(
+            f"{secured.url}/metrics/cluster", verify=context, headers=headers, timeout=DEADLINE_S
+        )
+        page = answer.text
+        time.sleep(0.1)
     assert "# 2 of 2 workers answered" in page
-    assert 'baton_transfer_pairs{peer="decode-0",transport="grpc",worker="prefill-0"} 1.0' in page
+    assert pair in page
 
 
 @pytest.mark.parametrize(
