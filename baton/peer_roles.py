@@ -24,6 +24,7 @@ CALLERS: Mapping[str, frozenset[PeerRole]] = {
     "baton.v1.ControlService": frozenset({"router", "supervisor"}),
     "baton.v1.TransferService": frozenset({"worker"}),
     "baton.v1.BlockService": frozenset({"worker"}),
+    "baton.v1.RankService": frozenset({"worker"}),
 }
 """The roles that may call each service of a worker; nobody may call others."""
 _HANDOFFS = "/baton.v1.DecodeService/Handoffs"

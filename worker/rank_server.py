@@ -24,6 +24,7 @@ from baton.background import end_tasks
 from baton.errors import BatonError, HandoffError, Unavailable, WorkerFailed
 from baton.grpc_channel import listen, make_server, open_channel
 from baton.grpc_errors import grpc_boundary
+from baton.peer_roles import PeerRoles
 from baton.tls import TlsFiles
 from baton.v1 import rank_pb2, rank_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from kvtransfer.inbound import Inbound
@@ -64,7 +65,7 @@ class RankServer:
         self._executor = executor
         self._host = host
         self._tls = tls
-        self._server = make_server()
+        self._server = make_server(gates=() if tls is None else (PeerRoles(),))
         self._life: RankLife | None = None
 
     async def start(self) -> None:

@@ -1,0 +1,36 @@
+"""Who may speak to a rank where the cluster has certificates: workers, and nobody else."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from baton.grpc_channel import open_channel
+from baton.tls import PeerRole
+from baton.v1 import rank_pb2, rank_pb2_grpc
+from tests.certificates import Authority
+from worker.rank_server import RankServer
+
+DEADLINE_S = 20.0
+
+
+@pytest.mark.parametrize("role", ["worker", "router", "client"])
+async def test_only_workers_may_join_a_rank(tmp_path: Path, role: PeerRole) -> None:
+    authority = Authority(tmp_path)
+    with ThreadPoolExecutor(1) as executor:
+        server = RankServer(lambda _: (), executor, tls=authority.sign("rank", "worker"))
+        await server.start()
+        try:
+            files = authority.sign("caller", role)
+            async with open_channel(server.address, files, "worker") as channel:
+                call = rank_pb2_grpc.RankServiceStub(channel).Join(timeout=DEADLINE_S)
+                await call.write(rank_pb2.JoinRequest())
+                await call.done_writing()
+                code = await call.code()
+        finally:
+            await server.close()
+    assert (code is grpc.StatusCode.PERMISSION_DENIED) == (role != "worker"), code
