@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from baton.errors import WorkerFailed
 from engine.engine import EngineSettings, build_engine
 from engine.gpu.decoder import GpuStepModel
 from engine.gpu.draws import GREEDY
@@ -66,12 +68,12 @@ def test_ranks_compute_what_one_computes(tmp_path: Path, make) -> None:  # type:
 
     def follow() -> None:
         try:
-            following = FollowingRank(lead.address, 1, RANKS, WAIT_S)
-            group = following.form(DEVICE, lambda _: None)
-            model = step_model(folder, group, None)
-            following.ready("none")
-            following.run(model, KvCache(load_model_config(folder), 8, 16, torch.float32, DEVICE))
-            following.close()
+            with closing(FollowingRank(lead.address, 1, RANKS, WAIT_S)) as following:
+                group = following.form(DEVICE, lambda _: None)
+                model = step_model(folder, group, None)
+                following.ready("none")
+                cache = KvCache(load_model_config(folder), 8, 16, torch.float32, DEVICE)
+                following.run(model, cache)
             ended.set_result(None)
         except BaseException as error:
             ended.set_exception(error)
@@ -89,6 +91,9 @@ def test_ranks_compute_what_one_computes(tmp_path: Path, make) -> None:  # type:
         row = PlanRow(0, len(PROMPT), 1, TABLE, True)
         follower = model.start(StepInput((row,), [-1], [0], True), [GREEDY])
         tokens = drawn.token_ids() + follower.token_ids()
+    except WorkerFailed as error:
+        # Most likely since the other rank failed, which says more.
+        raise ended.exception(WAIT_S) or error from error
     finally:
         lead.close()
         thread.join(WAIT_S)
