@@ -28,6 +28,8 @@ from engine.model import DecoderModel
 from engine.model_config import ModelConfig, load_model_config
 from engine.model_drafter import ModelDrafter
 from engine.model_speculation import ModelSpeculation
+from engine.parallel.context_exchange import ContextExchange
+from engine.parallel.context_model import ContextModel
 from engine.parallel.model_share import config_of, share_of
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.rank_model import RankModel
@@ -89,6 +91,9 @@ class EngineSettings:
     drafter: str = "none"
     """What guesses tokens: of ``engine.speculation.DRAFTERS``, or ``auto``: ``ngram`` on a CPU, and
     ``none`` on a GPU."""
+    divides_context: bool = False
+    """Whether several ranks divide the tokens of prompts, and have all weights and KV each; else
+    they divide the model."""
     draft_model: Path | None = None
     """The smaller model's folder, for the drafter ``draft``; its weights stay as the files hold
     them. Of ``eagle`` and ``medusa`` the heads' folder."""
@@ -135,14 +140,13 @@ def build_engine(
     dtype = _dtype(settings.dtype)
     config = load_model_config(settings.model_path)
     if ranks is not None:
-        _check_ranks(settings)
+        _check_ranks(settings, device)
     group = None if ranks is None else ranks.group
     model, per_weight = _load_model(settings, config, device, dtype, group)
     draft = _load_draft(settings, model, device, dtype)
     draft_config = None if draft is None else draft.config
     kv = kv_dtype(settings.kv_dtype, dtype)
     blocks = _blocks(settings, config, model, dtype, draft_config, device)
-    count = 1 if group is None else group.ranks
     cache = KvCache(
         model.config,
         blocks,
@@ -152,13 +156,13 @@ def build_engine(
         allocate,
         draft_config,
         whole=config,
-        ranks=count,
+        ranks=_model_ranks(model),
     )
     pool = BlockPool(blocks)
     limits = SchedulerLimits(
         block_size=settings.block_size,
-        chunk_tokens=_chunk_tokens(settings, device),
-        chunk_keys=_CHUNK_KEYS[device.type],
+        chunk_tokens=_chunk_tokens(settings, device, model),
+        chunk_keys=_CHUNK_KEYS[device.type] * _context_ranks(model),
         max_sequences=settings.max_sequences,
         context_length=min(config.context_length, blocks * settings.block_size),
         hash_block_size=settings.hash_block_size,
@@ -192,7 +196,7 @@ def build_following(
     device = device_of(settings)
     dtype = _dtype(settings.dtype)
     config = load_model_config(settings.model_path)
-    _check_ranks(settings)
+    _check_ranks(settings, device)
     model, _ = _load_model(settings, config, device, dtype, group)
     kv = kv_dtype(settings.kv_dtype, dtype)
     blocks = _blocks(settings, config, model, dtype, None, device)
@@ -204,10 +208,10 @@ def build_following(
         device,
         allocate,
         whole=config,
-        ranks=group.ranks,
+        ranks=_model_ranks(model),
     )
     if device.type != "cuda":
-        return FollowingTorch(TorchStepModel(model, cache, device)), cache
+        return FollowingTorch(_torch_model(model, cache)), cache
     from engine.gpu.decoder import gpu_decoder  # noqa: PLC0415
 
     gpu_model = gpu_decoder(model, cache, _most_rows(settings, device))
@@ -215,18 +219,34 @@ def build_following(
     return gpu_model, cache
 
 
-def _check_ranks(settings: EngineSettings) -> None:
+def _check_ranks(settings: EngineSettings, device: torch.device) -> None:
     """Raises ConfigError for what several ranks do not do."""
+    degree = "cp" if settings.divides_context else "tp"
     if settings.deterministic:
         raise ConfigError(
-            "deterministic is not promised with tp above 1: sums over ranks have an order of their"
-            " own; take tp 1"
+            f"deterministic is not promised with {degree} above 1: sums have another order there;"
+            f" take {degree} 1"
         )
     if settings.drafter in ("draft", *HEADS):
         raise ConfigError(
             f"drafter {settings.drafter} has KV or weights that are not divided among ranks: take"
-            " drafter ngram or none with tp above 1"
+            f" drafter ngram or none with {degree} above 1"
         )
+    if settings.divides_context and device.type != "cpu":
+        raise ConfigError(
+            "cp above 1 runs on CPUs alone, so far: take cp 1, and tp for prompts that one GPU"
+            " computes too slowly"
+        )
+
+
+def _context_ranks(model: DecoderModel) -> int:
+    """How many ranks divide prompts."""
+    return 1 if model.context is None else model.context.group.ranks
+
+
+def _model_ranks(model: DecoderModel) -> int:
+    """How many ranks divide the model, and with it each block of KV."""
+    return 1 if model.rank is None else model.rank.share.ranks
 
 
 def _blocks(
@@ -252,6 +272,10 @@ def _blocks(
             size = sum(block_bytes(one, settings.block_size, kv) for one in own)
             blocks = settings.kv_pool_bytes // size
         blocks = model.rank.group.least(blocks)
+    if model.context is not None:
+        if device.type == "cpu":
+            blocks //= model.context.group.ranks
+        blocks = model.context.group.least(blocks)
     if blocks < 2:
         advice = (
             "raise kv_pool_mib"
@@ -271,16 +295,18 @@ def _load_model(
     dtype: torch.dtype,
     group: RankGroup | None = None,
 ) -> tuple[DecoderModel, tuple[float, float]]:
-    """The model, or the share that a rank of a ``group`` has, and ``bytes_per_weight`` of it.
+    """The model, or what a rank of a ``group`` has of it, and ``bytes_per_weight`` of that.
 
     Weights are held by the model alone: what is packed or fused in their place must not be kept
     twice.
     """
     path, quantization = settings.model_path, settings.quantization
-    if group is None:
+    if group is None or settings.divides_context:
         weights = load_weights(path, device, dtype, quantization)
         per_weight = bytes_per_weight(weights.items())
-        return DecoderModel(config, weights, device), per_weight
+        model = DecoderModel(config, weights, device)
+        model.context = None if group is None else ContextExchange(group)
+        return model, per_weight
     share = share_of(config, group.rank, group.ranks)
     slices = WeightSlices(config, share)
     weights = load_weights(path, device, dtype, quantization, slices)
@@ -339,9 +365,18 @@ def _runner(
 
 def _step_model(model: DecoderModel, cache: KvGroup, folder: Path, name: str) -> StepModel:
     """The CPU's own decoder where it has what the model needs; ``name`` is the weights'."""
+    if model.context is not None:
+        # Between a layer's KV and its attention the C++ stops for nobody.
+        return _torch_model(model, cache)
     key = f"{name}-{written_at(folder)}"
     found = cpu_decoder(model, cache, PackedCache(cache_dir()), key)
-    return found or TorchStepModel(model, cache, cache.data.device)
+    return found or _torch_model(model, cache)
+
+
+def _torch_model(model: DecoderModel, cache: KvGroup) -> StepModel:
+    """Steps in plain torch, of all ranks where they divide prompts."""
+    found = TorchStepModel(model, cache, cache.data.device)
+    return found if model.context is None else ContextModel(found, cache, model.context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,8 +510,12 @@ def _dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _chunk_tokens(settings: EngineSettings, device: torch.device) -> int:
-    return settings.chunk_tokens or _CHUNK_TOKENS[device.type]
+def _chunk_tokens(
+    settings: EngineSettings, device: torch.device, model: DecoderModel | None = None
+) -> int:
+    """Of a step, whose prompts the ranks may divide; without ``model`` of one rank."""
+    ranks = 1 if model is None else _context_ranks(model)
+    return settings.chunk_tokens or _CHUNK_TOKENS[device.type] * ranks
 
 
 def _pool_bytes(

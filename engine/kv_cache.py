@@ -68,6 +68,38 @@ class KvGroup:
             self._bits[blocks, layer, which, :, slots] = codes.view(torch.uint8)
             self.scales[blocks, layer, which, :, slots] = scales
 
+    def stored(
+        self, blocks: torch.Tensor, slots: torch.Tensor, layer: int | None = None
+    ) -> torch.Tensor:
+        """The bytes of the tokens at (block, slot) [tokens] each, of one layer or of all.
+
+        uint8 [tokens, bytes]: the codes, then their scales, if there are any.
+        """
+        layers = slice(None) if layer is None else layer
+        codes = self._bits[blocks, layers, :, :, slots].flatten(1).contiguous().view(torch.uint8)
+        if self.scales is None:
+            return codes
+        scales = self.scales[blocks, layers, :, :, slots].flatten(1).contiguous()
+        return torch.cat((codes, scales.view(torch.uint8)), dim=1)
+
+    def store(
+        self,
+        blocks: torch.Tensor,
+        slots: torch.Tensor,
+        found: torch.Tensor,
+        layer: int | None = None,
+    ) -> None:
+        """Write what ``stored`` gives of tokens, here or in a cache alike, at (block, slot)."""
+        layers = slice(None) if layer is None else layer
+        _, every, _, heads, _, dim = self.data.shape
+        shape = (len(found), *(() if layer is not None else (every,)), 2, heads)
+        count = math.prod(shape[1:]) * dim * self._bits.itemsize
+        codes = found[:, :count].contiguous().view(self._bits.dtype)
+        self._bits[blocks, layers, :, :, slots] = codes.view(*shape, dim)
+        if self.scales is not None:
+            scales = found[:, count:].contiguous().view(torch.float32)
+            self.scales[blocks, layers, :, :, slots] = scales.view(shape)
+
     def gather(
         self, layer: int, tables: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:

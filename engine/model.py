@@ -19,6 +19,7 @@ from engine.linear import Linear
 from engine.mlp import GatedMlp, gated_mlp
 from engine.model_config import ExpertsConfig, ModelConfig
 from engine.named_tensors import TIED_HEAD, Matrix, NamedTensors
+from engine.parallel.context_exchange import ContextExchange
 from engine.parallel.rank_model import RankModel
 from engine.quantization.weight import QuantizedWeight, dequantize
 from engine.rope import apply_rope, rope_table
@@ -75,6 +76,8 @@ class DecoderModel:
     """Of an EAGLE head (engine/eagle_model.py): makes a feature of what went into some layers."""
     rank: RankModel | None = None
     """Of one rank of several (engine/parallel/): what it shares with the others."""
+    context: ContextExchange | None = None
+    """Of one rank of several that divide prompts: how it has the KV of the others' tokens."""
 
     def __init__(
         self,
@@ -175,6 +178,8 @@ class DecoderModel:
         key = self._heads(layer.key(h), layer.key_norm, rotation)
         value = self._heads(layer.value(h), None, None)
         cache.write(index, key, value, batch.blocks, batch.slots)
+        if self.context is not None:
+            self.context.spread(cache, index)
         attended = attend(
             query,
             key,

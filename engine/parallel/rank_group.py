@@ -126,6 +126,13 @@ class RankGroup:
         self._run(lambda: self._group.gather([list(found)], [x], options))
         return found
 
+    def gather_everywhere(self, x: torch.Tensor) -> torch.Tensor:
+        """On every rank those of all ranks, [ranks, …], in their order; all of one shape."""
+        x = x.contiguous()
+        found = torch.empty(self.ranks, *x.shape, dtype=x.dtype, device=x.device)
+        self._run(lambda: self._group.allgather([list(found)], [x]))
+        return found
+
     def least(self, number: int) -> int:
         """The least of the numbers that the ranks give."""
         options: Any = torch.distributed.AllreduceOptions()

@@ -1,0 +1,65 @@
+"""Which of a step's tokens each rank of a context-parallel worker computes. Pure.
+
+A token attends to all before it: of a prompt's end a run costs more than of its beginning. So each
+row is cut into twice as many runs as there are ranks, and a rank takes one run from the front and
+its counterpart from the back (Dubey et al., The Llama 3 Herd of Models, 2024, 3.3.2). Tokens and
+pairs of query and key are so divided evenly, and a rank's tokens are two runs, which attention's
+kernels take as they are. Striped Attention (Brandon et al., 2023) deals token by token, which is
+as even; it needs that in a ring, where keys come by and by, and would need a mask of its own here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from engine.plan import PlanRow
+
+LEAST_TOKENS = 32
+"""Of a rank: a step with fewer is not worth an exchange for each layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextShare:
+    """What one rank computes of a step."""
+
+    rows: tuple[PlanRow, ...]
+    """Runs of the step's rows, with the rows' block tables."""
+    tokens: tuple[int, ...]
+    """Their tokens, in their order, by their numbers in the step."""
+
+
+def is_split(rows: Sequence[PlanRow], ranks: int) -> bool:
+    """Whether a step is worth dividing; else rank 0 computes it.
+
+    Rows that are too short for every rank to have a part do not count.
+    """
+    return sum(row.count for row in rows if row.count >= 2 * ranks) >= ranks * LEAST_TOKENS
+
+
+def shares_of(rows: Sequence[PlanRow], ranks: int) -> list[ContextShare]:
+    """One for each rank. Rank 0 has the last token of every row, of which it draws the next one."""
+    runs: list[list[PlanRow]] = [[] for _ in range(ranks)]
+    tokens: list[list[int]] = [[] for _ in range(ranks)]
+    first = 0
+    for row in rows:
+        for rank in range(ranks):
+            for run in _runs(row.count, rank, ranks):
+                runs[rank].append(
+                    replace(row, start=row.start + run.start, count=len(run), sample=False)
+                )
+                tokens[rank].extend(range(first + run.start, first + run.stop))
+        first += row.count
+    return [ContextShare(tuple(own), tuple(named)) for own, named in zip(runs, tokens, strict=True)]
+
+
+def _runs(count: int, rank: int, ranks: int) -> list[range]:
+    """Of ``count`` tokens those of a rank: two runs at most, none of them empty."""
+    pieces = 2 * ranks
+    front, back = (
+        range(number * count // pieces, (number + 1) * count // pieces)
+        for number in (rank, pieces - 1 - rank)
+    )
+    if front.stop == back.start:
+        front, back = range(front.start, back.stop), range(0)
+    return [run for run in (front, back) if run]
