@@ -19,7 +19,7 @@ from engine.block_pool import BlockPool
 from kvtransfer.layout import KvLayout
 from kvtransfer.share_layout import ShareLayout, shares_to
 from kvtransfer.ticket import Attempt, Purpose, Ticket
-from kvtransfer.ticket_book import TicketBook
+from worker.ticket_receiver import TicketReceiver
 
 NO_TRANSPORT = "none"
 """Counts as the transport of a ticket that ended before a byte of it came."""
@@ -60,7 +60,7 @@ class _Opening:
     done: asyncio.Future[None]
 
 
-class BlockReceiver:
+class BlockReceiver(TicketReceiver):
     """Implements ``kvtransfer.inbound.TicketKeeper``."""
 
     def __init__(
@@ -80,7 +80,7 @@ class BlockReceiver:
         it or a writer has several ranks; ``ranks`` are its other ones, if there are any.
         ``worker``: the slot's name, as metrics have it.
         """
-        self.book = TicketBook()
+        super().__init__()
         self.listeners: list[TicketListener] = []
         self.pool = pool
         self._metrics = metrics
@@ -90,7 +90,6 @@ class BlockReceiver:
         self._geometry = geometry
         self._ranks = ranks
         self._opening: dict[str, _Opening] = {}
-        self._transport: dict[str, str] = {}
 
     def promise(
         self,
@@ -161,25 +160,6 @@ class BlockReceiver:
         return None if opening is None else opening.done
 
     # Copies
-
-    def begin_copy(
-        self,
-        ticket_id: str,
-        writer: str,
-        transport: str,
-        targets: Sequence[int],
-        offset: int,
-        length: int,
-        now: float,
-        rank: int = 0,
-    ) -> tuple[int, ...] | None:
-        """See ``Ticket.begin_copy``. TicketEnded too for a ticket of another writer."""
-        ticket = self.book.get(ticket_id)
-        if ticket.writer != writer:
-            raise TicketEnded(f"ticket {ticket_id} is not open for {writer}")
-        blocks = ticket.begin_copy(targets, offset, length, now, rank)
-        self._transport[ticket_id] = transport
-        return blocks
 
     def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
         """``copied`` bytes were verified and are in place."""
@@ -293,21 +273,6 @@ class BlockReceiver:
             self._metrics.pulled_blocks.labels(transport=transport).inc(len(ticket.missing))
         return ticket
 
-    def renew(self, writer: str, ticket_ids: Sequence[str], now: float) -> list[str]:
-        """A writer's heartbeat. Returns the tickets that it must no longer write to."""
-        ended = []
-        for ticket_id in ticket_ids:
-            try:
-                ticket = self.book.get(ticket_id)
-            except TicketEnded:
-                ended.append(ticket_id)
-                continue
-            if ticket.is_open and ticket.writer == writer:
-                ticket.renew(now)
-            else:
-                ended.append(ticket_id)
-        return ended
-
     def abort(self, attempt: Attempt, now: float, outcome: str = "aborted") -> None:
         """End an attempt's ticket, or see that it never gets one; idempotent.
 
@@ -359,7 +324,7 @@ class BlockReceiver:
             listener.released(ticket, error)
 
     def _count(self, ticket: Ticket, outcome: str) -> str:
-        transport = self._transport.pop(ticket.ticket_id, NO_TRANSPORT)
+        transport = self._transports.pop(ticket.ticket_id, NO_TRANSPORT)
         is_pull = ticket.purpose is Purpose.PULL
         counter = self._metrics.pulls if is_pull else self._metrics.handoffs
         counter.labels(transport=transport, outcome=outcome).inc()

@@ -10,7 +10,7 @@ passed in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from baton import convert
 from baton.errors import BatonError, HandoffError, TicketEnded
@@ -19,12 +19,12 @@ from kvtransfer.layout import KvLayout
 from kvtransfer.pair import Identity
 from kvtransfer.share_layout import shares_to
 from kvtransfer.ticket import Ticket
-from kvtransfer.ticket_book import TicketBook
+from worker.ticket_receiver import TicketReceiver
 
 Event = rank_pb2.RankEvent
 
 
-class RankReceiver:
+class RankReceiver(TicketReceiver):
     """Implements ``kvtransfer.inbound.TicketKeeper``; see the module's text."""
 
     def __init__(
@@ -34,13 +34,12 @@ class RankReceiver:
         released: Callable[[Ticket, BatonError], None],
     ) -> None:
         """``tell`` rank 0; ``released`` is told of every ticket that has ended unfilled."""
-        self.book = TicketBook()
+        super().__init__()
         self._identity = identity
         self._tell = tell
         self._released = released
         self._closed: set[str] = set()
         """Of those whose last copy has not ended."""
-        self._transports: dict[str, str] = {}
 
     def open(self, message: rank_pb2.OpenTicket, now: float) -> None:
         """Let in what a writer brings."""
@@ -85,25 +84,6 @@ class RankReceiver:
 
     # What pairs tell
 
-    def begin_copy(
-        self,
-        ticket_id: str,
-        writer: str,
-        transport: str,
-        targets: Sequence[int],
-        offset: int,
-        length: int,
-        now: float,
-        rank: int = 0,
-    ) -> tuple[int, ...] | None:
-        """See ``Ticket.begin_copy``. TicketEnded too for a ticket of another writer."""
-        ticket = self.book.get(ticket_id)
-        if ticket.writer != writer:
-            raise TicketEnded(f"ticket {ticket_id} is not open for {writer}")
-        blocks = ticket.begin_copy(targets, offset, length, now, rank)
-        self._transports[ticket_id] = transport
-        return blocks
-
     def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
         """``copied`` bytes were verified and are in place."""
         ticket = self.book.get(ticket_id)
@@ -127,21 +107,6 @@ class RankReceiver:
         ticket = self.book.get(ticket_id)
         ticket.end_copy()
         self._drop_ended(ticket)
-
-    def renew(self, writer: str, ticket_ids: Sequence[str], now: float) -> list[str]:
-        """A writer's heartbeat. Returns the tickets that it must no longer write to."""
-        ended = []
-        for ticket_id in ticket_ids:
-            try:
-                ticket = self.book.get(ticket_id)
-            except TicketEnded:
-                ended.append(ticket_id)
-                continue
-            if ticket.is_open and ticket.writer == writer:
-                ticket.renew(now)
-            else:
-                ended.append(ticket_id)
-        return ended
 
     def writer_gone(self, writer: str, now: float) -> None:
         """A writer's stream has broken: what it had not sent will not come."""
