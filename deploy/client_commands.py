@@ -131,7 +131,10 @@ def status(
         float, typer.Option(min=1, help="Seconds between two pictures of --watch.")
     ] = 1.0,
 ) -> None:
-    """Show the router's health and what each worker does; exit code 1 when it is not healthy."""
+    """Show the router's health and what each worker does; exit code 1 when it is not healthy.
+
+    Where keys are required health alone is shown without one.
+    """
     from deploy.status import pairs_table, read_status, slots_table, table  # noqa: PLC0415
     from deploy.watch_command import watch as watch_router  # noqa: PLC0415
 
@@ -148,7 +151,14 @@ def status(
         console.print(f"supervisor: {found.supervisor}", markup=False, highlight=False)
     if found.autoscaler:
         console.print(f"autoscaler: {found.autoscaler}", markup=False, highlight=False)
-    console.print(table(found))
+    if found.withheld and not found.workers:
+        console.print(
+            f"workers are not shown without --api-key: {found.withheld}",
+            markup=False,
+            highlight=False,
+        )
+    else:
+        console.print(table(found))
     if found.slots:
         console.print()
         console.print(slots_table(found))

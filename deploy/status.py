@@ -84,6 +84,8 @@ class Status:
     slots: tuple[SlotRow, ...] = ()
     autoscaler: str = ""
     """What it sees, and what it did last; empty where there is none."""
+    withheld: str = ""
+    """Why workers are not shown to whoever has given no key; empty where they are."""
 
 
 def read_status(
@@ -91,7 +93,8 @@ def read_status(
 ) -> Status:
     """Ask the router at ``url``, and its registry when ``cluster`` says where. ``tls``: whom to
 
-    trust, and what to show it.
+    trust, and what to show it. Health takes no key: without one that is all, where workers are
+    shown to keys alone.
 
     Raises Unavailable when the router does not answer, and Forbidden when it does not let
     ``api_key`` read its metrics.
@@ -109,12 +112,12 @@ def read_status(
         raise Unavailable(
             f"no router answers at {http} ({error}); is `baton up` running?"
         ) from None
+    withheld = ""
     if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        raise Forbidden(
-            f"the router at {http} shows its metrics to a key that allows them: give it with"
-            " --api-key or in BATON_API_KEY"
-        )
-    page = answer.text
+        withheld = _error_text(answer)
+    if api_key and withheld:
+        raise Forbidden(f"the router at {http} does not show its workers to this key: {withheld}")
+    page = "" if withheld else answer.text
     rows = rows_from_metrics(page)
     known = None if cluster is None else _known(cluster)
     supervisor: str = ""
@@ -128,9 +131,7 @@ def read_status(
     healthy = health.status_code == httpx.codes.OK
     pairs = pairs_from_metrics(page)
     text = _health_text(health)
-    return Status(
-        url.rpartition("//")[2], healthy, text, rows, pairs, supervisor, slots, autoscaler
-    )
+    return Status(http, healthy, text, rows, pairs, supervisor, slots, autoscaler, withheld)
 
 
 def rows_from_registry(records: Iterable[WorkerRecord]) -> tuple[WorkerRow, ...]:
@@ -267,6 +268,13 @@ def _health_text(answer: httpx.Response) -> str:
         return f"HTTP {answer.status_code}"
     parts = [body[key] for key in ("status", "reason") if isinstance(body.get(key), str)]
     return ": ".join(part for part in parts if part) or f"HTTP {answer.status_code}"
+
+
+def _error_text(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {answer.status_code}"
 
 
 def _known(cluster: ClusterState) -> tuple[list[WorkerRecord], Supervision | None] | None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,8 +18,10 @@ import redis
 import yaml
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
+from typer.testing import CliRunner
 
 from baton.config import load_config
+from deploy.cli import app
 from deploy.node_leave import ENDING_S as LEAVING_S
 from deploy.ports import free_port
 from deploy.rank_group_places import WORKER_RESOURCE
@@ -273,6 +279,53 @@ def test_a_pod_has_time_to_drain(value_set: str) -> None:
         drain_s = 60 if value_set == "production-values.yaml" else 30
         enough = int(seconds) + drain_s + ENDING_S
         assert pod["spec"]["terminationGracePeriodSeconds"] >= enough, name
+
+
+@contextmanager
+def locked_front(status: int) -> Iterator[str]:
+    """host:port of a front whose /health says ``status``, and which shows all else to keys."""
+
+    class Front(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = b'{"error": {"message": "an API key that allows metrics is required"}}'
+            self.send_response(status if self.path == "/health" else 401)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Front) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
+@pytest.mark.parametrize("value_set", ["production-values.yaml", "kuberay-values.yaml"])
+def test_helm_test_needs_no_key_where_others_do(value_set: str, status: int, code: int) -> None:
+    """What its pod runs, against a front that shows nothing but its health without one."""
+    manifests = render(value_set)
+    pod = the(manifests, "Pod", "demo-baton-health")
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    (container,) = pod["spec"]["containers"]
+    assert "env" not in container
+    (service,) = (
+        f"{one['metadata']['name']}.default.svc:{port['port']}"
+        for one in of_kind(manifests, "Service")
+        for port in one["spec"]["ports"]
+        if one["metadata"]["name"] == "demo-baton" and port["name"] == "http"
+    )
+    assert service in container["args"]
+    with locked_front(status) as front:
+        arguments = [front if one == service else one for one in container["args"]]
+        done = CliRunner(env={"BATON_API_KEY": None}).invoke(app, arguments)
+    assert done.exit_code == code, done.output
+    assert "an API key that allows metrics is required" in " ".join(done.output.split())
 
 
 @each_set

@@ -243,17 +243,21 @@ async def test_a_name_of_a_strangers_is_not_served_on_loopback(host: str, served
 
 
 async def test_names_may_be_allowed_and_elsewhere_all_are() -> None:
-    for fields, host, status in (
-        ({"allowed_hosts": ("api.example.com",)}, "api.example.com:443", 200),
-        ({"allowed_hosts": ("api.example.com",)}, "127.0.0.1", 200),
-        ({"allowed_hosts": ("api.example.com",)}, "other.example.com", 403),
-        ({"allowed_hosts": ("*",)}, "other.example.com", 200),
-        ({"http": "0.0.0.0:8000"}, "other.example.com", 200),
-        ({"http": "0.0.0.0:8000", "allowed_hosts": ("a.example",)}, "127.0.0.1", 403),
+    elsewhere = {"http": "0.0.0.0:8000"}
+    named = elsewhere | {"allowed_hosts": ("a.example",)}
+    for fields, host, path, status in (
+        ({"allowed_hosts": ("api.example.com",)}, "api.example.com:443", "/live", 200),
+        ({"allowed_hosts": ("api.example.com",)}, "127.0.0.1", "/live", 200),
+        ({"allowed_hosts": ("api.example.com",)}, "other.example.com", "/live", 403),
+        ({"allowed_hosts": ("*",)}, "other.example.com", "/live", 200),
+        (elsewhere, "other.example.com", "/live", 200),
+        (named, "127.0.0.1", "/openapi.json", 403),
+        # A probe knows a pod's address alone.
+        (named, "10.1.2.3:8000", "/live", 200),
     ):
         transport = httpx.ASGITransport(make_front(**fields).app())
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            answer = await client.get("/live", headers={"host": host})
+            answer = await client.get(path, headers={"host": host})
             assert answer.status_code == status, (fields, host)
 
 
