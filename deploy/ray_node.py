@@ -23,6 +23,7 @@ from deploy.cluster_mark import ClusterMark
 from deploy.daemon_thread import DaemonThread
 from deploy.gcs_process import runs
 from deploy.ray_cluster import OBJECT_STORE_BYTES, common_environment
+from deploy.run_directory import RunDirectory
 
 _START_S = 60.0
 _CALL_S = 5.0
@@ -112,6 +113,10 @@ class RayNode:
 
         logging.getLogger("ray").setLevel(logging.ERROR)
         # As `ray start --address --block` does it, but as children of this process.
+        # Ray would take the first names that are free: two nodes that start on one machine at once
+        # take the same, and one dies. In a folder of their own, for Ray opens it to all users;
+        # nobody else comes to the one above.
+        sockets = RunDirectory(self._mark.run_directory).ray
         parameters = RayParams(
             gcs_address=self.address,
             node_ip_address=host,
@@ -120,6 +125,8 @@ class RayNode:
             num_gpus=gpus,
             resources=resources,
             object_store_memory=OBJECT_STORE_BYTES,
+            raylet_socket_name=str(sockets / "raylet"),
+            plasma_store_socket_name=str(sockets / "plasma"),
             include_log_monitor=False,  # type: ignore[arg-type]
         )
         self._node = Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=False)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
 
 import psutil
 import pytest
@@ -34,6 +33,7 @@ class Machine:
             ["unshare", *_OWN, "--fork", "--kill-child", "sleep", "infinity"],
             stdin=subprocess.DEVNULL,
         )
+        self._started: list[subprocess.Popen[bytes]] = []
         self._init = self._first_process()
         self._do("ip", "link", "set", "lo", "up")
         if switch is not None:
@@ -71,18 +71,20 @@ class Machine:
         return ["nsenter", "-t", str(self._init.pid), "-n", "-p", "-m", "--", *command]
 
     def start(
-        self, command: Sequence[str], log: Path | IO[bytes], env: Mapping[str, str]
+        self, command: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """A process there, its output in ``log``."""
-        output = log.open("ab") if isinstance(log, Path) else log
-        return subprocess.Popen(
-            self.command(*command),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=dict(env),
-            start_new_session=True,
-        )
+        """A process there, its output in ``log``; it ends with the machine."""
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                self.command(*command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                start_new_session=True,
+            )
+        self._started.append(process)
+        return process
 
     def terminate(self, process: subprocess.Popen[bytes]) -> None:
         """SIGTERM for what ``start`` has started, of which nsenter is the parent."""
@@ -106,6 +108,8 @@ class Machine:
         self._holder.kill()
         self._holder.wait()
         self._init.wait(_STEP_S)
+        for process in self._started:
+            process.wait(_STEP_S)
 
 
 @contextmanager

@@ -1,14 +1,17 @@
 """A cluster on several machines: prefill and decode on nodes of their own, and the loss of one.
 
 Each machine has its own network, its own processes and its own idea of process ids. Ray's head and
-`baton up` are on the first; the workers' nodes have joined by `baton join`.
+`baton up` are on the first; the workers' nodes have joined by `baton join`. Once the network is
+nobody else's, and once anybody's: with keys, certificates, and a Redis that asks for them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
+import stat
 import subprocess
 import sys
 import threading
@@ -18,24 +21,32 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
 
+from baton.config import TlsConfig
+from deploy.redis_users import StoreUser, url_with_certificates, user_rules
 from deploy.valkey import valkey_binary
 from tests.machines import Machine, machines
 from tests.models import make_tiny_model
+from tests.tls_redis import PASSWORDS, PROGRAM, needs_redis
 
 BATON, RAY = (str(Path(sys.executable).with_name(name)) for name in ("baton", "ray"))
 START_S = 180.0
 END_S = 90.0
 TOKENS = 64
 LONG = 1200
+REDIS_PORT = 6390
 ASK = """
-import sys, httpx
+import os, ssl, sys, httpx
 method, url, body = sys.argv[1], sys.argv[2], sys.argv[3]
-with httpx.Client(trust_env=False, timeout=150) as client:
+trusted = os.environ.get("BATON_CA")
+verify = ssl.create_default_context(cafile=trusted) if trusted else True
+key = os.environ.get("BATON_API_KEY", "")
+headers = {"authorization": f"Bearer {key}"} if key else {}
+with httpx.Client(trust_env=False, timeout=150, verify=verify, headers=headers) as client:
     with client.stream(method, url, content=body or None) as answer:
         for piece in answer.iter_text():
             print(piece, end="", flush=True)
@@ -43,12 +54,11 @@ with httpx.Client(trust_env=False, timeout=150) as client:
 """
 CONFIG = """
 model = "{model}"
-redis_url = "redis://{head}:6390/0"
 ray_address = "{head}:6379"
-insecure_listen = true
 dtype = "float32"
 local_prefill = "never"
 drain_deadline_s = 20
+{stores}
 [[pools]]
 name = "prefill"
 role = "prefill"
@@ -58,7 +68,7 @@ resources = {{ baton_prefill = 1 }}
 [[pools]]
 name = "decode"
 role = "decode"
-count = 2
+count = {decode}
 threads = 1
 kv_pool_mib = 16
 resources = {{ baton_decode = 1 }}
@@ -66,7 +76,9 @@ resources = {{ baton_decode = 1 }}
 
 
 class Network:
-    """The machines, and what runs on them."""
+    """The machines, and what runs on them: a network of one's own, without keys and TLS."""
+
+    scheme = "http"
 
     def __init__(self, folder: Path, all_of_them: list[Machine]) -> None:
         self.folder = folder
@@ -82,9 +94,9 @@ class Network:
             "BATON_CLUSTER_ID": f"machines-{secrets.token_hex(4)}",
             "BATON_DATA_DIR": str(folder / "data"),
             "PYTHONUNBUFFERED": "1",
-            # This network is nobody else's.
-            "BATON_INSECURE_LISTEN": "true",
         }
+        self.client_env: dict[str, str] = {}
+        """Beside it, for whoever asks."""
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -96,10 +108,17 @@ class Network:
     def start(self, machine: Machine, name: str, *command: str) -> subprocess.Popen[bytes]:
         return machine.start(command, self.log(name), self.env)
 
+    @property
+    def stores(self) -> str:
+        """What the configuration says of the store, and of who may come."""
+        return f'redis_url = "redis://{self.head.address}:{REDIS_PORT}/0"\ninsecure_listen = true'
+
+    def store(self) -> list[str]:
+        return [valkey_binary(), "--port", str(REDIS_PORT), "--protected-mode", "no"]
+
     def start_head(self) -> None:
-        store = ("--bind", self.head.address, "--port", "6390", "--protected-mode", "no")
-        data = ("--save", "", "--dir", str(self.folder))
-        self.start(self.head, "valkey", valkey_binary(), *store, *data)
+        data = ("--bind", self.head.address, "--save", "", "--dir", str(self.folder))
+        self.start(self.head, "store", *self.store(), *data)
         self.env |= {
             # Seconds, and not by far: machines of tests are slow now and then.
             "RAY_health_check_period_ms": "2000",
@@ -117,10 +136,12 @@ class Network:
         given = ("--workers", "1", "--cpus", "0", "--gpus", "0", "--resource", f"{resource}=1")
         return self.start(machine, name, BATON, "join", f"{self.head.address}:6379", *given)
 
-    def up(self, name: str = "up") -> subprocess.Popen[bytes]:
+    def up(self, decode: int = 2, name: str = "up") -> subprocess.Popen[bytes]:
         model = make_tiny_model(self.folder / "model", context=2048, head_dim=16)
         file = self.folder / "baton.toml"
-        file.write_text(CONFIG.format(model=model, head=self.head.address))
+        file.write_text(
+            CONFIG.format(model=model, head=self.head.address, stores=self.stores, decode=decode)
+        )
         fronts = [f"--{front}={self.head.address}:{port}" for front, port in PORTS.items()]
         up = self.start(self.head, name, BATON, "up", "--config", str(file), *fronts)
         self.until(lambda: "\nready\n" in self.text(name) or up.poll() is not None, "up")
@@ -139,13 +160,13 @@ class Network:
     def ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, port: int = 8000
     ) -> subprocess.Popen[str]:
-        url = f"http://{self.head.address}:{port}{path}"
+        url = f"{self.scheme}://{self.head.address}:{port}{path}"
         text = json.dumps(body) if body is not None else ""
         return subprocess.Popen(
             self.head.command(sys.executable, "-c", ASK, method, url, text),
             stdout=subprocess.PIPE,
             text=True,
-            env=self.env,
+            env=self.env | self.client_env,
         )
 
     def answer(self, tokens: int = TOKENS, prompt: str = "Once", port: int = 8000) -> str:
@@ -155,16 +176,16 @@ class Network:
         return str(json.loads(said)["choices"][0]["text"])
 
     def streamed(self, tokens: int, begun: threading.Event) -> str:
-        asked = self.ask("POST", "/v1/completions", body("Once", tokens) | {"stream": True})
         text = ""
-        assert asked.stdout is not None
-        for line in asked.stdout:
-            if line.startswith("data: {"):
-                event = json.loads(line.removeprefix("data: "))
-                assert "error" not in event, event
-                text += event["choices"][0]["text"]
-                begun.set()
-        assert asked.wait(END_S) == 0
+        with self.ask("POST", "/v1/completions", body("Once", tokens) | {"stream": True}) as asked:
+            assert asked.stdout is not None
+            for line in asked.stdout:
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    assert "error" not in event, event
+                    text += event["choices"][0]["text"]
+                    begun.set()
+        assert asked.returncode == 0
         return text
 
     def metrics(self) -> dict[str, float]:
@@ -176,6 +197,64 @@ class Network:
         said, _ = self.ask("GET", "/health").communicate(timeout=END_S)
         found: dict[str, Any] = json.loads(said)
         return found
+
+
+class SecuredNetwork(Network):
+    """One that others use, too: keys, certificates, and a Redis with TLS and users by role."""
+
+    scheme = "https"
+
+    def __init__(self, folder: Path, all_of_them: list[Machine]) -> None:
+        super().__init__(folder, all_of_them)
+        self.certs = folder / "certs"
+        hosts = [word for one in all_of_them for word in ("--san", one.address)]
+        self._do(BATON, "certs", "init", str(self.certs), *hosts)
+        # Whoever deploys keeps the authority's key elsewhere.
+        (self.certs / "ca.key").rename(folder / "kept.key")
+        self.keys = str(folder / "keys.toml")
+        made = self._do(BATON, "keys", "create", "me", "--file", self.keys, "--scope", "admin")
+        trusted = {"BATON_CA": str(self.certs / "ca.pem")}
+        self.client_env = trusted | {"BATON_API_KEY": made.split()[-1]}
+
+    def _do(self, *command: str) -> str:
+        return subprocess.run(
+            command, env=self.env, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
+
+    def url(self, user: StoreUser) -> str:
+        return f"rediss://{user}:{PASSWORDS[user]}@{self.head.address}:{REDIS_PORT}/0"
+
+    @property
+    def stores(self) -> str:
+        fields = {
+            "redis_url": self.url("supervisor"),
+            "redis_router_url": self.url("router"),
+            "redis_worker_url": self.url("worker"),
+            "keys_file": self.keys,
+            "tls.folder": str(self.certs),
+        }
+        return "\n".join(f'{name} = "{value}"' for name, value in fields.items())
+
+    def store(self) -> list[str]:
+        assert PROGRAM is not None
+        users = self.folder / "users.acl"
+        owner = "user owner on >owner ~* &* +@all"
+        users.write_text("\n".join(["user default off", owner, *user_rules(PASSWORDS), ""]))
+        files = {"cert": "redis.pem", "key": "redis.key", "ca-cert": "ca.pem"}
+        shown = [w for n, f in files.items() for w in (f"--tls-{n}-file", str(self.certs / f))]
+        port = ("--port", "0", "--tls-port", str(REDIS_PORT), "--tls-auth-clients", "yes")
+        return [PROGRAM, *port, *shown, "--aclfile", str(users)]
+
+    def from_there(self, machine: Machine, script: str, *arguments: str) -> Any:
+        """What a script prints on a machine, as JSON."""
+        done = subprocess.run(
+            machine.command(sys.executable, "-c", script, *arguments),
+            env=self.env,
+            check=True,
+            stdout=subprocess.PIPE,
+            timeout=START_S,
+        )
+        return json.loads(done.stdout)
 
 
 PORTS = {"http": 8000, "grpc": 8001}
@@ -207,11 +286,14 @@ def houses_a_worker(machine: Machine) -> bool:
     return bool(workers_on(machine))
 
 
+Kind = TypeVar("Kind", bound=Network)
+
+
 @contextmanager
-def network(count: int) -> Iterator[Network]:
+def network(count: int, kind: type[Kind]) -> Iterator[Kind]:
     # A path of a socket must be short.
     with TemporaryDirectory(prefix="baton-m", dir="/tmp") as folder, machines(count) as made:
-        yield Network(Path(folder), made)
+        yield kind(Path(folder), made)
 
 
 def reference(model: Path, tokens: int) -> str:
@@ -231,13 +313,17 @@ def reference(model: Path, tokens: int) -> str:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_prefill_and_decode_on_nodes_of_their_own_and_the_loss_of_one() -> None:
-    with network(5) as net, ThreadPoolExecutor() as threads:
+    with network(5, Network) as net, ThreadPoolExecutor() as threads:
         first, second, third, spare = net.others
         net.start_head()
         net.join(first, "prefill", "baton_prefill")
         joined = net.join(second, "decode-a", "baton_decode")
         net.join(third, "decode-b", "baton_decode")
         up = net.up()
+        for name in ("prefill", "decode-a"):
+            logs = re.search(r"^  logs +(\S+)$", net.text(name), re.MULTILINE)
+            assert logs
+            assert stat.S_IMODE(Path(logs[1]).parent.stat().st_mode) == 0o700, "not for others"
         # Everybody is where there is a place for it, and KV crosses from machine to machine.
         assert [houses_a_worker(one) for one in (net.head, *net.others)] == [
             *(False, True, True, True),
@@ -278,6 +364,89 @@ def test_prefill_and_decode_on_nodes_of_their_own_and_the_loss_of_one() -> None:
         assert "is told to leave" in net.text("decode-a")
         assert net.answer() == whole
         # And the launcher leaves nobody behind, wherever that is.
+        net.head.terminate(up)
+        assert up.wait(END_S) == 0, net.text("up")
+        net.until(lambda: not houses_a_worker(first), "a worker is left")
+        net.until(lambda: not houses_a_worker(spare), "a worker is left")
+        assert whole == reference(net.folder / "model", TOKENS)
+
+
+STRANGERS = """
+import asyncio, json, sys
+from pathlib import Path
+from baton.grpc_channel import open_blocking_channel
+from baton.redis_client import redis_client
+from baton.registry import Registry
+from baton.tls import TlsFiles
+from baton.v1 import cache_pb2, cache_pb2_grpc
+
+async def workers(url, cluster):
+    async with redis_client(url) as client:
+        return await Registry(client, cluster).all()
+
+def drop_cache(address, files):
+    with open_blocking_channel(address, files, files and "worker") as channel:
+        call = cache_pb2_grpc.CacheServiceStub(channel).DropCache
+        return call.future(cache_pb2.DropCacheRequest(), timeout=60).code().name
+
+certs, url, cluster = sys.argv[1:]
+shown = [None, *(TlsFiles.in_folder(Path(certs), one) for one in ("client", "router"))]
+found = asyncio.run(workers(url, cluster)).values()
+print(json.dumps({
+    one.slot: [one.address] + [drop_cache(one.address, files) for files in shown]
+    for one in found
+}))
+"""
+DENIED = """
+import json, redis, sys
+with redis.Redis.from_url(sys.argv[1], decode_responses=True) as client:
+    print(json.dumps([[one["username"], one["object"]] for one in client.acl_log()]))
+"""
+
+
+@pytest.mark.long
+@needs_redis
+@pytest.mark.timeout(600)
+def test_with_keys_and_certificates_kv_crosses_by_mutual_tls() -> None:
+    with network(4, SecuredNetwork) as net:
+        first, second, spare = net.others
+        net.start_head()
+        net.join(first, "prefill", "baton_prefill")
+        net.join(second, "decode", "baton_decode")
+        up = net.up(decode=1)
+        whole = net.answer()
+        series = net.metrics()
+        assert series['baton_handoffs_total{outcome="ok",transport="grpc"}'] >= 1
+        assert not any('transport="shm"' in name and value for name, value in series.items())
+        # Without a key there is no answer, without TLS none at all.
+        trusted = {"BATON_CA": net.client_env["BATON_CA"]}
+        for scheme, env, said in (("https", trusted, "key"), ("http", net.client_env, "")):
+            net.scheme, kept, net.client_env = scheme, net.client_env, env
+            refused = net.ask("POST", "/v1/completions", body("Once", 2))
+            assert said in refused.communicate(timeout=START_S)[0]
+            assert refused.returncode == 1
+            net.scheme, net.client_env = "https", kept
+        # From another machine nobody gets in without a certificate, and a client's opens nothing.
+        tls = TlsConfig(folder=str(net.certs))
+        told = url_with_certificates(net.url("supervisor"), tls, "supervisor")
+        cluster = net.env["BATON_CLUSTER_ID"]
+        tried = net.from_there(spare, STRANGERS, str(net.certs), told, cluster)
+        assert tried.keys() == {"prefill-0", "decode-0"}
+        for slot, machine in (("prefill-0", first), ("decode-0", second)):
+            address, *codes = tried[slot]
+            assert address.startswith(f"{machine.address}:")
+            assert codes == ["UNAVAILABLE", "PERMISSION_DENIED", "OK"]
+        # A worker that comes to another machine is trusted there by the same files.
+        second.power_off()
+        net.join(spare, "spare", "baton_decode")
+        net.until(lambda: "decode-0 is back" in net.text("up"), "who was lost is not back")
+        assert houses_a_worker(spare)
+        assert net.answer() == whole
+        owner = net.url("supervisor").replace(
+            f"supervisor:{PASSWORDS['supervisor']}", "owner:owner"
+        )
+        denied = net.from_there(spare, DENIED, url_with_certificates(owner, tls, "supervisor"))
+        assert [one for one in denied if one[1] != "client|setinfo"] == []
         net.head.terminate(up)
         assert up.wait(END_S) == 0, net.text("up")
         net.until(lambda: not houses_a_worker(first), "a worker is left")
