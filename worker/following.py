@@ -60,7 +60,8 @@ class FollowingWorker:
             model, cache = build_following(built, group, memory.allocate)
             with self._serving(memory.of(cache)) as address:
                 following.ready(address)
-                log.info("%s: rank %d of %d is ready", settings.slot, self._rank, ranks)
+                name = f"{settings.slot}: rank {self._rank} of {ranks}"
+                log.info("%s is ready, and serves on %s", name, address)
                 if settings.core_board:
                     give_way()
                 following.run(model, cache)

@@ -112,7 +112,7 @@ class WorkerProcess:
         self._stopped = asyncio.Event()
         self._transfers = ThreadPoolExecutor(_TRANSFER_THREADS, thread_name_prefix="transfer")
         ranks = settings.pool.tp
-        self.lead = LeadRank(settings.host, ranks) if ranks > 1 else None
+        self.lead = LeadRank(settings.group_host, ranks) if ranks > 1 else None
         """Its hold on its other ranks, which are to be told ``lead.address``."""
 
     @property

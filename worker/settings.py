@@ -34,3 +34,8 @@ class WorkerSettings:
     """How many workers this machine has, those of several ranks counted so many times."""
     host: str = "127.0.0.1"
     """Where its servers listen."""
+
+    @property
+    def group_host(self) -> str:
+        """Where its ranks speak to each other, unencrypted: on their machine, if all have one."""
+        return "127.0.0.1" if self.pool.rank_placement == "strict_pack" else self.host

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from baton.tls import TlsFiles, client_context
 from tests.e2e.cluster import END_S, START_S, UpProcess, processes_of
 
 LONG = 96
@@ -28,11 +29,17 @@ def body_of(up: UpProcess, tokens: int) -> dict[str, Any]:
 
 def streamed(up: UpProcess, tokens: int, begun: threading.Event) -> str:
     """The answer's text; ``begun`` is set with its first piece."""
-    body, text = body_of(up, tokens) | {"stream": True}, ""
+    return streamed_from(up.http, body_of(up, tokens), begun)
+
+
+def streamed_from(url: str, asked: dict[str, Any], begun: threading.Event) -> str:
+    """The same, of any router's HTTP front."""
+    body, text = asked | {"stream": True}, ""
     with (
         httpx.Client(trust_env=False, timeout=START_S) as client,
-        client.stream("POST", f"{up.http}/v1/completions", json=body) as answer,
+        client.stream("POST", f"{url}/v1/completions", json=body) as answer,
     ):
+        assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 begun.set()
@@ -40,10 +47,12 @@ def streamed(up: UpProcess, tokens: int, begun: threading.Event) -> str:
     return text
 
 
-def answer_of(up: UpProcess, tokens: int = 4) -> str:
+def answer_of(up: UpProcess, tokens: int = 4, tls: TlsFiles | None = None) -> str:
     body = body_of(up, tokens)
-    with httpx.Client(trust_env=False, timeout=START_S) as client:
-        answer = client.post(f"{up.http}/v1/completions", json=body)
+    verify = True if tls is None else client_context(tls)
+    url = up.http if tls is None else up.http.replace("http://", "https://")
+    with httpx.Client(trust_env=False, timeout=START_S, verify=verify) as client:
+        answer = client.post(f"{url}/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
 

@@ -138,20 +138,7 @@ class UpProcess:
 
     def wait_healthy(self, deadline_s: float = START_S) -> None:
         """Until /health answers 200."""
-        end = time.monotonic() + deadline_s
-        last = ""
-        with httpx.Client(trust_env=False, timeout=5.0) as client:
-            while time.monotonic() < end:
-                try:
-                    answer = client.get(f"{self.http}/health")
-                except httpx.HTTPError as error:
-                    last = str(error)
-                else:
-                    last = answer.text
-                    if answer.status_code == httpx.codes.OK:
-                        return
-                time.sleep(0.1)
-        raise AssertionError(f"not healthy in time: {last}")
+        wait_healthy(self.http, deadline_s)
 
     def interrupt(self) -> None:
         """Ctrl-C: SIGINT for the whole group of processes in the foreground."""
@@ -175,6 +162,24 @@ class UpProcess:
             self.output.append(line.rstrip("\n"))
             self._lines.put(line.rstrip("\n"))
         self._lines.put(None)
+
+
+def wait_healthy(url: str, deadline_s: float = START_S) -> None:
+    """Until the /health of a front answers 200."""
+    end = time.monotonic() + deadline_s
+    last = ""
+    with httpx.Client(trust_env=False, timeout=5.0) as client:
+        while time.monotonic() < end:
+            try:
+                answer = client.get(f"{url}/health")
+            except httpx.HTTPError as error:
+                last = str(error)
+            else:
+                last = answer.text
+                if answer.status_code == httpx.codes.OK:
+                    return
+            time.sleep(0.1)
+    raise AssertionError(f"not healthy in time: {last}")
 
 
 def processes_of(cluster_id: str) -> list[psutil.Process]:

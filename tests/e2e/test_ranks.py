@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -9,10 +10,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 
+from baton.grpc_channel import open_blocking_channel
+from baton.tls import PeerRole, TlsFiles
+from baton.v1 import rank_pb2, rank_pb2_grpc
 from deploy.node_roll import NodeRoll
+from tests.certificates import Authority
 from tests.e2e.answers import answer_of, end_amid_an_answer, streamed
 from tests.e2e.cluster import START_S, UpProcess
 from tests.models import make_tiny_model
@@ -20,6 +26,7 @@ from tests.models import make_tiny_model
 pytestmark = pytest.mark.long
 TOKENS = 120
 STREAMS = 6
+CALLING: tuple[PeerRole, ...] = ("client", "router", "monitor", "worker")
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +102,36 @@ def test_a_rank_that_goes_costs_no_client_anything(
     wait_for_all(cluster, gone)
     assert not any(psutil.pid_exists(pid) for pid in gone.values())
     assert answer_of(cluster, TOKENS) == expected
+
+
+def test_ranks_and_their_links_have_certificates(
+    cluster: UpProcess, model: Path, tmp_path: Path
+) -> None:
+    """KV goes by gRPC between the ranks of both workers, who let nobody in but workers."""
+    cluster.wait_healthy()
+    expected = answer_of(cluster, TOKENS)
+    certs = Authority(tmp_path).folder
+    ranks = ("--prefill-tp", "2", "--decode-tp", "2", "--transport", "grpc")
+    with up_with(model, *ranks, "--certs", str(certs)) as up:
+        up.wait_ready(2 * START_S)
+        assert answer_of(up, TOKENS, TlsFiles.in_folder(certs, "client")) == expected
+        for slot in ("prefill-0.rank-1", "decode-0.rank-1"):
+            said = (up.logs / f"{slot}.log").read_text()
+            serves = re.search(r"is ready, and serves on (\S+)", said)
+            assert serves, said
+            assert _join(serves[1], None) is grpc.StatusCode.UNAVAILABLE
+            for role in CALLING:
+                code = _join(serves[1], TlsFiles.in_folder(certs, role))
+                assert (code is grpc.StatusCode.PERMISSION_DENIED) == (role != "worker"), role
+        up.terminate()
+        assert up.wait() == 0, up.text
+
+
+def _join(address: str, files: TlsFiles | None) -> grpc.StatusCode:
+    """How a rank ends the stream of whoever begins no life in it."""
+    with open_blocking_channel(address, files, None if files is None else "worker") as channel:
+        call = rank_pb2_grpc.RankServiceStub(channel).Join(
+            iter([rank_pb2.JoinRequest()]), timeout=START_S
+        )
+        code: grpc.StatusCode = call.code()
+        return code

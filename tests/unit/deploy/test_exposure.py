@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
-from baton.config import Config, KeyConfig, TlsConfig
+from baton.config import Config, KeyConfig, PoolConfig, TlsConfig
 from baton.errors import ConfigError
 from deploy.exposure import check_exposure
+from worker.settings import WorkerSettings
 
 KEYS: dict[str, Any] = {"keys": (KeyConfig(name="a", sha256="0" * 64),), "require_key": True}
+OWN = "10.0.0.7"
+"""A node's address."""
 
 
 @pytest.fixture
@@ -52,6 +55,23 @@ def test_kv_that_would_travel_in_the_clear_is_refused(tls: dict[str, Any], tmp_p
             Config(transport=transport, **tls)
         Config(transport=transport)
         Config(transport=transport, tls=TlsConfig(folder=str(tmp_path), clear_kv=True))
+
+
+def test_ranks_that_would_speak_in_the_clear_beyond_their_node_are_refused(
+    tls: dict[str, Any], tmp_path: Path
+) -> None:
+    clear = TlsConfig(folder=str(tmp_path), clear_kv=True)
+    decode = PoolConfig(name="decode", role="decode")
+    for placement, host in (("strict_pack", "127.0.0.1"), ("pack", OWN), ("spread", OWN)):
+        pool = PoolConfig(name="prefill", role="prefill", tp=2, rank_placement=placement)
+        if placement == "strict_pack":
+            Config(pools=(pool, decode), **tls)
+        else:
+            with pytest.raises(ValueError, match=r"strict_pack, or say tls\.clear_kv"):
+                Config(pools=(pool, decode), **tls)
+        config = Config(pools=(pool, decode), tls=clear)
+        worker = WorkerSettings(config, pool, "prefill-0", "", "", "", "", 1, host=OWN)
+        assert worker.group_host == host
 
 
 @pytest.mark.parametrize(
