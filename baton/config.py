@@ -350,6 +350,10 @@ class Config(BaseSettings):
     ``https://chat.example.com``; ``*`` is any. Empty: none but those that this server has sent."""
     head_deadline_s: float = Field(default=10.0, gt=0)
     """The head of an HTTP request must have arrived after this many seconds."""
+    connections_per_client: int = Field(default=0, ge=0, le=1_000_000)
+    """Most HTTP connections at a time from one address to one router process; 503 beyond. Of IPv6 a
+    network of /64 counts as one. 0: as many as there are files for. Behind a proxy all come from
+    its address: bound them there."""
     routers: int = Field(default=1, ge=0, le=64)
     """Router processes behind the HTTP and gRPC ports; the kernel picks one for each connection. 0,
     with a ``ray_address``, leaves them to ``baton router``."""

@@ -6,6 +6,8 @@
     waiting for a head ─it is whole→ answered ─another one begins→ waiting for a head
     waiting for a head ─``head_deadline_s`` after it could begin→ cut off
 
+    made ─its client has ``connections_per_client`` already→ refused (503), closed
+
 A connection that is held up costs what its buffer holds, ``HIGH_WATER_LIMIT`` and one message, and
 the system's own buffer. Owned by the router's event loop.
 """
@@ -14,11 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import ipaddress
 import logging
 import socket
 import struct
 import sys
 import termios
+from collections import Counter
 from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -29,6 +33,13 @@ _LATE = (
     b"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain; charset=utf-8\r\n"
     b"content-length: 44\r\nconnection: close\r\n\r\nThe request's head did not arrive in time.\r\n"
 )
+_TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain; charset=utf-8\r\n"
+    b"content-length: 48\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+    b"There are too many connections from your host.\r\n"
+)
+_CLIENT_BITS = 64
+"""Of an IPv6 address: whoever has one has the whole network."""
 _NO_LINGER = struct.pack("ii", 1, 0)
 SLOW_BYTES = 4096
 """Who reads fewer in ``slow_client_s`` is cut off: a token's event has some 200."""
@@ -46,7 +57,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     slow_client_s: ClassVar[float] = 30.0
     head_deadline_s: ClassVar[float] = 10.0
+    connections_per_client: ClassVar[int] = 0
     """See the configuration."""
+    open_by_client: ClassVar[Counter[str]] = Counter()
+    """How many there are of each client."""
+    _counted_as: str | None = None
+    _refused = False
     _head: asyncio.TimerHandle | None = None
     """The end of the time that a head has."""
     _look: asyncio.TimerHandle | None = None
@@ -56,7 +72,28 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.connections_per_client and not self._may_come(transport):
+            self._refused = True
+            transport.write(_TOO_MANY)
+            transport.close()
+            return
         self._expect_head()
+
+    def _may_come(self, transport: asyncio.Transport) -> bool:
+        client = client_of(transport.get_extra_info("peername"))
+        if self.open_by_client[client] >= self.connections_per_client:
+            return False
+        self.open_by_client[client] += 1
+        self._counted_as = client
+        return True
+
+    def _count_no_more(self) -> None:
+        if self._counted_as is None:
+            return
+        self.open_by_client[self._counted_as] -= 1
+        if not self.open_by_client[self._counted_as]:
+            del self.open_by_client[self._counted_as]
+        self._counted_as = None
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -82,6 +119,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         self._unfinished += len(data)
         super().data_received(data)
         if self._unfinished > MOST_HEAD_BYTES and not self.transport.is_closing():
@@ -113,6 +152,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._look_no_more()
         self._expect_no_head()
+        self._count_no_more()
         super().connection_lost(exc)
 
     def _look_later(self) -> None:
@@ -143,9 +183,31 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.abort()
 
 
+def client_of(peer: tuple[str, int] | tuple[str, int, int, int] | None) -> str:
+    """By what a client's connections are counted, of a socket's peer name."""
+    if not peer:
+        return ""
+    address = ipaddress.ip_address(peer[0].partition("%")[0])
+    if address.version == 4:
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((int(address), _CLIENT_BITS), strict=False))
+
+
 def http_protocol(
-    slow_client_s: float, head_deadline_s: float = BoundedHttpProtocol.head_deadline_s
+    slow_client_s: float,
+    head_deadline_s: float = BoundedHttpProtocol.head_deadline_s,
+    connections_per_client: int = 0,
 ) -> type[BoundedHttpProtocol]:
-    """The protocol of a server whose clients may be held up for so long, in seconds."""
-    bounds = {"slow_client_s": slow_client_s, "head_deadline_s": head_deadline_s}
+    """The protocol of a server whose clients may be held up for so long, in seconds, and have so
+
+    many connections at a time; 0: any number.
+    """
+    bounds = {
+        "slow_client_s": slow_client_s,
+        "head_deadline_s": head_deadline_s,
+        "connections_per_client": connections_per_client,
+        "open_by_client": Counter(),
+    }
     return type("HttpProtocol", (BoundedHttpProtocol,), bounds)

@@ -82,7 +82,9 @@ class HttpServers:
         config = self._config
         http = uvicorn.Config(
             app,
-            http=http_protocol(config.slow_client_s, config.head_deadline_s),
+            http=http_protocol(
+                config.slow_client_s, config.head_deadline_s, config.connections_per_client
+            ),
             ws="none",
             log_config=None,
             access_log=False,

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from router.http_protocol import MOST_HEAD_BYTES
+from router.http_protocol import MOST_HEAD_BYTES, client_of
 from tests.unit.router.front_fakes import make_front, serve, silent_after_one
 
 DEADLINE_S = 20.0
@@ -98,3 +98,52 @@ async def test_an_answer_may_take_longer_than_a_head() -> None:
         assert not done
         late.cancel()
         writer.close()
+
+
+LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+async def test_a_client_has_so_many_connections_and_no_more() -> None:
+    async with serve(make_front().app(), connections_per_client=2) as address:
+        host, port = address.split(":")
+        kept = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        for reader, writer in kept:
+            # It has been let in by the time that it is answered.
+            writer.write(LIVE)
+            async with asyncio.timeout(DEADLINE_S):
+                assert b" 200 " in await reader.readline()
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(DEADLINE_S):
+            told = await reader.read()
+        writer.close()
+        head, _, said = told.partition(b"\r\n\r\n")
+        assert b" 503 " in head
+        assert b"content-length: %d\r\n" % len(said) in head
+        # One that goes makes room for another.
+        kept[0][1].close()
+        async with asyncio.timeout(DEADLINE_S):
+            while b" 200 " not in await answer(address, LIVE):
+                await asyncio.sleep(0.01)
+        kept[1][1].close()
+
+
+async def test_unless_told_otherwise_a_client_has_any_number() -> None:
+    async with serve(make_front().app()) as address:
+        host, port = address.split(":")
+        kept = [await asyncio.open_connection(host, int(port)) for _ in range(100)]
+        assert b" 200 " in await answer(address, LIVE)
+        for _, writer in kept:
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "client"),
+    [
+        ("10.1.2.3", "10.1.2.3"),
+        ("::ffff:10.1.2.3", "10.1.2.3"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+    ],
+)
+def test_a_network_of_ipv6_is_one_client(address: str, client: str) -> None:
+    assert client_of((address, 80)) == client
