@@ -23,7 +23,7 @@ from tests.e2e.answers import answer_of, end_amid_an_answer, streamed
 from tests.e2e.cluster import START_S, UpProcess
 from tests.models import make_tiny_model
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 TOKENS = 120
 STREAMS = 6
 CALLING: tuple[PeerRole, ...] = ("client", "router", "monitor", "worker")

@@ -16,6 +16,7 @@ ASKED = [Message("user", "Name a river.")]
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_one_more_router_serves_the_same_cluster(cluster: UpProcess) -> None:
     told = {
         "BATON_REDIS_URL": cluster.state.redis_url,
