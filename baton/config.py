@@ -66,6 +66,9 @@ class PoolConfig(_Section):
     """How many workers."""
     tp: int = Field(default=1, ge=1, le=64)
     """Tensor parallelism: on how many ranks each worker's model lies, a process and a GPU each."""
+    cp: int = Field(default=1, ge=1, le=64)
+    """Context parallelism, of prefill workers on CPUs: over how many ranks, which have all weights
+    and KV each, a worker divides the tokens of long prompts. Not together with ``tp``."""
     rank_placement: Literal["strict_pack", "pack", "spread", "strict_spread"] = "strict_pack"
     """Where Ray places a worker's ranks: all on one node (``strict_pack``), on few (``pack``), on
     many (``spread``), each on another one (``strict_spread``)."""
@@ -75,13 +78,15 @@ class PoolConfig(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; ``auto`` takes a GPU where there is one."""
     kv_pool_mib: int = Field(default=1024, ge=1)
-    """Memory for a worker's KV blocks on the CPU, in MiB; its ranks divide it."""
+    """Memory for a worker's KV blocks on the CPU, in MiB; its ranks divide it. With ``cp`` each has
+    all blocks, and there are so many fewer."""
     gpu_memory_fraction: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that its workers take; workers that share a GPU divide it."""
     max_sequences: int = Field(default=64, ge=1, le=4096)
     """Most sequences in one step."""
     chunk_tokens: int = Field(default=0, ge=0)
-    """Most prompt tokens in one step; 0 takes 512 on the CPU and 8192 on a GPU."""
+    """Most prompt tokens in one step; 0 takes 512 on the CPU and 8192 on a GPU, ``cp`` times as
+    many where ranks divide them."""
     block_size: int = Field(default=0, ge=0, le=1024)
     """Tokens in a KV block of its workers, a multiple of the cluster's ``block_size``; 0 takes that
     itself. Blocks between pools of unequal sizes are converted by whoever sends them."""
@@ -99,6 +104,11 @@ class PoolConfig(_Section):
     price_per_hour: float = Field(default=0.0, ge=0)
     """What a worker costs an hour, in any currency that all pools share: metrics tell what a
     million tokens cost. 0 is not known."""
+
+    @property
+    def ranks(self) -> int:
+        """Of each worker."""
+        return self.tp * self.cp
 
     @model_validator(mode="after")
     def _every_sequence_may_step(self) -> PoolConfig:
@@ -243,7 +253,7 @@ class TlsConfig(_Section):
     ``ca.pem`` of the folder, or without a folder what the system trusts."""
     clear_kv: bool = False
     """Says that KV blocks may travel unencrypted: the transports ``gloo``, ``nccl`` and ``nixl``
-    have no encryption, nor have the ranks of a worker (``tp``) among each other, and what would
+    have no encryption, nor have the ranks of a worker among each other, and what would
     take these to other machines is refused with a folder otherwise."""
 
     @field_validator("folder", "certificate", "key", "client_authority", "redis_authority")
@@ -622,7 +632,8 @@ class Config(BaseSettings):
                 f"transport: {self.transport} sends KV blocks unencrypted: take auto, or say"
                 " tls.clear_kv = true where the network between the workers is yours alone"
             )
-        spread = [one for one in self.pools if one.tp > 1 and one.rank_placement != "strict_pack"]
+        several = [one for one in self.pools if one.ranks > 1]
+        spread = [one for one in several if one.rank_placement != "strict_pack"]
         if self.tls.folder and spread and not self.tls.clear_kv:
             raise ValueError(
                 f"pools: the ranks of {spread[0].name} speak to each other unencrypted, and may lie"
@@ -659,6 +670,30 @@ class Config(BaseSettings):
 
     def check_ranks(self) -> None:
         """Raises ValueError for what workers of several ranks do not do."""
+        self._check_model_ranks()
+        self._check_context_ranks()
+
+    def _check_context_ranks(self) -> None:
+        pool = next((pool for pool in self.pools if pool.cp > 1), None)
+        if pool is None:
+            return
+        for wanted, name, instead in (
+            (pool.tp > 1, "tp above 1", "take tp 1"),
+            (pool.role != "prefill", f"role {pool.role}", "give cp to a prefill pool"),
+            (pool.device == "cuda", "device cuda, so far", "take tp in its place"),
+            (self.autoscaler.enabled, "autoscaler, which changes roles", "leave autoscaler out"),
+            (self.deterministic, "deterministic", "leave deterministic out"),
+            (self.kv_host_mib, "kv_host_mib", "take kv_host_mib 0"),
+            (self.kv_disk_mib, "kv_disk_mib", "take kv_disk_mib 0"),
+            (self.draft_model, f"drafter {self.drafter}", "take drafter ngram or none"),
+        ):
+            if wanted:
+                raise ValueError(
+                    f"pools: {pool.name} has cp above 1, which does not go with {name}: take cp 1,"
+                    f" or {instead}"
+                )
+
+    def _check_model_ranks(self) -> None:
         divided = next((pool.name for pool in self.pools if pool.tp > 1), None)
         if divided is None:
             return
@@ -692,7 +727,7 @@ class Config(BaseSettings):
     @property
     def ranks(self) -> int:
         """Of all workers together."""
-        return sum(pool.count * pool.tp for pool in self.pools)
+        return sum(pool.count * pool.ranks for pool in self.pools)
 
     def block_size_of(self, pool: PoolConfig) -> int:
         """Tokens in a KV block of a pool's workers."""

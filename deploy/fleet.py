@@ -193,7 +193,7 @@ class Fleet:
         slot = life.worker.slot
         for rank in life.other_ranks:
             self._end_process(slot, rank)
-        has_places = self._settings(slot).own_pool().tp > 1
+        has_places = self._settings(slot).own_pool().ranks > 1
 
         # In one call: the next life's places come after it.
         def clear() -> None:

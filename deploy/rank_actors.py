@@ -27,7 +27,7 @@ def start_ranks(settings: ActorSettings, address: GroupAddress, on_ended: OnEnde
     asked = dict(pool.resources)
     cpus, gpus = asked.pop("CPU", 0), asked.pop("GPU", 0)
     ends: dict[Any, int] = {}
-    for rank in range(1, pool.tp):
+    for rank in range(1, pool.ranks):
         actor: Any = ray.remote(RankActor).options(
             num_cpus=cpus,
             num_gpus=gpus,

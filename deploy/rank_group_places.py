@@ -23,7 +23,7 @@ def ask_for_places(settings: ActorSettings) -> tuple[str, Any]:
     bundle = {WORKER_RESOURCE: 1, **pool.resources}
     name = f"{settings.slot}#{secrets.token_hex(4)}"
     group = ray.util.placement_group(
-        [bundle] * pool.tp,
+        [bundle] * pool.ranks,
         strategy=pool.rank_placement.upper(),
         name=name,
         lifetime="detached",

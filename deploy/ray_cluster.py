@@ -170,7 +170,7 @@ def _totals(config: Config) -> dict[str, int]:
     totals: dict[str, float] = {}
     for pool in config.pools:
         for name, amount in pool.resources.items():
-            totals[name] = totals.get(name, 0) + amount * pool.count * pool.tp
+            totals[name] = totals.get(name, 0) + amount * pool.count * pool.ranks
     # Ray takes fractions from a worker, but not of a machine.
     return {name: math.ceil(amount) for name, amount in totals.items()}
 

@@ -85,7 +85,7 @@ def place(settings: ActorSettings, actor_class: type = WorkerActor) -> RayWorker
 
     pool = settings.own_pool()
     strategy: dict[str, Any] = {}
-    if pool.tp > 1:
+    if pool.ranks > 1:
         give_places_back(settings.slot)
         places, group = ask_for_places(settings)
         settings = settings.model_copy(update={"places": places})

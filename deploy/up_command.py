@@ -49,6 +49,15 @@ def up(
         int | None,
         typer.Option(min=1, max=MOST_RANKS, help="The same of a decode worker. Default: 1."),
     ] = None,
+    prefill_cp: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_RANKS,
+            help="Context parallelism: ranks, with all weights each, over which a prefill worker"
+            " divides long prompts. On CPUs alone, without --prefill-tp. Default: 1.",
+        ),
+    ] = None,
     routers: Annotated[
         int | None,
         typer.Option(
@@ -270,7 +279,7 @@ def up(
         otlp_endpoint=otlp_endpoint,
         log_format=log_format,
     )
-    settings = _with_pool(settings, "prefill", count=prefill, tp=prefill_tp)
+    settings = _with_pool(settings, "prefill", count=prefill, tp=prefill_tp, cp=prefill_cp)
     settings = _with_pool(settings, "decode", count=decode, tp=decode_tp)
     settings = _checked(settings)
     from deploy.launcher import run_cluster  # noqa: PLC0415
@@ -314,15 +323,18 @@ def _faults(error: ValidationError) -> list[str]:
     return lines
 
 
-def _with_pool(config: Config, role: Role, *, count: int | None, tp: int | None) -> Config:
-    given = {"count": count, "tp": tp}
+def _with_pool(
+    config: Config, role: Role, *, count: int | None, tp: int | None, cp: int | None = None
+) -> Config:
+    given = {"count": count, "tp": tp, "cp": cp}
     update = {name: value for name, value in given.items() if value is not None}
     if not update:
         return config
     pools = [pool for pool in config.pools if pool.role == role]
     if len(pools) != 1:
         names = ", ".join(pool.name for pool in pools)
-        flag = f"--{role}" if count is not None else f"--{role}-tp"
+        first = next(iter(update))
+        flag = f"--{role}" if first == "count" else f"--{role}-{first}"
         fail(f"{flag} needs a single {role} pool; there are {names}: set them in a file instead")
     changed = pools[0].model_copy(update=update)
     others = tuple(changed if pool is pools[0] else pool for pool in config.pools)

@@ -124,7 +124,7 @@ class MiniCluster:
         )
         worker = WorkerProcess(settings, self.roles)
         if worker.lead is not None:
-            for rank in range(1, pool.tp):
+            for rank in range(1, pool.ranks):
                 self._start_rank(FollowingWorker(settings, rank, worker.lead.address))
         await worker.start()
         self.workers[slot] = worker

@@ -146,11 +146,6 @@ class BlockReceiver(TicketReceiver):
             return ()
         return shares_to(KvLayout.of(writer), KvLayout.of(own), 0)
 
-    @property
-    def has_ranks(self) -> bool:
-        """Whether this worker has other ranks."""
-        return self._ranks is not None
-
     def opened(self, ticket_id: str) -> asyncio.Future[None] | None:
         """Done once all ranks let in what its writer brings; fails with what ends the ticket.
 

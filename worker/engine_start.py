@@ -73,6 +73,7 @@ def engine_settings(settings: WorkerSettings) -> EngineSettings:
         lossiest_kv_dtype=config.lossiest_kv_dtype,
         deterministic=config.deterministic,
         drafter=config.drafter,
+        divides_context=pool.cp > 1,
         draft_model=Path(draft) if (draft := settings.draft_model_path) else None,
     )
 

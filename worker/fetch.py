@@ -103,9 +103,9 @@ class Fetcher:
     def _choose(self, sequence: Sequence, source: PrefixSource, deadline: float) -> _Fetch | None:
         """What to fetch, None where nothing can be or where computing is faster.
 
-        Workers of several ranks fetch nothing.
+        Workers of several ranks fetch nothing: what comes is rank 0's alone.
         """
-        if self._receiver.has_ranks:
+        if self._context.settings.pool.ranks > 1:
             return None
         limits = self._context.engine.scheduler.limits
         size, each = self._block_size, limits.hashes_per_block

@@ -4,7 +4,8 @@
     any ─rank 0 is lost, or anything fails→ ``run`` raises, or ``on_lost`` is called amid a step
 
 It has weights and KV blocks, and no sequences, calls or registry entry of its own. One thread
-computes steps, an event loop serves rank 0 and the ranks of peers (``worker/rank_server.py``).
+computes steps; where the model is divided, an event loop serves rank 0 and the ranks of peers
+(``worker/rank_server.py``).
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from worker.transports import make_transports
 
 _TRANSFER_THREADS = 2
 _START_S = 10.0
+_NOWHERE = "none"
+"""Where a rank serves that nobody asks for anything."""
 
 log = logging.getLogger(__name__)
 
@@ -51,14 +54,19 @@ class FollowingWorker:
 
     def run(self, on_lost: OnLost) -> None:
         """Compute what rank 0 says, until it closes. Blocks. Raises BatonError."""
-        settings, ranks = self._settings, self._settings.pool.tp
+        settings, ranks = self._settings, self._settings.pool.ranks
         built = engine_settings(settings)
-        memory = PoolMemory(shared=settings.config.transport in ("auto", "shm"))
+        exchanges = not built.divides_context
+        memory = PoolMemory(shared=exchanges and settings.config.transport in ("auto", "shm"))
         following = FollowingRank(self._address, self._rank, ranks, FORM_S, self._process)
         try:
             group = following.form(device_of(built), on_lost)
             model, cache = build_following(built, group, memory.allocate)
-            with self._serving(memory.of(cache)) as address:
+            with contextlib.ExitStack() as serving:
+                # Of ranks that divide prompts rank 0 sends all of a block.
+                address = _NOWHERE
+                if exchanges:
+                    address = serving.enter_context(self._serving(memory.of(cache)))
                 following.ready(address)
                 name = f"{settings.slot}: rank {self._rank} of {ranks}"
                 log.info("%s is ready, and serves on %s", name, address)

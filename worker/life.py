@@ -63,7 +63,8 @@ class Lasting:
     costs: StepCosts
     transfers: ThreadPoolExecutor
     ranks: tuple[str, ...] = ()
-    """Addresses of the worker's other ranks, from 1 on."""
+    """Addresses of the worker's other ranks, from 1 on, where these exchange blocks: of ranks that
+    divide prompts rank 0 has all of a block."""
 
 
 class Life:
@@ -218,7 +219,7 @@ def _record(
         total_blocks=engine.pool.total,
         max_sequences=pool.max_sequences,
         pool=pool.name,
-        ranks=pool.tp,
+        ranks=pool.ranks,
         prefill_cost=lasting.costs.prefill,
         step_cost=lasting.costs.step,
     )

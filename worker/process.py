@@ -111,7 +111,7 @@ class WorkerProcess:
         self._tasks: list[asyncio.Task[None]] = []
         self._stopped = asyncio.Event()
         self._transfers = ThreadPoolExecutor(_TRANSFER_THREADS, thread_name_prefix="transfer")
-        ranks = settings.pool.tp
+        ranks = settings.pool.ranks
         self.lead = LeadRank(settings.group_host, ranks) if ranks > 1 else None
         """Its hold on its other ranks, which are to be told ``lead.address``."""
 
@@ -157,7 +157,7 @@ class WorkerProcess:
             await self._make_tiers(control, costs, metrics),
             costs,
             self._transfers,
-            self.lead.addresses() if self.lead is not None else (),
+            self.lead.addresses() if self.lead is not None and settings.pool.tp > 1 else (),
         )
         await self._begin_life()
         control.start(self.life.role)
@@ -318,10 +318,18 @@ class WorkerProcess:
     async def change_role(self, role: str, deadline_s: float) -> float:
         """Come back as the other role, with what is loaded and cached; the seconds that it took.
 
-        Raises InvalidRequest for a role that there is not, Unavailable for a worker that stops.
+        Raises InvalidRequest for a role that there is not, or that its ranks cannot play, and
+        Unavailable for a worker that stops.
         """
         if role not in self._roles:
             raise InvalidRequest(f"role {role!r} is unknown; known: {', '.join(self._roles)}")
+        pool = self.settings.pool
+        if pool.cp > 1 and role != pool.role:
+            # What a handoff brings would be on rank 0 alone.
+            raise InvalidRequest(
+                f"a worker of {pool.cp} ranks that divide prompts (cp) does nothing but prefill:"
+                " give another worker the role"
+            )
         began = time.monotonic()
         async with self._changing:
             if self._stopped.is_set() or self.drained:
@@ -467,7 +475,7 @@ def _step_meter(engine: Engine, pool: PoolConfig) -> StepMeter | None:
     if engine.storage is None:
         return None
     # The figures are one device's.
-    peaks = Ceilings(pool.peak_gb_per_s * 1e9 * pool.tp, pool.peak_gflops * 1e9 * pool.tp)
+    peaks = Ceilings(pool.peak_gb_per_s * 1e9 * pool.ranks, pool.peak_gflops * 1e9 * pool.ranks)
     return StepMeter(engine.config, engine.storage, peaks if pool.peak_gflops else None)
 
 

@@ -37,7 +37,7 @@ class TimedProcess:
         self, settings: WorkerSettings, allocate: Allocate, lead: LeadRank | None
     ) -> Engine:
         if lead is not None:
-            raise ConfigError("timed workers have one rank: take tp 1")
+            raise ConfigError("timed workers have one rank: take tp 1 and cp 1")
         return build_timed_engine(settings, self.model, allocate)
 
     def _measure(

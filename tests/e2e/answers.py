@@ -17,10 +17,13 @@ LONG = 96
 """Tokens: it runs for a second or more."""
 
 
-def body_of(up: UpProcess, tokens: int) -> dict[str, Any]:
+PROMPT = "Once upon a time"
+
+
+def body_of(up: UpProcess, tokens: int, prompt: str = PROMPT) -> dict[str, Any]:
     return {
         "model": up.model,
-        "prompt": "Once upon a time",
+        "prompt": prompt,
         "max_tokens": tokens,
         "temperature": 0,
         "ignore_eos": True,
@@ -47,8 +50,10 @@ def streamed_from(url: str, asked: dict[str, Any], begun: threading.Event) -> st
     return text
 
 
-def answer_of(up: UpProcess, tokens: int = 4, tls: TlsFiles | None = None) -> str:
-    body = body_of(up, tokens)
+def answer_of(
+    up: UpProcess, tokens: int = 4, prompt: str = PROMPT, *, tls: TlsFiles | None = None
+) -> str:
+    body = body_of(up, tokens, prompt)
     verify = True if tls is None else client_context(tls)
     url = up.http if tls is None else up.http.replace("http://", "https://")
     with httpx.Client(trust_env=False, timeout=START_S, verify=verify) as client:

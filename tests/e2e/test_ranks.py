@@ -54,8 +54,10 @@ def rank_pids(up: UpProcess) -> dict[str, int]:
     return {worker.slot: worker.pid for worker in living}
 
 
-def wait_for_all(up: UpProcess, others: dict[str, int], deadline_s: float = START_S) -> None:
-    """Until every rank is there and serves, none of those in ``others``."""
+def wait_for_all(
+    up: UpProcess, others: dict[str, int], deadline_s: float = START_S, slot: str = "decode-0"
+) -> None:
+    """Until every rank of ``slot`` is there and serves, none of those in ``others``."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         found = rank_pids(up)
@@ -64,7 +66,7 @@ def wait_for_all(up: UpProcess, others: dict[str, int], deadline_s: float = STAR
         time.sleep(0.2)
     else:
         raise AssertionError(f"{others} were not replaced: {rank_pids(up)}")
-    up.wait_for("decode-0 is back", deadline_s)
+    up.wait_for(f"{slot} is back", deadline_s)
     up.wait_healthy(deadline_s)
 
 
@@ -77,6 +79,31 @@ def test_degrees_change_no_answer(
     with up_with(model, *degrees) as up:
         up.wait_ready(2 * START_S)
         assert answer_of(up, TOKENS) == expected
+        up.terminate()
+        assert up.wait() == 0, up.text
+
+
+LONG_PROMPT = " ".join(f"{number} is not {number * 7 % 31}." for number in range(28))
+"""Of bytes, a token each: some hundreds, and not all alike."""
+
+
+def test_ranks_that_divide_prompts_change_no_answer(cluster: UpProcess, model: Path) -> None:
+    expected = answer_of(cluster, 20, LONG_PROMPT)
+    with up_with(model, "--prefill-cp", "2") as up:
+        up.wait_ready(2 * START_S)
+        assert answer_of(up, 20, LONG_PROMPT) == expected
+        assert answer_of(up, 20, f"No: {LONG_PROMPT}") == answer_of(
+            cluster, 20, f"No: {LONG_PROMPT}"
+        )
+        before = rank_pids(up)
+        assert before.keys() == {"prefill-0", "prefill-0.rank-1", "decode-0"}
+        up.forget_output()
+        psutil.Process(before["prefill-0.rank-1"]).send_signal(signal.SIGKILL)
+        gone = {slot: pid for slot, pid in before.items() if slot.startswith("prefill-0")}
+        wait_for_all(up, gone, slot="prefill-0")
+        assert answer_of(up, 20, f"Yes: {LONG_PROMPT}") == answer_of(
+            cluster, 20, f"Yes: {LONG_PROMPT}"
+        )
         up.terminate()
         assert up.wait() == 0, up.text
 
@@ -114,7 +141,7 @@ def test_ranks_and_their_links_have_certificates(
     ranks = ("--prefill-tp", "2", "--decode-tp", "2", "--transport", "grpc")
     with up_with(model, *ranks, "--certs", str(certs)) as up:
         up.wait_ready(2 * START_S)
-        assert answer_of(up, TOKENS, TlsFiles.in_folder(certs, "client")) == expected
+        assert answer_of(up, TOKENS, tls=TlsFiles.in_folder(certs, "client")) == expected
         for slot in ("prefill-0.rank-1", "decode-0.rank-1"):
             said = (up.logs / f"{slot}.log").read_text()
             serves = re.search(r"is ready, and serves on (\S+)", said)

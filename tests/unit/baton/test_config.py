@@ -370,3 +370,26 @@ def test_what_several_ranks_do_not_do_is_refused(fields: dict[str, Any], says: s
     with pytest.raises(ValidationError, match=says):
         Config(pools=pools, **fields)
     assert Config(pools=pools).ranks == 3
+
+
+@pytest.mark.parametrize(
+    ("pool", "fields", "says"),
+    [
+        ({"tp": 2}, {}, "does not go with tp above 1: take cp 1, or take tp 1"),
+        ({"role": "decode"}, {}, "give cp to a prefill pool"),
+        ({"device": "cuda"}, {}, "device cuda, so far: take cp 1, or take tp in its place"),
+        ({}, {"autoscaler": {"enabled": True}}, "leave autoscaler out"),
+        ({}, {"deterministic": True}, "leave deterministic out"),
+        ({}, {"kv_host_mib": 5}, "take kv_host_mib 0"),
+        ({}, {"drafter": "draft", "draft_model": "m"}, "take drafter ngram or none"),
+    ],
+)
+def test_what_ranks_that_divide_prompts_do_not_do_is_refused(
+    pool: dict[str, Any], fields: dict[str, Any], says: str
+) -> None:
+    long = {"name": "long", "role": "prefill", "cp": 4, "count": 2}
+    others = [{"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}]
+    assert Config(pools=[long, *others]).ranks == 10
+    two = "autoscaler" in fields
+    with pytest.raises(ValidationError, match=says):
+        Config(pools=[long | pool, *others[two:]], **fields)

@@ -550,6 +550,7 @@ def test_what_would_not_work_is_refused(values: tuple[str, ...], message: str) -
         (("--set=config.pools[0].resources.CPU=1",), "asks for CPU"),
         (("--set=config.pools[1].resources.GPU=2",), "ask for more than its 2"),
         (("--set=config.pools[0].count=9",), "have no room for the 9 workers"),
+        (("--set=config.pools[0].cp=4",), "needs 4 in one for its ranks"),
         (("--set=kuberay.autoscaling=false",), "1 pods with 1 places have no room"),
     ],
 )

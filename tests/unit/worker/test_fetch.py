@@ -48,6 +48,7 @@ class World:
 
     blocks: int = 16
     token_s: float = 1.0
+    ranks: int = 1
     sends: int | None = None
     error: BatonError | None = None
     asked: list[Asked] = field(default_factory=list)
@@ -64,6 +65,7 @@ class World:
             ask=self.ask,
         )
         context = SimpleNamespace(
+            settings=SimpleNamespace(pool=SimpleNamespace(ranks=self.ranks)),
             exchange=exchange,
             engine=SimpleNamespace(
                 pool=self.pool, scheduler=self.scheduler, cache=SimpleNamespace(block_size=SIZE)
@@ -142,6 +144,13 @@ async def test_what_is_held_here_is_not_asked_for() -> None:
     assert len(blocks) == 4
     assert world.asked[0].hashes == block_hashes(range(18), SIZE, KEY)[2:4]
     world.pool.release(blocks)
+    world.check_nothing_is_held()
+
+
+async def test_a_worker_of_several_ranks_fetches_nothing() -> None:
+    world = World(ranks=2)
+    assert await world.fetch(18) == []
+    assert world.asked == []
     world.check_nothing_is_held()
 
 

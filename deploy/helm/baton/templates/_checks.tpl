@@ -102,7 +102,7 @@ are refused here, with what to do. Every one of them has a test.
 {{- $asked := 0.0 }}
 {{- range default (list) .Values.config.pools }}
 {{- $each := get (default (dict) .resources) "GPU" | default 0 | float64 }}
-{{- $asked = addf $asked (mulf $each (float64 (default 1 .count)) (float64 (default 1 .tp))) }}
+{{- $asked = addf $asked (mulf $each (float64 (default 1 .count)) (float64 (default 1 .tp)) (float64 (default 1 .cp))) }}
 {{- end }}
 {{- $given := get (default (dict) .Values.resources.limits) "nvidia.com/gpu" | default 0 | float64 }}
 {{- if gt $asked $given }}
@@ -140,10 +140,10 @@ are refused here, with what to do. Every one of them has a test.
 {{- $workers := 0 }}
 {{- range default (list) $.Values.config.pools }}
 {{- if eq .role $role }}
-{{- $tp := default 1 .tp }}
-{{- $workers = add $workers (mul (default 1 .count) $tp) }}
-{{- if and (gt (int $tp) (int $group.workersPerPod)) (eq (default "strict_pack" .rank_placement) "strict_pack") }}
-{{- fail (printf "kuberay.%s: a pod has %v places, and %s needs %v in one for its ranks: raise workersPerPod and the limit of nvidia.com/gpu" $role $group.workersPerPod .name $tp) }}
+{{- $ranks := mul (default 1 .tp) (default 1 .cp) }}
+{{- $workers = add $workers (mul (default 1 .count) $ranks) }}
+{{- if and (gt (int $ranks) (int $group.workersPerPod)) (eq (default "strict_pack" .rank_placement) "strict_pack") }}
+{{- fail (printf "kuberay.%s: a pod has %v places, and %s needs %v in one for its ranks: raise workersPerPod and the limit of nvidia.com/gpu" $role $group.workersPerPod .name $ranks) }}
 {{- end }}
 {{- $each := get (default (dict) .resources) "GPU" | default 0 | float64 }}
 {{- if gt (mulf $each $group.workersPerPod) $gpus }}
