@@ -14,6 +14,8 @@ from deploy.actor_process import log_to, take_sigterm
 from deploy.actor_settings import ActorSettings
 from deploy.node_share import NodeShare
 from deploy.ray_place import RayPlace
+from deploy.standby import take_here
+from deploy.standby_keeper import keep_standby
 from deploy.worker_life import WorkerLife
 from deploy.worker_process import build_process
 
@@ -40,6 +42,7 @@ class WorkerActor:
     """What makes the worker."""
 
     def __init__(self, settings_json: str) -> None:
+        take_here()
         settings = ActorSettings.model_validate_json(settings_json)
         place = RayPlace.own()
         share = NodeShare.take(settings, place.host, place.node, place.gcs)
@@ -50,6 +53,8 @@ class WorkerActor:
         self._life = WorkerLife(settings, share, place.node, log_file, self.build)
         take_sigterm(self._life.on_sigterm)
         self._life.begin()
+        if config["standby"]:
+            keep_standby()
 
     def ready(self) -> dict[str, Any]:
         """The worker's registry record, and what ``WorkerLife.record`` adds, once it serves.

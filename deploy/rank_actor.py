@@ -19,6 +19,7 @@ from deploy.actor_process import end_process, fail, log_to, take_sigterm
 from deploy.actor_settings import ActorSettings
 from deploy.node_share import NodeShare
 from deploy.ray_place import RayPlace
+from deploy.standby import take_here
 from deploy.whereabouts import Whereabouts
 from deploy.worker_process import build_following
 
@@ -32,6 +33,7 @@ class RankActor:
 
     def __init__(self, settings_json: str, rank: int, address: dict[str, str | int]) -> None:
         """``address``: the fields of rank 0's ``GroupAddress``."""
+        take_here()
         self._settings = ActorSettings.model_validate_json(settings_json)
         self._rank = rank
         self._address = address

@@ -24,6 +24,7 @@ from deploy.gcs_store import PROGRAM, GcsStore
 from deploy.rank_group_places import WORKER_RESOURCE
 from deploy.ray_worker import namespace
 from deploy.run_directory import RunDirectory
+from deploy.standby_keeper import PRELOAD_MODULE, PRELOAD_VARIABLE
 
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's least, about: nothing of ours goes through it."""
@@ -54,6 +55,7 @@ def common_environment() -> dict[str, str]:
         "RAY_worker_niceness": "0",
         # Workers that ask for no GPU of Ray still see the machine's.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        PRELOAD_VARIABLE: PRELOAD_MODULE,
     }
 
 

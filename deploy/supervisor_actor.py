@@ -39,6 +39,7 @@ from deploy.ray_worker import SUPERVISOR_NAME
 from deploy.role_change import change_role
 from deploy.slot_board import SlotBoard
 from deploy.slot_settings import SlotSettings
+from deploy.standby import leave_here
 from deploy.supervisor import Supervisor
 
 _START_S = 60.0
@@ -68,6 +69,7 @@ class SupervisorActor:
     worker_class: type = WorkerActor
 
     def __init__(self, settings_json: str) -> None:
+        leave_here()
         self._settings = SupervisorSettings.model_validate_json(settings_json)
         log_file = run_directory_here(self._settings.cluster_id).log(SUPERVISOR_NAME)
         log_to(str(log_file), self._settings.log_level, self._settings.log_format)

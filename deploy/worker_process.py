@@ -6,6 +6,7 @@ What needs torch is imported when it is called: on the worker's own thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, TypeAlias
 
 from baton.config import Config
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 
 BuildProcess: TypeAlias = "Callable[[ActorSettings, NodeShare], WorkerProcess]"
 """Makes a worker that has not started."""
+
+
+def import_worker() -> None:
+    """Import all that ``build_process`` needs, which takes seconds."""
+    for module in ("decode_worker.role", "prefill_worker.role", "worker.process"):
+        import_module(module)
 
 
 def build_process(settings: ActorSettings, share: NodeShare) -> WorkerProcess:

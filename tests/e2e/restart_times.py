@@ -1,6 +1,7 @@
 """From a worker's death to its next life in the registry, of the demo model, under `baton up`.
 
     python -m tests.e2e.restart_times --times 10
+    BATON_STANDBY=false python -m tests.e2e.restart_times --times 10
 
 The registry is read every 5 ms, as routers do: a worker that is listed gets requests.
 """
@@ -21,8 +22,8 @@ from baton.registry import Registry
 from tests.e2e.cluster import UpProcess
 
 SLOT = "decode-0"
-REST_S = 4.0
-"""Between two deaths: the machine is idle again, and Ray has processes in stock."""
+REST_S = 25.0
+"""Between two deaths: the machine is idle again, and a process stands by (deploy/standby.py)."""
 _MOST_S = 60.0
 
 

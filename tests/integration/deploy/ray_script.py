@@ -21,7 +21,7 @@ from deploy.rank_group_places import WORKER_RESOURCE
 from deploy.ray_cluster import RayCluster
 from deploy.run_directory import RunDirectory
 
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 
 
 class Echo:
@@ -29,6 +29,24 @@ class Echo:
 
     def life(self) -> tuple[int, str]:
         return os.getpid(), os.environ.get("BATON_CLUSTER_ID", "")
+
+    def ask_for_standby(self) -> None:
+        from deploy.standby import StandbyPlace  # noqa: PLC0415
+        from deploy.standby_keeper import ask_for_standby  # noqa: PLC0415
+
+        ask_for_standby(StandbyPlace.own())
+
+    def somebody_stands_by(self) -> bool:
+        from deploy.standby import StandbyPlace  # noqa: PLC0415
+
+        return StandbyPlace.own().lock.is_held()
+
+    def take(self) -> bool:
+        """Whether what a worker needs was there before."""
+        from deploy.standby import take_here  # noqa: PLC0415
+
+        take_here()
+        return "worker.process" in sys.modules
 
 
 async def main() -> None:
@@ -53,6 +71,7 @@ async def main() -> None:
             if "dashboard/dashboard.py" in one
             and not {"--minimal", "--disable-frontend"} <= {*one.split()}
         ]
+        seen["prepared"] = await prepared(echo, options)
         psutil.Process(seen["first"][0]).kill()
         seen["second"] = await next_life(echo, seen["first"][0])
         raylet = next(c for c in psutil.Process().children() if c.name() == "raylet")
@@ -60,6 +79,18 @@ async def main() -> None:
         seen["lost"] = await cluster.lost()
         seen["stopped"] = await cluster.stop()
     sys.stdout.write(json.dumps(seen))
+
+
+async def prepared(echo: Any, options: Any) -> bool:
+    """Whether who comes once somebody stands by has all that a worker needs."""
+
+    async def asked(call: Any) -> Any:
+        return await asyncio.wrap_future(call.remote().future())
+
+    await asked(echo.ask_for_standby)
+    while not await asked(echo.somebody_stands_by):
+        await asyncio.sleep(0.1)
+    return bool(await asked(options.remote().take))
 
 
 def ask_without_token(address: str) -> str:

@@ -1,0 +1,10 @@
+"""Ray imports this in each process that it starts on a node of Baton's: see ``deploy.standby``."""
+
+# Those who may be placed here come first, on the main thread, which would import them beside the
+# one that stands by: two threads may meet modules half made.
+import deploy.rank_actor
+import deploy.supervisor_actor  # noqa: F401
+from deploy.standby import begin_here
+from deploy.worker_process import import_worker
+
+begin_here(import_worker)

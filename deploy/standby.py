@@ -1,0 +1,183 @@
+"""A process in Ray's stock that has imported what a worker needs, before anybody is placed in it.
+
+    fresh ─FRESH_S later, if somebody has asked for one→ importing → standing by
+    any ─an actor is placed in it→ taken: another one may stand by
+
+To import torch and Baton takes seconds of a core; where a worker dies, that is most of the time
+until the next one serves. Ray places an actor in a process of its stock, where it has one. Whoever
+stands by holds a lock of the node's; whoever asks for one leaves a file there, which the first
+process that finds it removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FRESH_S = 2.0
+"""A process that was started for somebody has him by then, and imports what he needs himself."""
+_LOOK_S = 0.5
+_NICENESS = 10
+"""As threads that compute: whoever serves goes first."""
+
+log = logging.getLogger(__name__)
+
+
+class FileLock:
+    """Held by one process at most, which need not end in order. Each object is one thread's."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def take(self) -> bool:
+        """Whether it is held here from now on, or was. Raises OSError."""
+        if self._descriptor is not None:
+            return True
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(self._path, flags, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                return False
+            raise
+        self._descriptor = descriptor
+        return True
+
+    def give_back(self) -> None:
+        """Idempotent."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def is_held(self) -> bool:
+        """Whether another one holds it, now. Raises OSError."""
+        if not self.take():
+            return True
+        self.give_back()
+        return False
+
+
+class StandbyPlace:
+    """A node's, in a folder of its own Ray's: nodes may share a machine, and a folder."""
+
+    def __init__(self, folder: Path, node: str) -> None:
+        self._stem = folder / f"baton-standby-{node}"
+
+    @classmethod
+    def own(cls) -> StandbyPlace:
+        """That of the node where this process is one of Ray's."""
+        import ray  # noqa: PLC0415
+        from ray._private.worker import global_worker  # noqa: PLC0415
+
+        worker: Any = global_worker
+        folder = Path(worker.node.get_session_dir_path())
+        return cls(folder, ray.get_runtime_context().get_node_id())
+
+    @property
+    def lock(self) -> FileLock:
+        """Of whoever stands by."""
+        return FileLock(self._stem.with_suffix(".lock"))
+
+    @property
+    def duty(self) -> FileLock:
+        """Of the worker that sees to it that somebody does."""
+        return FileLock(self._stem.with_suffix(".duty"))
+
+    def ask(self) -> None:
+        """Have the next process in stock stand by. Raises OSError."""
+        self._asked.touch(mode=0o600)
+
+    def was_asked(self) -> bool:
+        """Whether somebody is to stand by; true once for each time. Raises OSError."""
+        try:
+            self._asked.unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    @property
+    def _asked(self) -> Path:
+        return self._stem.with_suffix(".asked")
+
+
+class Standby:
+    """Of this process."""
+
+    def __init__(
+        self, place: StandbyPlace, prepare: Callable[[], None], fresh_s: float = FRESH_S
+    ) -> None:
+        """``prepare`` imports."""
+        self._place, self._prepare, self._fresh_s = place, prepare, fresh_s
+        self._taken = threading.Event()
+        self._thread = threading.Thread(target=self._stand_by, name="standby", daemon=True)
+
+    def begin(self) -> None:
+        """Once."""
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Somebody is placed in this process, who needs none of what is imported."""
+        self._taken.set()
+
+    def take(self) -> None:
+        """A worker is placed in this process. Imports that are under way end first:
+
+        two threads that import the same modules may meet them half made.
+        """
+        self._taken.set()
+        self._thread.join()
+
+    def _stand_by(self) -> None:
+        lock = self._place.lock
+        try:
+            if self._taken.wait(self._fresh_s) or not self._place.was_asked():
+                return
+            while not lock.take():
+                if self._taken.wait(_LOOK_S):
+                    return
+            _give_way()
+            self._prepare()
+            self._taken.wait()
+        except Exception as error:
+            # A worker that is placed here meets the same, and says so.
+            log.warning("this process does not stand by: %r", error)
+        finally:
+            lock.give_back()
+
+
+def _give_way() -> None:
+    if sys.platform == "linux":  # elsewhere that would be the whole process
+        with contextlib.suppress(OSError):
+            os.nice(_NICENESS)
+
+
+class _Own:
+    standby: Standby | None = None
+
+
+def begin_here(prepare: Callable[[], None]) -> None:
+    """Have this process, which Ray has just started, stand by if it is asked to."""
+    _Own.standby = Standby(StandbyPlace.own(), prepare)
+    _Own.standby.begin()
+
+
+def take_here() -> None:
+    """As ``Standby.take``, where this process has one."""
+    if _Own.standby is not None:
+        _Own.standby.take()
+
+
+def leave_here() -> None:
+    """As ``Standby.leave``, where this process has one."""
+    if _Own.standby is not None:
+        _Own.standby.leave()
