@@ -478,6 +478,21 @@ def test_valkey_takes_its_configuration(store: str, tmp_path: Path) -> None:
             assert server.wait(20) == 0
 
 
+def test_the_ingress_knows_routers_by_their_certificates() -> None:
+    prefix = "nginx.ingress.kubernetes.io/"
+    for name, kind in (("demo-baton", "HTTPS"), ("demo-baton-grpc", "GRPCS")):
+        more = (CERTIFICATES, "--set=tls.ingressSecret=ingress")
+        notes = the(render("production-values.yaml", *more), "Ingress", name)["metadata"]
+        told = {key.removeprefix(prefix): one for key, one in notes["annotations"].items()}
+        assert told["backend-protocol"] == kind
+        assert told["proxy-ssl-secret"] == "default/ingress"
+        assert told["proxy-ssl-verify"] == told["proxy-ssl-server-name"] == "on"
+        # A name that `baton certs init` is to be given, as values.yaml says.
+        assert told["proxy-ssl-name"] == "demo-baton.default.svc"
+        plain = the(render("production-values.yaml", CERTIFICATES), "Ingress", name)["metadata"]
+        assert prefix + "proxy-ssl-verify" not in plain["annotations"]
+
+
 def test_another_configuration_makes_other_pods() -> None:
     def checksum(*more: str) -> str:
         (cluster,) = of_kind(render("open-values.yaml", *more), "StatefulSet")
@@ -523,6 +538,7 @@ def test_another_configuration_makes_other_pods() -> None:
             ("--set=metrics.serviceMonitor.enabled=true", "--set=auth.requireKey=true", KEY),
             "metrics.serviceMonitor.keySecret: name",
         ),
+        (("--set=tls.ingressSecret=a",), "tls.ingressSecret: it goes with tls.secret"),
         (("--set=mode=kuberay",), "needs a store that all pods reach"),
         (("--set=mode=ray",), "mode"),
         (("--set=replicas=two",), "replicas"),

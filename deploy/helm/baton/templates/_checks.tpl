@@ -42,6 +42,9 @@ are refused here, with what to do. Every one of them has a test.
 {{- if and .Values.redis.routerUrl (not .Values.redis.url) }}
 {{- fail "redis: routerUrl and workerUrl go with url, which is the supervisor's" }}
 {{- end }}
+{{- if and .Values.tls.ingressSecret (not .Values.tls.secret) }}
+{{- fail "tls.ingressSecret: it goes with tls.secret, without which routers have no certificate to verify" }}
+{{- end }}
 {{- if eq .Values.mode "single" }}
 {{- include "baton.checkGpus" . }}
 {{- else }}

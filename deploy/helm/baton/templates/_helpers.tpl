@@ -204,3 +204,13 @@ redis://{{ .user }}:{{ include "baton.storePassword" (dict "user" .user "passwor
     defaultMode: 0440
 {{- end }}
 {{- end }}
+
+{{/* Whom ingress-nginx takes for a router. */}}
+{{- define "baton.ingressVerifies" -}}
+{{- if .Values.tls.ingressSecret -}}
+nginx.ingress.kubernetes.io/proxy-ssl-secret: {{ .Release.Namespace }}/{{ .Values.tls.ingressSecret }}
+nginx.ingress.kubernetes.io/proxy-ssl-verify: "on"
+nginx.ingress.kubernetes.io/proxy-ssl-name: {{ include "baton.fullname" . }}.{{ .Release.Namespace }}.svc
+nginx.ingress.kubernetes.io/proxy-ssl-server-name: "on"
+{{- end }}
+{{- end }}
