@@ -32,7 +32,7 @@ from baton.grpc_channel import open_channel
 from baton.grpc_errors import error_from_rpc
 from baton.registry import DRAINING, WorkerRecord
 from baton.request import LoadSnapshot, TokenOutput
-from baton.tls import TlsFiles
+from baton.tls import Renewal, TlsFiles
 from baton.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
 from router.breaker import Breaker
 from router.prefill_stream import PrefillStream
@@ -77,6 +77,7 @@ class WorkerLink:
     def __init__(self, record: WorkerRecord, tls: TlsFiles | None = None) -> None:
         """``tls``: what this router shows the worker. Raises ConfigError."""
         self.record = record
+        self._renewal = None if tls is None else Renewal(tls)
         self.channel = open_channel(record.address, tls, "worker")
         self.prefills = PrefillStream(self.channel, record.incarnation)
         self.load: LoadSnapshot = record.load
@@ -96,6 +97,13 @@ class WorkerLink:
         self._suspected_at = 0
         self._stalled_at: int | None = None
         self._failed_at = float("-inf")
+
+    def shows_old_files(self) -> bool:
+        """Whether it has lost its connection, and others have what it showed replaced meanwhile.
+
+        Its channel would show the old ones for ever. True once.
+        """
+        return not self.connected and self._renewal is not None and self._renewal.came()
 
     @property
     def messages(self) -> int:
@@ -217,8 +225,10 @@ class WorkerLinks:
         """Take over the registry's view."""
         for incarnation, record in records.items():
             link = self._links.get(incarnation)
-            if link is not None and link.record.role != record.role:
-                # The same worker with other services.
+            owed: deque[_Abort] = deque()
+            if link is not None and (link.record.role != record.role or link.shows_old_files()):
+                # The same worker with other services, or this router with other certificates.
+                owed = link.owed
                 self._let_go(incarnation)
                 link = None
             if link is None:
@@ -228,6 +238,7 @@ class WorkerLinks:
                     log.warning("worker %s cannot be reached: %s", incarnation, error.message)
                     continue
                 log.info("worker %s joins at %s", incarnation, record.address)
+                link.owed.extend(owed)
                 self._links[incarnation] = link
                 follow = self._read_tokens if record.role == "decode" else self._watch_channel
                 link.follower = asyncio.create_task(follow(link))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 import redis
@@ -21,6 +22,7 @@ from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry
 from baton.supervision_page import supervision_page
+from baton.tls import TlsFiles
 from baton.traffic_board import TrafficBoard
 from baton.traffic_counts import ToldTraffic, TrafficCounts
 from deploy.cluster_keys import forget_cluster
@@ -293,3 +295,25 @@ def test_a_url_that_names_its_files_keeps_them(authority: Authority) -> None:
 def test_a_password_may_have_any_letters() -> None:
     url = url_with_user("redis://:old@h:6379/0", "router", "a/b@c:d?")
     assert url == "redis://router:a%2Fb%40c%3Ad%3F@h:6379/0"
+
+
+@needs_redis
+async def test_renewed_certificates_are_shown_when_it_connects_again(tmp_path: Path) -> None:
+    """What a client showed at first lets it in no more, as after its end."""
+    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
+    shown = authority.sign("mine")
+    renewed = [path.read_bytes() for path in shown.paths]
+    foreign = TlsFiles.in_folder(other.folder, "worker")
+    with tls_redis(authority, tmp_path) as port:
+        for ours, theirs in zip(shown.paths[:2], foreign.paths[:2], strict=True):
+            ours.write_bytes(theirs.read_bytes())
+        files = dict(zip(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), shown.paths, strict=True))
+        async with redis_client(
+            f"{urls_of(port)['redis_worker_url']}?{urlencode(files)}"
+        ) as client:
+            with pytest.raises(redis.ConnectionError):
+                await client.get("none of its keys")
+            for ours, now in zip(shown.paths[:2], renewed[:2], strict=True):
+                ours.write_bytes(now)
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                await client.get("none of its keys")

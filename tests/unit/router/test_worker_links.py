@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import grpc.aio
@@ -14,12 +15,14 @@ import pytest
 
 from baton import convert
 from baton.errors import BatonError, WorkerFailed
-from baton.grpc_channel import make_server, open_channel
+from baton.grpc_channel import listen, make_server, open_channel
 from baton.registry import WorkerRecord
 from baton.request import Geometry, LoadSnapshot, TokenOutput
+from baton.tls import TlsFiles
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from router import worker_links
 from router.worker_links import WorkerLinks
+from tests.certificates import Authority
 
 DEADLINE_S = 20.0
 OUTPUTS = [TokenOutput("r", 0, index, (index,)) for index in range(3)]
@@ -62,7 +65,7 @@ class Decode(decode_pb2_grpc.DecodeServiceServicer):
 class World:
     """A worker, the links of a router, and what the router has heard."""
 
-    def __init__(self, decode: Decode, address: str) -> None:
+    def __init__(self, decode: Decode, address: str, tls: TlsFiles | None = None) -> None:
         self.decode = decode
         self.record = WorkerRecord(
             incarnation="d",
@@ -79,7 +82,9 @@ class World:
         )
         self.heard: list[TokenOutput] = []
         self.broken: list[tuple[str, BatonError]] = []
-        self.links = WorkerLinks("router", self.heard.append, self.on_broken, heartbeat_s=0.01)
+        self.links = WorkerLinks(
+            "router", self.heard.append, self.on_broken, heartbeat_s=0.01, tls=tls
+        )
 
     def on_broken(self, incarnation: str, error: BatonError) -> None:
         self.broken.append((incarnation, error))
@@ -94,12 +99,15 @@ class World:
 
 
 @asynccontextmanager
-async def open_world() -> AsyncIterator[World]:
+async def open_world(
+    shown: TlsFiles | None = None, to: TlsFiles | None = None
+) -> AsyncIterator[World]:
+    """``shown`` by the worker ``to`` whom the router shows these; None without TLS."""
     server, decode = make_server(), Decode()  # type: ignore[abstract]
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = listen(server, "127.0.0.1:0", shown)
     await server.start()
-    world = World(decode, f"127.0.0.1:{port}")
+    world = World(decode, f"127.0.0.1:{port}", to)
     try:
         yield world
     finally:
@@ -303,6 +311,32 @@ async def test_aborts_that_did_not_arrive_are_sent_when_the_worker_is_heard() ->
         await world.until(lambda: world.decode.aborted)
         assert world.decode.aborted == [("r", 2, decode_pb2.ABORT_REASON_UNSPECIFIED)]
         assert not link.owed
+
+
+async def test_renewed_certificates_are_shown_by_a_link_that_has_lost_its_worker(
+    tmp_path: Path,
+) -> None:
+    """As after the old ones have ended: what the router showed at first lets it in no more."""
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    shown = TlsFiles.in_folder(old.folder, "router")
+    async with open_world(TlsFiles.in_folder(new.folder, "worker"), shown) as world:
+        world.links.update({"d": world.record})
+        await world.until(lambda: world.broken)
+        await world.links.abort("d", "r", 2, stop=False)
+        refused = world.links.get("d")
+        world.links.update({"d": world.record})
+        assert world.links.get("d") is refused, "there is nothing else to show"
+        for ours, theirs in zip(
+            shown.paths, TlsFiles.in_folder(new.folder, "router").paths, strict=True
+        ):
+            theirs.replace(ours)
+        world.links.update({"d": world.record})
+        assert world.links.get("d") is not refused
+        await world.until(world.is_up)
+        link = world.links.get("d")
+        world.links.update({"d": world.record})
+        assert world.links.get("d") is link
+        await world.until(lambda: world.decode.aborted)
 
 
 async def test_a_suspect_takes_no_requests_until_it_is_heard(
