@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.tls import TlsFiles, server_context
+from tests.certificates import Authority
 from tests.unit.deploy.baton_commands import parse, unknown_variables
 from tests.unit.deploy.chart import program
 
@@ -108,8 +110,8 @@ def test_all_rooms_are_sent_and_nothing_else() -> None:
 
 
 @contextmanager
-def front(status: int) -> Iterator[int]:
-    """A front whose /health says ``status``; its port."""
+def front(status: int, tls: TlsFiles | None = None) -> Iterator[int]:
+    """A front whose /health says ``status``, with TLS where it has files; its port."""
 
     class Front(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -120,6 +122,8 @@ def front(status: int) -> Iterator[int]:
         def log_message(self, *_: object) -> None: ...
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Front) as server:
+        if tls is not None:
+            server.socket = server_context(tls).wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
@@ -130,12 +134,19 @@ def front(status: int) -> Iterator[int]:
 
 
 @pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False), (404, False)])
-def test_the_health_check_follows_health(status: int, healthy: bool) -> None:
+@pytest.mark.parametrize("secured", [False, True])
+def test_the_health_check_follows_health(
+    status: int, healthy: bool, secured: bool, tmp_path: Path
+) -> None:
     (check,) = given("HEALTHCHECK")
     _, *arguments = json.loads(check[check.index("[") :])
-    with front(status) as port:
+    folder = Authority(tmp_path).folder
+    shown = TlsFiles(folder / "router.pem", folder / "router.key") if secured else None
+    with front(status, shown) as port:
         # Proxies are for others than this container.
         environment = {"BATON_HTTP": f"0.0.0.0:{port}", "http_proxy": "http://127.0.0.1:9"}
+        if secured:
+            environment |= {"BATON_TLS__FOLDER": str(folder), "https_proxy": "http://127.0.0.1:9"}
         done = subprocess.run(
             [sys.executable, *arguments],
             env=environment,
