@@ -72,7 +72,6 @@ class Handoff:
         self._puts: PutPlan
         self._use = ExitStack()
         self._staging = staging
-        self._geometry = context.engine.cache.geometry()
         self._converted: ConvertedBlocks | None = None
         """The sequence's blocks as the receiver has them, where its geometry is another one."""
         self._pair: Outbound | None = None
@@ -155,10 +154,9 @@ class Handoff:
     def sends_layers(self, tokens: int) -> bool:
         """Whether layers of the next ``tokens`` tokens are worth sending while others are computed.
 
-        What is converted is converted whole, and what other ranks of this worker have stored so far
-        is not known.
+        What is converted is converted whole. A layer that rank 0 has stored is stored on all ranks.
         """
-        if self._converted is not None or self._geometry.tensor_parallel > 1:
+        if self._converted is not None:
             return False
         return self._wire_s(tokens // self._context.engine.cache.block_size) >= LEAST_WIRE_S
 

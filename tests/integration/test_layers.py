@@ -13,23 +13,38 @@ from tests.integration.test_handoff import local_answer, prompt_of
 from tests.mini_cluster import mini_cluster
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize(
+    ("transport", "prefill_tp", "decode_tp"),
+    [("shm", 1, 1), ("grpc", 1, 1), ("shm", 2, 1), ("grpc", 2, 2)],
+)
 async def test_layers_leave_before_the_step_ends(
-    tiny_model: Path, redis_url: str, transport: str, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path,
+    redis_url: str,
+    transport: str,
+    prefill_tp: int,
+    decode_tp: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(handoff, "LEAST_WIRE_S", 0.0)
     monkeypatch.setattr(handoff, "LEAST_SLICE_S", 0.0)
     monkeypatch.setattr(role, "LOOK_S", 0.0001)
     parts: list[tuple[int, int]] = []
-    put = Push.put
+    put = Push.put_layers
 
-    def noting(self: Push, target: int, source: int, offset: int, length: int) -> None:
-        parts.append((offset, length))
-        put(self, target, source, offset, length)
+    def noting(self: Push, target: int, source: int, first: int, last: int) -> None:
+        parts.append((first, last))
+        put(self, target, source, first, last)
 
-    monkeypatch.setattr(Push, "put", noting)
+    monkeypatch.setattr(Push, "put_layers", noting)
     sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8, transport=transport) as cluster:
+    async with mini_cluster(
+        tiny_model,
+        redis_url,
+        kv_pool_mib=8,
+        transport=transport,
+        prefill_pool={"tp": prefill_tp},
+        decode_pool={"tp": decode_tp},
+    ) as cluster:
         for salt in range(12):
             prompt = prompt_of(400 + salt, salt)
             answer = await cluster.answer(prompt, sampling)
@@ -37,8 +52,8 @@ async def test_layers_leave_before_the_step_ends(
         await cluster.until_idle()
         context = cluster.workers["prefill-0"].context
         assert context is not None
-        block_bytes = context.memory.block_bytes
-    assert any(length < block_bytes for _, length in parts), "every block went whole"
+        whole = (0, context.engine.cache.geometry().layers)
+    assert any(part != whole for part in parts), "every block went whole"
 
 
 async def test_a_fast_wire_gets_whole_blocks(
