@@ -94,6 +94,11 @@ class Push:
         """Whether its parts are still to be sent."""
         return self._error is None and not self.done.done()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether some of its parts have not landed."""
+        return bool(self._queued or self._in_flight)
+
     def fail(self, error: BatonError) -> None:
         """It has gone wrong; the first error counts."""
         if self.is_open:
@@ -383,10 +388,17 @@ class Outbound:
             if answer.HasField("renewed"):
                 self._owed_since = None
                 for ticket_id in answer.renewed.ended_ticket_ids:
-                    if (push := self._pushes.get(ticket_id)) is not None:
-                        push.fail(
-                            TicketEnded(f"{self.peer.incarnation} has ended ticket {ticket_id}")
-                        )
+                    self._ended_there(ticket_id)
+
+    def _ended_there(self, ticket_id: str) -> None:
+        """A ticket is open no longer at the receiver.
+
+        Another rank than 0 cannot tell a failure from a commit, whose end it may not have heard of
+        yet. Where all of it has landed, rank 0 tells.
+        """
+        push = self._pushes.get(ticket_id)
+        if push is not None and (self._identity.rank == 0 or push.is_under_way):
+            push.fail(TicketEnded(f"{self.peer.incarnation} has ended ticket {ticket_id}"))
 
     def _landed(self, message: transfer_pb2.BatchLanded) -> None:
         load = self._in_flight.pop(message.number, None)

@@ -25,6 +25,8 @@ from tests.unit.worker.ranked_worker import (
     until,
     workers,
 )
+from worker.rank_link import RankPush
+from worker.rank_receiver import RankReceiver
 
 CASES = [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)]
 """Ranks of writer and receiver."""
@@ -105,6 +107,44 @@ async def test_nothing_is_complete_before_every_rank_has_its_bytes() -> None:
         push.end()
         await push.done
         await until(lambda: ticket.is_complete)
+
+
+async def test_a_rank_that_hears_late_of_the_end_fails_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ticket may be committed by then, and closed on all ranks."""
+    late: list[RankPush] = []
+
+    def hear_late(self: RankPush) -> None:
+        late.append(self)
+
+    refused: list[str] = []
+    renew = RankReceiver.renew
+
+    def noting(self: RankReceiver, writer: str, ticket_ids: list[str], now: float) -> list[str]:
+        ended = renew(self, writer, ticket_ids, now)
+        refused.extend(ended)
+        return ended
+
+    monkeypatch.setattr(RankReceiver, "renew", noting)
+    end = RankPush.end
+    async with workers(*pair_of(4, (2, 2), "shm")) as (writer, receiver):
+        ticket, push = await writer.begin(receiver, 2)
+        push.put_layers(0, 5, 0, 3)
+        push.put_layers(1, 6, 0, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(RankPush, "end", hear_late)
+            push.end()
+        await until(lambda: ticket.is_complete)
+        receiver.receiver.commit(ticket.ticket_id, writer.identity.incarnation, time.monotonic())
+        # Heartbeats renew what rank 1 takes for open.
+        await until(lambda: refused)
+        for each in late:
+            end(each)
+        async with asyncio.timeout(DEADLINE_S):
+            assert await push.done == ticket.expected_bytes
+        receiver.check_blocks(ticket.missing, [5, 6], model_kv(writer.geometry, 1))
+        receiver.pool.release(ticket.missing)
 
 
 async def test_an_aborted_ticket_frees_its_blocks_on_all_ranks() -> None:
