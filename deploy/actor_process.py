@@ -18,6 +18,7 @@ import psutil
 from baton.logs import log_to_stream
 from deploy.launcher_lease import lease_lost
 from deploy.launcher_life import LauncherLife
+from deploy.node_roll import NodeRoll
 
 _LAUNCHER_POLL_S = 2.0
 
@@ -46,6 +47,16 @@ def end_other(pid: int, started: float) -> None:
         process = psutil.Process(pid)
         if process.create_time() == started:
             process.kill()
+
+
+def end_others(workers: Path, slot: str) -> None:
+    """SIGKILL for all other processes of a node that house what this one houses.
+
+    ``workers`` is the folder of the node's ``NodeRoll``, in which ``slot`` names it.
+    """
+    for other in NodeRoll(workers).living():
+        if other.slot == slot and other.pid != os.getpid():
+            end_other(other.pid, other.started)
 
 
 def take_sigterm(handler: Callable[[int, object], None]) -> None:

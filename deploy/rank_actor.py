@@ -15,7 +15,7 @@ import threading
 from concurrent.futures import Future
 from dataclasses import asdict
 
-from deploy.actor_process import end_process, fail, log_to, take_sigterm
+from deploy.actor_process import end_others, end_process, fail, log_to, take_sigterm
 from deploy.actor_settings import ActorSettings
 from deploy.node_share import NodeShare
 from deploy.ray_place import RayPlace
@@ -39,6 +39,8 @@ class RankActor:
         self._address = address
         place = RayPlace.own()
         self._share = NodeShare.take(self._settings, place.host, place.node, place.gcs, rank)
+        # One that stood still while it loaded: nobody else was told of it, and it has a GPU.
+        end_others(self._share.run.workers, f"{self._settings.slot}.rank-{rank}")
         self._process = json.dumps(asdict(Whereabouts.own(place.node)))
         config = self._settings.config
         log_to(str(self._share.log_file), str(config["log_level"]), str(config["log_format"]))

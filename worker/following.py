@@ -61,6 +61,7 @@ class FollowingWorker:
         following = FollowingRank(self._address, self._rank, ranks, FORM_S, self._process)
         try:
             group = following.form(device_of(built), on_lost)
+            log.info("%s: rank %d of %d loads", settings.slot, self._rank, ranks)
             model, cache = build_following(built, group, memory.allocate)
             with contextlib.ExitStack() as serving:
                 # Of ranks that divide prompts rank 0 sends all of a block.

@@ -23,8 +23,10 @@ from tests.e2e.answers import answer_of, end_amid_an_answer, streamed
 from tests.e2e.cluster import START_S, UpProcess
 from tests.models import make_tiny_model
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+# Clusters of up to six processes that import torch, on machines that may have two cores.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 TOKENS = 120
+REPLACED_S = 2 * START_S
 STREAMS = 6
 CALLING: tuple[PeerRole, ...] = ("client", "router", "monitor", "worker")
 
@@ -55,7 +57,7 @@ def rank_pids(up: UpProcess) -> dict[str, int]:
 
 
 def wait_for_all(
-    up: UpProcess, others: dict[str, int], deadline_s: float = START_S, slot: str = "decode-0"
+    up: UpProcess, others: dict[str, int], deadline_s: float = REPLACED_S, slot: str = "decode-0"
 ) -> None:
     """Until every rank of ``slot`` is there and serves, none of those in ``others``."""
     end = time.monotonic() + deadline_s
@@ -68,6 +70,16 @@ def wait_for_all(
         raise AssertionError(f"{others} were not replaced: {rank_pids(up)}")
     up.wait_for(f"{slot} is back", deadline_s)
     up.wait_healthy(deadline_s)
+
+
+def group_of(pids: dict[str, int], slot: str) -> dict[str, int]:
+    """Those of one worker's ranks."""
+    return {name: pid for name, pid in pids.items() if name.partition(".")[0] == slot}
+
+
+def times_loading(up: UpProcess) -> int:
+    """How often rank 1 of decode-0 has begun to load its share."""
+    return (up.logs / "decode-0.rank-1.log").read_text().count("rank 1 of 2 loads")
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
@@ -109,8 +121,9 @@ def test_ranks_that_divide_prompts_change_no_answer(cluster: UpProcess, model: P
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("slot", ["decode-0.rank-1", "decode-0"])
 def test_a_rank_that_goes_costs_no_client_anything(
-    cluster: UpProcess, number: signal.Signals
+    cluster: UpProcess, slot: str, number: signal.Signals
 ) -> None:
     cluster.wait_healthy()
     cluster.forget_output()
@@ -121,11 +134,11 @@ def test_a_rank_that_goes_costs_no_client_anything(
         running = [threads.submit(streamed, cluster, TOKENS, one) for one in begun]
         for one in begun:
             assert one.wait(START_S)
-        psutil.Process(before["decode-0.rank-1"]).send_signal(number)
+        psutil.Process(before[slot]).send_signal(number)
         for answer in running:
             assert answer.result(START_S) == expected
     # The whole group was replaced, the stopped process ended.
-    gone = {slot: pid for slot, pid in before.items() if slot.startswith("decode-0")}
+    gone = group_of(before, "decode-0")
     wait_for_all(cluster, gone)
     assert not any(psutil.pid_exists(pid) for pid in gone.values())
     assert answer_of(cluster, TOKENS) == expected
@@ -162,3 +175,25 @@ def _join(address: str, files: TlsFiles | None) -> grpc.StatusCode:
         )
         code: grpc.StatusCode = call.code()
         return code
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_goes_while_it_loads_has_its_worker_begin_again(
+    cluster: UpProcess, number: signal.Signals
+) -> None:
+    cluster.wait_healthy()
+    cluster.forget_output()
+    expected = answer_of(cluster, TOKENS)
+    loaded, first = times_loading(cluster), rank_pids(cluster)["decode-0"]
+    psutil.Process(first).kill()
+    end = time.monotonic() + REPLACED_S
+    while times_loading(cluster) == loaded:
+        assert time.monotonic() < end, cluster.text
+        time.sleep(0.01)
+    second = group_of(rank_pids(cluster), "decode-0")
+    psutil.Process(second["decode-0.rank-1"]).send_signal(number)
+    # The other worker serves meanwhile.
+    assert answer_of(cluster, TOKENS) == expected
+    wait_for_all(cluster, second)
+    assert not any(psutil.pid_exists(pid) for pid in second.values())
+    assert answer_of(cluster, TOKENS) == expected
