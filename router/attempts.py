@@ -166,6 +166,7 @@ class Attempts:
             address=holder.record.address,
             incarnation=decision.holder,
             blocks=decision.holder_blocks,
+            tensor_parallel=holder.record.geometry.tensor_parallel,
         )
 
     async def _prefill(self, attempt: Attempt, message: prefill_pb2.PrefillRequest) -> None:

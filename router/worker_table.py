@@ -9,7 +9,7 @@ event loop.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -186,8 +186,11 @@ class WorkerTable:
             step_model(record.step_cost),
         )
         self.slot_hash[row] = hash_of(record.slot)
-        # KV moves between equal shapes only, where it is pulled.
-        self.shape[row] = self._shapes.setdefault(record.geometry, len(self._shapes))
+        # KV moves between equal shapes only, where it is pulled, on however many ranks it lies.
+        shape = record.geometry
+        if shape.drafter is None:
+            shape = replace(shape, tensor_parallel=1)
+        self.shape[row] = self._shapes.setdefault(shape, len(self._shapes))
         self.per_block[row] = max(1, record.geometry.block_size // self.hash_block)
         self._coarse = self._coarse or self.per_block[row] > 1
         self._take_prefill(row)

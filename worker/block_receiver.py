@@ -51,6 +51,9 @@ class TicketRanks(Protocol):
     def close_ticket(self, ticket_id: str) -> None:
         """Have all of them let in nothing more; each tells when nothing is copied."""
 
+    def shorten_ticket(self, ticket_id: str, blocks: int) -> None:
+        """Have all of them await the first of its missing blocks alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
@@ -90,6 +93,8 @@ class BlockReceiver(TicketReceiver):
         self._geometry = geometry
         self._ranks = ranks
         self._opening: dict[str, _Opening] = {}
+        self._completing: dict[str, asyncio.Future[None]] = {}
+        """Of tickets for whose last bytes somebody waits."""
 
     def promise(
         self,
@@ -154,6 +159,18 @@ class BlockReceiver(TicketReceiver):
         opening = self._opening.get(ticket_id)
         return None if opening is None else opening.done
 
+    def whole(self, ticket_id: str) -> asyncio.Future[None] | None:
+        """Done once every byte is in place on all ranks; fails with what ends the ticket.
+
+        None: it is. Raises TicketEnded for one that there is not.
+        """
+        if self.book.get(ticket_id).is_complete:
+            return None
+        whole = self._completing.get(ticket_id)
+        if whole is None:
+            whole = self._completing[ticket_id] = asyncio.get_running_loop().create_future()
+        return whole
+
     # Copies
 
     def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
@@ -169,6 +186,9 @@ class BlockReceiver(TicketReceiver):
 
     def _check_complete(self, ticket: Ticket) -> None:
         if ticket.is_open and ticket.is_complete:
+            whole = self._completing.pop(ticket.ticket_id, None)
+            if whole is not None and not whole.done():
+                whole.set_result(None)
             for listener in self.listeners:
                 listener.completed(ticket)
 
@@ -246,7 +266,10 @@ class BlockReceiver(TicketReceiver):
 
     def shorten(self, ticket_id: str, count: int) -> None:
         """Give back the missing blocks that the writer does not have; see ``Ticket.shorten``."""
-        self.pool.release(self.book.get(ticket_id).shorten(count))
+        dropped = self.book.get(ticket_id).shorten(count)
+        if dropped and self._ranks is not None:
+            self._ranks.shorten_ticket(ticket_id, count)
+        self.pool.release(dropped)
 
     def commit(self, ticket_id: str, writer: str, now: float) -> Ticket:
         """The blocks are the caller's: pinned ones first, then what was missing.
@@ -305,9 +328,10 @@ class BlockReceiver(TicketReceiver):
         if self._ranks is not None and ticket.missing:
             self._ranks.close_ticket(ticket.ticket_id)
         opening = self._opening.pop(ticket.ticket_id, None)
-        if opening is not None and not opening.done.done():
-            opening.done.set_exception(error)
-            opening.done.exception()  # looked at, so that asyncio does not log it
+        for waited in (opening and opening.done, self._completing.pop(ticket.ticket_id, None)):
+            if waited is not None and not waited.done():
+                waited.set_exception(error)
+                waited.exception()  # looked at, so that asyncio does not log it
         self.pool.release(ticket.pinned)
         if ticket.is_quarantined:
             self.pool.quarantine(ticket.missing)

@@ -133,7 +133,7 @@ class Exchange:
         Returns how many have landed. They are pinned as long as this call runs: it is the read
         ticket of whoever pulls. Raises BatonError.
         """
-        if check_peer(self.identity, reader, meant) is not Fit.EQUAL:
+        if check_peer(self.identity, reader, meant) is Fit.CONVERTIBLE:
             raise GeometryMismatch(
                 "blocks are pulled as they are: "
                 f"{reader.incarnation} has {reader.geometry}, "

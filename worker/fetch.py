@@ -9,13 +9,15 @@ time, never the request: the blocks are computed then. Owned by the control loop
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.errors import BatonError, DeadlineExceeded
 from baton.hashing import last_hashes
+from baton.request import Geometry
 from baton.v1 import prefill_pb2
 from engine.sequence import Sequence
 from kvtransfer.ticket import Purpose, Ticket
@@ -37,6 +39,8 @@ class PrefixSource:
     holder: Peer
     blocks: int
     """Hash blocks, as the prefix index counts."""
+    tensor_parallel: int = 0
+    """On how many ranks they lie; 0: on as many as here."""
 
 
 def source_of(request: prefill_pb2.PrefillRequest) -> PrefixSource | None:
@@ -44,7 +48,8 @@ def source_of(request: prefill_pb2.PrefillRequest) -> PrefixSource | None:
     if not request.HasField("source"):
         return None
     source = request.source
-    return PrefixSource(Peer(source.incarnation, source.address), source.blocks)
+    holder = Peer(source.incarnation, source.address)
+    return PrefixSource(holder, source.blocks, source.tensor_parallel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,8 @@ class _Fetch:
     """Of the blocks after those."""
     limit_s: float
     """When it is given up."""
+    geometry: Geometry | None
+    """The holder's; None: it is as here."""
 
 
 class Fetcher:
@@ -86,11 +93,18 @@ class Fetcher:
         began = time.monotonic()
         outcome = "aborted"
         try:
+            end = began + fetch.limit_s
+            await _in_time(self._receiver.opened(ticket.ticket_id), end)
             count = await self._exchange.ask(
-                fetch.holder, ticket.ticket_id, fetch.hashes, fetch.limit_s
+                fetch.holder, ticket.ticket_id, fetch.hashes, end - time.monotonic()
             )
             outcome = "error" if count else "empty"
-            return self._take(ticket, fetch, count, began)
+            if not count:
+                return []
+            self._receiver.shorten(ticket.ticket_id, count)
+            # Other ranks of this worker tell by themselves that they have theirs.
+            await _in_time(self._receiver.whole(ticket.ticket_id), end)
+            return self._take(ticket, fetch, began)
         except BatonError as error:
             outcome = "deadline" if isinstance(error, DeadlineExceeded) else "error"
             self._estimates.failed(fetch.holder.incarnation, fetch.transport, time.monotonic())
@@ -103,9 +117,9 @@ class Fetcher:
     def _choose(self, sequence: Sequence, source: PrefixSource, deadline: float) -> _Fetch | None:
         """What to fetch, None where nothing can be or where computing is faster.
 
-        Workers of several ranks fetch nothing: what comes is rank 0's alone.
+        Ranks that divide prompts fetch nothing: what comes would be rank 0's alone.
         """
-        if self._context.settings.pool.ranks > 1:
+        if self._context.settings.pool.cp > 1:
             return None
         limits = self._context.engine.scheduler.limits
         size, each = self._block_size, limits.hashes_per_block
@@ -126,7 +140,11 @@ class Fetcher:
         limit_s = self._estimates.deadline_s(holder, transport, count, compute_s)
         if limit_s > _SHARE_OF_DEADLINE * (deadline - now):
             return None
-        return _Fetch(source.holder, transport, own, missing, limit_s)
+        geometry = None
+        if source.tensor_parallel:
+            own_geometry = self._exchange.identity.geometry
+            geometry = replace(own_geometry, tensor_parallel=source.tensor_parallel)
+        return _Fetch(source.holder, transport, own, missing, limit_s, geometry)
 
     def _promise(self, sequence: Sequence, fetch: _Fetch) -> Ticket | None:
         """A ticket for the missing blocks; None where there is no room."""
@@ -145,16 +163,24 @@ class Fetcher:
             pinned=fetch.own,
             now=time.monotonic(),
             purpose=Purpose.PULL,
+            geometry=fetch.geometry,
         )
 
-    def _take(self, ticket: Ticket, fetch: _Fetch, count: int, began: float) -> list[int]:
+    def _take(self, ticket: Ticket, fetch: _Fetch, began: float) -> list[int]:
         """The blocks that have come, behind those held. Raises BatonError."""
-        if not count:
-            return []
         now = time.monotonic()
-        self._receiver.shorten(ticket.ticket_id, count)
         self._receiver.commit(ticket.ticket_id, fetch.holder.incarnation, now)
         self._estimates.succeeded(
             fetch.holder.incarnation, fetch.transport, ticket.expected_bytes, now - began
         )
         return ticket.pinned + ticket.missing
+
+
+async def _in_time(waited: asyncio.Future[None] | None, end: float) -> None:
+    """Raises DeadlineExceeded where it is not done by ``end``, and what it fails with."""
+    if waited is None:
+        return
+    await asyncio.wait([waited], timeout=max(0.0, end - time.monotonic()))
+    if not waited.done():
+        raise DeadlineExceeded("another rank of this worker has not received its blocks in time")
+    waited.result()

@@ -221,6 +221,11 @@ class RankLink:
         message = rank_pb2.CloseTicket(ticket_id=ticket_id)
         self._commands.put_nowait(Command(close_ticket=message))
 
+    def shorten_ticket(self, ticket_id: str, blocks: int) -> None:
+        """Have it await the first of a ticket's missing blocks alone."""
+        message = rank_pb2.ShortenTicket(ticket_id=ticket_id, blocks=blocks)
+        self._commands.put_nowait(Command(shorten_ticket=message))
+
     def push(self, ticket_id: str, receiver: RankedPeer) -> RankPush:
         """Have it send its part of blocks to a ticket of a receiver."""
         push = RankPush(ticket_id, self._commands.put_nowait)
@@ -355,6 +360,11 @@ class RankLinks:
         """Have all ranks let in nothing more."""
         for link in self.links:
             link.close_ticket(ticket_id)
+
+    def shorten_ticket(self, ticket_id: str, blocks: int) -> None:
+        """Have all ranks await the first of a ticket's missing blocks alone."""
+        for link in self.links:
+            link.shorten_ticket(ticket_id, blocks)
 
     def push(self, ticket_id: str, receiver: RankedPeer) -> list[RankPush]:
         """Have all ranks send their parts of blocks."""

@@ -1,6 +1,6 @@
 """What a rank other than rank 0 receives: its parts of tickets that rank 0 has given out.
 
-    open ─all bytes verified→ filled ─rank 0 closes it→ gone
+    open ─all bytes verified, of as many blocks as the writer has→ filled ─rank 0 closes it→ gone
     open ─damaged bytes, expiry, its writer goes→ failed ─rank 0 closes it→ gone
     open, failed ─rank 0 closes it, the last copy ended→ freed, gone
 
@@ -70,6 +70,18 @@ class RankReceiver(TicketReceiver):
             self._released(ticket, TicketEnded(f"ticket {ticket_id} was closed"))
         self._drop_ended(ticket)
 
+    def shorten(self, ticket_id: str, blocks: int) -> None:
+        """Await the first missing blocks alone. A ticket in whose blocks copies are ends."""
+        try:
+            ticket = self.book.get(ticket_id)
+            ticket.shorten(blocks)
+        except TicketEnded:
+            return  # rank 0 was told
+        except HandoffError as error:
+            self._fail(ticket, error)
+            return
+        self._check_filled(ticket)
+
     def close_all(self) -> None:
         """Rank 0 is gone."""
         for ticket in self.book:
@@ -88,12 +100,17 @@ class RankReceiver(TicketReceiver):
         """``copied`` bytes were verified and are in place."""
         ticket = self.book.get(ticket_id)
         ticket.end_copy()
+        self._check_filled(ticket)
+        self._drop_ended(ticket)
+
+    def _check_filled(self, ticket: Ticket) -> None:
         if ticket.is_open and ticket.is_complete:
             filled = rank_pb2.TicketFilled(
-                ticket_id=ticket_id, bytes=ticket.expected_bytes, transport=transport
+                ticket_id=ticket.ticket_id,
+                bytes=ticket.expected_bytes,
+                transport=self._transports.get(ticket.ticket_id, ""),
             )
             self._tell(Event(ticket_filled=filled))
-        self._drop_ended(ticket)
 
     def fail_copy(self, ticket_id: str, error: BatonError, now: float) -> None:
         """Bytes were damaged, or did not come."""

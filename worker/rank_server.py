@@ -213,6 +213,9 @@ class RankLife:
                     self._keeper.open(each.open_ticket, time.monotonic())
                 case "close_ticket":
                     self._keeper.close(each.close_ticket.ticket_id)
+                case "shorten_ticket":
+                    shorter = each.shorten_ticket
+                    self._keeper.shorten(shorter.ticket_id, shorter.blocks)
                 case "open_push":
                     self._open_push(each.open_push)
                 case "put_blocks":

@@ -225,21 +225,25 @@ class PrefixSource(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """host:port of its gRPC server."""
     incarnation: _builtins.str
     blocks: _builtins.int
     """How many leading blocks of the prompt the prefix index says that it holds."""
+    tensor_parallel: _builtins.int
+    """On how many ranks they lie; 0: on as many as the reader has."""
     def __init__(
         self,
         *,
         address: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         blocks: _builtins.int = ...,
+        tensor_parallel: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "incarnation", b"incarnation", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import transfer_pb2 as baton_dot_v1_dot_transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x62\x61ton/v1/rank.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/transfer.proto\"6\n\x0bJoinRequest\x12\'\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x15.baton.v1.RankCommand\"3\n\x0cJoinResponse\x12#\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x13.baton.v1.RankEvent\"\xb9\x02\n\x0bRankCommand\x12$\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x13.baton.v1.BeginRankH\x00\x12+\n\x0bopen_ticket\x18\x02 \x01(\x0b\x32\x14.baton.v1.OpenTicketH\x00\x12-\n\x0c\x63lose_ticket\x18\x03 \x01(\x0b\x32\x15.baton.v1.CloseTicketH\x00\x12\'\n\topen_push\x18\x04 \x01(\x0b\x32\x12.baton.v1.OpenPushH\x00\x12)\n\nput_blocks\x18\x05 \x01(\x0b\x32\x13.baton.v1.PutBlocksH\x00\x12%\n\x08\x65nd_push\x18\x06 \x01(\x0b\x32\x11.baton.v1.EndPushH\x00\x12\"\n\x04\x62\x65\x61t\x18\x07 \x01(\x0b\x32\x12.baton.v1.RankBeatH\x00\x42\t\n\x07\x63ommand\"\xc9\x02\n\tRankEvent\x12$\n\x05\x62\x65gun\x18\x01 \x01(\x0b\x32\x13.baton.v1.RankBegunH\x00\x12/\n\rticket_opened\x18\x02 \x01(\x0b\x32\x16.baton.v1.TicketOpenedH\x00\x12/\n\rticket_filled\x18\x03 \x01(\x0b\x32\x16.baton.v1.TicketFilledH\x00\x12/\n\rticket_failed\x18\x04 \x01(\x0b\x32\x16.baton.v1.TicketFailedH\x00\x12-\n\x0cticket_freed\x18\x05 \x01(\x0b\x32\x15.baton.v1.TicketFreedH\x00\x12\'\n\tpush_over\x18\x06 \x01(\x0b\x32\x12.baton.v1.PushOverH\x00\x12\"\n\x04\x62\x65\x61t\x18\x07 \x01(\x0b\x32\x12.baton.v1.RankBeatH\x00\x42\x07\n\x05\x65vent\"\xac\x01\n\tBeginRank\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12$\n\x08geometry\x18\x03 \x01(\x0b\x32\x12.baton.v1.Geometry\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x14\n\x0cwindow_bytes\x18\x05 \x01(\x04\x12\x12\n\nsilence_ms\x18\x06 \x01(\r\x12\x17\n\x0flead_silence_ms\x18\x07 \x01(\r\"\x0b\n\tRankBegun\"\n\n\x08RankBeat\"x\n\nOpenTicket\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0e\n\x06writer\x18\x02 \x01(\t\x12$\n\x08geometry\x18\x03 \x01(\x0b\x32\x12.baton.v1.Geometry\x12\x0f\n\x07missing\x18\x04 \x03(\r\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\" \n\x0b\x43loseTicket\x12\x11\n\tticket_id\x18\x01 \x01(\t\"!\n\x0cTicketOpened\x12\x11\n\tticket_id\x18\x01 \x01(\t\"C\n\x0cTicketFilled\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x11\n\ttransport\x18\x03 \x01(\t\">\n\x0cTicketFailed\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\" \n\x0bTicketFreed\x12\x11\n\tticket_id\x18\x01 \x01(\t\"h\n\x08OpenPush\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x10\n\x08receiver\x18\x02 \x01(\t\x12$\n\x08geometry\x18\x03 \x01(\x0b\x32\x12.baton.v1.Geometry\x12\x11\n\taddresses\x18\x04 \x03(\t\"i\n\tPutBlocks\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0f\n\x07targets\x18\x02 \x03(\r\x12\x0f\n\x07sources\x18\x03 \x03(\r\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nlast_layer\x18\x05 \x01(\r\"2\n\x07\x45ndPush\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x14\n\x0cis_cancelled\x18\x02 \x01(\x08\"I\n\x08PushOver\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x0c\n\x04\x63ode\x18\x04 \x01(\t2H\n\x0bRankService\x12\x39\n\x04Join\x12\x15.baton.v1.JoinRequest\x1a\x16.baton.v1.JoinResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x62\x61ton/v1/rank.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/transfer.proto\"6\n\x0bJoinRequest\x12\'\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x15.baton.v1.RankCommand\"3\n\x0cJoinResponse\x12#\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x13.baton.v1.RankEvent\"\xec\x02\n\x0bRankCommand\x12$\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x13.baton.v1.BeginRankH\x00\x12+\n\x0bopen_ticket\x18\x02 \x01(\x0b\x32\x14.baton.v1.OpenTicketH\x00\x12-\n\x0c\x63lose_ticket\x18\x03 \x01(\x0b\x32\x15.baton.v1.CloseTicketH\x00\x12\'\n\topen_push\x18\x04 \x01(\x0b\x32\x12.baton.v1.OpenPushH\x00\x12)\n\nput_blocks\x18\x05 \x01(\x0b\x32\x13.baton.v1.PutBlocksH\x00\x12%\n\x08\x65nd_push\x18\x06 \x01(\x0b\x32\x11.baton.v1.EndPushH\x00\x12\"\n\x04\x62\x65\x61t\x18\x07 \x01(\x0b\x32\x12.baton.v1.RankBeatH\x00\x12\x31\n\x0eshorten_ticket\x18\x08 \x01(\x0b\x32\x17.baton.v1.ShortenTicketH\x00\x42\t\n\x07\x63ommand\"\xc9\x02\n\tRankEvent\x12$\n\x05\x62\x65gun\x18\x01 \x01(\x0b\x32\x13.baton.v1.RankBegunH\x00\x12/\n\rticket_opened\x18\x02 \x01(\x0b\x32\x16.baton.v1.TicketOpenedH\x00\x12/\n\rticket_filled\x18\x03 \x01(\x0b\x32\x16.baton.v1.TicketFilledH\x00\x12/\n\rticket_failed\x18\x04 \x01(\x0b\x32\x16.baton.v1.TicketFailedH\x00\x12-\n\x0cticket_freed\x18\x05 \x01(\x0b\x32\x15.baton.v1.TicketFreedH\x00\x12\'\n\tpush_over\x18\x06 \x01(\x0b\x32\x12.baton.v1.PushOverH\x00\x12\"\n\x04\x62\x65\x61t\x18\x07 \x01(\x0b\x32\x12.baton.v1.RankBeatH\x00\x42\x07\n\x05\x65vent\"\xac\x01\n\tBeginRank\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12$\n\x08geometry\x18\x03 \x01(\x0b\x32\x12.baton.v1.Geometry\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x14\n\x0cwindow_bytes\x18\x05 \x01(\x04\x12\x12\n\nsilence_ms\x18\x06 \x01(\r\x12\x17\n\x0flead_silence_ms\x18\x07 \x01(\r\"\x0b\n\tRankBegun\"\n\n\x08RankBeat\"x\n\nOpenTicket\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0e\n\x06writer\x18\x02 \x01(\t\x12$\n\x08geometry\x18\x03 \x01(\x0b\x32\x12.baton.v1.Geometry\x12\x0f\n\x07missing\x18\x04 \x03(\r\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\" \n\x0b\x43loseTicket\x12\x11\n\tticket_id\x18\x01 \x01(\t\"2\n\rShortenTicket\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"!\n\x0cTicketOpened\x12\x11\n\tticket_id\x18\x01 \x01(\t\"C\n\x0cTicketFilled\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x11\n\ttransport\x18\x03 \x01(\t\">\n\x0cTicketFailed\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\" \n\x0bTicketFreed\x12\x11\n\tticket_id\x18\x01 \x01(\t\"h\n\x08OpenPush\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x10\n\x08receiver\x18\x02 \x01(\t\x12$\n\x08geometry\x18\x03 \x01(\x0b\x32\x12.baton.v1.Geometry\x12\x11\n\taddresses\x18\x04 \x03(\t\"i\n\tPutBlocks\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0f\n\x07targets\x18\x02 \x03(\r\x12\x0f\n\x07sources\x18\x03 \x03(\r\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nlast_layer\x18\x05 \x01(\r\"2\n\x07\x45ndPush\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x14\n\x0cis_cancelled\x18\x02 \x01(\x08\"I\n\x08PushOver\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x0c\n\x04\x63ode\x18\x04 \x01(\t2H\n\x0bRankService\x12\x39\n\x04Join\x12\x15.baton.v1.JoinRequest\x1a\x16.baton.v1.JoinResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,35 +37,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINRESPONSE']._serialized_start=114
   _globals['_JOINRESPONSE']._serialized_end=165
   _globals['_RANKCOMMAND']._serialized_start=168
-  _globals['_RANKCOMMAND']._serialized_end=481
-  _globals['_RANKEVENT']._serialized_start=484
-  _globals['_RANKEVENT']._serialized_end=813
-  _globals['_BEGINRANK']._serialized_start=816
-  _globals['_BEGINRANK']._serialized_end=988
-  _globals['_RANKBEGUN']._serialized_start=990
-  _globals['_RANKBEGUN']._serialized_end=1001
-  _globals['_RANKBEAT']._serialized_start=1003
-  _globals['_RANKBEAT']._serialized_end=1013
-  _globals['_OPENTICKET']._serialized_start=1015
-  _globals['_OPENTICKET']._serialized_end=1135
-  _globals['_CLOSETICKET']._serialized_start=1137
-  _globals['_CLOSETICKET']._serialized_end=1169
-  _globals['_TICKETOPENED']._serialized_start=1171
-  _globals['_TICKETOPENED']._serialized_end=1204
-  _globals['_TICKETFILLED']._serialized_start=1206
-  _globals['_TICKETFILLED']._serialized_end=1273
-  _globals['_TICKETFAILED']._serialized_start=1275
-  _globals['_TICKETFAILED']._serialized_end=1337
-  _globals['_TICKETFREED']._serialized_start=1339
-  _globals['_TICKETFREED']._serialized_end=1371
-  _globals['_OPENPUSH']._serialized_start=1373
-  _globals['_OPENPUSH']._serialized_end=1477
-  _globals['_PUTBLOCKS']._serialized_start=1479
-  _globals['_PUTBLOCKS']._serialized_end=1584
-  _globals['_ENDPUSH']._serialized_start=1586
-  _globals['_ENDPUSH']._serialized_end=1636
-  _globals['_PUSHOVER']._serialized_start=1638
-  _globals['_PUSHOVER']._serialized_end=1711
-  _globals['_RANKSERVICE']._serialized_start=1713
-  _globals['_RANKSERVICE']._serialized_end=1785
+  _globals['_RANKCOMMAND']._serialized_end=532
+  _globals['_RANKEVENT']._serialized_start=535
+  _globals['_RANKEVENT']._serialized_end=864
+  _globals['_BEGINRANK']._serialized_start=867
+  _globals['_BEGINRANK']._serialized_end=1039
+  _globals['_RANKBEGUN']._serialized_start=1041
+  _globals['_RANKBEGUN']._serialized_end=1052
+  _globals['_RANKBEAT']._serialized_start=1054
+  _globals['_RANKBEAT']._serialized_end=1064
+  _globals['_OPENTICKET']._serialized_start=1066
+  _globals['_OPENTICKET']._serialized_end=1186
+  _globals['_CLOSETICKET']._serialized_start=1188
+  _globals['_CLOSETICKET']._serialized_end=1220
+  _globals['_SHORTENTICKET']._serialized_start=1222
+  _globals['_SHORTENTICKET']._serialized_end=1272
+  _globals['_TICKETOPENED']._serialized_start=1274
+  _globals['_TICKETOPENED']._serialized_end=1307
+  _globals['_TICKETFILLED']._serialized_start=1309
+  _globals['_TICKETFILLED']._serialized_end=1376
+  _globals['_TICKETFAILED']._serialized_start=1378
+  _globals['_TICKETFAILED']._serialized_end=1440
+  _globals['_TICKETFREED']._serialized_start=1442
+  _globals['_TICKETFREED']._serialized_end=1474
+  _globals['_OPENPUSH']._serialized_start=1476
+  _globals['_OPENPUSH']._serialized_end=1580
+  _globals['_PUTBLOCKS']._serialized_start=1582
+  _globals['_PUTBLOCKS']._serialized_end=1687
+  _globals['_ENDPUSH']._serialized_start=1689
+  _globals['_ENDPUSH']._serialized_end=1739
+  _globals['_PUSHOVER']._serialized_start=1741
+  _globals['_PUSHOVER']._serialized_end=1814
+  _globals['_RANKSERVICE']._serialized_start=1816
+  _globals['_RANKSERVICE']._serialized_end=1888
 # @@protoc_insertion_point(module_scope)

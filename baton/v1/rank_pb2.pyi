@@ -72,6 +72,7 @@ class RankCommand(_message.Message):
     PUT_BLOCKS_FIELD_NUMBER: _builtins.int
     END_PUSH_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
+    SHORTEN_TICKET_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def begin(self) -> Global___BeginRank:
         """The first one, and only that."""
@@ -90,6 +91,8 @@ class RankCommand(_message.Message):
     def beat(self) -> Global___RankBeat:
         """Answered at once."""
 
+    @_builtins.property
+    def shorten_ticket(self) -> Global___ShortenTicket: ...
     def __init__(
         self,
         *,
@@ -100,12 +103,13 @@ class RankCommand(_message.Message):
         put_blocks: Global___PutBlocks | None = ...,
         end_push: Global___EndPush | None = ...,
         beat: Global___RankBeat | None = ...,
+        shorten_ticket: Global___ShortenTicket | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "begin", b"begin", "close_ticket", b"close_ticket", "command", b"command", "end_push", b"end_push", "open_push", b"open_push", "open_ticket", b"open_ticket", "put_blocks", b"put_blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "begin", b"begin", "close_ticket", b"close_ticket", "command", b"command", "end_push", b"end_push", "open_push", b"open_push", "open_ticket", b"open_ticket", "put_blocks", b"put_blocks", "shorten_ticket", b"shorten_ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "begin", b"begin", "close_ticket", b"close_ticket", "command", b"command", "end_push", b"end_push", "open_push", b"open_push", "open_ticket", b"open_ticket", "put_blocks", b"put_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "begin", b"begin", "close_ticket", b"close_ticket", "command", b"command", "end_push", b"end_push", "open_push", b"open_push", "open_ticket", b"open_ticket", "put_blocks", b"put_blocks", "shorten_ticket", b"shorten_ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["begin", "open_ticket", "close_ticket", "open_push", "put_blocks", "end_push", "beat"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["begin", "open_ticket", "close_ticket", "open_push", "put_blocks", "end_push", "beat", "shorten_ticket"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -286,6 +290,30 @@ class CloseTicket(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CloseTicket: _TypeAlias = CloseTicket  # noqa: Y015
+
+@_typing.final
+class ShortenTicket(_message.Message):
+    """Only the first of a ticket's missing blocks are wanted: its writer has no more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_ID_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    ticket_id: _builtins.str
+    blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        ticket_id: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "ticket_id", b"ticket_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShortenTicket: _TypeAlias = ShortenTicket  # noqa: Y015
 
 @_typing.final
 class TicketOpened(_message.Message):

@@ -244,6 +244,34 @@ async def test_one_prefill_worker_fetches_from_another(
         await cluster.until_idle()
 
 
+@pytest.mark.parametrize(("reader_tp", "holder_tp"), [(2, 2), (2, 1), (1, 2), (2, 3)])
+async def test_a_worker_of_several_ranks_fetches_and_is_asked(
+    tiny_model: Path, redis_url: str, reader_tp: int, holder_tp: int
+) -> None:
+    """Each rank gets the heads that it has; the tokens are those of one rank."""
+    async with mini_cluster(
+        tiny_model,
+        redis_url,
+        kv_pool_mib=8,
+        prefill_role=role_with(Eager),
+        prefill_pool={"tp": reader_tp},
+        decode_pool={"tp": holder_tp},
+    ) as cluster:
+        prompt = prompt_of(40)
+        answer = await cluster.answer(prompt, GREEDY)
+        conversation = prompt + answer.token_ids
+        held = (len(conversation) - 1) // BLOCK
+        await until_index_says(cluster, "decode-0", conversation, held)
+        before = computed(cluster)
+        prompt = conversation + prompt_of(20)
+        answer = await cluster.answer(prompt, GREEDY)
+        assert answer.token_ids == local_answer(tiny_model, prompt, GREEDY)
+        assert answer.cached_prompt_tokens == held * BLOCK
+        assert computed(cluster) - before == len(prompt) - held * BLOCK
+        assert all_pulls(cluster) == {"ok": 1}
+        await cluster.until_idle()
+
+
 async def test_equal_prompts_that_fetch_at_once_keep_one_copy(
     tiny_model: Path, redis_url: str
 ) -> None:
@@ -263,12 +291,18 @@ async def test_equal_prompts_that_fetch_at_once_keep_one_copy(
 # What a holder does not have
 
 
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(("left", "outcome"), [(0, "empty"), (3, "ok")])
 async def test_what_was_evicted_in_between_is_computed(
-    tiny_model: Path, redis_url: str, left: int, outcome: str
+    tiny_model: Path, redis_url: str, left: int, outcome: str, tp: int
 ) -> None:
     async with mini_cluster(
-        tiny_model, redis_url, prefill=2, kv_pool_mib=8, prefill_role=role_with(Eager)
+        tiny_model,
+        redis_url,
+        prefill=2,
+        kv_pool_mib=8,
+        prefill_role=role_with(Eager),
+        prefill_pool={"tp": tp},
     ) as cluster:
         prompt = prompt_of(100)
         await first_token(cluster, "prefill-0", prompt)
