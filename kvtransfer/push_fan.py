@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from baton.errors import TicketEnded, WorkerFailed
 from baton.grpc_errors import as_baton_error
@@ -131,7 +131,7 @@ class LatePush:
             self._push.cancel()
 
 
-def fail(done: asyncio.Future[int], error: BaseException) -> None:
+def fail(done: asyncio.Future[Any], error: BaseException) -> None:
     """Have it fail, where it is not over; nobody need look."""
     if not done.done():
         done.set_exception(error)

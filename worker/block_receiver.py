@@ -17,6 +17,7 @@ from baton.metrics import WorkerMetrics
 from baton.request import Geometry
 from engine.block_pool import BlockPool
 from kvtransfer.layout import KvLayout
+from kvtransfer.push_fan import fail
 from kvtransfer.share_layout import ShareLayout, shares_to
 from kvtransfer.ticket import Attempt, Purpose, Ticket
 from worker.ticket_receiver import TicketReceiver
@@ -328,10 +329,11 @@ class BlockReceiver(TicketReceiver):
         if self._ranks is not None and ticket.missing:
             self._ranks.close_ticket(ticket.ticket_id)
         opening = self._opening.pop(ticket.ticket_id, None)
-        for waited in (opening and opening.done, self._completing.pop(ticket.ticket_id, None)):
-            if waited is not None and not waited.done():
-                waited.set_exception(error)
-                waited.exception()  # looked at, so that asyncio does not log it
+        if opening is not None:
+            fail(opening.done, error)
+        whole = self._completing.pop(ticket.ticket_id, None)
+        if whole is not None:
+            fail(whole, error)
         self.pool.release(ticket.pinned)
         if ticket.is_quarantined:
             self.pool.quarantine(ticket.missing)

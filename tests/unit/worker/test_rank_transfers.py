@@ -147,6 +147,32 @@ async def test_a_rank_that_hears_late_of_the_end_fails_nothing(
         receiver.pool.release(ticket.missing)
 
 
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 2), (2, 3)])
+async def test_a_ticket_that_is_cut_short_is_whole_once_all_ranks_have_the_rest(
+    ranks: tuple[int, int],
+) -> None:
+    async with workers(*pair_of(6, ranks, "grpc")) as (writer, receiver):
+        ticket, push = await writer.begin(receiver, 4)
+        blocks = list(ticket.missing)
+        for target in range(2):
+            push.put_layers(target, 30 + target, 0, 3)
+        push.end()
+        async with asyncio.timeout(DEADLINE_S):
+            await push.done
+        blocks_of = receiver.receiver
+        assert not ticket.is_complete
+        blocks_of.shorten(ticket.ticket_id, 2)
+        whole = blocks_of.whole(ticket.ticket_id)
+        if whole is not None:
+            async with asyncio.timeout(DEADLINE_S):
+                await whole
+        blocks_of.commit(ticket.ticket_id, writer.identity.incarnation, time.monotonic())
+        assert ticket.missing == blocks[:2]
+        receiver.check_blocks(ticket.missing, [30, 31], model_kv(writer.geometry, 1))
+        receiver.pool.release(ticket.missing)
+        receiver.check_all_is_free()
+
+
 async def test_an_aborted_ticket_frees_its_blocks_on_all_ranks() -> None:
     async with workers(*pair_of(4, (2, 4), "grpc")) as (writer, receiver):
         ticket, push = await writer.begin(receiver, 2)
