@@ -27,9 +27,9 @@ async def test_only_workers_may_join_a_rank(tmp_path: Path, role: PeerRole) -> N
         try:
             files = authority.sign("caller", role)
             async with open_channel(server.address, files, "worker") as channel:
-                call = rank_pb2_grpc.RankServiceStub(channel).Join(timeout=DEADLINE_S)
-                await call.write(rank_pb2.JoinRequest())
-                await call.done_writing()
+                # By gRPC itself: a stream that was refused meanwhile cannot be written to.
+                requests = iter([rank_pb2.JoinRequest()])
+                call = rank_pb2_grpc.RankServiceStub(channel).Join(requests, timeout=DEADLINE_S)
                 code = await call.code()
         finally:
             await server.close()
