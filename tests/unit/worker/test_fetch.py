@@ -48,7 +48,7 @@ class World:
 
     blocks: int = 16
     token_s: float = 1.0
-    ranks: int = 1
+    cp: int = 1
     sends: int | None = None
     error: BatonError | None = None
     asked: list[Asked] = field(default_factory=list)
@@ -65,7 +65,7 @@ class World:
             ask=self.ask,
         )
         context = SimpleNamespace(
-            settings=SimpleNamespace(pool=SimpleNamespace(ranks=self.ranks)),
+            settings=SimpleNamespace(pool=SimpleNamespace(cp=self.cp)),
             exchange=exchange,
             engine=SimpleNamespace(
                 pool=self.pool, scheduler=self.scheduler, cache=SimpleNamespace(block_size=SIZE)
@@ -147,8 +147,8 @@ async def test_what_is_held_here_is_not_asked_for() -> None:
     world.check_nothing_is_held()
 
 
-async def test_a_worker_of_several_ranks_fetches_nothing() -> None:
-    world = World(ranks=2)
+async def test_ranks_that_divide_prompts_fetch_nothing() -> None:
+    world = World(cp=2)
     assert await world.fetch(18) == []
     assert world.asked == []
     world.check_nothing_is_held()
