@@ -271,13 +271,16 @@ def body(prompt: str, tokens: int) -> dict[str, Any]:
 
 
 def workers_on(machine: Machine) -> list[psutil.Process]:
-    """Where the engine runs, as this machine sees them."""
+    """Where the engine runs, as this machine sees them: not who stands by for a worker's next life.
+
+    Ray names its processes by what they house.
+    """
     found = []
     for process in machine.processes():
         try:
-            if any("libtorch" in entry.path for entry in process.memory_maps()):
+            if " ".join(process.cmdline()).startswith("ray::WorkerActor"):
                 found.append(process)
-        except (psutil.Error, OSError):
+        except psutil.Error:
             continue
     return found
 
