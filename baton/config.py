@@ -67,8 +67,8 @@ class PoolConfig(_Section):
     tp: int = Field(default=1, ge=1, le=64)
     """Tensor parallelism: on how many ranks each worker's model lies, a process and a GPU each."""
     cp: int = Field(default=1, ge=1, le=64)
-    """Context parallelism, of prefill workers on CPUs: over how many ranks, which have all weights
-    and KV each, a worker divides the tokens of long prompts. Not together with ``tp``."""
+    """Context parallelism, of prefill workers: over how many ranks, which have all weights and KV
+    each, a worker divides the tokens of long prompts. Not together with ``tp``."""
     rank_placement: Literal["strict_pack", "pack", "spread", "strict_spread"] = "strict_pack"
     """Where Ray places a worker's ranks: all on one node (``strict_pack``), on few (``pack``), on
     many (``spread``), each on another one (``strict_spread``)."""
@@ -683,7 +683,6 @@ class Config(BaseSettings):
         for wanted, name, instead in (
             (pool.tp > 1, "tp above 1", "take tp 1"),
             (pool.role != "prefill", f"role {pool.role}", "give cp to a prefill pool"),
-            (pool.device == "cuda", "device cuda, so far", "take tp in its place"),
             (self.autoscaler.enabled, "autoscaler, which changes roles", "leave autoscaler out"),
             (self.deterministic, "deterministic", "leave deterministic out"),
             (self.kv_host_mib, "kv_host_mib", "take kv_host_mib 0"),

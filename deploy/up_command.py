@@ -55,7 +55,7 @@ def up(
             min=1,
             max=MOST_RANKS,
             help="Context parallelism: ranks, with all weights each, over which a prefill worker"
-            " divides long prompts. On CPUs alone, without --prefill-tp. Default: 1.",
+            " divides long prompts. Not with --prefill-tp. Default: 1.",
         ),
     ] = None,
     routers: Annotated[

@@ -29,7 +29,7 @@ from engine.model_config import ModelConfig, load_model_config
 from engine.model_drafter import ModelDrafter
 from engine.model_speculation import ModelSpeculation
 from engine.parallel.context_exchange import ContextExchange
-from engine.parallel.context_model import ContextModel
+from engine.parallel.context_model import ContextModel, ContextSteps
 from engine.parallel.model_share import config_of, share_of
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.rank_model import RankModel
@@ -140,7 +140,7 @@ def build_engine(
     dtype = _dtype(settings.dtype)
     config = load_model_config(settings.model_path)
     if ranks is not None:
-        _check_ranks(settings, device)
+        _check_ranks(settings)
     group = None if ranks is None else ranks.group
     model, per_weight = _load_model(settings, config, device, dtype, group)
     draft = _load_draft(settings, model, device, dtype)
@@ -196,7 +196,7 @@ def build_following(
     device = device_of(settings)
     dtype = _dtype(settings.dtype)
     config = load_model_config(settings.model_path)
-    _check_ranks(settings, device)
+    _check_ranks(settings)
     model, _ = _load_model(settings, config, device, dtype, group)
     kv = kv_dtype(settings.kv_dtype, dtype)
     blocks = _blocks(settings, config, model, dtype, None, device)
@@ -219,7 +219,7 @@ def build_following(
     return gpu_model, cache
 
 
-def _check_ranks(settings: EngineSettings, device: torch.device) -> None:
+def _check_ranks(settings: EngineSettings) -> None:
     """Raises ConfigError for what several ranks do not do."""
     degree = "cp" if settings.divides_context else "tp"
     if settings.deterministic:
@@ -231,11 +231,6 @@ def _check_ranks(settings: EngineSettings, device: torch.device) -> None:
         raise ConfigError(
             f"drafter {settings.drafter} has KV or weights that are not divided among ranks: take"
             f" drafter ngram or none with {degree} above 1"
-        )
-    if settings.divides_context and device.type != "cpu":
-        raise ConfigError(
-            "cp above 1 runs on CPUs alone, so far: take cp 1, and tp for prompts that one GPU"
-            " computes too slowly"
         )
 
 
@@ -275,6 +270,8 @@ def _blocks(
     if model.context is not None:
         if device.type == "cpu":
             blocks //= model.context.group.ranks
+        else:
+            blocks -= _gathered_blocks(settings, device, model)
         blocks = model.context.group.least(blocks)
     if blocks < 2:
         advice = (
@@ -286,6 +283,15 @@ def _blocks(
             f"the KV pool holds {max(0, blocks)} blocks of {size} bytes, and needs 2; {advice}"
         )
     return blocks
+
+
+def _gathered_blocks(settings: EngineSettings, device: torch.device, model: DecoderModel) -> int:
+    """How many blocks as much memory has as a layer's exchange among ranks takes, all copies
+
+    of a step's KV counted.
+    """
+    tokens = _chunk_tokens(settings, device, model)
+    return -(-3 * tokens // (settings.block_size * model.config.layers))
 
 
 def _load_model(
@@ -376,7 +382,9 @@ def _step_model(model: DecoderModel, cache: KvGroup, folder: Path, name: str) ->
 def _torch_model(model: DecoderModel, cache: KvGroup) -> StepModel:
     """Steps in plain torch, of all ranks where they divide prompts."""
     found = TorchStepModel(model, cache, cache.data.device)
-    return found if model.context is None else ContextModel(found, cache, model.context)
+    if model.context is None:
+        return found
+    return ContextModel(found, ContextSteps(cache, model.context))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ from engine.gpu.step_tensors import (
 from engine.grammar_state import Mask, pack
 from engine.kv_cache import KvCache
 from engine.model import DecoderModel
+from engine.parallel.context_model import ContextSteps, StepPart
+from engine.parallel.rank_group import RankGroup
 from engine.parallel.ranks import LeadRank
 from engine.step import StepInput, StepOutput
 
@@ -102,7 +104,12 @@ class GpuStepModel:
         ``lead`` other ranks are told of each step.
         """
         config = model.config
-        self._rank, self._lead = model.rank, lead
+        self._lead = lead
+        self._group = _group_of(model)
+        self._context: ContextSteps | None = None
+        """Of several ranks that divide prompts: what this one computes of a step."""
+        if model.context is not None:
+            self._context = ContextSteps(cache, model.context)
         self._device = cache.data.device
         self._block_size = cache.block_size
         self._singles_first = not deterministic
@@ -135,13 +142,21 @@ class GpuStepModel:
 
         Of hidden states there is what the last layer puts out, and nothing else: raises ValueError.
         """
+        with self._leading(step, draws=False):
+            return self._run_whole(step)
+
+    def _run_whole(self, step: StepInput) -> StepOutput:
+        """Of ranks that divide prompts each computes its part of it."""
+        return self._found(step) if self._context is None else self._context.run(step, self._found)
+
+    def _found(self, step: StepInput) -> StepOutput:
+        """What a step brings that is computed here."""
         draws = [GREEDY] * len(step.outputs) if step.greedy else []
         hidden = None
-        with self._leading(step, draws=False):
-            if step.hidden_layers:
-                logits, tensors, hidden = self._watched(step, draws)
-            else:
-                logits, tensors = self._compute(step, draws)
+        if step.hidden_layers:
+            logits, tensors, hidden = self._watched(step, draws)
+        else:
+            logits, tensors = self._compute(step, draws)
         if not step.greedy:
             return StepOutput(None, logits, hidden)
         return StepOutput(self._draw(logits, tensors).tolist(), None, hidden)
@@ -156,19 +171,30 @@ class GpuStepModel:
         At most ``most_rows`` outputs.
         """
         with self._leading(step, draws=True):
-            logits, tensors = self._compute(step, draws)
-            if masks is not None:
-                made = masks()
-                forbid(logits, list(made), list(made.values()))
-            drawn = self._draw(keep_allowed(logits, draws), tensors)
-            self._drawn[: len(drawn)].copy_(drawn)
+            with self._part(step) as part:
+                assert part is not None, "rank 0 has a part of every step"
+                assert not part.gathers, "rank 0 has the last token of every row"
+                logits, tensors = self._compute(part.step, draws)
+                if masks is not None:
+                    made = masks()
+                    forbid(logits, list(made), list(made.values()))
+                drawn = self._draw(keep_allowed(logits, draws), tensors)
+                self._drawn[: len(drawn)].copy_(drawn)
             self._share_drawn(len(drawn))
         return self._brought(drawn)
+
+    def _part(self, step: StepInput) -> AbstractContextManager[StepPart | None]:
+        """What of a step is computed here."""
+        if self._context is None:
+            return nullcontext(StepPart(step))
+        return self._context.part(step)
 
     @torch.inference_mode()
     def follow(self, step: StepInput, *, draws: bool) -> None:
         """On another rank than 0: compute its part, and with ``draws`` take what rank 0 draws."""
-        if step.hidden_layers:
+        if self._context is not None:
+            self._context.run(step, self._found)
+        elif step.hidden_layers:
             self._watched(step, [])
         else:
             self._compute(step, [])
@@ -180,8 +206,8 @@ class GpuStepModel:
 
     def _share_drawn(self, count: int) -> None:
         """Have the tokens that rank 0 has drawn, so that the next step may name them."""
-        if self._rank is not None and count:
-            self._rank.group.share(self._drawn[:count])
+        if self._group is not None and count:
+            self._group.share(self._drawn[:count])
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -304,3 +330,10 @@ class GpuStepModel:
         """Pinned where there is a GPU: torch's allocator keeps one until its copy has ended."""
         pinned = self._device.type == "cuda"
         return torch.empty(buffer_bytes(shape), dtype=torch.uint8, pin_memory=pinned)
+
+
+def _group_of(model: DecoderModel) -> RankGroup | None:
+    """The ranks that compute together; None where there is one."""
+    if model.rank is not None:
+        return model.rank.group
+    return None if model.context is None else model.context.group

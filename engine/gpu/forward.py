@@ -38,6 +38,8 @@ class Forward:
         config = model.config
         self._config = config
         self._rank = model.rank
+        self._context = model.context
+        self._cache = cache
         self._dtype = model.dtype
         self._blocks = KvBlocks(cache.data, cache.scales)
         self._capability = capability_of(cache.data)
@@ -154,6 +156,8 @@ class Forward:
             key_weight=layer.key_norm if by_head else None,
             eps=self._config.rms_norm_eps,
         )
+        if self._context is not None:
+            self._context.spread(self._cache, number)
         # Chunks of padding have no tokens: nothing is written for them.
         out = torch.zeros_like(queries) if step.shape.chunks else torch.empty_like(queries)
         self._attend_singles(out, queries, number, step)

@@ -114,9 +114,9 @@ class ContextExchange:
         if self.group.rank:
             cache.store(where.blocks, where.slots, found)
 
-    def whole(self, own: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
+    def whole(self, own: torch.Tensor, places: Sequence[int], count: int) -> torch.Tensor:
         """[count, …] of all ranks, of whom each has its ``own`` at some of the places."""
         found = own.new_zeros(count, *own.shape[1:])
-        found[places] = own
+        found[torch.tensor(places, dtype=torch.int64, device=own.device)] = own
         # Each place is one rank's, and the others add zeros.
         return self.group.add(found)

@@ -6,8 +6,10 @@ a short step ─rank 0 computes it alone, and its KV is copied to the others→ 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 
@@ -16,20 +18,92 @@ from engine.parallel.context_exchange import ContextExchange
 from engine.parallel.context_split import ContextShare, is_split, shares_of
 from engine.step import StepInput, StepModel, StepOutput
 
+Compute: TypeAlias = Callable[[StepInput], StepOutput]
+"""Computes tokens on this rank, and calls ``ContextExchange.spread`` of each layer."""
+
 _NOTHING = StepOutput([], None)
 
 
-class ContextModel:
-    """One rank's ``engine.step.StepModel``; all ranks are given the same steps.
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """What one rank computes of a step."""
 
-    Rank 0 alone has what comes out of a step.
-    """
+    step: StepInput
+    tokens: tuple[int, ...] = ()
+    """Which tokens of the whole step these are; none of a step that is not divided."""
+    outputs: tuple[int, ...] = ()
+    """Which outputs of the whole step its outputs are."""
+    gathers: bool = False
+    """Whether rank 0 lacks some outputs. Usually these are last tokens of rows, which it has."""
 
-    def __init__(self, model: StepModel, cache: KvGroup, exchange: ContextExchange) -> None:
-        """``model`` computes on this rank, and calls ``exchange.spread`` of each layer."""
-        self._model = model
+
+class ContextSteps:
+    """One rank's steps; all ranks are given the same ones. Used by the engine thread."""
+
+    def __init__(self, cache: KvGroup, exchange: ContextExchange) -> None:
         self._cache = cache
         self._exchange = exchange
+        self.group = exchange.group
+
+    @contextmanager
+    def part(self, step: StepInput) -> Iterator[StepPart | None]:
+        """What this rank is to compute meanwhile; None: nothing. Behind it all ranks have the KV.
+
+        Raises WorkerFailed where one of them is lost.
+        """
+        group = self.group
+        if is_split(step.rows, group.ranks):
+            shares = shares_of(step.rows, group.ranks)
+            self._exchange.begin(step.rows, shares, self._cache)
+            try:
+                yield _part(step, shares[group.rank], shares[0])
+            finally:
+                self._exchange.end()
+            return
+        yield None if group.rank else StepPart(step)
+        self._exchange.copy_from_lead(step.rows, self._cache)
+
+    def run(self, step: StepInput, compute: Compute) -> StepOutput:
+        """Compute a step. Rank 0 alone has what comes out of it."""
+        with self.part(step) as part:
+            found = _NOTHING if part is None else compute(part.step)
+        return found if part is None or not part.tokens else self._whole(step, part, found)
+
+    def _whole(self, step: StepInput, part: StepPart, found: StepOutput) -> StepOutput:
+        """What the ranks have found together."""
+        if found.hidden is not None:
+            hidden = self._exchange.whole(found.hidden, part.tokens, len(step.token_ids))
+            found = replace(found, hidden=hidden)
+        if not part.gathers:
+            return found
+        assert found.logits is not None, "such a part is not greedy"
+        logits = self._exchange.whole(found.logits, part.outputs, len(step.outputs))
+        if step.greedy:
+            return replace(found, best=logits.argmax(dim=-1).tolist(), logits=None)
+        return replace(found, logits=logits)
+
+
+def _part(step: StepInput, own: ContextShare, lead: ContextShare) -> StepPart:
+    here = {token: place for place, token in enumerate(own.tokens)}
+    leads = set(lead.tokens)
+    gathers = any(token not in leads for token in step.outputs)
+    outputs = tuple(number for number, token in enumerate(step.outputs) if token in here)
+    mine = StepInput(
+        own.rows,
+        [step.token_ids[token] for token in own.tokens],
+        [here[step.outputs[number]] for number in outputs],
+        step.greedy and not gathers,
+        step.hidden_layers,
+    )
+    return StepPart(mine, own.tokens, outputs, gathers)
+
+
+class ContextModel:
+    """One rank's ``engine.step.StepModel``, of one that computes on this rank alone."""
+
+    def __init__(self, model: StepModel, steps: ContextSteps) -> None:
+        self._model = model
+        self._steps = steps
 
     @property
     def layers_done(self) -> int:
@@ -45,43 +119,4 @@ class ContextModel:
     @torch.inference_mode()
     def run(self, step: StepInput) -> StepOutput:
         """Compute the tokens, on all ranks. Raises WorkerFailed where one of them is lost."""
-        group = self._exchange.group
-        if is_split(step.rows, group.ranks):
-            return self._run_split(step, shares_of(step.rows, group.ranks))
-        found = _NOTHING if group.rank else self._model.run(step)
-        self._exchange.copy_from_lead(step.rows, self._cache)
-        return found
-
-    def _run_split(self, step: StepInput, shares: Sequence[ContextShare]) -> StepOutput:
-        group, device = self._exchange.group, self._cache.data.device
-        own = shares[group.rank]
-        here = {token: place for place, token in enumerate(own.tokens)}
-        # Usually rank 0 has all that is asked for: the last token of each row.
-        leads = set(shares[0].tokens)
-        gathers = any(token not in leads for token in step.outputs)
-        outputs = [place for place, token in enumerate(step.outputs) if token in here]
-        mine = StepInput(
-            own.rows,
-            [step.token_ids[token] for token in own.tokens],
-            [here[step.outputs[place]] for place in outputs],
-            step.greedy and not gathers,
-            step.hidden_layers,
-        )
-        self._exchange.begin(step.rows, shares, self._cache)
-        try:
-            found = self._model.run(mine)
-        finally:
-            self._exchange.end()
-        if found.hidden is not None:
-            tokens = torch.tensor(own.tokens, device=device)
-            count = len(step.token_ids)
-            found = replace(found, hidden=self._exchange.whole(found.hidden, tokens, count))
-        if gathers:
-            assert found.logits is not None, "the step is not greedy"
-            places = torch.tensor(outputs, dtype=torch.int64, device=device)
-            logits = self._exchange.whole(found.logits, places, len(step.outputs))
-            found = replace(found, logits=logits)
-        if gathers and step.greedy:
-            assert found.logits is not None, "they were gathered"
-            return replace(found, best=found.logits.argmax(dim=-1).tolist(), logits=None)
-        return found
+        return self._steps.run(step, self._model.run)

@@ -377,7 +377,6 @@ def test_what_several_ranks_do_not_do_is_refused(fields: dict[str, Any], says: s
     [
         ({"tp": 2}, {}, "does not go with tp above 1: take cp 1, or take tp 1"),
         ({"role": "decode"}, {}, "give cp to a prefill pool"),
-        ({"device": "cuda"}, {}, "device cuda, so far: take cp 1, or take tp in its place"),
         ({}, {"autoscaler": {"enabled": True}}, "leave autoscaler out"),
         ({}, {"deterministic": True}, "leave deterministic out"),
         ({}, {"kv_host_mib": 5}, "take kv_host_mib 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
@@ -19,6 +20,8 @@ from engine.gpu.launch import Launch
 from engine.kv_cache import KvCache
 from engine.model import DecoderModel
 from engine.model_config import load_model_config
+from engine.parallel import context_split
+from engine.parallel.context_exchange import ContextExchange
 from engine.parallel.model_share import config_of, share_of
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.rank_model import RankModel
@@ -36,14 +39,26 @@ RANKS = 2
 PROMPT = list(range(7, 32))
 TABLE = (3, 5, 2)
 
+MakeStepModel = Callable[[Path, RankGroup, LeadRank | None], GpuStepModel]
 
-def step_model(folder: Path, group: RankGroup, lead: LeadRank | None) -> GpuStepModel:
+
+def model_share(folder: Path, group: RankGroup, lead: LeadRank | None) -> GpuStepModel:
+    """Of ranks that divide the model."""
     config = load_model_config(folder)
     share = share_of(config, group.rank, group.ranks)
     slices = WeightSlices(config, share)
     weights = load_weights(folder, DEVICE, torch.float32, slices=slices)
     model = DecoderModel(config_of(config, share), weights, DEVICE, RankModel(share, group))
     cache = KvCache(model.config, 8, 16, torch.float32, DEVICE)
+    return GpuStepModel(model, cache, 8, lead=lead)
+
+
+def context_share(folder: Path, group: RankGroup, lead: LeadRank | None) -> GpuStepModel:
+    """Of ranks that divide prompts."""
+    config = load_model_config(folder)
+    model = DecoderModel(config, load_weights(folder, DEVICE, torch.float32), DEVICE)
+    model.context = ContextExchange(group)
+    cache = KvCache(config, 8, 16, torch.float32, DEVICE)
     return GpuStepModel(model, cache, 8, lead=lead)
 
 
@@ -60,8 +75,23 @@ def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="NCCL takes one GPU for each rank")
-@pytest.mark.parametrize("make", [make_tiny_model, make_tiny_moe])
-def test_ranks_compute_what_one_computes(tmp_path: Path, make) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    ("make", "share"),
+    [
+        (make_tiny_model, model_share),
+        (make_tiny_moe, model_share),
+        (make_tiny_model, context_share),
+    ],
+    ids=["model", "experts", "context"],
+)
+def test_ranks_compute_what_one_computes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Path], Path],
+    share: MakeStepModel,
+) -> None:
+    # So that ranks divide a prompt as short as this one.
+    monkeypatch.setattr(context_split, "LEAST_TOKENS", 8)
     folder = make(tmp_path)
     lead = LeadRank(HOST, RANKS)
     ended: Future[None] = Future()
@@ -70,7 +100,7 @@ def test_ranks_compute_what_one_computes(tmp_path: Path, make) -> None:  # type:
         try:
             with closing(FollowingRank(lead.address, 1, RANKS, WAIT_S)) as following:
                 group = following.form(DEVICE, lambda _: None)
-                model = step_model(folder, group, None)
+                model = share(folder, group, None)
                 following.ready("none")
                 cache = KvCache(load_model_config(folder), 8, 16, torch.float32, DEVICE)
                 following.run(model, cache)
@@ -81,7 +111,7 @@ def test_ranks_compute_what_one_computes(tmp_path: Path, make) -> None:  # type:
     thread = threading.Thread(target=follow)
     thread.start()
     try:
-        model = step_model(folder, lead.form(DEVICE, WAIT_S).group, lead)
+        model = share(folder, lead.form(DEVICE, WAIT_S).group, lead)
         rows = (PlanRow(0, 0, len(PROMPT), TABLE, True),)
         step = StepInput(rows, PROMPT, list(range(len(PROMPT))), False)
         found = model.run(step).logits
