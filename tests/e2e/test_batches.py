@@ -15,7 +15,7 @@ from loadtest.clients.checking import check, chosen
 from tests.e2e.cluster import BATON, UpProcess, wait_until_gone
 
 DEADLINE_S = 60.0
-LINES = 24
+LINES = 6
 
 
 def written(model: str, path: Path) -> Path:

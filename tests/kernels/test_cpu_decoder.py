@@ -415,7 +415,9 @@ def other_target(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch
     cpu_library.cache_clear()
 
 
-@pytest.mark.parametrize("target", ["-march=x86-64-v3", "-march=x86-64"])
+@pytest.mark.parametrize(
+    "target", ["-march=x86-64-v3", pytest.param("-march=x86-64", marks=pytest.mark.long)]
+)
 def test_other_cpus(
     model: DecoderModel,
     folder: Path,

@@ -63,6 +63,7 @@ def test_a_prompt_in_pieces_with_strangers_gives_the_same_bits(tmp_path: Path) -
     check(save(tmp_path, "llama", num_hidden_layers=1), [7, 1, 31, 1])
 
 
+@pytest.mark.long
 def test_a_draft_is_checked_in_the_bits_of_steps_without(tmp_path: Path) -> None:
     """A row for each token in one step, and a step for each."""
     folder = save(tmp_path, "llama", num_hidden_layers=2)

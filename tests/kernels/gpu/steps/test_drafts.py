@@ -101,7 +101,8 @@ def answers(folder: Path, oracle: Oracle | None, recorder: Recorder) -> list[lis
     return [sequence.token_ids for sequence in sequences]
 
 
-@pytest.mark.parametrize("wrong", [0.4, pytest.param(0.0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("wrong", [0.4, 0.0])
 def test_drafts_change_no_answer(folder: Path, wrong: float) -> None:
     plain, drafting = Recorder(), Recorder()
     expected = answers(folder, None, plain)

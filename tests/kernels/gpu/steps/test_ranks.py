@@ -78,9 +78,9 @@ def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("make", "share"),
     [
-        (make_tiny_model, model_share),
+        pytest.param(make_tiny_model, model_share, marks=pytest.mark.long),
         (make_tiny_moe, model_share),
-        (make_tiny_model, context_share),
+        pytest.param(make_tiny_model, context_share, marks=pytest.mark.long),
     ],
     ids=["model", "experts", "context"],
 )
