@@ -78,9 +78,7 @@ STRICT_PENALISED = PENALISED | {"grammar": GRAMMAR}
     "sampling",
     [
         pytest.param(({}, {}, {}, {}), id="greedy", marks=pytest.mark.long),
-        pytest.param(
-            (WARM, {}, LIMITED, NEAR), id="drawn on the device", marks=pytest.mark.long
-        ),
+        pytest.param((WARM, {}, LIMITED, NEAR), id="drawn on the device", marks=pytest.mark.long),
         pytest.param(({}, WARM, PENALISED, {}), id="one on the host", marks=pytest.mark.long),
         pytest.param((LIMITED, SHORT, WARM, PENALISED), id="all kinds"),
         pytest.param((STRICT, {}, STRICT_LIMITED, WARM), id="with grammars"),
