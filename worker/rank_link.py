@@ -96,7 +96,8 @@ class RankLink:
             silence_ms=int(self._limits.silence_s * 1000),
             lead_silence_ms=int(self._silence_s * 1000),
         )
-        call: Call = rank_pb2_grpc.RankServiceStub(self._channel).Join()
+        # A connection has a tenth of a second to be made: on a busy machine not the first one is.
+        call: Call = rank_pb2_grpc.RankServiceStub(self._channel).Join(wait_for_ready=True)
         self._call = call
         try:
             async with asyncio.timeout(self._silence_s), stream_errors(call, self._name):

@@ -241,7 +241,7 @@ async def test_ranks_that_are_processes() -> None:
     transport = "shm"
     source, target = geometry_of(3, 2), geometry_of(3, 4)
     kv = model_kv(source, 1)
-    limits = replace(LIMITS, silence_s=1.0)
+    limits = replace(LIMITS, silence_s=3.0)
     async with AsyncExitStack() as stack:
         theirs = [RankProcess(target, rank, (transport,), None) for rank in (1, 2, 3)]
         ours = RankProcess(source, 1, (transport,), 1)
@@ -271,7 +271,7 @@ async def test_ranks_that_are_processes() -> None:
 
 async def test_a_rank_that_stops_is_given_up_with_all_tickets() -> None:
     source, target = geometry_of(4, 1), geometry_of(4, 2)
-    limits = replace(LIMITS, silence_s=1.0)
+    limits = replace(LIMITS, silence_s=3.0)
     async with AsyncExitStack() as stack:
         process = RankProcess(target, 1, ("grpc",), None)
         stack.callback(process.close)
