@@ -174,8 +174,16 @@ class DecoderModel:
         rotation: torch.Tensor | None,
     ) -> torch.Tensor:
         config = self.config
-        query = self._heads(layer.query(h), layer.query_norm, rotation)
-        key = self._heads(layer.key(h), layer.key_norm, rotation)
+        query, key = layer.query(h), layer.key(h)
+        query_norm, key_norm = layer.query_norm, layer.key_norm
+        if self.rank is not None and config.qk_norm == "full":
+            assert query_norm is not None, "the config says that there is one"
+            assert key_norm is not None, "and the other"
+            weights = query_norm, key_norm
+            query, key = self.rank.norm_heads(query, key, weights, config.rms_norm_eps)
+            query_norm = key_norm = None
+        query = self._heads(query, query_norm, rotation)
+        key = self._heads(key, key_norm, rotation)
         value = self._heads(layer.value(h), None, None)
         cache.write(index, key, value, batch.blocks, batch.slots)
         if self.context is not None:

@@ -140,6 +140,29 @@ def make_tiny_moe(folder: Path, *, experts: int = 5, seed: int = 0) -> Path:
     return folder
 
 
+def make_tiny_olmo(folder: Path, *, seed: int = 0) -> Path:
+    """The same as OLMo 2 has it: norms behind sublayers, and over all queries, and all keys."""
+    make_tiny_model(folder, seed=seed)
+    config = json.loads((folder / "config.json").read_text()) | {
+        "architectures": ["Olmo2ForCausalLM"],
+        "model_type": "olmo2",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    weights = load_file(folder / "model.safetensors")
+    for base in [name.removesuffix(".input_layernorm.weight") for name in weights]:
+        before = weights.pop(f"{base}.input_layernorm.weight", None)
+        if before is None:
+            continue
+        weights[f"{base}.post_feedforward_layernorm.weight"] = before
+        for kind in "qk":
+            (size, _) = weights[f"{base}.self_attn.{kind}_proj.weight"].shape
+            noise = 0.5 + torch.rand(size, generator=generator)
+            weights[f"{base}.self_attn.{kind}_norm.weight"] = noise
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
 def make_padded_model(folder: Path, *, layers: int, **options: Any) -> Path:
     """The tiny model of one layer as one of many: those behind the first change nothing.
 

@@ -172,12 +172,22 @@ class Forward:
         wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
         query, key, value = torch.split(projected, [wide, narrow, narrow], dim=1)
         if config.qk_norm == "full":
-            query, key = (
+            query, key = self._full_norms(query, key, layer)
+        shape = (len(projected), -1, config.head_dim)
+        return query.view(shape), key.view(shape), value.view(shape)
+
+    def _full_norms(
+        self, query: torch.Tensor, key: torch.Tensor, layer: GpuLayer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._rank is None:
+            return (
                 self._full_norm(query, layer.query_norm),
                 self._full_norm(key, layer.key_norm),
             )
-        shape = (len(projected), -1, config.head_dim)
-        return query.view(shape), key.view(shape), value.view(shape)
+        assert layer.query_norm is not None, "the config says that there is one"
+        assert layer.key_norm is not None, "and the other"
+        weights = layer.query_norm, layer.key_norm
+        return self._rank.norm_heads(query, key, weights, self._config.rms_norm_eps)
 
     def _full_norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         assert weight is not None, "the config says that there is one"

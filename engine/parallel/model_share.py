@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from baton.errors import ConfigError
-from baton.head_share import kv_heads_of, query_heads_of
+from baton.head_share import kv_heads_of, query_heads_of, ranks_of
 from engine.model_config import ModelConfig
 
 _LARGEST_PIECE = 128
@@ -30,6 +30,19 @@ class ModelShare:
     experts: range
     """The experts that it computes, each of them whole."""
     vocabulary: range
+    all_query_heads: int
+    """Of the whole model."""
+    all_kv_heads: int
+
+    @property
+    def counted_kv_heads(self) -> range:
+        """Its KV heads that no rank before it holds: over all ranks each head is there once."""
+        held = self.kv_heads
+        first = next((h for h in held if self._first_holder(h) == self.rank), held.stop)
+        return range(first, held.stop)
+
+    def _first_holder(self, kv_head: int) -> int:
+        return ranks_of(kv_head, self.ranks, self.all_kv_heads).start
 
     @property
     def leads(self) -> bool:
@@ -49,11 +62,6 @@ def share_of(config: ModelConfig, rank: int, ranks: int) -> ModelShare:
             f"tp {ranks} has more ranks than the model has experts, {config.experts.count}: take"
             f" tp {config.experts.count} or less"
         )
-    if config.qk_norm == "full" and ranks > 1:
-        raise ConfigError(
-            f"{config.architecture} normalises queries over all heads, which lie apart with"
-            f" tp {ranks}: take tp 1"
-        )
     piece = _piece(config.intermediate_size, ranks)
     inner = _run(config.intermediate_size // piece, rank, ranks)
     count = 0 if config.experts is None else config.experts.count
@@ -65,6 +73,8 @@ def share_of(config: ModelConfig, rank: int, ranks: int) -> ModelShare:
         range(inner.start * piece, inner.stop * piece),
         _run(count, rank, ranks),
         _run(config.vocab_size, rank, ranks),
+        config.heads,
+        config.kv_heads,
     )
 
 

@@ -37,6 +37,29 @@ class RankModel:
         """The sum of what the ranks have computed of a layer; ``part`` is overwritten."""
         return self.group.add(part)
 
+    def norm_heads(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        weights: tuple[torch.Tensor, torch.Tensor],
+        epsilon: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """RMS norms over all heads of all ranks, of the type of ``query``.
+
+        ``query`` and ``key`` [tokens, the rank's heads * head_dim]; ``weights`` fp32, the rank's.
+        """
+        share = self.share
+        size = key.shape[1] // len(share.kv_heads)
+        # What several ranks hold is counted once.
+        counted = slice((share.counted_kv_heads.start - share.kv_heads.start) * size, None)
+        q, k = query.float(), key.float()
+        sums = torch.stack((q.square().sum(dim=1), k[:, counted].square().sum(dim=1)), dim=1)
+        sums = self.group.add(sums)
+        wide, narrow = share.all_query_heads * size, share.all_kv_heads * size
+        q = q * torch.rsqrt(sums[:, :1] / wide + epsilon) * weights[0]
+        k = k * torch.rsqrt(sums[:, 1:] / narrow + epsilon) * weights[1]
+        return q.to(query.dtype), k.to(key.dtype)
+
     def whole_logits(self, own: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """On rank 0 fp32 [rows, vocab_size] of ``own``, fp32 [rows, the rank's vocabulary].
 

@@ -78,6 +78,8 @@ class WeightSlices:
             "embed_tokens": (share.vocabulary,),
             **dict.fromkeys(_HEADS, (share.vocabulary,)),
         }
+        if config.qk_norm == "full":
+            self._rows |= {"q_norm": (query,), "k_norm": (key,)}
         self._columns = {"o_proj": query, "down_proj": share.inner}
 
     def of(self, name: str) -> Cut | None:

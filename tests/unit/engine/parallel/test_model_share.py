@@ -65,12 +65,17 @@ def test_groups_of_scales_stay_together_where_they_can() -> None:
             ),
             "more ranks than the model has experts, 6",
         ),
-        (
-            plain_config(heads=16, kv_heads=8, qk_norm="full", architecture="Olmo2ForCausalLM"),
-            "Olmo2ForCausalLM normalises queries over all heads",
-        ),
     ],
 )
 def test_what_cannot_be_divided_is_refused(config: ModelConfig, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         share_of(config, 0, 8)
+
+
+@pytest.mark.parametrize(("kv_heads", "ranks"), [(8, 2), (3, 2), (1, 4), (2, 3), (3, 8), (2, 2)])
+def test_each_kv_head_is_counted_on_one_rank(kv_heads: int, ranks: int) -> None:
+    config = plain_config(heads=8 * kv_heads, kv_heads=kv_heads, intermediate_size=64)
+    shares = [share_of(config, rank, ranks) for rank in range(ranks)]
+    counted = [head for share in shares for head in share.counted_kv_heads]
+    assert sorted(counted) == list(range(kv_heads))
+    assert all(set(share.counted_kv_heads) <= set(share.kv_heads) for share in shares)

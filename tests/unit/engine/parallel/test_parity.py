@@ -12,7 +12,7 @@ from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.step import StepInput
-from tests.models import make_tiny_model, make_tiny_moe
+from tests.models import make_tiny_model, make_tiny_moe, make_tiny_olmo
 from tests.unit.engine.parallel.rank_threads import engine_of_ranks
 
 BLOCK = 16
@@ -20,7 +20,11 @@ PROMPTS = (tuple(range(7, 44)), tuple(range(100, 121)), (5,))
 NEW_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=0.8, seed=7, top_k=40)
-MAKERS: dict[str, Callable[[Path], Path]] = {"dense": make_tiny_model, "experts": make_tiny_moe}
+MAKERS: dict[str, Callable[[Path], Path]] = {
+    "dense": make_tiny_model,
+    "experts": make_tiny_moe,
+    "norms over all heads": make_tiny_olmo,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
