@@ -451,7 +451,7 @@ class Config(BaseSettings):
     there this many seconds to end or to move; 0 ends it at once."""
     standby: bool = True
     """Whether a process on each node with workers has imported what a worker needs, for the next
-    life of one that dies: it is back in a third of the time, for some 200 MiB of memory."""
+    life of one that dies: it is back some seconds sooner, for some 200 MiB of memory."""
     slow_client_s: float = Field(default=30.0, gt=0)
     """A client that has not read for this many seconds, while more is there for it than its
     connection's buffer holds, is cut off, and its request ends; over HTTP also one that reads fewer

@@ -22,8 +22,9 @@ from baton.registry import Registry
 from tests.e2e.cluster import UpProcess
 
 SLOT = "decode-0"
-REST_S = 25.0
-"""Between two deaths: the machine is idle again, and a process stands by (deploy/standby.py)."""
+REST_S = 35.0
+"""Between two deaths: the slot has no past ones any more (``HEALTHY_S``), which would delay its
+next life, the machine is idle again, and a process stands by (deploy/standby.py)."""
 _MOST_S = 60.0
 
 

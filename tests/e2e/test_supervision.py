@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from deploy.pool_keeper import SILENCE_S
+from deploy.run_directory import RunDirectory
 from deploy.slot_board import TTL_S
-from tests.e2e.cluster import BATON, START_S, UpProcess
+from deploy.standby import FileLock
+from tests.e2e.cluster import BATON, START_S, UpProcess, processes_of
 from tests.e2e.load import Load
 
 
@@ -61,6 +64,32 @@ def test_a_killed_supervisor_costs_nothing_and_takes_over_when_it_is_back(
     told = status_of(up)
     assert f"supervisor: process {pid_of(up, 'supervisor')}" in told
     assert "running" in told
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_the_next_life_of_a_worker_is_in_the_process_that_stood_by() -> None:
+    with UpProcess() as up:
+        up.wait_ready()
+        supervisor, workers = pid_of(up, "supervisor"), workers_of(up)
+        wait_for_standby(up)
+        in_stock = {p.pid for p in processes_of(up.cluster_id) if p.name() == "ray::IDLE"}
+        os.kill(workers["decode-0"], signal.SIGKILL)
+        assert pid_of(up, "decode-0", workers["decode-0"]) in in_stock
+        wait_for_standby(up)
+        assert pid_of(up, "supervisor") == supervisor
+        assert pid_of(up, "prefill-0") == workers["prefill-0"]
+
+
+def wait_for_standby(up: UpProcess) -> None:
+    """Until a process stands by."""
+    folder = RunDirectory(Path(up.state.run_directory)).ray
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        if any(FileLock(path).is_held() for path in folder.glob("session_*/baton-standby-*.lock")):
+            return
+        time.sleep(0.1)
+    raise AssertionError("nobody stands by")
 
 
 @pytest.mark.long
