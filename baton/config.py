@@ -674,12 +674,11 @@ class Config(BaseSettings):
     def check_ranks(self) -> None:
         """Raises ValueError for what workers of several ranks do not do."""
         self._check_model_ranks()
-        self._check_context_ranks()
+        for pool in self.pools:
+            if pool.cp > 1:
+                self._check_context_ranks(pool)
 
-    def _check_context_ranks(self) -> None:
-        pool = next((pool for pool in self.pools if pool.cp > 1), None)
-        if pool is None:
-            return
+    def _check_context_ranks(self, pool: PoolConfig) -> None:
         for wanted, name, instead in (
             (pool.tp > 1, "tp above 1", "take tp 1"),
             (pool.role != "prefill", f"role {pool.role}", "give cp to a prefill pool"),

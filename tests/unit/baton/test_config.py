@@ -389,6 +389,9 @@ def test_what_ranks_that_divide_prompts_do_not_do_is_refused(
     long = {"name": "long", "role": "prefill", "cp": 4, "count": 2}
     others = [{"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}]
     assert Config(pools=[long, *others]).ranks == 10
-    two = "autoscaler" in fields
+    pools = [long, long | {"name": "longer"} | pool, *others]
+    if "autoscaler" in fields:
+        # It knows two pools.
+        pools = [long, others[1]]
     with pytest.raises(ValidationError, match=says):
-        Config(pools=[long | pool, *others[two:]], **fields)
+        Config(pools=pools, **fields)
