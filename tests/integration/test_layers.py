@@ -15,7 +15,12 @@ from tests.mini_cluster import mini_cluster
 
 @pytest.mark.parametrize(
     ("transport", "prefill_tp", "decode_tp"),
-    [("shm", 1, 1), ("grpc", 1, 1), ("shm", 2, 1), ("grpc", 2, 2)],
+    [
+        ("shm", 1, 1),
+        ("grpc", 1, 1),
+        ("shm", 2, 1),
+        pytest.param("grpc", 2, 2, marks=pytest.mark.long),
+    ],
 )
 async def test_layers_leave_before_the_step_ends(
     tiny_model: Path,

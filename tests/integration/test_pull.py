@@ -244,7 +244,13 @@ async def test_one_prefill_worker_fetches_from_another(
         await cluster.until_idle()
 
 
-@pytest.mark.parametrize(("reader_tp", "holder_tp"), [(2, 2), (2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("reader_tp", "holder_tp"),
+    [
+        (2, 1),
+        *(pytest.param(*degrees, marks=pytest.mark.long) for degrees in [(2, 2), (1, 2), (2, 3)]),
+    ],
+)
 async def test_a_worker_of_several_ranks_fetches_and_is_asked(
     tiny_model: Path, redis_url: str, reader_tp: int, holder_tp: int
 ) -> None:
