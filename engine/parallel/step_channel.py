@@ -32,6 +32,9 @@ BEAT_S = 0.5
 SILENT_RANK_S = 5.0
 """A rank that says nothing for so long, while it is connected, stands still: its whole worker ends,
 before the leases of its handoffs and long before its requests are hopeless."""
+SILENT_LOADING_S = 30.0
+"""The same of one that is not ready yet: it may import and load without a break, nobody waits for
+its steps, and a worker that does not come up on a busy host is worse."""
 SILENT_LEAD_S = 60.0
 """Rank 0 may stand still for a while and go on, as a worker of one rank may. It is not there any
 more after this: its host has gone."""
@@ -196,7 +199,7 @@ class LeadChannel:
                 heard_bytes[rank] += said
                 self._take(rank, heard_bytes[rank])
             for rank, at in heard.items():
-                if now - at > SILENT_RANK_S:
+                if now - at > (SILENT_RANK_S if self._ready[rank].done() else SILENT_LOADING_S):
                     self.fail(f"rank {rank} has said nothing for {now - at:.0f} s")
                     return
             # Beats come at their own pace.

@@ -72,9 +72,23 @@ def test_a_rank_that_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> No
     lead = LeadChannel(HOST, 3)
     silent, alive = joined(lead)
     alive.live(lambda _: None)
+    silent.ready("none")
     lead.watch()
     assert "rank 1 has said nothing" in lead.lost.result(WAIT_S)
     for end in (lead, silent, alive):
+        end.close()
+
+
+def test_a_rank_that_loads_may_say_nothing_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_channel, "SILENT_RANK_S", 0.2)
+    monkeypatch.setattr(step_channel, "SILENT_LOADING_S", 2.0)
+    monkeypatch.setattr(step_channel, "BEAT_S", 0.05)
+    lead = LeadChannel(HOST, 2)
+    (silent,) = joined(lead)
+    lead.watch()
+    reason = lead.lost.result(WAIT_S)
+    assert float(reason.rpartition("nothing for ")[2].removesuffix(" s")) >= 2
+    for end in (lead, silent):
         end.close()
 
 
