@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -90,13 +91,15 @@ def test_whoever_was_not_asked_or_is_taken_before_imports_nothing(place: Standby
     assert place.was_asked()
 
 
-def test_one_stands_by_on_a_node_and_the_next_one_after_him(place: StandbyPlace) -> None:
+def test_one_stands_by_on_a_node_and_the_next_one_after_him(
+    place: StandbyPlace, tmp_path: Path
+) -> None:
     holder, imports = place.lock, Imports()
     assert holder.take()
     place.ask()
     one = standby(place, imports)
-    while place.was_asked():
-        place.ask()
+    while any(tmp_path.glob("*.asked")):
+        time.sleep(0.01)
     assert not imports.begun.is_set()
     holder.give_back()
     assert imports.begun.wait(WAIT_S)
