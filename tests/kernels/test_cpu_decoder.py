@@ -453,6 +453,7 @@ def test_what_it_does_not_compute_is_left_to_torch(
     assert cpu_decoder(half, new_cache(half)) is None
 
 
+@pytest.mark.long
 def test_the_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))
     assert CXX is not None
