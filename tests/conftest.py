@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
+
+# Whoever asks Ray something where there is none is told so; by itself Ray would start a cluster in
+# the process of the tests, and leave it there.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 
 @pytest.hookimpl(trylast=True)
