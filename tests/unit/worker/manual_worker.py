@@ -107,7 +107,7 @@ class ManualWorker:
         self.thread: ManualThread = runner.thread
         settings: Any = SimpleNamespace(
             config=SimpleNamespace(transfer_window_mib=1, heartbeat_s=1.0, hang_s=1.0),
-            pool=SimpleNamespace(max_sequences=max_sequences),
+            pool=SimpleNamespace(max_sequences=max_sequences, cp=1),
             slot="worker-0",
         )
         exchange: Any = SimpleNamespace(

@@ -15,7 +15,7 @@ from baton.v1 import rank_pb2, rank_pb2_grpc
 from tests.certificates import Authority
 from worker.rank_server import RankServer
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @pytest.mark.parametrize("role", ["worker", "router", "client"])
@@ -27,8 +27,9 @@ async def test_only_workers_may_join_a_rank(tmp_path: Path, role: PeerRole) -> N
         try:
             files = authority.sign("caller", role)
             async with open_channel(server.address, files, "worker") as channel:
-                # By gRPC itself: a stream that was refused meanwhile cannot be written to.
-                requests = iter([rank_pb2.JoinRequest()])
+                # Who is refused writes nothing: grpc.aio tells INTERNAL of a call that ends amid
+                # a write.
+                requests = iter([rank_pb2.JoinRequest()]) if role == "worker" else None
                 call = rank_pb2_grpc.RankServiceStub(channel).Join(requests, timeout=DEADLINE_S)
                 code = await call.code()
         finally:

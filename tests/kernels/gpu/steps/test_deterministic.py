@@ -59,6 +59,7 @@ def check(folder: Path, counts: list[int], dtype: torch.dtype = torch.float32) -
     assert torch.equal(pieces(steps, tokens, counts, 1), whole)
 
 
+@pytest.mark.long
 def test_a_prompt_in_pieces_with_strangers_gives_the_same_bits(tmp_path: Path) -> None:
     check(save(tmp_path, "llama", num_hidden_layers=1), [7, 1, 31, 1])
 

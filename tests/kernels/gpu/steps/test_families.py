@@ -27,7 +27,7 @@ def check(folder: Path, **options: Any) -> None:
     check_equal(gpu(load(folder), **options), reference(model), vocab)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("llama", 2), ("mixtral", 1)])
+@pytest.mark.parametrize(("name", "layers"), [("llama", 1), ("mixtral", 1)])
 def test_steps_of_a_few_families(tmp_path: Path, name: str, layers: int) -> None:
     check(save(tmp_path, name, num_hidden_layers=layers))
 

@@ -81,7 +81,9 @@ STRICT_PENALISED = PENALISED | {"grammar": GRAMMAR}
         pytest.param((WARM, {}, LIMITED, NEAR), id="drawn on the device", marks=pytest.mark.long),
         pytest.param(({}, WARM, PENALISED, {}), id="one on the host", marks=pytest.mark.long),
         pytest.param((LIMITED, SHORT, WARM, PENALISED), id="all kinds"),
-        pytest.param((STRICT, {}, STRICT_LIMITED, WARM), id="with grammars"),
+        pytest.param(
+            (STRICT, {}, STRICT_LIMITED, WARM), id="with grammars", marks=pytest.mark.long
+        ),
         pytest.param(
             (STRICT, STRICT_LIMITED, STRICT_PENALISED, {}),
             id="with grammars on the host",
