@@ -11,8 +11,8 @@ PINS := pyproject.toml requirements.lock Makefile
 # Flags for `baton up`, for example: make up ARGS="--decode 2"
 ARGS ?=
 # What `make test` runs, for example: make test TESTS=tests/unit
-# Whole clusters, and what is killed on time, run one after another; the rest four at a time: on two
-# cores, since much of it waits more than it computes. One thread each, then: four times torch's
+# Whole clusters, and what is killed on time, run one after another; the rest three at a time: on two
+# cores, since much of it waits more than it computes. One thread each, then: three times torch's
 # threads on two cores spend their time waiting for one another.
 TESTS ?=
 SIDE_BY_SIDE = tests/unit tests/kernels tests/transports tests/integration tests/fuzz
@@ -70,7 +70,7 @@ up: install
 
 test: install-dev
 ifeq ($(strip $(TESTS)),)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(QUICK) -n 4 --dist worksteal $(SIDE_BY_SIDE) \
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(QUICK) -n 3 --dist worksteal $(SIDE_BY_SIDE) \
 	  || { [ $$? -eq 1 ] && $(BIN)/python -m pytest $(QUICK) $(AGAIN) $(SIDE_BY_SIDE); }
 	@$(BIN)/python -m pytest $(QUICK) $(IN_TURN) \
 	  || { [ $$? -eq 1 ] && $(BIN)/python -m pytest $(QUICK) $(AGAIN) $(IN_TURN); }

@@ -48,7 +48,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.long)
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+QUICK = ("shm", "grpc")
+"""What everybody has; clusters of the others are struck at length."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in TRANSPORTS
+    ],
+)
 def stage(
     request: pytest.FixtureRequest,
     model: Path,

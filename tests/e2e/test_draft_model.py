@@ -53,6 +53,7 @@ def answers(up: UpProcess) -> list[tuple[int, ...]]:
         ]
 
 
+@pytest.mark.long
 def test_a_smaller_model_drafts(tmp_path: Path) -> None:
     """It pays, so that it drafts by what is measured; answers are those without it."""
     options: dict[str, Any] = {"head_dim": 16}

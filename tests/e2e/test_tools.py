@@ -93,7 +93,7 @@ def test_some_function_is_called(cluster: UpProcess, client: openai.OpenAI) -> N
             check_call(call.function.name, call.function.arguments)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_function_may_be_called(cluster: UpProcess, client: openai.OpenAI, strict: bool) -> None:
     tools: Any = [{"type": "function", "function": {**WEATHER, "strict": strict}}]
     for seed in range(3):

@@ -55,6 +55,7 @@ async def check_results(client: AsyncHttpClient, batch: BatchInfo, path: Path) -
     assert all(row["response"]["body"]["usage"]["completion_tokens"] == 4 for row in rows)
 
 
+@pytest.mark.long
 async def test_a_batch_outlives_its_routers(
     tiny_model: Path, redis_url: str, tmp_path: Path
 ) -> None:

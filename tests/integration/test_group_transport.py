@@ -111,7 +111,9 @@ def test_a_stopped_peer_fails_at_the_deadline(pair: Pair, side: str, formed: boo
     assert pair.here.wait(side, 3) == "DeadlineExceeded"
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "end", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
+)
 def test_a_writer_that_ends_midway(pair: Pair, end: signal.Signals) -> None:
     """After some of a batch's messages; a new pair with another process serves."""
     form(pair)

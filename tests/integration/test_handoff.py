@@ -44,7 +44,10 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "transport"), [("greedy", "shm"), ("seeded", "grpc")])
+@pytest.mark.parametrize(
+    ("kind", "transport"),
+    [("greedy", "shm"), pytest.param("seeded", "grpc", marks=pytest.mark.long)],
+)
 async def test_every_prompt_length_cold_and_warm(
     tiny_model: Path, redis_url: str, kind: str, transport: str
 ) -> None:

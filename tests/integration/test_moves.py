@@ -223,6 +223,7 @@ async def test_without_a_prefill_worker_prompts_go_on_at_a_decode_worker(
     asked.check(tiny_model)
 
 
+@pytest.mark.long
 async def test_ten_times_more_than_fits(
     tmp_path_factory: pytest.TempPathFactory, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

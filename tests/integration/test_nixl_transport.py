@@ -122,7 +122,7 @@ def receiver(ways: str) -> Iterator[Receiver]:
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("ways", [SHARED_MEMORY, TCP])
+@pytest.mark.parametrize("ways", [SHARED_MEMORY, pytest.param(TCP, marks=pytest.mark.long)])
 def test_a_writer_that_is_killed(ways: str) -> None:
     with receiver(ways) as here, child(ways) as one, child(ways) as other:
         link = here.link(one)

@@ -47,7 +47,8 @@ def test_the_usual_configurations_compile_for_sm_90a(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(320)
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.long), 100])
+@pytest.mark.long
+@pytest.mark.parametrize("capability", [80, 100])
 def test_those_that_differ_compile_for_others(capability: int, tmp_path: Path) -> None:
     assert check_compiled("edges", capability, tmp_path, 300.0) == 5
 

@@ -77,7 +77,8 @@ MOONCAKE = Path(__file__).resolve().parents[4] / "shared/traces/mooncake_convers
 
 
 @pytest.mark.skipif(not MOONCAKE.exists(), reason="the trace is not here")
-@pytest.mark.parametrize("rows", [3000, pytest.param(None, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rows", [3000, None])
 def test_three_routers_lose_less_than_a_hundredth_of_the_hits(
     tmp_path: Path, rows: int | None
 ) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from loadtest.rank_bench import DEMO, RankCase, measure
 
 SMALL = replace(DEMO, layers=2)
 
 
+@pytest.mark.long
 async def test_the_bytes_that_move_are_those_of_the_floor() -> None:
     alone = RankCase(SMALL, SMALL, "shm", 1)
     case = replace(alone, target=replace(SMALL, tensor_parallel=2))

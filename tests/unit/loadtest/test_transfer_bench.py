@@ -17,6 +17,7 @@ from tests.models import make_tiny_model
 BLOCK = 64 << 10
 
 
+@pytest.mark.long
 def test_each_transport_and_size_has_a_row(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     model = make_tiny_model(tmp_path / "model", head_dim=16, context=2048)
