@@ -94,8 +94,11 @@ async def prepared(echo: Any, options: Any) -> bool:
     await asked(echo.ask_for_standby)
     while not await asked(echo.somebody_stands_by):
         await asyncio.sleep(0.1)
+    comers = []
     for _ in range(MOST_STARTS):
-        if await asked(options.remote().take):
+        # They stay, so that each takes a process out of the stock.
+        comers.append(options.remote())
+        if await asked(comers[-1].take):
             return True
     return False
 

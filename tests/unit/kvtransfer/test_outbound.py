@@ -31,7 +31,7 @@ from kvtransfer.pair import Identity, PairLimits
 from kvtransfer.transport import Parts, Peer
 from tests.unit.kvtransfer.fake_transport import FakeSendLink, FakeTransport
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 GEOMETRY = Geometry(2, 1, 1, 8, "float32")
 WRITER = Identity("prefill-0:1", "model", GEOMETRY)
 SIZE = 64
@@ -204,6 +204,8 @@ async def test_it_offers_what_it_has_and_connects_by_what_was_chosen(make_world:
     await world.open()
     assert world.pair.transport == "grpc"
     assert (grpc_.connected, shm.connected) == ([(world.peer, b"the answer")], [])
+    # It answers whoever calls, before it has heard anything.
+    await until(lambda: bool(world.receiver.heard))
     hello = world.receiver.heard[0].open
     assert (hello.fingerprint, hello.writer, hello.receiver) == (
         "model",
