@@ -83,7 +83,8 @@ class ConsoleApi:
             app.add_api_route(path, self.page, include_in_schema=False, response_model=None)
         add = partial(app.add_api_route, tags=["operations"], response_model=None)
         add("/console/snapshot", self.snapshot)
-        add("/console/events", self.events)
+        events = {"content": {EventStreamResponse.media_type: {"schema": {"type": "string"}}}}
+        add("/console/events", self.events, response_class=Response, responses={200: events})
         add("/console/what-if", self.ask, methods=["POST"])
         app.add_api_route(
             "/console/static/{name}", self.file, include_in_schema=False, response_model=None

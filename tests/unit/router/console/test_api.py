@@ -165,6 +165,13 @@ async def lines_of(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
+async def test_events_are_described_as_what_they_are() -> None:
+    async with console() as served:
+        paths = (await served.http.get("/openapi.json")).json()["paths"]
+        described = paths["/console/events"]["get"]["responses"]["200"]["content"]
+        assert described.keys() == {"text/event-stream"}
+
+
 async def test_a_stream_ends_when_its_key_is_revoked() -> None:
     reads = key("reads", "metrics")
     async with console(require_key=True) as served, asyncio.timeout(DEADLINE_S):
