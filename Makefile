@@ -72,8 +72,7 @@ test: install-dev
 ifeq ($(strip $(TESTS)),)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(QUICK) -n 3 --dist worksteal $(SIDE_BY_SIDE) \
 	  || { [ $$? -eq 1 ] && $(BIN)/python -m pytest $(QUICK) $(AGAIN) $(SIDE_BY_SIDE); }
-	@$(BIN)/python -m pytest $(QUICK) $(IN_TURN) \
-	  || { [ $$? -eq 1 ] && $(BIN)/python -m pytest $(QUICK) $(AGAIN) $(IN_TURN); }
+	@$(BIN)/python -m pytest $(QUICK) $(IN_TURN)
 else
 	@$(BIN)/python -m pytest $(QUICK) $(TESTS)
 endif
