@@ -15,10 +15,6 @@ def run_interpreted(folder: str, marked: str, deadline: float) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked]
     # Of triton 3.6's interpreter, where a loop's bound is a loaded number.
     command += ["-W", "ignore:Conversion of an array with ndim:DeprecationWarning"]
-    # Rows that no expert of this rank has are never written, and computed for nothing: what lay in
-    # that memory may overflow. A GPU says nothing of it either; results are compared.
-    command += ["-W", "ignore:overflow encountered in:RuntimeWarning"]
-    command += ["-W", "ignore:invalid value encountered in:RuntimeWarning"]
     done = subprocess.run(
         [*command, folder],
         cwd=ROOT,

@@ -74,6 +74,10 @@ def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Launch, "run", locked)
 
 
+# Rows that no expert of a rank has are never written, and computed for nothing: what lay in that
+# memory may overflow. A GPU says nothing of it either; results are compared.
+@pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered in:RuntimeWarning")
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="NCCL takes one GPU for each rank")
 @pytest.mark.parametrize(
     ("make", "share"),
