@@ -21,17 +21,17 @@ BLOCK = 64 << 10
 def test_each_transport_and_size_has_a_row(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     model = make_tiny_model(tmp_path / "model", head_dim=16, context=2048)
-    options = ["--transport", "shm,grpc", "--block-bytes", str(BLOCK), "--most", "1"]
+    options = ["--transport", "shm,grpc", "--block-bytes", str(BLOCK), "--most", "4"]
     options += ["--model", str(model), "--repetitions", "1"]
     arguments = ["bench", "transfer", *options, "--json", str(path)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     found = json.loads(path.read_text())
-    sizes = [BLOCK, 1 << 20]
+    sizes = [BLOCK, 1 << 20, 4 << 20]
     assert [(row["transport"], row["bytes"]) for row in found["rows"]] == [
         (name, size) for name in ("shm", "grpc") for size in sizes
     ]
-    assert [row["limit"] for row in found["rows"]] == ["memcpy"] * 2 + ["grpcio"] * 2
+    assert [row["limit"] for row in found["rows"]] == ["memcpy"] * 3 + ["grpcio"] * 3
     assert all(row["gb_per_s"] > 0 and row["ratio"] > 0 for row in found["rows"])
     assert found["empty_handoff_ms_p50"] > 0
     assert found["empty_handoff_busy_ms_p50"] > 0
