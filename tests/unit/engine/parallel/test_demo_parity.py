@@ -7,7 +7,6 @@ against float64, too: docs/scaling.md has the figures.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -49,14 +48,6 @@ class Found:
 
     answers: list[tuple[int, ...]]
     logits: list[torch.Tensor]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=["none", "int4"])
