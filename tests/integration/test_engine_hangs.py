@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from engine.plan import StepPlan, StepResult
 from router.worker_links import WorkerLink
 from tests.integration.test_handoff import prompt_of
 from tests.integration.test_moves import GREEDY, LONG, STRICT, Asked, busiest_decode, moved
-from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from tests.mini_cluster import MiniCluster, mini_cluster
+from tests.standing_engine import standing_engine
 
 HANG_S = 0.5
-
-
-@contextmanager
-def standing_engine(
-    cluster: MiniCluster, slot: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    """The engine thread of a worker waits in its next step, until this ends."""
-    context = cluster.workers[slot].context
-    assert context is not None
-    runner, goes_on = context.engine.runner, threading.Event()
-    run = runner.run
-
-    def wait_and_run(plan: StepPlan) -> StepResult:
-        assert goes_on.wait(DEADLINE_S)
-        return run(plan)
-
-    monkeypatch.setattr(runner, "run", wait_and_run)
-    try:
-        yield
-    finally:
-        goes_on.set()
 
 
 def link_of(cluster: MiniCluster, slot: str) -> WorkerLink:

@@ -17,7 +17,7 @@ from tests.models import make_tiny_model
 from tests.unit.router.front_fakes import TEMPLATE
 
 CHROMIUM = Path(os.environ.get("CHROMIUM", "/usr/bin/chromium"))
-WAIT_MS = 20_000
+WAIT_MS = 60_000
 OpenPage = Callable[..., AbstractAsyncContextManager[Page]]
 
 
