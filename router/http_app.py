@@ -9,12 +9,9 @@ from importlib.metadata import version
 from typing import Any, Protocol
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.exposition import choose_encoder
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
@@ -24,6 +21,7 @@ from baton.config import Config
 from baton.metrics import RouterMetrics
 from baton.tls import LiveContext, client_context
 from router.access import Access
+from router.api_description import ERRORS, describe, json_body
 from router.cluster_metrics import cluster_page
 from router.direct_routes import DirectRoutes
 from router.exchange import Exchange
@@ -31,19 +29,17 @@ from router.generation import Dispatcher
 from router.http_edge import HttpEdge
 from router.http_errors import add_error_handlers
 from router.http_gate import gated
-from router.more_routes import BODIES, add_more_routes
+from router.more_routes import add_more_routes
 from router.openai_api import OpenAiApi
 from router.openai_protocol import (
     ChatCompletion,
     ChatCompletionRequest,
     Completion,
     CompletionRequest,
-    ErrorResponse,
     Model,
     ModelList,
 )
 from router.process_number import ROUTER_HEADER
-from router.scopes import OPEN
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
 
@@ -53,20 +49,6 @@ The OpenAI API as far as it goes; fields marked as extensions are common to othe
 Unknown fields are ignored; known ones that are not served are refused by name.
 """
 _CHAT, _PLAIN = "/v1/chat/completions", "/v1/completions"
-_SCHEMA = "#/components/schemas/{model}"
-_ERROR, _JSON = ErrorResponse.__name__, "application/json"
-_BODIES: tuple[type[BaseModel], ...] = (ChatCompletionRequest, CompletionRequest, *BODIES)
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorResponse, "description": "The request cannot be served as it is."},
-    401: {"model": ErrorResponse, "description": "A known API key is required."},
-    404: {"model": ErrorResponse, "description": "No such model."},
-    413: {"model": ErrorResponse, "description": "The body is too large."},
-    429: {
-        "model": ErrorResponse,
-        "description": "No room, no time or no allowance; see Retry-After.",
-    },
-    503: {"model": ErrorResponse, "description": "Nothing can serve the request at present."},
-}
 
 
 SupervisorPage = Callable[[], Awaitable[str | None]]
@@ -148,10 +130,10 @@ def create_apps(
     add_error_handlers(app)
     _add_openai(app, api, model.id)
     _add_operations(app, dispatcher, metrics, number, supervisor, config)
-    direct = add_more_routes(app, exchange, tokenizer, model, _ERRORS)
+    direct = add_more_routes(app, exchange, tokenizer, model)
     for endpoints in more:
         endpoints.mount(app)
-    _describe_bodies(app)
+    describe(app)
     direct |= {_CHAT: api.chat_completions, _PLAIN: api.completions}
     routed = DirectRoutes(app, direct)
     if not config.admin_http:
@@ -185,8 +167,8 @@ def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:
         methods=["POST"],
         tags=["openai"],
         response_model=None,
-        responses={200: _answered(ChatCompletion), **_ERRORS},
-        openapi_extra=_body("ChatCompletionRequest", chat),
+        responses={200: _answered(ChatCompletion), **ERRORS},
+        openapi_extra=json_body(ChatCompletionRequest, chat),
     )
     app.add_api_route(
         _PLAIN,
@@ -194,8 +176,8 @@ def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:
         methods=["POST"],
         tags=["openai"],
         response_model=None,
-        responses={200: _answered(Completion), **_ERRORS},
-        openapi_extra=_body("CompletionRequest", plain),
+        responses={200: _answered(Completion), **ERRORS},
+        openapi_extra=json_body(CompletionRequest, plain),
     )
     app.add_api_route("/v1/models", api.list_models, tags=["openai"], response_model=ModelList)
     app.add_api_route(
@@ -203,19 +185,13 @@ def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:
         api.get_model,
         tags=["openai"],
         response_model=Model,
-        responses={404: _ERRORS[404]},
+        responses={404: ERRORS[404]},
     )
 
 
 def _answered(model: type[Any]) -> dict[str, Any]:
     text = "The answer; with `stream: true` server-sent events that end with `data: [DONE]`."
     return {"model": model, "description": text}
-
-
-def _body(name: str, example: dict[str, Any]) -> dict[str, Any]:
-    schema = {"$ref": _SCHEMA.format(model=name)}
-    content = {"application/json": {"schema": schema, "example": example}}
-    return {"requestBody": {"required": True, "content": content}}
 
 
 def _add_operations(
@@ -274,50 +250,3 @@ def _add_operations(
         ("/metrics/targets", targets),
     ):
         app.add_api_route(path, handler, tags=["operations"], response_model=None)
-
-
-def _describe_refusals(path: str, operation: dict[str, Any]) -> None:
-    """What the gate and the handlers may answer beside what they were asked for."""
-    shape = {} if path.startswith("/v1/messages") else {"$ref": _SCHEMA.format(model=_ERROR)}
-    refusal = {"content": {_JSON: {"schema": shape}}}
-    responses = operation["responses"]
-    # FastAPI's own; a request that is not valid is told so with 400 here.
-    responses.pop("422", None)
-    responses.setdefault("4XX", {"description": "The request is refused.", **refusal})
-    if path in OPEN:
-        shown = {"description": "Nothing can be served at present.", "content": {_JSON: {}}}
-    else:
-        operation["security"] = [{"key": []}]
-        shown = {"description": "It cannot be served at present, or has failed.", **refusal}
-    responses.setdefault("5XX", shown)
-    if path in ("/metrics", "/metrics/cluster"):
-        responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
-    if path == "/v1/files/{file_id}/content":
-        octets = {"type": "string", "format": "binary"}
-        responses["200"]["content"] = {"application/octet-stream": {"schema": octets}}
-
-
-def _describe_bodies(app: FastAPI) -> None:
-    """Put the bodies' schemas into the API's description: the handlers read bodies themselves."""
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = get_openapi(
-                title=app.title,
-                version=app.version,
-                description=app.description,
-                routes=app.routes,
-            )
-            _, bodies = models_json_schema(
-                [(body, "validation") for body in _BODIES], ref_template=_SCHEMA
-            )
-            schema["components"]["schemas"].update(bodies["$defs"])
-            schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-            for path, operations in schema["paths"].items():
-                for operation in operations.values():
-                    _describe_refusals(path, operation)
-            app.openapi_schema = schema
-        return app.openapi_schema
-
-    # FastAPI documents this assignment as the way to extend its description.
-    app.openapi = openapi  # type: ignore[method-assign]

@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import (
@@ -122,7 +123,17 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     }
     message, code = messages.get(status, (HTTPStatus(status).phrase, None))
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    return JSONResponse(_object(message, kind, None, code), status, error.headers)
+    headers = dict(error.headers or {})
+    if status == 405:
+        headers["Allow"] = _allowed(request)
+    return JSONResponse(_object(message, kind, None, code), status, headers)
+
+
+def _allowed(request: Request) -> str:
+    """The methods of a path (RFC 9110, 15.5.6): Starlette knows those of one route alone."""
+    routes: list[BaseRoute] = request.app.routes
+    matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
+    return ", ".join(sorted({name for one in matching for name in getattr(one, "methods", ())}))
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from router.api_description import ERRORS, json_body
 from router.direct_routes import Handler
 from router.embeddings.api import EmbeddingsApi
 from router.embeddings.desk import EmbeddingDesk
@@ -28,14 +29,6 @@ from router.tokenize_api import (
 )
 from router.tokenizer import Tokenizer
 
-BODIES: tuple[type[BaseModel], ...] = (
-    CountTokensRequest,
-    DetokenizeRequest,
-    EmbeddingsRequest,
-    MessagesRequest,
-    ResponsesRequest,
-    TokenizeRequest,
-)
 EMBEDDINGS = "/v1/embeddings"
 _STREAMS = "The answer; with `stream: true` server-sent events."
 
@@ -45,7 +38,6 @@ def add_more_routes(
     exchange: Exchange,
     tokenizer: Tokenizer,
     model: ServedModel,
-    errors: dict[int | str, dict[str, Any]],
 ) -> dict[str, Handler]:
     """Adds the paths to ``app``; gives those that may go past it, with their handlers."""
     responses = ResponsesApi(exchange)
@@ -66,10 +58,8 @@ def add_more_routes(
         ("/detokenize", tokens.detokenize, "tokens", DetokenizeRequest, {"model": Detokenized}),
     ]
     for path, handler, tag, body, answer in described:
-        schema = {"$ref": f"#/components/schemas/{body.__name__}"}
-        content = {"application/json": {"schema": schema}}
         # Anthropic's errors have another shape.
-        known = {} if tag == "anthropic" else errors
+        known = {} if tag == "anthropic" else ERRORS
         app.add_api_route(
             path,
             handler,
@@ -77,7 +67,7 @@ def add_more_routes(
             tags=[tag],
             response_model=None,
             responses={200: answer, **known},
-            openapi_extra={"requestBody": {"required": True, "content": content}},
+            openapi_extra=json_body(body),
         )
     app.add_api_route(
         "/v1/model/info", tokens.model_info, tags=["tokens"], response_model=ModelInfo

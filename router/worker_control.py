@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import grpc.aio
 
-from baton.errors import InvalidRequest, NotFound
-from baton.grpc_errors import error_from_rpc
+from baton.errors import BatonError, InvalidRequest, NotFound, WorkerFailed
+from baton.grpc_errors import CODE_KEY, error_from_rpc
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.worker_links import WorkerLink
 
@@ -36,7 +36,7 @@ class WorkerControl:
             stub = control_pb2_grpc.ControlServiceStub(link.channel)
             answer = await stub.Drain(request, timeout=deadline_s + ANSWER_S)
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, link.record.incarnation) from error
+            raise _failure(error, link) from error
         return answer.empty
 
     async def change_role(self, slot: str, role: str, deadline_s: float) -> float:
@@ -51,7 +51,7 @@ class WorkerControl:
             stub = control_pb2_grpc.ControlServiceStub(link.channel)
             answer = await stub.ChangeRole(request, timeout=deadline_s + ANSWER_S)
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, link.record.incarnation) from error
+            raise _failure(error, link) from error
         return answer.took_ms / 1e3
 
     def _check_left(self, link: WorkerLink, role: str) -> None:
@@ -73,3 +73,13 @@ class WorkerControl:
             known = ", ".join(sorted(links)) or "none"
             raise NotFound(f"there is no worker {slot!r}; known: {known}", param="worker")
         return links[slot]
+
+
+def _failure(error: grpc.aio.AioRpcError, link: WorkerLink) -> BatonError:
+    told = dict(error.trailing_metadata() or ())
+    if error.code() is grpc.StatusCode.UNAVAILABLE and CODE_KEY not in told:
+        return WorkerFailed(
+            f"{link.record.slot} does not answer: it has ended, or is about to, and another takes"
+            " its place; baton status shows who is there"
+        )
+    return error_from_rpc(error, link.record.incarnation)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from fastapi import FastAPI, Query, Request
 from starlette.responses import FileResponse, Response
@@ -11,8 +12,15 @@ from starlette.responses import FileResponse, Response
 from baton.config import Config
 from baton.errors import InvalidRequest
 from router.access import Access
+from router.api_description import body, json_body, made_of_its_id
 from router.batches.batch import Batch, StoredFile
-from router.batches.desk import DEFAULT_BATCHES, MOST_BATCHES, MOST_FILES, BatchDesk
+from router.batches.desk import (
+    DEFAULT_BATCHES,
+    LEAST_EXPIRY_S,
+    MOST_BATCHES,
+    MOST_FILES,
+    BatchDesk,
+)
 from router.batches.protocol import (
     BatchList,
     BatchObject,
@@ -23,6 +31,32 @@ from router.batches.protocol import (
 )
 from router.batches.upload import uploaded
 from router.http_body import read_object, validate
+
+_FILES, _FILE, _CONTENT = "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"
+_BATCHES, _BATCH = "/v1/batches", "/v1/batches/{batch_id}"
+_CANCEL = "/v1/batches/{batch_id}/cancel"
+_FORM = body(
+    {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["file", "purpose"],
+                "properties": {
+                    "file": {"type": "string", "format": "binary"},
+                    "purpose": {"type": "string", "enum": ["batch"]},
+                    "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                    "expires_after[seconds]": {"type": "integer", "minimum": LEAST_EXPIRY_S},
+                },
+            }
+        }
+    }
+)
+_FILE_MADE: dict[int | str, dict[str, Any]] = {
+    200: made_of_its_id("file_id", ("get", _FILE), ("get", _CONTENT), ("delete", _FILE)),
+}
+_BATCH_MADE: dict[int | str, dict[str, Any]] = {
+    200: made_of_its_id("batch_id", ("get", _BATCH), ("post", _CANCEL))
+}
 
 
 class BatchesApi:
@@ -35,20 +69,23 @@ class BatchesApi:
 
     def mount(self, app: FastAPI) -> None:
         """Add the endpoints to the app."""
-        for method, path, handler in (
-            ("POST", "/v1/files", self.create_file),
-            ("GET", "/v1/files", self.list_files),
-            ("GET", "/v1/files/{file_id}", self.get_file),
-            ("DELETE", "/v1/files/{file_id}", self.delete_file),
-            ("POST", "/v1/batches", self.create_batch),
-            ("GET", "/v1/batches", self.list_batches),
-            ("GET", "/v1/batches/{batch_id}", self.get_batch),
-            ("POST", "/v1/batches/{batch_id}/cancel", self.cancel_batch),
-        ):
-            app.add_api_route(path, handler, methods=[method], tags=["batches"])
-        app.add_api_route(
-            "/v1/files/{file_id}/content", self.get_content, tags=["batches"], response_model=None
+        add = partial(app.add_api_route, tags=["batches"])
+        add(_FILES, self.create_file, methods=["POST"], openapi_extra=_FORM, responses=_FILE_MADE)
+        add(_FILES, self.list_files)
+        add(_FILE, self.get_file)
+        add(_FILE, self.delete_file, methods=["DELETE"])
+        add(_CONTENT, self.get_content, response_model=None)
+        asked = json_body(CreateBatchRequest)
+        add(
+            _BATCHES,
+            self.create_batch,
+            methods=["POST"],
+            openapi_extra=asked,
+            responses=_BATCH_MADE,
         )
+        add(_BATCHES, self.list_batches)
+        add(_BATCH, self.get_batch)
+        add(_CANCEL, self.cancel_batch, methods=["POST"])
 
     # Files
 
@@ -101,14 +138,14 @@ class BatchesApi:
         principal = self._access.caller(request.headers).principal
         config = self._config
         raw = await read_object(request, config.max_body_bytes, config.request_deadline_s)
-        body = validate(CreateBatchRequest, raw)
-        expiry = body.output_expires_after
+        asked = validate(CreateBatchRequest, raw)
+        expiry = asked.output_expires_after
         batch = await self._desk.create_batch(
             principal,
-            body.input_file_id,
-            body.endpoint,
-            body.completion_window,
-            body.metadata or {},
+            asked.input_file_id,
+            asked.endpoint,
+            asked.completion_window,
+            asked.metadata or {},
             None if expiry is None else expiry.seconds,
         )
         return BatchObject.of(batch)

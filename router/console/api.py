@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
@@ -21,6 +22,7 @@ from baton.config import Config
 from baton.errors import NotFound
 from baton.metrics import RouterMetrics
 from router.access import Access
+from router.api_description import json_body
 from router.console.look import Cluster, ConsoleLook, read_router
 from router.console.watch import Watch
 from router.console.what_if import WhatIfProgram
@@ -83,9 +85,14 @@ class ConsoleApi:
             app.add_api_route(path, self.page, include_in_schema=False, response_model=None)
         add = partial(app.add_api_route, tags=["operations"], response_model=None)
         add("/console/snapshot", self.snapshot)
-        events = {"content": {EventStreamResponse.media_type: {"schema": {"type": "string"}}}}
+        events: dict[str, Any] = {"content": {EventStreamResponse.media_type: {}}}
         add("/console/events", self.events, response_class=Response, responses={200: events})
-        add("/console/what-if", self.ask, methods=["POST"])
+        add(
+            "/console/what-if",
+            self.ask,
+            methods=["POST"],
+            openapi_extra=json_body(WhatIfRequest),
+        )
         app.add_api_route(
             "/console/static/{name}", self.file, include_in_schema=False, response_model=None
         )

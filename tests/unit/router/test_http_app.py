@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from baton import errors
 from baton.request import FinishReason
 from router.generation import GenerationRequest, OutputDelta
 from router.http_app import create_app
+from router.http_errors import add_error_handlers
 from tests.unit.router.front_fakes import (
     CONTEXT,
     MODEL,
@@ -516,6 +518,22 @@ async def test_unknown_paths_and_methods() -> None:
     check_error(response, 405)
     assert response.headers["allow"] == "POST"
     check_error(await call(front, "DELETE", "/v1/models"), 405)
+
+
+async def test_all_methods_of_a_path_are_allowed() -> None:
+    async def nothing() -> None: ...
+
+    app = FastAPI()
+    add_error_handlers(app)
+    for method in ("GET", "DELETE"):
+        app.add_api_route("/one/{name}", nothing, methods=[method])
+    app.add_api_route("/one", nothing, methods=["POST"])
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
+    ) as client:
+        response = await client.put("/one/two")
+    check_error(response, 405)
+    assert response.headers["allow"] == "DELETE, GET"
 
 
 @pytest.mark.parametrize(

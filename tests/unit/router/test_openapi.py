@@ -2,10 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
 import httpx
 
+from router.access import Access
+from router.batches.api import BatchesApi
+from router.batches.desk import BatchDesk
+from router.console.api import ConsoleApi
+from router.dispatcher import ClusterDispatcher
+from router.http_app import create_app
 from router.scopes import OPEN
-from tests.unit.router.front_fakes import make_front
+from tests.unit.router.front_fakes import MODEL, make_front
+
+
+def at(schema: dict[str, Any], pointer: str) -> Any:
+    """What a reference within a document leads to (RFC 6901)."""
+    place: Any = schema
+    for part in pointer.removeprefix("#/").split("/"):
+        place = place[part.replace("~1", "/").replace("~0", "~")]
+    return place
+
+
+def references(part: Any) -> Iterator[str]:
+    """All that a document refers to."""
+    if isinstance(part, dict):
+        for name, value in part.items():
+            if name in ("$ref", "operationRef") and isinstance(value, str):
+                yield value
+            else:
+                yield from references(value)
+    elif isinstance(part, list):
+        for value in part:
+            yield from references(value)
+
+
+async def test_nothing_refers_to_what_is_not_there(tmp_path: Path) -> None:
+    front = make_front(data_dir=str(tmp_path))
+    access = Access(front.config, front.metrics)
+    parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
+    # Of these only the endpoints are looked at.
+    more = (
+        BatchesApi(cast(BatchDesk, None), front.config, access),
+        ConsoleApi(cast(ClusterDispatcher, None), front.metrics, front.config, "tiny", access),
+    )
+    transport = httpx.ASGITransport(create_app(*parts, more=more))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        schema = (await client.get("/openapi.json")).json()
+    told = list(references(schema))
+    assert any(name.startswith("#/paths/~1v1~1files") for name in told)
+    assert all(at(schema, name) for name in told)
+    for path in ("/v1/batches", "/v1/files", "/console/what-if"):
+        assert schema["paths"][path]["post"]["requestBody"]["required"], path
 
 
 async def test_refusals_and_keys_are_described() -> None:
@@ -19,5 +69,9 @@ async def test_refusals_and_keys_are_described() -> None:
             assert {"4XX", "5XX"} <= operation["responses"].keys(), path
             assert "422" not in operation["responses"], path
             assert (operation.get("security") == [{"key": []}]) is (path not in OPEN), path
+    for path in ("/v1/chat/completions", "/v1/messages", "/detokenize"):
+        body = schema["paths"][path]["post"]["requestBody"]
+        assert body["required"], path
+        assert at(schema, body["content"]["application/json"]["schema"]["$ref"])["required"], path
     described = schema["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
     assert all(page.split(";")[0] in described for page in pages)

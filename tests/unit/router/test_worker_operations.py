@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
 import httpx
+import pytest
 import redis
 
-from baton.errors import NotFound
+from baton.errors import NotFound, WorkerFailed
 from baton.grpc_channel import make_server, open_channel
 from baton.pool_sizes import PoolSizes
 from baton.v1 import control_pb2, control_pb2_grpc
@@ -21,7 +23,9 @@ from router.http_app import create_app
 from router.operator_api import Operators
 from router.pool_scaling import PoolScaling
 from router.worker_control import WorkerControl
+from router.worker_links import WorkerLink
 from router.worker_operations import WorkerOperations, WorkerOperatorServicer
+from tests.mini_cluster import free_port
 from tests.unit.router.front_fakes import MODEL, check_schema, make_front, serve
 from tests.unit.router.test_operator_api import key
 
@@ -105,6 +109,20 @@ async def test_drains() -> None:
         )
         assert told.empty
         assert there.control.told == [("decode-0", 7.0), ("decode-0", 0.0), ("decode-0", 1.5)]
+
+
+async def test_one_that_has_gone_is_told_as_such() -> None:
+    """Not by the words of gRPC, which name addresses."""
+    async with open_channel(f"127.0.0.1:{free_port()}") as channel:
+        link = SimpleNamespace(
+            record=SimpleNamespace(slot="decode-0", role="decode", incarnation="decode-0:1"),
+            channel=channel,
+        )
+        control = WorkerControl(lambda: [cast(WorkerLink, link)], lambda _: True)
+        with pytest.raises(WorkerFailed, match=r"^decode-0 does not answer: it has ended"):
+            await control.drain("decode-0", DEADLINE_S)
+        with pytest.raises(WorkerFailed, match=r"^decode-0 does not answer: it has ended"):
+            await control.change_role("decode-0", "decode", DEADLINE_S)
 
 
 async def test_roles() -> None:
