@@ -19,6 +19,10 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_LIMIT),
     ("grpc.max_send_message_length", MESSAGE_LIMIT),
 ]
+_CONNECT_MS, _HANDSHAKE_MS = 1_000, 2_000
+"""How long a connection may take to be made, without TLS and with it: two more ways there and back,
+and some arithmetic. On a busy machine a tenth of a second is too short, and whoever asks is told
+that nobody is there; where nobody is, that is known at once all the same."""
 _CLIENT_OPTIONS = [
     *_OPTIONS,
     # A peer that hangs, with its connections open, is noticed after 15 s at most. A ping's own
@@ -29,12 +33,12 @@ _CLIENT_OPTIONS = [
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # What its name hides: the time to connect in.
+    ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]
-_HANDSHAKE_MS = 1_000
 _SERVER_OPTIONS = [
     *_OPTIONS,
     # The bit of "identity" alone: a compressed message of some kB may unfold to gigabytes.
@@ -111,7 +115,6 @@ def _client_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
 
 
 def _towards(peer: PeerRole | None) -> list[tuple[str, Any]]:
-    # The time to connect in has two more ways there and back in it, and some arithmetic.
     slower = {"grpc.min_reconnect_backoff_ms": _HANDSHAKE_MS}
     options: list[tuple[str, Any]] = [*(dict(_CLIENT_OPTIONS) | slower).items()]
     if peer is not None:

@@ -96,7 +96,7 @@ class RankLink:
             silence_ms=int(self._limits.silence_s * 1000),
             lead_silence_ms=int(self._silence_s * 1000),
         )
-        # A connection has a tenth of a second to be made: on a busy machine not the first one is.
+        # A connection has a second to be made: on a very busy machine not the first one is.
         call: Call = rank_pb2_grpc.RankServiceStub(self._channel).Join(wait_for_ready=True)
         self._call = call
         try:
