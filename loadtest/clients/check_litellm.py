@@ -37,7 +37,7 @@ def errors() -> None:
 
 
 def json_schema() -> None:
-    answer = ask(response_format=RESPONSE_FORMAT, max_tokens=64)
+    answer = ask(response_format=RESPONSE_FORMAT, max_tokens=128)
     same(list(json.loads(answer.choices[0].message.content)), ["colour"])
 
 

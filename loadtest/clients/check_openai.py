@@ -73,7 +73,7 @@ def batch() -> None:
 
 
 def json_schema() -> None:
-    answer = ask(model=MODEL, messages=HELLO, response_format=RESPONSE_FORMAT, max_tokens=64)
+    answer = ask(model=MODEL, messages=HELLO, response_format=RESPONSE_FORMAT, max_tokens=128)
     same(list(json.loads(answer.choices[0].message.content)), ["colour"])
 
 

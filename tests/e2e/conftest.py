@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.answers import end_amid_an_answer
-from tests.e2e.cluster import UpProcess
+from tests.e2e.cluster import PATIENT, UpProcess
 
 
 @pytest.fixture(scope="session")
@@ -14,7 +14,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
 
     In fp32: in bf16 a near-tie may fall one way with a cached prefix and another way without.
     """
-    env = {"BATON_DATA_DIR": str(tmp_path_factory.mktemp("data"))}
+    env = PATIENT | {"BATON_DATA_DIR": str(tmp_path_factory.mktemp("data"))}
     with UpProcess("--dtype", "float32", "--quantization", "none", env=env) as up:
         yield up.wait_ready()
         up.terminate()
@@ -24,7 +24,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
 @pytest.fixture(scope="session")
 def rough_ground() -> Iterator[UpProcess]:
     """The cluster of ``rough_cluster``. However it was treated, it ends as it should."""
-    with UpProcess("--local-prefill", "never") as up:
+    with UpProcess("--local-prefill", "never", env=PATIENT) as up:
         yield up.wait_ready()
         up.wait_healthy()
         end_amid_an_answer(up)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Iterator
 
@@ -27,7 +28,8 @@ from tests.e2e.cluster import UpProcess
 HELLO: list[ChatCompletionMessageParam] = [
     {"role": "user", "content": "Name three colours of the rainbow."}
 ]
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
+ANSWERED = re.compile(r"# (\d+) of (\d+) workers answered")
 LONG_TEXT = "The quick brown fox jumps over the lazy dog near the old river bank. " * 30
 
 
@@ -40,8 +42,14 @@ def client(cluster: UpProcess) -> Iterator[openai.OpenAI]:
 
 
 def series(cluster: UpProcess, name: str, **labels: str) -> float:
-    """The sum of a series over its other labels, from the page of the whole cluster."""
-    page = httpx.get(f"{cluster.http}/metrics/cluster", timeout=DEADLINE_S).text
+    """The sum of a series over its other labels, from the page of the whole cluster.
+
+    A busy worker may be late with its own page: it is asked until all of them are there.
+    """
+    page, end = "", time.monotonic() + DEADLINE_S
+    while not (told := ANSWERED.match(page)) or told[1] != told[2]:
+        assert time.monotonic() < end, page[:400]
+        page = httpx.get(f"{cluster.http}/metrics/cluster", timeout=DEADLINE_S).text
     return sum(
         sample.value
         for family in text_string_to_metric_families(page)

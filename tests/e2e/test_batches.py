@@ -14,7 +14,7 @@ from baton.client import Client, HttpClient, Message, Sampling
 from loadtest.clients.checking import check, chosen
 from tests.e2e.cluster import BATON, UpProcess, wait_until_gone
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 LINES = 6
 
 

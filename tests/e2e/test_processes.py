@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.cluster import UpProcess
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 def stream(up: UpProcess, tokens: int) -> Iterator[str]:

@@ -15,10 +15,10 @@ import pytest
 from baton.client import Client
 from baton.v1.inference_pb2 import ChatMessage
 from baton.v1.sampling_pb2 import Choice, Grammar, SamplingParameters
-from tests.e2e.cluster import UpProcess
+from tests.e2e.cluster import PATIENT, UpProcess
 from tests.e2e.test_api import series
 
-DEADLINE_S = 90.0
+DEADLINE_S = 200.0
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -41,7 +41,7 @@ def paths(request: pytest.FixtureRequest) -> Iterator[UpProcess]:
     if request.param == "never":
         yield request.getfixturevalue("rough_cluster")
         return
-    with UpProcess("--local-prefill", request.param) as up:
+    with UpProcess("--local-prefill", request.param, env=PATIENT) as up:
         yield up.wait_ready()
         up.terminate()
         assert up.wait() == 0, up.text

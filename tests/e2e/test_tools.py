@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.cluster import UpProcess
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 MESSAGES: Any = [{"role": "user", "content": "What is the weather in Paris for two days?"}]
 WEATHER: dict[str, Any] = {
     "name": "weather",

@@ -14,12 +14,12 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from tests.e2e.cluster import UpProcess
+from tests.e2e.cluster import PATIENT, UpProcess
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 CLIENT = "b7ad6b7169203331"
 WORDS = "quixotic marmalade"
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -67,7 +67,7 @@ def collector() -> Iterator[tuple[Collector, str]]:
 def test_one_request_from_end_to_end(collector: tuple[Collector, str]) -> None:
     kept, endpoint = collector
     flags = ("--otlp-endpoint", endpoint, "--log-format", "json", "--local-prefill", "never")
-    env = {"BATON_LOG_REQUESTS": "true", "OTEL_BSP_SCHEDULE_DELAY": "200"}
+    env = PATIENT | {"BATON_LOG_REQUESTS": "true", "OTEL_BSP_SCHEDULE_DELAY": "200"}
     with UpProcess(*flags, env=env) as up:
         up.wait_ready()
         answer = httpx.post(
