@@ -50,7 +50,7 @@ async def open_page() -> AsyncIterator[OpenPage]:
     async with async_playwright() as playwright:
         # In a container root may not use namespaces, on which its sandbox rests.
         browser = await playwright.chromium.launch(
-            executable_path=str(CHROMIUM), args=["--no-sandbox"]
+            executable_path=str(CHROMIUM), args=["--no-sandbox"], timeout=WAIT_MS
         )
 
         @asynccontextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from router.served_model import ServedModel
 from tests.mini_cluster import MiniCluster, mini_cluster
 from tests.unit.router.front_fakes import plain_client, serve
 
+DEADLINE_S = 60.0
 WHAT_IF = (sys.executable, "-P", "-m", "loadtest.what_if")
 MODEL = "tiny"
 
@@ -32,11 +33,13 @@ class Stage:
     console: ConsoleApi
     url: str
 
-    async def ask(self, count: int, prompt: str = "Once upon a time", **more: object) -> None:
-        """So many requests, one after another."""
+    async def ask(
+        self, numbers: Iterable[int], prompt: str = "Once upon a time", **more: object
+    ) -> None:
+        """A request for each number, one after another."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "ignore_eos": True} | more
-        async with plain_client(base_url=self.url, timeout=60.0) as client:
-            for number in range(count):
+        async with plain_client(base_url=self.url, timeout=DEADLINE_S) as client:
+            for number in numbers:
                 answer = await client.post(
                     "/v1/completions", json=body | {"prompt": f"{number} {prompt}"}
                 )
@@ -63,7 +66,7 @@ async def console_stage(model: Path, redis_url: str, **config: Any) -> AsyncIter
             cluster.config,
             MODEL,
             access,
-            WhatIfProgram(WHAT_IF),
+            WhatIfProgram(WHAT_IF, DEADLINE_S),
         )
         app = create_app(
             cluster.dispatcher,
