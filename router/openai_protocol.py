@@ -19,7 +19,13 @@ def _integral(value: Any) -> Any:
 
 Int = Annotated[int, BeforeValidator(_integral)]
 # Some clients of completions send false where they want none.
-Count = Annotated[int | None, BeforeValidator(lambda v: None if v is False else _integral(v))]
+Count = Annotated[
+    int | None,
+    BeforeValidator(
+        lambda v: None if v is False else _integral(v),
+        json_schema_input_type=int | Literal[False] | None,
+    ),
+]
 # Lists stop at the first bad item: a body of a million bad ones would be a million error objects.
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Ints = Annotated[list[Int], Field(fail_fast=True)]
@@ -92,9 +98,9 @@ class SamplingFields(_Request):
     space (extension)."""
     allowed_token_ids: Ints | None = None
     """The token ids that alone may be generated; those that end an answer as well (extension)."""
-    logit_bias: Any = Field(default=None, json_schema_extra={"type": "object"})
+    logit_bias: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
     """Token id → what is added to its logit, -100 … 100; at most 300 entries."""
-    response_format: Any = Field(default=None, json_schema_extra={"type": "object"})
+    response_format: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
     """`{"type": "text"}`, `{"type": "json_object"}`, or `{"type": "json_schema", "json_schema":
     {"name": …, "schema": …}}`: the answer is such a JSON text."""
     guided_json: Any = None
@@ -105,7 +111,7 @@ class SamplingFields(_Request):
     """The answer is one of these texts (extension)."""
     guided_grammar: str | None = None
     """A grammar, in Lark or GBNF, that the answer follows (extension)."""
-    structured_outputs: Any = Field(default=None, json_schema_extra={"type": "object"})
+    structured_outputs: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
     """One of `json`, `regex`, `choice`, `grammar` and `json_object`, as above (extension)."""
 
 
@@ -146,11 +152,11 @@ class ChatCompletionRequest(SamplingFields):
     """Whether the template begins the assistant's turn (extension). Default true."""
     continue_final_message: bool | None = None
     """The answer goes on in the last message, which stays open (extension). Default false."""
-    chat_template_kwargs: Any = Field(default=None, json_schema_extra={"type": "object"})
+    chat_template_kwargs: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
     """More variables for the chat template (extension)."""
     tools: ToolDefinitions | None = None
     """Up to 128 functions that the model may call."""
-    tool_choice: Any = Field(default=None, json_schema_extra={"type": ["string", "object"]})
+    tool_choice: Any = Field(default=None, json_schema_extra={"type": ["string", "object", "null"]})
     """`none`, `auto` (the default), `required`, or the name of a function in OpenAI's form."""
     parallel_tool_calls: bool | None = None
     """Whether there may be several calls in an answer. Default true."""

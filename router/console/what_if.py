@@ -57,16 +57,20 @@ class WhatIfProgram:
     async def _run(self, question: bytes) -> bytes:
         # What it counts is none of the router's.
         variables = {k: v for k, v in os.environ.items() if k != SHARED_FOLDER_VARIABLE}
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=variables,
-        )
+        # No pipe: one whose reader is gone already is told of in other ways by each event loop.
+        with open(os.memfd_create("baton-what-if"), "w+b") as file:  # noqa: ASYNC230 - in memory
+            file.write(question)
+            file.seek(0)
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=file,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=variables,
+            )
         try:
             async with asyncio.timeout(self._deadline_s):
-                output, complaint = await process.communicate(question)
+                output, complaint = await process.communicate()
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the simulation was not done after {self._deadline_s:.0f} s: ask about fewer"

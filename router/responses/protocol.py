@@ -22,7 +22,7 @@ class ResponsesRequest(SamplingFields):
     """Most tokens to generate. Default: what is left of the context."""
     tools: _Objects | None = None
     """Up to 128 functions that the model may call."""
-    tool_choice: Any = Field(default=None, json_schema_extra={"type": ["string", "object"]})
+    tool_choice: Any = Field(default=None, json_schema_extra={"type": ["string", "object", "null"]})
     """`none`, `auto` (the default), `required`, or the name of a function in OpenAI's form."""
     parallel_tool_calls: bool | None = None
     """Whether there may be several calls in an answer. Default true."""
@@ -30,7 +30,7 @@ class ResponsesRequest(SamplingFields):
     """`format`: `text`, `json_object` or `json_schema`."""
     metadata: dict[str, Any] | None = None
     """Given back as it is."""
-    stream_options: Any = Field(default=None, json_schema_extra={"type": "object"})
+    stream_options: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
     """Nothing of it is served; ignored."""
     store: bool | None = None
     """Nothing is ever stored, whatever is asked for: the answer says so."""

@@ -13,7 +13,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.fuzz.openapi import fuzz_openapi
 from tests.fuzz.targets import TARGETS
+
+OPENAPI = "openapi"
+NAMES = (*TARGETS, OPENAPI)
 
 _TIMEOUT_S = 10
 """A single input that takes longer is a fault."""
@@ -26,7 +30,7 @@ _LAST_RUN = re.compile(r"^#(\d+)\s", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one target's run came to."""
+    """What one target's run came to; of ``openapi`` cases and operations."""
 
     name: str
     minutes: float
@@ -38,8 +42,11 @@ class Figures:
 
 def fuzz(name: str, minutes: float, out: Path) -> Figures:
     """Run one target; what it finds stays in ``out``."""
-    target = TARGETS[name]
     folder = out / name
+    if name == OPENAPI:
+        executions, edges, faulty = fuzz_openapi(minutes, folder)
+        return Figures(name, minutes, executions, edges, str(folder) if faulty else "")
+    target = TARGETS[name]
     corpus = folder / "corpus"
     corpus.mkdir(parents=True, exist_ok=True)
     for number, seed in enumerate(target.seeds()):
@@ -74,17 +81,17 @@ def fuzz(name: str, minutes: float, out: Path) -> Figures:
 def main() -> int:
     """0 where nothing was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
-    parser.add_argument("targets", nargs="*", help=", ".join(TARGETS))
+    parser.add_argument("targets", nargs="*", help=", ".join(NAMES))
     parser.add_argument("--minutes", type=float, default=5.0, help="For each target.")
     parser.add_argument("--out", type=Path, help="Where inputs and logs go.")
     given = parser.parse_args()
-    unknown = [name for name in given.targets if name not in TARGETS]
+    unknown = [name for name in given.targets if name not in NAMES]
     if unknown:
-        parser.error(f"there is no target {unknown[0]!r}; there are {', '.join(TARGETS)}")
+        parser.error(f"there is no target {unknown[0]!r}; there are {', '.join(NAMES)}")
     out = given.out or Path(tempfile.mkdtemp(prefix="baton-fuzz-"))
     print("| target | minutes | executions | edges | found |\n|---|---|---|---|---|", flush=True)
     found = False
-    for name in given.targets or TARGETS:
+    for name in given.targets or NAMES:
         figures = fuzz(name, given.minutes, out)
         found |= bool(figures.fault)
         print(

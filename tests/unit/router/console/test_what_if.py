@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import psutil
 import pytest
+import uvloop
 
 from baton.config import Config, KeyConfig, PoolConfig
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
@@ -22,7 +23,7 @@ from router.console.what_if_question import (
 )
 from tests.unit.router.console.looks import record
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 WORKERS = [record("prefill-0"), record("decode-0"), record("decode-1")]
 ASKED = WhatIfRequest(prefill=3, decode=4)
 
@@ -114,6 +115,16 @@ async def test_a_program_that_fails_is_told() -> None:
         await program("import sys; sys.exit('planted')").ask(asked(recent(12)))
     with pytest.raises(BatonError, match="cannot be read"):
         await program("print('{}')").ask(asked(recent(12)))
+
+
+def test_one_that_ends_before_it_reads_is_told_on_the_routers_loop_too() -> None:
+    """uvloop raises RuntimeError at a pipe whose reader has gone; fuzzing met it."""
+
+    async def ask() -> None:
+        with pytest.raises(BatonError, match="the simulator failed: no such luck"):
+            await program("import os; os.close(0); exit('no such luck')").ask(asked(recent(12)))
+
+    uvloop.run(asyncio.wait_for(ask(), DEADLINE_S))
 
 
 async def test_one_question_at_a_time() -> None:

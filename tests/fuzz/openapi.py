@@ -1,0 +1,82 @@
+"""schemathesis against a whole cluster: what /openapi.json describes, asked in every way.
+
+A tiny model, one key with all scopes. Not asked: what ends or moves the very workers that are to
+answer, and whether everything that fits a schema is accepted (an empty prompt fits, too).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.e2e.cluster import UpProcess
+from tests.models import make_tiny_model
+from tests.unit.router.front_fakes import TEMPLATE
+
+PROGRAM = Path(sys.executable).with_name("schemathesis")
+_KEY = "sk-fuzz"
+_SCOPES = ("admin", "inference", "metrics")
+_REQUEST_S = 60
+"""Of a request of the cluster; one that takes 30 s longer is a fault."""
+_END_S = 300
+"""For ending, and for what had begun when the time was up."""
+_CASES = re.compile(r"^\s+(\d+) generated", re.MULTILINE)
+_OPERATIONS = re.compile(r"^\s+Tested: (\d+)", re.MULTILINE)
+
+
+@contextmanager
+def fuzzed_cluster(folder: Path) -> Iterator[UpProcess]:
+    """A cluster that writes below ``folder`` alone."""
+    model = make_tiny_model(folder / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    hashed = hashlib.sha256(_KEY.encode()).hexdigest()
+    keys = folder / "keys.json"
+    keys.write_text(json.dumps({"keys": [{"name": "fuzz", "sha256": hashed, "scopes": _SCOPES}]}))
+    keys.chmod(0o600)
+    env = {"BATON_DATA_DIR": str(folder / "data"), "BATON_REQUEST_DEADLINE_S": str(_REQUEST_S)}
+    with UpProcess("--model", str(model), "--keys-file", str(keys), env=env) as up:
+        yield up.wait_ready()
+        assert up.process.poll() is None, up.text
+
+
+def fuzz_openapi(minutes: float, folder: Path) -> tuple[int, int, bool]:
+    """Cases, operations, and whether there was a fault; logs are left in ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with fuzzed_cluster(folder) as up:
+        text, code = _ask(up.http, minutes, folder)
+        up.wait_healthy()
+        # Each error that nobody meant is logged with where it came from.
+        broken = [log.name for log in up.logs.glob("*.log") if "Traceback" in log.read_text()]
+        for log in up.logs.glob("*.log"):
+            (folder / log.name).write_bytes(log.read_bytes())
+    cases, operations = _CASES.search(text), _OPERATIONS.search(text)
+    assert cases, f"it did not get so far: {folder}/schemathesis.log"
+    assert operations, text[-2000:]
+    return int(cases[1]), int(operations[1]), bool(code or broken)
+
+
+def _ask(url: str, minutes: float, folder: Path) -> tuple[str, int]:
+    log = folder / "schemathesis.log"
+    command = [
+        *(str(PROGRAM), "run", f"{url}/openapi.json", f"--max-time={int(minutes * 60)}"),
+        *("-H", f"Authorization: Bearer {_KEY}", "--phases=coverage,fuzzing,stateful"),
+        *("--checks=all", "--exclude-checks=positive_data_acceptance", "--continue-on-failure"),
+        *("--exclude-path-regex=^/v1/(workers|pools)/", f"--request-timeout={_REQUEST_S + 30}"),
+        *("--suppress-health-check=all", "--generation-database=none", "--no-color"),
+    ]
+    with log.open("wb") as file:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=minutes * 60 + _END_S,
+            check=False,
+        )
+    return log.read_text(errors="replace"), done.returncode
