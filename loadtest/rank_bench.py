@@ -12,7 +12,7 @@ import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Annotated, get_args
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from baton.config import TransportName
 from baton.errors import ConfigError
@@ -42,6 +41,7 @@ CASES = ((1, 2), (2, 1), (2, 2), (2, 4), (4, 2))
 DEMO = Geometry(16, 30, 3, 64, "bfloat16")
 TICKETS = 32
 _READY_S, _DEADLINE_S = 60.0, 120.0
+_LINE = "{:<10} {:<7} {:>9} {:>9} {:>7} {:>14}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +83,30 @@ def main(
     blocks: Annotated[int, typer.Option(help="blocks of a ticket", min=1)] = 8,
     repetitions: Annotated[int, typer.Option(min=1)] = 7,
 ) -> None:
-    """Print bytes and throughput of each case."""
+    """Print bytes and throughput of each case, as they are found."""
     for name in transport:
         if name not in get_args(TransportName):
             raise ConfigError(f"transport {name} is unknown")
-    rows = asyncio.run(_measure_all(transport, blocks, repetitions))
-    Console(width=100).print(_drawn(rows))
-    Console(width=100).print(this_machine().line())
+    console = Console(width=100)
+    console.print(
+        _LINE.format("transport", "ranks", "MB moved", "of floor", "GB/s", "beside 1 to 1")
+    )
+    asyncio.run(
+        _measure_all(transport, blocks, repetitions, lambda row: console.print(_drawn(row)))
+    )
+    console.print(this_machine().line())
 
 
-async def _measure_all(names: list[str], blocks: int, repetitions: int) -> list[RankRow]:
-    rows: list[RankRow] = []
+async def _measure_all(
+    names: list[str], blocks: int, repetitions: int, tell: Callable[[RankRow], None]
+) -> None:
     for name in names:
         alone = _case((1, 1), name, blocks)
-        for ranks in CASES:
-            case = _case(ranks, name, blocks)
-            first, row = await measure(alone, case, repetitions)
-            rows += [row] if rows and rows[-1].case.transport == name else [first, row]
-    return rows
+        for number, ranks in enumerate(CASES):
+            first, row = await measure(alone, _case(ranks, name, blocks), repetitions)
+            # Some take half a minute, most of it for processes to start.
+            for found in (row,) if number else (first, row):
+                tell(found)
 
 
 def _case(ranks: tuple[int, int], transport: str, blocks: int) -> RankCase:
@@ -192,19 +198,15 @@ class _Bench:
         return sent
 
 
-def _drawn(rows: list[RankRow]) -> Table:
-    table = Table("transport", "ranks", "MB moved", "of the floor", "GB/s", "beside 1 to 1")
-    for row in rows:
-        ranks = row.case.source.tensor_parallel, row.case.target.tensor_parallel
-        table.add_row(
-            row.case.transport,
-            "{} to {}".format(*ranks),
-            f"{row.bytes / 1e6:.1f}",
-            f"{row.bytes / row.case.floor:.3f}",
-            f"{row.bytes / row.seconds / 1e9:.2f}",
-            f"{row.beside:.2f}",
-        )
-    return table
+def _drawn(row: RankRow) -> str:
+    return _LINE.format(
+        row.case.transport,
+        f"{row.case.source.tensor_parallel} to {row.case.target.tensor_parallel}",
+        f"{row.bytes / 1e6:.1f}",
+        f"{row.bytes / row.case.floor:.3f}",
+        f"{row.bytes / row.seconds / 1e9:.2f}",
+        f"{row.beside:.2f}",
+    )
 
 
 if __name__ == "__main__":
