@@ -39,6 +39,13 @@ def body(content: Mapping[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
+def streamed(answer: type[BaseModel] | None = None) -> dict[str, Any]:
+    """The answer of an operation that streams where it is asked to."""
+    text = "The answer; with `stream: true` server-sent events."
+    told = {"description": text, "content": {JSON: {}, "text/event-stream": {}}}
+    return told | ({"model": answer} if answer else {})
+
+
 def made_of_its_id(parameter: str, *operations: tuple[str, str]) -> dict[str, Any]:
     """An answer with an id: the methods and paths that take it as ``parameter``."""
     links = {}

@@ -21,7 +21,7 @@ from baton.config import Config
 from baton.metrics import RouterMetrics
 from baton.tls import LiveContext, client_context
 from router.access import Access
-from router.api_description import ERRORS, describe, json_body
+from router.api_description import ERRORS, describe, json_body, streamed
 from router.cluster_metrics import cluster_page
 from router.direct_routes import DirectRoutes
 from router.exchange import Exchange
@@ -167,7 +167,7 @@ def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:
         methods=["POST"],
         tags=["openai"],
         response_model=None,
-        responses={200: _answered(ChatCompletion), **ERRORS},
+        responses={200: streamed(ChatCompletion), **ERRORS},
         openapi_extra=json_body(ChatCompletionRequest, chat),
     )
     app.add_api_route(
@@ -176,7 +176,7 @@ def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:
         methods=["POST"],
         tags=["openai"],
         response_model=None,
-        responses={200: _answered(Completion), **ERRORS},
+        responses={200: streamed(Completion), **ERRORS},
         openapi_extra=json_body(CompletionRequest, plain),
     )
     app.add_api_route("/v1/models", api.list_models, tags=["openai"], response_model=ModelList)
@@ -187,11 +187,6 @@ def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:
         response_model=Model,
         responses={404: ERRORS[404]},
     )
-
-
-def _answered(model: type[Any]) -> dict[str, Any]:
-    text = "The answer; with `stream: true` server-sent events that end with `data: [DONE]`."
-    return {"model": model, "description": text}
 
 
 def _add_operations(

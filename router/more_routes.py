@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from router.api_description import ERRORS, json_body
+from router.api_description import ERRORS, json_body, streamed
 from router.direct_routes import Handler
 from router.embeddings.api import EmbeddingsApi
 from router.embeddings.desk import EmbeddingDesk
@@ -30,7 +30,6 @@ from router.tokenize_api import (
 from router.tokenizer import Tokenizer
 
 EMBEDDINGS = "/v1/embeddings"
-_STREAMS = "The answer; with `stream: true` server-sent events."
 
 
 def add_more_routes(
@@ -50,9 +49,9 @@ def add_more_routes(
         "/v1/messages": messages.create,
     }
     described: list[tuple[str, Any, str, type[BaseModel], dict[str, Any]]] = [
-        ("/v1/responses", responses.create, "openai", ResponsesRequest, {"description": _STREAMS}),
+        ("/v1/responses", responses.create, "openai", ResponsesRequest, streamed()),
         (EMBEDDINGS, embeddings.create, "openai", EmbeddingsRequest, {"model": EmbeddingsResponse}),
-        ("/v1/messages", messages.create, "anthropic", MessagesRequest, {"description": _STREAMS}),
+        ("/v1/messages", messages.create, "anthropic", MessagesRequest, streamed()),
         ("/v1/messages/count_tokens", messages.count_tokens, "anthropic", CountTokensRequest, {}),
         ("/tokenize", tokens.tokenize, "tokens", TokenizeRequest, {"model": Tokenized}),
         ("/detokenize", tokens.detokenize, "tokens", DetokenizeRequest, {"model": Detokenized}),

@@ -73,5 +73,8 @@ async def test_refusals_and_keys_are_described() -> None:
         body = schema["paths"][path]["post"]["requestBody"]
         assert body["required"], path
         assert at(schema, body["content"]["application/json"]["schema"]["$ref"])["required"], path
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"):
+        answers = schema["paths"][path]["post"]["responses"]["200"]["content"]
+        assert answers.keys() == {"application/json", "text/event-stream"}, path
     described = schema["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
     assert all(page.split(";")[0] in described for page in pages)
