@@ -42,8 +42,8 @@ FROM ${PYTHON_IMAGE} AS runtime
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends 'g++=4:12.2.*' 'tini=0.19.*' \
     && rm -rf /var/lib/apt/lists/* \
-    && groupadd --system --gid 10001 baton \
-    && useradd --system --uid 10001 --gid 10001 --no-create-home --home-dir /var/lib/baton \
+    && groupadd --gid 10001 baton \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /var/lib/baton \
         --shell /usr/sbin/nologin baton \
     && install --directory --owner=10001 --group=10001 --mode=0750 \
         /var/lib/baton /var/cache/baton

@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
+import sys
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,23 @@ from redis.backoff import ConstantBackoff, NoBackoff
 from redis.retry import Retry
 
 from baton.config import load_config
+from deploy.exposure import check_exposure
 from deploy.ports import free_port
+from deploy.ray_cluster import OBJECT_STORE_BYTES
 from deploy.valkey import valkey_binary
 from tests.unit.deploy.baton_commands import parse, unknown_variables
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "compose"
-PROFILES = {"baton-cpu": "cpu", "baton-gpu": "gpu"}
+PROFILES = {"cpu": ("prefill", "decode"), "gpu": ("prefill-gpu", "decode-gpu")}
+"""And the services of workers' nodes that only it starts."""
+NODES = tuple(name for names in PROFILES.values() for name in names)
+BATON = ("ray-head", "launcher", "router", *NODES)
+"""Services that run Baton's image."""
 NEVER = Retry(NoBackoff(), 0)
 BRIEFLY = Retry(ConstantBackoff(0.02), 500)
 """Until a server that starts is there."""
 _DEADLINE_S = 20.0
+_CHECK_S = 60.0
 
 
 def compose() -> dict[str, Any]:
@@ -57,41 +66,121 @@ def test_the_file_is_what_the_specification_allows() -> None:
     assert list(validator.iter_errors(spoilt))
 
 
-def test_every_profile_has_one_baton_and_all_else() -> None:
+def test_a_profile_is_its_workers_and_all_else_is_always_there() -> None:
     for name, service in services().items():
-        assert service.get("profiles", []) == ([PROFILES[name]] if name in PROFILES else [])
-    for name in PROFILES:
-        baton = services()[name]
-        assert all("baton" in baton["networks"][of]["aliases"] for of in ("edge", "watch"))
-        assert services()["nginx"]["depends_on"][name]["required"] is False
+        profiles = [profile for profile, nodes in PROFILES.items() if name in nodes]
+        assert service.get("profiles", []) == profiles, name
+        # Of what another profile starts nobody may wait.
+        assert not {*service.get("depends_on", ())} & {*NODES}, name
+    assert services()["router"]["scale"] == 2
+    assert services()["nginx"]["depends_on"] == {"router": {"condition": "service_healthy"}}
 
 
-@pytest.mark.parametrize("name", PROFILES)
-def test_baton_takes_its_command_line_and_variables(
+@pytest.mark.parametrize("name", ["launcher", "router"])
+def test_launcher_and_routers_take_command_line_and_variables(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = services()[name]
     parsed = parse(service["command"])
-    assert parsed.name == "up"
+    assert parsed.name == {"launcher": "up", "router": "router"}[name]
     assert unknown_variables(list(service["environment"])) == []
-    (local,) = [one for one in service["volumes"] if one.endswith(":ro")]
+    (local,) = [one for one in service["volumes"] if one.startswith("./")]
     file, inside, _ = local.split(":")
     assert str(parsed.parameters["config"]) == inside
     for variable, value in service["environment"].items():
         monkeypatch.setenv(variable, value)
     config = load_config(FOLDER / file)
-    assert config.routers == 2
-    assert {pool.role for pool in config.pools} == {"prefill", "decode"}
-    asked = {pool.resources.get("GPU", 0) for pool in config.pools}
-    assert asked == ({1} if name == "baton-gpu" else {0})
+    check_exposure(config)
+    assert config.cluster_id == "compose"
+    assert (config.ray_address, config.routers) == (
+        ("ray-head:6379", 0) if name == "launcher" else ("", 1)
+    )
+    assert config.leave_workers is (name == "launcher")
+
+
+def test_pools_ask_for_what_nodes_offer() -> None:
+    pools = {pool.role: pool for pool in load_config(FOLDER / "baton.toml").pools}
+    assert {*pools} == {"prefill", "decode"}
+    for names in PROFILES.values():
+        for name, (role, pool) in zip(names, sorted(pools.items(), reverse=True), strict=True):
+            parsed = parse(services()[name]["command"])
+            assert parsed.name == "join"
+            assert parsed.parameters["address"] == "ray-head:6379"
+            assert parsed.parameters["workers"] == pool.count == 1
+            assert parsed.parameters["resource"] == [f"baton_{role}=1"]
+            assert pool.resources == {f"baton_{role}": 1}
+            # One configuration for both profiles: a worker takes the GPU that its container has.
+            assert pool.device == "auto"
+            assert f" {parsed.parameters['port']})" in services()[name]["healthcheck"]["test"][-1]
+
+
+def test_ray_takes_its_command_line() -> None:
+    from ray.scripts.scripts import cli  # noqa: PLC0415
+
+    head = services()["ray-head"]
+    *init, program = head["entrypoint"]
+    assert (init, program) == (["tini", "--"], "ray")
+    start, *arguments = head["command"]
+    taken = cli.commands[start].make_context(start, arguments).params
+    assert taken["head"]
+    assert taken["block"]
+    assert taken["num_cpus"] == 0
+    assert taken["object_store_memory"] == OBJECT_STORE_BYTES
+    address = f"ray-head:{taken['port']}"
+    assert services()["launcher"]["environment"]["BATON_RAY_ADDRESS"] == address
+    assert f" {taken['port']})" in head["healthcheck"]["test"][-1]
+
+
+def test_rays_parts_know_each_other_by_a_token() -> None:
+    for name in BATON:
+        given = services()[name]["environment"]
+        if name == "router":
+            assert not any(variable.startswith("RAY_") for variable in given)
+        else:
+            assert given["RAY_AUTH_MODE"] == "token"
+            assert given["RAY_AUTH_TOKEN"].startswith("${RAY_TOKEN:?")
+
+
+def test_a_check_of_a_port_follows_it() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        for listens in (False, True):
+            if listens:
+                server.listen()
+            for name, usual in (("ray-head", 6379), ("decode", 9301)):
+                mode, _, *arguments = services()[name]["healthcheck"]["test"]
+                assert mode == "CMD"
+                *flags, script = arguments
+                # A container's name is its address; this machine's may be none.
+                assert f"(s.gethostname(), {usual})" in script
+                script = script.replace(f"(s.gethostname(), {usual})", f"('127.0.0.1', {port})")
+                done = subprocess.run(
+                    [sys.executable, *flags, script],
+                    timeout=_CHECK_S,
+                    stderr=subprocess.DEVNULL,
+                    check=False,
+                )
+                assert (done.returncode == 0) is listens
 
 
 def test_targets_are_those_of_the_dockerfile() -> None:
     stages = re.findall(r"(?m)^FROM \S+ AS (\S+)$", (FOLDER / "../../Dockerfile").read_text())
-    for name in PROFILES:
-        build = services()[name]["build"]
-        assert build["target"] in stages
-        assert (FOLDER / build["context"] / "Dockerfile").is_file()
+    for name in BATON:
+        service = services()[name]
+        assert service["build"]["target"] in stages
+        assert service["image"] == f"baton:{service['build']['target']}"
+        assert (service["image"] == "baton:cuda") is (name in PROFILES["gpu"])
+        assert (FOLDER / service["build"]["context"] / "Dockerfile").is_file()
+
+
+def test_each_worker_has_a_gpu_of_its_own() -> None:
+    asked = []
+    for name in PROFILES["gpu"]:
+        (device,) = services()[name]["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+        asked += device["device_ids"]
+    assert asked == ["${PREFILL_GPU:-0}", "${DECODE_GPU:-1}"]
 
 
 def test_nothing_is_published_beyond_this_machine() -> None:
@@ -101,8 +190,24 @@ def test_nothing_is_published_beyond_this_machine() -> None:
     encrypted = [port for port in published if port.startswith("${LISTEN:-127.0.0.1}:${")]
     assert [port.rpartition(":")[2] for port in encrypted] == ["8443", "8444"]
     assert all(port.startswith("127.0.0.1:${") for port in {*published} - {*encrypted})
-    assert all("ports" not in services()[name] for name in (*PROFILES, "valkey"))
-    assert compose()["networks"]["store"] == {"internal": True}
+    assert {name for name, one in services().items() if "ports" in one} == {
+        *("nginx", "prometheus", "grafana")
+    }
+
+
+def test_what_does_without_tls_is_on_networks_of_its_own() -> None:
+    networks = compose()["networks"]
+    assert networks["cluster"] == {"internal": True}
+    members = {
+        name: {one for one, service in services().items() if name in service["networks"]}
+        for name in networks
+    }
+    assert members == {
+        "edge": {"nginx", "router"},
+        "cluster": {*BATON, "valkey", "prometheus"},
+        "outside": {"launcher"},
+        "watch": {"prometheus", "grafana"},
+    }
 
 
 def test_every_container_is_held_to_what_it_needs() -> None:
@@ -116,7 +221,7 @@ def test_every_container_is_held_to_what_it_needs() -> None:
 
 def test_images_are_of_one_version() -> None:
     for name, service in services().items():
-        if name not in PROFILES:
+        if name not in BATON:
             assert re.search(r":v?\d+\.\d+\.\d+(-alpine)?$", service["image"]), name
 
 
@@ -124,9 +229,8 @@ def test_what_is_mounted_is_there() -> None:
     named = set(compose()["volumes"])
     for name, service in services().items():
         for volume in service.get("volumes", ()):
-            source = volume.split(":")[0]
-            # The folder of rules and dashboards is written elsewhere.
-            assert source in named or source == "../monitoring" or (FOLDER / source).exists(), name
+            source = re.sub(r"^\$\{MODELS:-(\S+?)\}", r"\1", volume).split(":")[0]
+            assert source in named or (FOLDER / source).exists(), name
 
 
 def test_variables_are_those_of_the_example() -> None:
@@ -137,13 +241,15 @@ def test_variables_are_those_of_the_example() -> None:
 
 
 def test_a_container_has_time_to_drain() -> None:
-    for name, profile in PROFILES.items():
-        drain_s = load_config(FOLDER / f"{profile}.toml").drain_deadline_s
-        assert int(services()[name]["stop_grace_period"].removesuffix("s")) >= drain_s + 45
+    drain_s = load_config(FOLDER / "baton.toml").drain_deadline_s
+    for name in ("router", *NODES):
+        given_s = int(services()[name]["stop_grace_period"].removesuffix("s"))
+        # Workers may take 20 s more than that, and both must end.
+        assert given_s >= drain_s + (45 if name == "router" else 65), name
 
 
 def test_a_stream_outlasts_a_request() -> None:
-    deadline_s = load_config(FOLDER / "cpu.toml").request_deadline_s
+    deadline_s = load_config(FOLDER / "baton.toml").request_deadline_s
     for what in ("proxy_read", "proxy_send", "grpc_read", "grpc_send", "client_body"):
         (seconds,) = re.findall(rf"{what}_timeout (\d+)s;", nginx())
         assert int(seconds) > deadline_s, what
@@ -154,7 +260,7 @@ def test_a_stream_outlasts_a_request() -> None:
 
 def test_the_proxy_takes_the_largest_upload() -> None:
     (mib,) = re.findall(r"client_max_body_size (\d+)m;", nginx())
-    assert int(mib) << 20 > load_config(FOLDER / "cpu.toml").file_most_bytes
+    assert int(mib) << 20 > load_config(FOLDER / "baton.toml").file_most_bytes
 
 
 def test_the_proxy_hides_metrics() -> None:
@@ -189,12 +295,15 @@ def test_valkey_takes_its_configuration(tmp_path: Path) -> None:
             assert server.wait(_DEADLINE_S) == 0
 
 
-def test_prometheus_asks_for_the_one_page() -> None:
+def test_prometheus_asks_all_parts_once() -> None:
     settings = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
-    (job,) = settings["scrape_configs"]
-    assert job["job_name"] == "baton-cluster"
-    assert job["metrics_path"] == "/metrics/cluster"
-    assert job["static_configs"] == [{"targets": ["baton:8000"]}]
+    routers, parts = settings["scrape_configs"]
+    (found,) = routers["dns_sd_configs"]
+    assert (found["names"], found["type"], found["port"]) == (["router"], "A", 8000)
+    assert "metrics_path" not in routers, "a router's own page"
+    (asked,) = parts["http_sd_configs"]
+    assert asked["url"] == "http://router:8000/metrics/targets"
+    assert all(job["job_name"].startswith("baton-") for job in (routers, parts))
     mounted = [one.split(":") for one in services()["prometheus"]["volumes"]]
     (folder,) = [inside for source, inside, *_ in mounted if source == "../monitoring"]
     assert settings["rule_files"] == [f"{folder}/rules.yaml"]
@@ -229,5 +338,30 @@ def test_tls_ends_at_the_ports_that_are_published_for_it() -> None:
         assert f"include /etc/nginx/tls/{name}*.conf;" in nginx()
         example = (FOLDER / "tls" / f"{name}.conf.example").read_text()
         assert f"listen {port} ssl;" in example
-    for name in PROFILES:
+    for name in ("launcher", "router"):
         assert services()[name]["environment"]["BATON_INSECURE_LISTEN"] == "true"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["search dns.podman\nnameserver 10.89.0.1\nnameserver 9.9.9.9\n", "nameserver 10.89.0.1\n"],
+)
+def test_nginx_asks_the_dns_that_its_container_has(text: str, tmp_path: Path) -> None:
+    """By the very shell command, with another program in nginx' place."""
+    (tmp_path / "resolv.conf").write_text(text)
+    (tmp_path / "nginx").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "nginx").chmod(0o755)
+    shell, flag, script = services()["nginx"]["command"]
+    script = script.replace("$$", "$").replace("/etc/", f"{tmp_path}/")
+    done = subprocess.run(
+        [shell, flag, script.replace("/tmp/resolver.conf", f"{tmp_path}/resolver.conf")],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=_CHECK_S,
+        check=True,
+    )
+    assert done.stdout == "-g daemon off;\n"
+    made = (tmp_path / "resolver.conf").read_text()
+    assert made == "resolver 10.89.0.1 valid=5s ipv6=off;\n"
+    assert "include /tmp/resolver.conf;" in nginx()

@@ -117,10 +117,12 @@ def _here(proxy: Proxy, http_port: int, grpc_port: int, folder: Path) -> str:
         r"listen 8081;\s*http2 on;", f"listen 127.0.0.1:{proxy.grpc} http2;", text
     )
     assert count == 1
+    # Older ones resolve names once, which is for those of Compose's networks.
+    text = re.sub(r"(?m)^ *(include /tmp/resolver.conf|zone .*);$", "", text)
     for old, new in (
         ("listen 8080;", f"listen 127.0.0.1:{proxy.http};"),
-        ("server baton:8000;", f"server 127.0.0.1:{http_port};"),
-        ("server baton:8001;", f"server 127.0.0.1:{grpc_port};"),
+        ("server router:8000 resolve;", f"server 127.0.0.1:{http_port};"),
+        ("server router:8001 resolve;", f"server 127.0.0.1:{grpc_port};"),
         ("worker_processes auto;", "worker_processes 1;"),
         ("/tmp/", f"{folder}/"),
     ):
