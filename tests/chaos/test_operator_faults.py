@@ -12,7 +12,7 @@ from tests.chaos.cluster import Cluster
 from tests.chaos.operator_faults import RoleChanged, WorkerDrained
 from tests.chaos.victim import Victim
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 RESET = ""
 REFUSED = "HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 DONE = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"

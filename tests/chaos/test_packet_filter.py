@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.packet_filter import attach, detach, losing, take_socket
 
 SILENT_S = 0.3
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture

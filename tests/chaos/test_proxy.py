@@ -8,7 +8,7 @@ import pytest
 
 from tests.chaos.proxy import Proxy, Wire
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from tests.chaos.load import Load
 from tests.chaos.questions import questions
 from tests.chaos.recovery import until_answered, until_streams_run
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 QUESTION = questions(0)[0]
 
 

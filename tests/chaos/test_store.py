@@ -11,7 +11,7 @@ from baton.redis_client import redis_client
 from tests.chaos.proxy import Proxy
 from tests.chaos.store import Store
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 @pytest.fixture

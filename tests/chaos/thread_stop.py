@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 _PTRACE_DETACH, _PTRACE_SEIZE, _PTRACE_INTERRUPT = 17, 0x4206, 0x4207
 _WAIT_ALL = 0x4000_0000
 """__WALL: threads, too."""
-_STOP_S = 2.0
+_STOP_S = 60.0
 _LOOK_S = 0.001
 
 

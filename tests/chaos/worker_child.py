@@ -20,9 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.chaos.worker_script import Job
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 100.0
+START_S = 200.0
 """Until a worker that was just started serves."""
-ANSWER_S = 30.0
+ANSWER_S = 60.0
 """Until one that runs has done what it was told."""
 _ENVIRONMENT = {"UCX_TLS": "tcp,sm,self", "UCX_NET_DEVICES": "lo"}
 """For nixl: no network device but the loopback interface."""
@@ -92,6 +92,11 @@ class WorkerChild:
         """Have it halt when it comes to ``point``."""
         self._tell(f"arm {point}")
         assert await self._heard("armed") == point
+
+    async def stand(self, steps: int) -> None:
+        """Have its engine stand still when it has run so many steps: it halts at ``stand``."""
+        self._tell(f"stand {steps}")
+        assert await self._heard("armed") == "stand"
 
     async def halted(self, point: str) -> None:
         """Wait until it has come there."""

@@ -6,6 +6,8 @@ does what lines of input say:
     (start)     → {"record": its address, incarnation and metrics address}
     arm POINT   → {"armed": POINT}, and when the worker comes to that point, once:
                   {"halted": POINT}; then its event loop stands still until ``go``
+    stand N     → {"armed": "stand"}, and when its engine has run N more steps:
+                  {"halted": "stand"}; then the engine stands still until ``go``, not its event loop
     go          goes on
     report      → {"report": what it still holds}
     (end)       its process ends at once
@@ -32,6 +34,8 @@ from baton.config import Config, PoolConfig, Role, TransportName
 from baton.v1 import transfer_pb2
 from decode_worker.receiver import Offer
 from decode_worker.role import DecodeRole
+from engine.engine import Engine
+from engine.plan import StepPlan, StepResult
 from kvtransfer import outbound
 from kvtransfer.ticket import Ticket
 from prefill_worker.handoff import Handoff
@@ -91,7 +95,9 @@ class Job:
 
 
 def say(key: str, value: object) -> None:
-    print(json.dumps({key: value}), flush=True)  # noqa: T201 - the test reads it
+    # In one piece: the event loop, the engine and whoever obeys are threads.
+    sys.stdout.write(json.dumps({key: value}) + "\n")
+    sys.stdout.flush()
 
 
 class Halts:
@@ -114,6 +120,34 @@ class Halts:
 
 
 HALTS = Halts()
+
+
+class Standing:
+    """The step before which the engine is to stand still."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._run = engine.runner.run
+        self._left: int | None = None
+        self._go = threading.Event()
+        engine.runner.run = self._wait_and_run  # type: ignore[method-assign]
+
+    def after(self, steps: int) -> None:
+        self._go.clear()
+        self._left = steps
+        say("armed", "stand")
+
+    def go(self) -> None:
+        self._left = None
+        self._go.set()
+
+    def _wait_and_run(self, plan: StepPlan) -> StepResult:
+        if self._left is not None:
+            self._left -= 1
+            if self._left < 0:
+                self._left = None
+                say("halted", "stand")
+                assert self._go.wait(_PATIENCE_S), "nobody said go"
+        return self._run(plan)
 
 
 # The writer's points
@@ -195,12 +229,17 @@ def _report(process: WorkerProcess) -> dict[str, Any]:
 
 
 def _obey(loop: asyncio.AbstractEventLoop, process: WorkerProcess) -> None:
+    assert process.context is not None, "not started"
+    standing = Standing(process.context.engine)
     for line in sys.stdin:
         word, _, point = line.strip().partition(" ")
         if word == "arm":
             HALTS.arm(point)
+        elif word == "stand":
+            standing.after(int(point))
         elif word == "go":
             HALTS.go.set()
+            standing.go()
         else:
             loop.call_soon_threadsafe(lambda: say("report", _report(process)))
     # Whoever started it has gone.
