@@ -7,10 +7,12 @@ the processes' borders, which tests/e2e has.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -43,11 +45,22 @@ KV_POOL_MIB = 64
 blocks, which take seconds to make."""
 
 
+_TRIES = 5
+
+
 def free_port() -> int:
-    """A port of the loopback interface that nobody uses at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of the loopback interface that nobody uses at this moment.
+
+    Nobody's own end of a connection will have it: the system draws those from elsewhere.
+    """
+    drawn = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    room = min(10_000, drawn - 1024)
+    for _ in range(1000):
+        port = drawn - 1 - secrets.randbelow(room) if room > 0 else 0
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise AssertionError("no port is free")
 
 
 @contextmanager
@@ -56,23 +69,41 @@ def valkey(port: int | None = None, folder: Path | None = None) -> Iterator[str]
 
     With a ``folder`` it still has what it was told when it is started again.
     """
-    port = port or free_port()
-    arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", ""]
-    arguments += ["--appendonly", "yes" if folder else "no", "--dir", str(folder or Path.cwd())]
-    process = subprocess.Popen(
-        [str(get_binary_path()), *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    url = f"redis://127.0.0.1:{port}/0"
-    try:
-        retry = redis.retry.Retry(redis.backoff.ConstantBackoff(0.02), 500)
-        with redis.Redis.from_url(
-            url, retry=retry, retry_on_error=[redis.ConnectionError]
-        ) as client:
-            client.ping()
-        yield url
-    finally:
-        process.kill()
-        process.wait(10)
+    for _ in range(_TRIES):
+        chosen = port or free_port()
+        arguments = ["--port", str(chosen), "--bind", "127.0.0.1", "--save", ""]
+        arguments += ["--appendonly", "yes" if folder else "no", "--dir", str(folder or Path.cwd())]
+        process = subprocess.Popen(
+            [str(get_binary_path()), *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        url = f"redis://127.0.0.1:{chosen}/0"
+        try:
+            # Somebody else may have taken the port meanwhile.
+            if _answers(process, url):
+                yield url
+                return
+        finally:
+            process.kill()
+            process.wait(DEADLINE_S)
+    raise AssertionError("no Valkey has come up")
+
+
+def _answers(process: subprocess.Popen[bytes], url: str) -> bool:
+    """Whether a Valkey that was just started serves there, once it is known."""
+    end = time.monotonic() + DEADLINE_S
+    with redis.Redis.from_url(url) as client:
+        while process.poll() is None and time.monotonic() < end:
+            with contextlib.suppress(redis.ConnectionError):
+                client.ping()
+                return int(client.info("server")["process_id"]) == process.pid
+            time.sleep(0.02)
+    return False
+
+
+PATIENT = {"lease_s": 20.0, "registry_ttl_s": 20.0, "hang_s": 20.0, "engine_hang_s": DEADLINE_S}
+"""Where a test is about one of them, it says so itself."""
 
 
 class MiniCluster:
@@ -229,9 +260,9 @@ async def mini_cluster(
         _pool("prefill", prefill, pool_fields | dict(prefill_pool)),
         _pool("decode", decode, pool_fields | dict(decode_pool)),
     )
-    # How busy the machine is must not decide which requests get in.
+    # How busy the machine is must not decide which requests get in, nor who is gone.
     usual = {"dtype": "float32", "local_prefill": "never", "admission_slo_factor": 0.0}
-    fields: dict[str, object] = usual | changes
+    fields: dict[str, object] = usual | PATIENT | changes
     config = Config(pools=pools, **fields)  # type: ignore[arg-type]
     cluster = MiniCluster(config, model, redis_url, prefill_role)
     try:

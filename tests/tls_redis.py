@@ -16,7 +16,7 @@ from deploy.ports import free_port
 from deploy.redis_users import STORE_USERS, StoreUser, user_rules
 from tests.certificates import Authority
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 PROGRAM = shutil.which("redis-server")
 needs_redis = pytest.mark.skipif(
     PROGRAM is None, reason="no redis-server with TLS: apt-get install redis-server"

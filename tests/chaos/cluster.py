@@ -33,7 +33,7 @@ COUNT = 2
 """Of workers of each role, and of routers: one, and a spare."""
 log = logging.getLogger(__name__)
 
-_PAGE_S = 2.0
+_PAGE_S = 5.0
 _TRIES = 8
 """Of a front for each router, until all have been met by chance."""
 _POOL_MIB: dict[Role, int] = {"prefill": 96, "decode": 22}

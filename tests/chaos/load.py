@@ -15,7 +15,7 @@ from tests.chaos.ledger import Ending, Ledger
 from tests.chaos.questions import WAYS, Question, Way
 from tests.chaos.reference import Reference
 
-_DRAINED_S = 90.0
+_DRAINED_S = 240.0
 _RETRY_S = 0.25
 _AFTER_ERROR_S = 0.5
 _HANG_UP_SHARE = 0.08

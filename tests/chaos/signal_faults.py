@@ -8,7 +8,7 @@ from signal import SIGCONT, SIGKILL, SIGSTOP
 from tests.chaos.cluster import is_alive
 from tests.chaos.fault import Fault
 
-_DEAD_S = 10.0
+_DEAD_S = 60.0
 _LOOK_S = 0.01
 
 

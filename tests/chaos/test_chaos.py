@@ -6,12 +6,24 @@ import json
 
 import pytest
 
+from tests.chaos import call, footprint, ledger, recovery
+from tests.chaos import run as running
 from tests.chaos.__main__ import run
 from tests.chaos.kinds import KINDS
 from tests.chaos.report import Report
 
 SEED = 13327
 """Its first rounds have what matters most: who dies, leaves or hangs, and pools that go."""
+
+
+@pytest.fixture
+def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is slow, and nothing is wrong: how soon all of it has to be is for longer runs to tell."""
+    for module in (recovery, running):
+        monkeypatch.setattr(module, "MOST_S", 180.0)
+    monkeypatch.setattr(call, "GIVEN_UP_S", 180.0)
+    monkeypatch.setattr(footprint, "QUIET_S", 60.0)
+    monkeypatch.setattr(ledger, "_AT_ONCE_S", 30.0)
 
 
 def check(report: Report) -> None:
@@ -24,12 +36,13 @@ def check(report: Report) -> None:
     assert report.is_clean, told
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("busy_machine")
 async def test_a_minute_of_faults_costs_nothing() -> None:
     check(await run(1.0, SEED, KINDS))
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 async def test_three_minutes_of_faults_cost_nothing() -> None:
     check(await run(3.0, SEED, KINDS))

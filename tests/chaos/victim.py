@@ -16,7 +16,7 @@ from tests.chaos.kinds import Target
 from tests.chaos.load import Load
 
 _LOOK_S = 0.01
-_PATIENCE_S = 30.0
+_PATIENCE_S = 90.0
 _BUSY_S = 3.0
 
 

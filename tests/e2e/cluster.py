@@ -22,9 +22,14 @@ from deploy.cluster_state import ClusterState, running_clusters
 BATON = str(Path(sys.executable).with_name("baton"))
 START_S = 240.0
 END_S = 120.0
-PATIENT = {"BATON_ADMISSION_SLO_FACTOR": "0", "BATON_HANG_S": "20"}
-"""For clusters whose tests are about neither: how busy the machine is decides not which requests
-get in, nor whether a worker is taken to hang."""
+PATIENT = {
+    "BATON_ADMISSION_SLO_FACTOR": "0",
+    "BATON_HANG_S": "20",
+    "BATON_LEASE_S": "20",
+    "BATON_REGISTRY_TTL_S": "20",
+}
+"""For clusters whose tests are about none of it: how busy the machine is decides not which requests
+get in, nor who is taken to hang or to be gone."""
 
 
 class UpProcess:

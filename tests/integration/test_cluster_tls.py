@@ -32,7 +32,7 @@ from router.cluster_metrics import cluster_page
 from tests.certificates import Authority
 from tests.mini_cluster import MiniCluster, mini_cluster
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 PROMPT = tuple(range(40, 100))
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 

@@ -38,7 +38,7 @@ async def test_what_a_worker_held_is_forgotten_once_it_has_left(
         gone = cluster.workers.pop("decode-0")
         assert gone.record is not None
         await gone.stop()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while gone.record.incarnation in await cluster.registry.dead():
                 await asyncio.sleep(0.02)
         keys = await cluster.redis.keys(f"*{cluster.cluster_id}*{gone.record.incarnation}*")

@@ -14,7 +14,8 @@ from tests.integration.test_moves import GREEDY, LONG, STRICT, Asked, busiest_de
 from tests.mini_cluster import MiniCluster, mini_cluster
 from tests.standing_engine import standing_engine
 
-HANG_S = 0.5
+HANG_S = 2.0
+"""On a busy machine an engine that runs takes a while, too."""
 
 
 def link_of(cluster: MiniCluster, slot: str) -> WorkerLink:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import AsyncIterable, AsyncIterator
 from pathlib import Path
 
@@ -44,8 +45,9 @@ from kvtransfer.transport import Batch, Packed, Parts
 from router.generation import OutputDelta
 from router.prefill_stream import PrefillStream
 from tests.integration.test_handoff import local_answer, prompt_of
-from tests.mini_cluster import MiniCluster, mini_cluster, valkey
+from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster, valkey
 from tests.proxy import flip_one_byte, proxy
+from tests.standing_engine import standing_engine
 from worker.block_receiver import NO_TRANSPORT
 from worker.handoff_calls import HandoffCalls
 from worker.role import WorkerContext
@@ -106,7 +108,7 @@ async def reserve(
     calls: HandoffCalls, request: decode_pb2.ReserveRequest
 ) -> decode_pb2.ReserveResponse:
     """A ticket. Raises BatonError."""
-    return (await calls.call(decode_pb2.HandoffsRequest(reserve=request), 10)).reserve
+    return (await calls.call(decode_pb2.HandoffsRequest(reserve=request), DEADLINE_S)).reserve
 
 
 async def read_events(
@@ -129,7 +131,7 @@ async def prefill_error(cluster: MiniCluster, request_id: str) -> BatonError:
         stream = PrefillStream(channel, "prefill")
         events: list[str | None] = []
         with pytest.raises(BatonError) as caught:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(DEADLINE_S):
                 await read_events(stream.run(request), events)
         await stream.close()
     assert "handoff" not in events
@@ -165,7 +167,7 @@ async def open_pair(cluster: MiniCluster, channel: grpc.aio.Channel) -> Pair:
 
 async def read(pair: Pair) -> transfer_pb2.TransferResponse:
     """The next answer."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE_S):
         answer = await pair.read()
     assert isinstance(answer, transfer_pb2.TransferResponse), "the stream has ended"
     return answer
@@ -202,7 +204,7 @@ async def test_a_block_that_changes_on_its_way_fails_the_handoff(
             return found
 
         def damage(link: ReadSendLink, parts: Parts, memory: BlockMemory | None = None) -> Packed:
-            assert copied.wait(20.0)
+            assert copied.wait(DEADLINE_S)
             blocks[parts.blocks[0], parts.offset + parts.length // 2] ^= 0x10
             return pack(link, parts, memory)
 
@@ -247,7 +249,7 @@ async def test_a_silent_writer_loses_its_ticket(tiny_model: Path, redis_url: str
 
 async def test_heartbeats_keep_a_ticket(tiny_model: Path, redis_url: str) -> None:
     async with (
-        mini_cluster(tiny_model, redis_url, kv_pool_mib=8, lease_s=0.4, heartbeat_s=0.1) as cluster,
+        mini_cluster(tiny_model, redis_url, kv_pool_mib=8, lease_s=1.5, heartbeat_s=0.1) as cluster,
         channel_to(cluster, "decode-0") as channel,
         calls_over(channel) as calls,
     ):
@@ -256,13 +258,14 @@ async def test_heartbeats_keep_a_ticket(tiny_model: Path, redis_url: str) -> Non
             renew=transfer_pb2.RenewLeases(ticket_ids=[ticket.ticket_id])
         )
         pair = await open_pair(cluster, channel)
-        for _ in range(8):
+        end = time.monotonic() + 3.0
+        while time.monotonic() < end:
             await asyncio.sleep(0.1)  # twice the lease in all: time is what is tested
             await pair.write(renewal)
             assert not (await read(pair)).renewed.ended_ticket_ids
         abort = decode_pb2.HandoffsRequest(abort=decode_pb2.AbortRequest(request_id="alive"))
-        await calls.call(abort, 10)
-        await calls.call(abort, 10)
+        await calls.call(abort, DEADLINE_S)
+        await calls.call(abort, DEADLINE_S)
         await pair.write(renewal)
         assert list((await read(pair)).renewed.ended_ticket_ids) == [ticket.ticket_id]
         pair.cancel()
@@ -276,7 +279,7 @@ async def test_an_abort_may_overtake_its_reserve(tiny_model: Path, redis_url: st
         calls_over(channel) as calls,
     ):
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
-        await stub.Abort(decode_pb2.AbortRequest(request_id="early"), timeout=10)
+        await stub.Abort(decode_pb2.AbortRequest(request_id="early"), timeout=DEADLINE_S)
         with pytest.raises(TicketEnded):
             await reserve(calls, reserve_request(cluster, spec_of("early", 40)))
         await cluster.until_idle()
@@ -322,10 +325,10 @@ async def test_a_commit_waits_for_every_block(tiny_model: Path, redis_url: str) 
         with pytest.raises(DeadlineExceeded):
             await calls.call(commit, 0.2)
         assert outcomes(cluster, "ok") == 0
-        waiting = calls.call(commit, 30)
+        waiting = calls.call(commit, DEADLINE_S)
         await asyncio.sleep(0.05)
         assert not waiting.done()
-        await stub.Abort(decode_pb2.AbortRequest(request_id="hasty"), timeout=10)
+        await stub.Abort(decode_pb2.AbortRequest(request_id="hasty"), timeout=DEADLINE_S)
         with pytest.raises(TicketEnded):
             await waiting
         assert (outcomes(cluster, "ok"), outcomes(cluster, "aborted")) == (0, 1)
@@ -390,15 +393,21 @@ async def test_a_full_decode_worker_makes_prefill_wait(
         await cluster.until_idle()
 
 
-async def test_full_queues_shed(tiny_model: Path, redis_url: str) -> None:
+async def test_full_queues_shed(
+    tiny_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three prompts are all that lies at the prefill worker at a time, and one may wait."""
     async with mini_cluster(
         tiny_model, redis_url, kv_pool_mib=8, max_waiting_requests=1
     ) as cluster:
-        results = await asyncio.gather(
-            *(cluster.answer(prompt_of(480, salt), SHORT) for salt in range(7)),
-            return_exceptions=True,
-        )
+        # None of them is computed before the last one has come.
+        with standing_engine(cluster, "prefill-0", monkeypatch):
+            asked = [
+                asyncio.create_task(cluster.answer(prompt_of(480, salt), SHORT))
+                for salt in range(7)
+            ]
+            await cluster.until(lambda: sum(task.done() for task in asked) == 3)
+        results = await asyncio.gather(*asked, return_exceptions=True)
         shed = [result for result in results if isinstance(result, Overloaded)]
         assert len(shed) == 3
         assert all(error.retry_after and error.retry_after >= 1 for error in shed)
@@ -493,7 +502,7 @@ async def test_redis_may_go_and_come_back_empty(tiny_model: Path) -> None:
     """Serving goes on with the last view, and the registry and index are whole again later."""
     with valkey() as url:
         async with mini_cluster(
-            tiny_model, url, kv_pool_mib=8, heartbeat_s=0.1, registry_ttl_s=0.5, lease_s=0.5
+            tiny_model, url, kv_pool_mib=8, heartbeat_s=0.1, registry_ttl_s=2.0
         ) as cluster:
             prompt = prompt_of(100)
             running = cluster.dispatcher.generate(cluster.request(prompt_of(30), LONG))
@@ -502,7 +511,7 @@ async def test_redis_may_go_and_come_back_empty(tiny_model: Path) -> None:
             answer = await cluster.answer(prompt, SHORT)
             assert answer.token_ids == local_answer(tiny_model, prompt, SHORT)
             assert [delta async for delta in running][-1].finish_reason == "length"
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(DEADLINE_S):
                 while len(await cluster.registry.all()) < 2:
                     await asyncio.sleep(0.02)
             assert cluster.dispatcher.health() == ("ok", "")

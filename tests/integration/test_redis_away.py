@@ -20,7 +20,7 @@ from tests.mini_cluster import MiniCluster, free_port, mini_cluster, valkey
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 AWAY_S = [1.5, pytest.param(30.0, marks=pytest.mark.long)]
-BEATS: dict[str, Any] = {"heartbeat_s": 0.2, "registry_ttl_s": 0.6}
+BEATS: dict[str, Any] = {"heartbeat_s": 0.2, "registry_ttl_s": 1.0}
 
 
 @contextmanager
@@ -49,7 +49,7 @@ async def serve_for(cluster: MiniCluster, model: Path, seconds: float) -> None:
 
 async def until_whole(cluster: MiniCluster) -> None:
     """Registry and index say of every worker what is so."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not await is_whole(cluster):
             await asyncio.sleep(0.05)
 

@@ -10,7 +10,7 @@ from baton.traffic_board import TTL_S, TrafficBoard
 from baton.traffic_counts import ToldTraffic, TrafficCounts
 from router.traffic_report import TrafficReport
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 KEY = "baton:{traffic-test}:traffic"
 
 

@@ -19,7 +19,7 @@ from baton.v1.sampling_pb2 import SamplingParameters
 from deploy.chat import Chat
 from deploy.ports import free_port
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Parrot(InferenceServiceServicer):

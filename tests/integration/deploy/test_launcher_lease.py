@@ -70,7 +70,7 @@ async def test_a_launcher_that_lost_it_ends(redis_url: str) -> None:
         await first.take()
         await first.give_up()
         await LauncherLease(client, cluster, "b").take()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             with pytest.raises(BatonError, match="has taken the cluster"):
                 await first.keep()
 
@@ -81,7 +81,7 @@ async def test_a_watcher_learns_that_it_is_free(
     monkeypatch.setattr(lease_module, "_POLL_S", 0.01)
     monkeypatch.setattr(lease_module, "LeaseSight", lambda: LeaseSight(0.05))
     cluster = secrets.token_hex(4)
-    async with redis_client(redis_url) as client, asyncio.timeout(30):
+    async with redis_client(redis_url) as client, asyncio.timeout(60):
         lease = LauncherLease(client, cluster, "a")
         await lease.take()
         watching = asyncio.create_task(lease_lost(redis_url, cluster))

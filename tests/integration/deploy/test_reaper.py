@@ -17,7 +17,7 @@ from deploy.run_directory import RunDirectory
 
 HERE = Path(__file__).parent
 TREE = str(HERE / "stubborn_tree.py")
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 async def count(mark: ClusterMark, wanted: int) -> list[psutil.Process]:

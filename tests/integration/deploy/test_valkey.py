@@ -14,7 +14,7 @@ from deploy.ports import free_port
 from deploy.run_directory import RunDirectory
 from deploy.valkey import REST_BYTES, EmbeddedValkey, check_redis
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ async def forgetful(losses: int) -> None:
 async def test_lost_cancellations_are_repeated() -> None:
     tasks = [asyncio.create_task(forgetful(losses)) for losses in (0, 1, 2)]
     await asyncio.sleep(0)
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60):
         await end_tasks(tasks)
     assert all(task.cancelled() for task in tasks)
 

@@ -16,7 +16,7 @@ from deploy.actor import Answer
 from deploy.fleet import Fleet
 from deploy.pool_keeper import Sight
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class FakeWorker:

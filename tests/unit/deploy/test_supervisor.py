@@ -19,7 +19,7 @@ from deploy.pool_keeper import Phase, Sight, SlotState
 from deploy.slot_board import SlotBoard, SlotNews, Supervision
 from deploy.supervisor import Supervisor
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 DRAIN_S = 7.0
 POOLS = {"decode": 2}
 SLOTS = ("decode-0", "decode-1")

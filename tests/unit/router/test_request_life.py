@@ -32,7 +32,7 @@ def output(
 async def read_all(life: RequestLife) -> tuple[str, FinishReason | None, int]:
     """All that is there, up to the end. Raises what the life raises."""
     text, cached = "", 0
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60):
         while True:
             delta = await life.next_delta()
             text += delta.text
@@ -173,7 +173,7 @@ def make_choices(count: int, stop: tuple[str, ...] = (), *, scores: bool = False
 
 async def read_choices(life: RequestLife) -> dict[int, str]:
     texts: dict[int, str] = {}
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60):
         while not life.finished:
             delta = await life.next_delta()
             texts[delta.choice] = texts.get(delta.choice, "") + delta.text

@@ -11,7 +11,7 @@ from engine.plan import StepPlan, StepResult
 from engine.runner import Ending
 from worker.engine_thread import EngineThread
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class OverlappingRunner:
