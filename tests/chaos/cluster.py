@@ -39,6 +39,8 @@ _TRIES = 8
 _POOL_MIB: dict[Role, int] = {"prefill": 96, "decode": 22}
 """So few blocks that they are used again and again; and, where answers grow, that sequences lose
 theirs and are handed back."""
+_CHUNK_TOKENS = 128
+"""As many as usual, of the longest prompt, take a busy machine as long as a hang does."""
 _CONFIGURATION = f"""
 # How busy the machine is must not decide which requests get in.
 admission_slo_factor = 0.0
@@ -46,7 +48,7 @@ admission_slo_factor = 0.0
 # the time without one.
 local_prefill = "auto"
 policy = "least_loaded"
-# An engine that hangs is left while it does; no step of so small a model takes as long.
+# An engine that hangs is left while it does; no step of so few tokens takes as long.
 engine_hang_s = 3.0
 # Ray's control store may die, and the store behind it.
 gcs_store = "embedded"
@@ -59,6 +61,7 @@ name = "{role}"
 role = "{role}"
 count = {COUNT}
 kv_pool_mib = {_POOL_MIB[role]}
+chunk_tokens = {_CHUNK_TOKENS}
 """
     for role in ROLES
 )
