@@ -164,10 +164,10 @@ async def test_a_silent_worker_is_dead_after_its_ttl(store: Store) -> None:
 
 
 async def test_who_was_dead_while_others_lived_cannot_renew_its_record(store: Store) -> None:
-    ttl_s = 0.4
+    ttl_s = 1.0
     silent, alive = record_of("silent"), record_of("alive")
     await store.registry.put(silent, ttl_s)
-    end = time.monotonic() + 3 * ttl_s
+    end = time.monotonic() + 2 * ttl_s
     while time.monotonic() < end:
         assert await store.registry.put(alive, ttl_s, renew=True)
         await asyncio.sleep(ttl_s / 20)
@@ -318,7 +318,8 @@ async def test_a_record_that_cannot_be_read_hides_no_other(
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert set(await store.registry.all()) == {"w"}
-    assert len(caplog.records) == len(strange), "said once each"
+    said = [record for record in caplog.records if record.name == Registry.__module__]
+    assert len(said) == len(strange), "said once each"
     assert await store.registry.dead() == set()
 
 
