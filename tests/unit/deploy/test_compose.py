@@ -131,6 +131,17 @@ def test_ray_takes_its_command_line() -> None:
     assert f" {taken['port']})" in head["healthcheck"]["test"][-1]
 
 
+def test_rays_control_store_has_a_store_of_its_own() -> None:
+    head = services()["ray-head"]
+    store = head["environment"]["RAY_REDIS_ADDRESS"].removesuffix(":6379")
+    assert store in head["depends_on"]
+    assert store not in services()["launcher"]["environment"]["BATON_REDIS_URL"]
+    assert services()[store] == services()["valkey"]
+    assert "volumes" not in services()[store], "it ends with its cluster"
+    (password,) = re.findall(r"--redis-password=(\S+)", " ".join(head["command"]))
+    assert password.startswith("${VALKEY_PASSWORD:?")
+
+
 def test_rays_parts_know_each_other_by_a_token() -> None:
     for name in BATON:
         given = services()[name]["environment"]
@@ -204,7 +215,7 @@ def test_what_does_without_tls_is_on_networks_of_its_own() -> None:
     }
     assert members == {
         "edge": {"nginx", "router"},
-        "cluster": {*BATON, "valkey", "prometheus"},
+        "cluster": {*BATON, "valkey", "ray-store", "prometheus"},
         "outside": {"launcher"},
         "watch": {"prometheus", "grafana"},
     }
