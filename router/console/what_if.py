@@ -7,9 +7,9 @@ and writes an ``Answer``, as JSON. Owned by the router's event loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
+import subprocess
 from collections.abc import Sequence
 
 from pydantic import ValidationError
@@ -55,35 +55,33 @@ class WhatIfProgram:
             raise BatonError(f"the simulator's answer cannot be read: {error}") from error
 
     async def _run(self, question: bytes) -> bytes:
-        # What it counts is none of the router's.
-        variables = {k: v for k, v in os.environ.items() if k != SHARED_FOLDER_VARIABLE}
-        # No pipe: one whose reader is gone already is told of in other ways by each event loop.
-        with open(os.memfd_create("baton-what-if"), "w+b") as file:  # noqa: ASYNC230 - in memory
-            file.write(question)
-            file.seek(0)
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=file,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=variables,
-            )
+        process = self._start()
+        talk = asyncio.create_task(asyncio.to_thread(process.communicate, question))
         try:
             async with asyncio.timeout(self._deadline_s):
-                output, complaint = await process.communicate()
+                output, complaint = await asyncio.shield(talk)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the simulation was not done after {self._deadline_s:.0f} s: ask about fewer"
                 " workers, or a lower rate"
             ) from None
         finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+            process.kill()
+            await talk
         if process.returncode:
             text = complaint.decode(errors="replace").strip()
             log.error("the simulator failed (%d): %s", process.returncode, text)
             last = text.splitlines()[-1] if text else f"exit code {process.returncode}"
             raise BatonError(f"the simulator failed: {last[:_LAST_LINE]}")
         return output
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Not by the event loop: uvloop forks, and what gRPC does at a fork ends a child in thirty
+        with SIGSEGV before it is a program. subprocess uses vfork(2), of which gRPC sees nothing.
+        """
+        # What it counts is none of the router's.
+        variables = {k: v for k, v in os.environ.items() if k != SHARED_FOLDER_VARIABLE}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(  # noqa: S603 - the router's own program, without a shell
+            self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=variables
+        )

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from dataclasses import replace
 
+import grpc.aio
 import psutil
 import pytest
 import uvloop
 
+from baton.background import end_tasks
 from baton.config import Config, KeyConfig, PoolConfig
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from baton.grpc_channel import make_server, open_channel
 from baton.recent_requests import RecentRequest
+from baton.v1 import control_pb2, control_pb2_grpc
 from router.console.what_if import WhatIfProgram
 from router.console.what_if_question import (
     MOST_REQUESTS,
@@ -117,14 +122,33 @@ async def test_a_program_that_fails_is_told() -> None:
         await program("print('{}')").ask(asked(recent(12)))
 
 
-def test_one_that_ends_before_it_reads_is_told_on_the_routers_loop_too() -> None:
-    """uvloop raises RuntimeError at a pipe whose reader has gone; fuzzing met it."""
+def test_programs_start_while_grpc_is_busy() -> None:
+    """On the router's loop, where fuzzing met children that had died before they were programs."""
+    nothing = WhatIfProgram(("/bin/true",))
 
     async def ask() -> None:
-        with pytest.raises(BatonError, match="the simulator failed: no such luck"):
-            await program("import os; os.close(0); exit('no such luck')").ask(asked(recent(12)))
+        server = make_server()
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with asyncio.timeout(DEADLINE_S), open_channel(f"127.0.0.1:{port}") as channel:
+            calling = asyncio.create_task(_call_on(channel))
+            try:
+                for _ in range(150):
+                    with pytest.raises(BatonError, match="the simulator's answer cannot be read"):
+                        await nothing.ask(asked(recent(12)))
+            finally:
+                await end_tasks([calling])
+                await server.stop(0)
 
-    uvloop.run(asyncio.wait_for(ask(), DEADLINE_S))
+    uvloop.run(ask())
+
+
+async def _call_on(channel: grpc.aio.Channel) -> None:
+    """Of a server that knows no method."""
+    drain = control_pb2_grpc.ControlServiceStub(channel).Drain
+    while True:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await drain(control_pb2.DrainRequest(), timeout=DEADLINE_S)
 
 
 async def test_one_question_at_a_time() -> None:
