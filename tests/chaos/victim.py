@@ -84,10 +84,11 @@ def _routers(cluster: Cluster, running: Iterable[Call]) -> list[Victim]:
     found = []
     for name, pid in sorted(cluster.pids().items()):
         if name.startswith("router") and is_alive(pid):
-            count = sum(
-                bool(connection.raddr) and connection.raddr.port in ports
-                for connection in psutil.Process(pid).net_connections("tcp")
-            )
+            try:
+                connections = psutil.Process(pid).net_connections("tcp")
+            except psutil.Error:
+                continue  # it has ended since
+            count = sum(bool(one.raddr) and one.raddr.port in ports for one in connections)
             if count:
                 found.append(Victim(name, count, pid))
     return found

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -14,12 +17,14 @@ import pytest
 from tests.e2e.answers import answer_of
 from tests.e2e.cluster import END_S, UpProcess, processes_of, wait_until_gone
 
+T = TypeVar("T")
+
 
 def test_ctrl_c_ends_everything_with_exit_code_0() -> None:
     with UpProcess() as up:
         up.wait_ready()
         cluster_id, run_directory = up.cluster_id, Path(up.state.run_directory)
-        names = {process.name() for process in processes_of(cluster_id)}
+        names = set(told_by(cluster_id, psutil.Process.name))
         assert {"raylet", "gcs_server", "valkey-server"} <= names, names
         assert run_directory.stat().st_mode & 0o777 == 0o700
         assert (run_directory / "cluster.json").stat().st_mode & 0o777 == 0o600
@@ -110,17 +115,30 @@ def test_the_death_of_rays_control_store_ends_the_cluster_with_a_clear_error() -
     shutil.rmtree(run_directory)
 
 
+def told_by(cluster_id: str, ask: Callable[[psutil.Process], T]) -> list[T]:
+    """What every process of the cluster says, but for those that end meanwhile."""
+    told = []
+    for process in processes_of(cluster_id):
+        with contextlib.suppress(psutil.Error):
+            told.append(ask(process))
+    return told
+
+
 def guardian(cluster_id: str) -> psutil.Process:
-    return next(p for p in processes_of(cluster_id) if "deploy.reaper" in p.cmdline())
+    lines = told_by(cluster_id, lambda process: (process, process.cmdline()))
+    return next(process for process, line in lines if "deploy.reaper" in line)
 
 
 def beyond_loopback(cluster_id: str) -> list[str]:
     """Where the cluster's processes listen, if that is not loopback."""
-    found = []
-    for process in processes_of(cluster_id):
+
+    def beyond(process: psutil.Process) -> list[str]:
+        name, found = process.name(), []
         for connection in process.net_connections(kind="inet"):
             host = getattr(connection.laddr, "ip", "")
             listens = connection.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)
             if listens and host.removeprefix("::ffff:") not in ("127.0.0.1", "::1", ""):
-                found.append(f"{process.name()} on {host}")
-    return found
+                found.append(f"{name} on {host}")
+        return found
+
+    return [line for lines in told_by(cluster_id, beyond) for line in lines]

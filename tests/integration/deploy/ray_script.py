@@ -125,7 +125,11 @@ def ask_without_token(address: str) -> str:
 
 
 def command_lines(mark: ClusterMark) -> list[str]:
-    return [" ".join(process.cmdline()) for process in mark.processes()]
+    lines = []
+    for process in mark.processes():
+        with contextlib.suppress(psutil.Error):  # it ends meanwhile
+            lines.append(" ".join(process.cmdline()))
+    return lines
 
 
 async def next_life(echo: Any, old: int) -> tuple[int, str]:
@@ -144,9 +148,10 @@ def listening(mark: ClusterMark) -> set[str]:
     """The hosts on which the cluster's processes listen, this one among them."""
     hosts = set()
     for process in [*mark.processes(), psutil.Process()]:
-        for connection in process.net_connections(kind="tcp"):
-            if connection.status == psutil.CONN_LISTEN:
-                hosts.add(getattr(connection.laddr, "ip", "").removeprefix("::ffff:"))
+        with contextlib.suppress(psutil.Error):  # it ends meanwhile
+            for connection in process.net_connections(kind="tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    hosts.add(getattr(connection.laddr, "ip", "").removeprefix("::ffff:"))
     return hosts
 
 

@@ -31,7 +31,7 @@ from deploy.run_directory import RunDirectory
 from deploy.slot_board import SlotBoard, SlotNews, Supervision
 from deploy.supervisor_actor import RaySupervisor, SupervisorActor, SupervisorSettings
 
-DEADLINE_S = 100.0
+DEADLINE_S = 250.0
 NODE_SCRIPT = str(Path(__file__).with_name("node_script.py"))
 
 

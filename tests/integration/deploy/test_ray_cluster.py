@@ -25,13 +25,13 @@ def seen_by_script(mark: ClusterMark, run: RunDirectory, *more: str) -> dict[str
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_who_stands_by_is_taken(mark: ClusterMark, run: RunDirectory) -> None:
     """On a machine that is not busy: on one that is, Ray may start another process instead."""
     assert seen_by_script(mark, run, "standby")["prepared"]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_ray_listens_on_loopback_heals_an_actor_and_its_own_death_is_noticed(
     mark: ClusterMark, run: RunDirectory
 ) -> None:

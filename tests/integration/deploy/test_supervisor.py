@@ -14,7 +14,7 @@ from deploy.cluster_mark import ClusterMark
 from deploy.run_directory import RunDirectory
 
 SCRIPT = str(Path(__file__).with_name("supervisor_script.py"))
-DEADLINE_S = 110.0
+DEADLINE_S = 280.0
 MOST_MIB = 160
 
 
