@@ -189,7 +189,7 @@ async def test_a_deadline_ends_a_sequence_with_its_kind(tiny_model: Path, redis_
         endless = replace(LONG, max_tokens=490)
         with contextlib.suppress(DeadlineExceeded):
             # On a slow machine the time is up before the first token is there.
-            await client.prefill("short of time", prompt_of(8), endless, deadline_s=0.2)
+            await client.prefill("short of time", prompt_of(8), endless, deadline_s=0.05)
         await client.until(lambda: "short of time" in client.ended)
         assert client.ended["short of time"] == "deadline_exceeded"
         await cluster.until_idle()
