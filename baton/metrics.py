@@ -7,10 +7,12 @@ Labels are bounded: classes, roles and slots come from the configuration, codes 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from baton.recent_requests import RecentRequests
@@ -254,8 +256,24 @@ class RouterMetrics:
         if SHARED_FOLDER_VARIABLE not in os.environ:
             return self.registry
         sums = CollectorRegistry()
-        MultiProcessCollector(sums)  # type: ignore[no-untyped-call]
+        _SharedFolder(sums)  # type: ignore[no-untyped-call]
         return sums
+
+
+class _SharedFolder(MultiProcessCollector):
+    """Passes over what has just been created, or was by a process that died: it is empty still."""
+
+    def collect(self) -> Iterable[Metric]:
+        files = [str(file) for file in Path(self._path).glob("*.db") if _has_begun(file)]
+        found: Iterable[Metric] = self.merge(files)  # type: ignore[no-untyped-call]
+        return found
+
+
+def _has_begun(file: Path) -> bool:
+    try:
+        return file.stat().st_size > 0
+    except FileNotFoundError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)

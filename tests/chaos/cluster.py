@@ -219,7 +219,7 @@ class Cluster:
 
     async def page(self, address: str) -> str:
         """The /metrics page at an address. Raises ``httpx.HTTPError``."""
-        return (await self._pages.get(f"http://{address}/metrics")).text
+        return (await self._pages.get(f"http://{address}/metrics")).raise_for_status().text
 
     def signal(self, pid: int, number: signal.Signals) -> None:
         """Send a signal to a process of the cluster's, if it is still there."""

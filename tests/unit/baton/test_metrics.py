@@ -120,6 +120,8 @@ def test_processes_that_share_a_folder_show_their_sums(tmp_path: Path) -> None:
         return process.pid, output.decode()
 
     gone, _ = run("3")
+    # Another one has just begun.
+    (tmp_path / "counter_1.db").touch()
     _, page = run("5", str(gone), str(tmp_path))
     assert 'baton_requests_total{class="short",code="",outcome="ok"} 8.0' in page
     assert 'baton_time_to_first_token_seconds_bucket{class="short",le="0.025"} 2.0' in page
