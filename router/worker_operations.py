@@ -16,6 +16,7 @@ from baton.grpc_errors import guarded
 from baton.pool_sizes import MOST_WORKERS
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.grpc_call import metadata_of
+from router.openai_protocol import Int
 from router.operator_api import Operators
 from router.pool_scaling import PoolScaling
 from router.worker_control import WorkerControl
@@ -28,7 +29,7 @@ MOST_DEADLINE_S = 3600.0
 class DrainRequest(BaseModel):
     """What may be said of a drain."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     deadline_s: float | None = Field(None, ge=0, le=MOST_DEADLINE_S)
     """What is left after so many seconds is placed elsewhere; absent: ``drain_deadline_s``."""
@@ -43,9 +44,9 @@ class RoleRequest(DrainRequest):
 class ScaleRequest(BaseModel):
     """How many workers a pool is to have."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
-    count: int = Field(ge=0, le=MOST_WORKERS)
+    count: Int = Field(ge=0, le=MOST_WORKERS)
 
 
 class Drained(BaseModel):

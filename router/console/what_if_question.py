@@ -16,6 +16,7 @@ from baton.config import Config
 from baton.errors import InvalidRequest, Unavailable
 from baton.recent_requests import RecentRequest
 from baton.registry import WorkerRecord
+from router.openai_protocol import Int
 
 TRAFFIC_S = 600.0
 """The present traffic is that of so many seconds."""
@@ -36,12 +37,14 @@ class _Data(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class WhatIfRequest(_Data):
+class WhatIfRequest(BaseModel):
     """What an operator asks."""
 
-    prefill: int = Field(ge=0, le=MOST_WORKERS)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    prefill: Int = Field(ge=0, le=MOST_WORKERS)
     """Prefill workers; 0: decode workers compute the prompts too."""
-    decode: int = Field(ge=1, le=MOST_WORKERS)
+    decode: Int = Field(ge=1, le=MOST_WORKERS)
     rate: float = Field(1.0, ge=0.1, le=20)
     """Times the present rate of requests."""
 

@@ -167,6 +167,8 @@ async def test_what_cannot_be_scaled_is_left_as_it_is() -> None:
             ("decode", {"count": 0}, 400),
             ("decode", {"count": 2000}, 400),
             ("decode", {}, 400),
+            ("decode", {"count": True}, 400),
+            ("decode", {"count": "2"}, 400),
             ("encode", {"count": 1}, 404),
         ):
             answer = await there.http.post(f"/v1/pools/{pool}/scale", json=body)

@@ -11,6 +11,7 @@ import grpc.aio
 import psutil
 import pytest
 import uvloop
+from pydantic import ValidationError
 
 from baton.background import end_tasks
 from baton.config import Config, KeyConfig, PoolConfig
@@ -80,6 +81,16 @@ def test_bounds() -> None:
         asked(recent(50, output=None))
     with pytest.raises(Unavailable, match="calibrated"):
         asked(recent(12), workers=[replace(record(), prefill_cost=(0.0, 0.0, 0.0))])
+
+
+@pytest.mark.parametrize(
+    "told", [{"prefill": False}, {"decode": "1"}, {"decode": 1.5}, {"rate": True}, {"more": 1}]
+)
+def test_what_is_no_number_is_refused(told: dict[str, object]) -> None:
+    whole = {"prefill": 1, "decode": 1, "rate": 2}
+    assert WhatIfRequest.model_validate(whole | {"prefill": 1.0}).prefill == 1
+    with pytest.raises(ValidationError):
+        WhatIfRequest.model_validate(whole | told)
 
 
 def test_no_secret_leaves_the_router() -> None:
