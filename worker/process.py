@@ -59,6 +59,9 @@ PUBLISH_EVERY_S = 0.05
 """How often changes of the cache are sent to the prefix index."""
 _PUBLISH_REST = 10
 """Between two calls it rests this many times as long as the last one took, up to a heartbeat."""
+_CHECK_REST = 100
+"""Between two looks at all blocks, which hold up the event loop, it rests this many times as long
+as the last one took: half a million of a tiny model's blocks take a tenth of a second and more."""
 STOP_DEADLINE_S = 10.0
 """The longest that stopping waits for anything."""
 LEAVE_S = 30.0
@@ -108,6 +111,7 @@ class WorkerProcess:
         self._awake = asyncio.Event()
         """Set when the process has stood still for too long."""
         self._memory = PoolMemory(shared=settings.config.transport in ("auto", "shm"))
+        self._next_check_at = 0.0
         self._tasks: list[asyncio.Task[None]] = []
         self._stopped = asyncio.Event()
         self._transfers = ThreadPoolExecutor(_TRANSFER_THREADS, thread_name_prefix="transfer")
@@ -434,12 +438,16 @@ class WorkerProcess:
 
     def _check_integrity(self, context: WorkerContext) -> None:
         """When nothing runs, nothing is used."""
+        began = time.monotonic()
+        if began < self._next_check_at:
+            return
         is_idle = context.control.scheduler.is_idle() and context.exchange.is_idle()
         if is_idle and (context.tiers is None or context.tiers.is_idle):
             pool = context.engine.pool
             pool.check()
             counts = pool.counts()
             assert counts.used == counts.quarantined == 0, f"blocks leaked: {counts}"
+            self._next_check_at = began + _CHECK_REST * (time.monotonic() - began)
 
     async def _publish(self) -> None:
         verify_every = max(1, int(self.settings.config.heartbeat_s / PUBLISH_EVERY_S))

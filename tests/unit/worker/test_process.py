@@ -12,25 +12,45 @@ from worker.process import WorkerProcess
 from worker.role import WorkerContext
 
 
-@pytest.mark.parametrize(
-    ("runs", "moves", "loads"),
-    [(False, False, False), (True, False, False), (False, True, False), (False, False, True)],
-)
-def test_a_leak_is_noticed_once_nothing_runs_nor_moves(
-    runs: bool, moves: bool, loads: bool
-) -> None:
-    pool = BlockPool(4)
+def watching(pool: BlockPool, **busy: bool) -> tuple[WorkerProcess, WorkerContext]:
+    """A process that looks after a pool alone; ``busy``: runs, moves, loads."""
     context = SimpleNamespace(
         engine=SimpleNamespace(pool=pool),
-        control=SimpleNamespace(scheduler=SimpleNamespace(is_idle=lambda: not runs)),
-        exchange=SimpleNamespace(is_idle=lambda: not moves),
-        tiers=SimpleNamespace(is_idle=not loads),
+        control=SimpleNamespace(scheduler=SimpleNamespace(is_idle=lambda: not busy.get("runs"))),
+        exchange=SimpleNamespace(is_idle=lambda: not busy.get("moves")),
+        tiers=SimpleNamespace(is_idle=not busy.get("loads")),
     )
     process = WorkerProcess.__new__(WorkerProcess)
-    process._check_integrity(cast(WorkerContext, context))
+    process._next_check_at = 0.0
+    return process, cast(WorkerContext, context)
+
+
+@pytest.mark.parametrize("busy", [None, "runs", "moves", "loads"])
+def test_a_leak_is_noticed_once_nothing_runs_nor_moves(busy: str | None) -> None:
+    pool = BlockPool(4)
+    process, context = watching(pool, **({busy: True} if busy else {}))
+    process._check_integrity(context)
     pool.allocate(1)
-    if runs or moves or loads:
-        process._check_integrity(cast(WorkerContext, context))
+    process._next_check_at = 0.0
+    if busy:
+        process._check_integrity(context)
         return
     with pytest.raises(AssertionError, match="leaked"):
-        process._check_integrity(cast(WorkerContext, context))
+        process._check_integrity(context)
+
+
+def test_looking_takes_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    looks: list[float] = []
+
+    class LargePool(BlockPool):
+        def check(self) -> None:
+            looks.append(now[0])
+            now[0] += 0.3
+
+    monkeypatch.setattr("worker.process.time", SimpleNamespace(monotonic=lambda: now[0]))
+    process, context = watching(LargePool(4))
+    for _ in range(60):
+        process._check_integrity(context)
+        now[0] += 1.0
+    assert looks == pytest.approx([1000.0, 1030.3])
