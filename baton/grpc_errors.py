@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TypeVar
 
 import grpc
@@ -119,23 +119,35 @@ def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> errors.BatonError:
     return cls(message, retry_after=int(retry) / 1000 if retry is not None else None)
 
 
+@contextlib.contextmanager
+def call_errors(peer: str) -> Iterator[None]:
+    """Inside, while a call is awaited: raise the error that its peer meant.
+
+    That is WorkerFailed where the channel is closed meanwhile.
+    """
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error, peer) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Nobody cancelled this: gRPC cancels a call whose channel is closed, or to which it can no
+        # longer write.
+        raise errors.WorkerFailed(f"the connection to {peer} broke") from None
+
+
 @contextlib.asynccontextmanager
 async def stream_errors(
     call: grpc.aio.StreamStreamCall[RequestT, R], peer: str
 ) -> AsyncIterator[None]:
     """Inside, while messages are written and read: raise the error that has ended the stream."""
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise error_from_rpc(error, peer) from error
-    except asyncio.InvalidStateError as error:
-        raise await stream_ending(call, peer) from error
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        # Nobody cancelled this: gRPC cancels a call to which it can no longer write.
-        raise errors.WorkerFailed(f"the connection to {peer} broke") from None
+    with call_errors(peer):
+        try:
+            yield
+        except asyncio.InvalidStateError as error:
+            raise await stream_ending(call, peer) from error
 
 
 async def stream_ending(

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import grpc.aio
 import redis
 from prometheus_client import CollectorRegistry
 
-from baton.grpc_errors import error_from_rpc
+from baton.errors import BatonError
+from baton.grpc_errors import call_errors
 from baton.metrics import RouterMetrics
 from baton.prefix_index import IndexSize, PrefixIndex
 from baton.v1 import cache_pb2, cache_pb2_grpc
@@ -91,9 +91,10 @@ class CacheControl:
         stub = cache_pb2_grpc.CacheServiceStub(link.channel)
         slot = link.record.slot
         try:
-            answer = await stub.DropCache(cache_pb2.DropCacheRequest(), timeout=DROP_DEADLINE_S)
-        except grpc.aio.AioRpcError as error:
-            return Dropped(slot, 0, error_from_rpc(error, slot).message)
+            with call_errors(slot):
+                answer = await stub.DropCache(cache_pb2.DropCacheRequest(), timeout=DROP_DEADLINE_S)
+        except BatonError as error:
+            return Dropped(slot, 0, error.message)
         return Dropped(slot, answer.blocks)
 
 

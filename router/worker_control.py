@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc.aio
 
-from baton.errors import BatonError, InvalidRequest, NotFound, WorkerFailed
-from baton.grpc_errors import CODE_KEY, error_from_rpc
+from baton.errors import InvalidRequest, NotFound, WorkerFailed
+from baton.grpc_errors import CODE_KEY, call_errors
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.worker_links import WorkerLink
 
@@ -32,11 +33,9 @@ class WorkerControl:
         """
         link = self._find(slot)
         request = control_pb2.DrainRequest(deadline_ms=int(deadline_s * 1e3))
-        try:
-            stub = control_pb2_grpc.ControlServiceStub(link.channel)
+        stub = control_pb2_grpc.ControlServiceStub(link.channel)
+        with _errors(link):
             answer = await stub.Drain(request, timeout=deadline_s + ANSWER_S)
-        except grpc.aio.AioRpcError as error:
-            raise _failure(error, link) from error
         return answer.empty
 
     async def change_role(self, slot: str, role: str, deadline_s: float) -> float:
@@ -47,11 +46,9 @@ class WorkerControl:
         link = self._find(slot)
         self._check_left(link, role)
         request = control_pb2.ChangeRoleRequest(role=role, deadline_ms=int(deadline_s * 1e3))
-        try:
-            stub = control_pb2_grpc.ControlServiceStub(link.channel)
+        stub = control_pb2_grpc.ControlServiceStub(link.channel)
+        with _errors(link):
             answer = await stub.ChangeRole(request, timeout=deadline_s + ANSWER_S)
-        except grpc.aio.AioRpcError as error:
-            raise _failure(error, link) from error
         return answer.took_ms / 1e3
 
     def _check_left(self, link: WorkerLink, role: str) -> None:
@@ -75,11 +72,17 @@ class WorkerControl:
         return links[slot]
 
 
-def _failure(error: grpc.aio.AioRpcError, link: WorkerLink) -> BatonError:
-    told = dict(error.trailing_metadata() or ())
-    if error.code() is grpc.StatusCode.UNAVAILABLE and CODE_KEY not in told:
-        return WorkerFailed(
-            f"{link.record.slot} does not answer: it has ended, or is about to, and another takes"
-            " its place; baton status shows who is there"
-        )
-    return error_from_rpc(error, link.record.incarnation)
+@contextlib.contextmanager
+def _errors(link: WorkerLink) -> Iterator[None]:
+    """Inside, while a call is awaited: who has gone is told as such, without gRPC's words."""
+    with call_errors(link.record.incarnation):
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            told = dict(error.trailing_metadata() or ())
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or CODE_KEY in told:
+                raise
+            raise WorkerFailed(
+                f"{link.record.slot} does not answer: it has ended, or is about to, and another"
+                " takes its place; baton status shows who is there"
+            ) from error

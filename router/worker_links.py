@@ -29,7 +29,7 @@ from baton import convert
 from baton.background import end_tasks
 from baton.errors import BatonError, ConfigError, WorkerFailed
 from baton.grpc_channel import open_channel
-from baton.grpc_errors import error_from_rpc
+from baton.grpc_errors import call_errors, error_from_rpc
 from baton.registry import DRAINING, WorkerRecord
 from baton.request import LoadSnapshot, TokenOutput
 from baton.tls import Renewal, TlsFiles
@@ -340,9 +340,10 @@ class WorkerLinks:
         )
         try:
             stub = decode_pb2_grpc.DecodeServiceStub(link.channel)
-            await stub.Abort(request, timeout=ABORT_DEADLINE_S)
-        except grpc.aio.AioRpcError as error:
-            log.info("abort at %s did not arrive: %s", link.record.incarnation, error.code())
+            with call_errors(link.record.incarnation):
+                await stub.Abort(request, timeout=ABORT_DEADLINE_S)
+        except BatonError as error:
+            log.info("abort at %s did not arrive: %s", link.record.incarnation, error.message)
             link.owed.append(abort)
 
     def _send_owed(self, link: WorkerLink) -> None:

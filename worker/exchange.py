@@ -16,7 +16,7 @@ import grpc.aio
 from baton import convert
 from baton.errors import BatonError, GeometryMismatch
 from baton.grpc_channel import open_channel
-from baton.grpc_errors import error_from_rpc
+from baton.grpc_errors import call_errors
 from baton.tls import TlsFiles
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.inbound import Inbound
@@ -185,10 +185,8 @@ class Exchange:
         )
         with self._pairs.using(holder.address) as channel:
             stub = transfer_pb2_grpc.TransferServiceStub(channel)
-            try:
+            with call_errors(holder.incarnation):
                 response = await stub.Pull(request, timeout=deadline_s)
-            except grpc.aio.AioRpcError as error:
-                raise error_from_rpc(error, holder.incarnation) from error
         return int(response.blocks)
 
     def is_idle(self) -> bool:

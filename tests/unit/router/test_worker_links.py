@@ -24,7 +24,7 @@ from router import worker_links
 from router.worker_links import WorkerLinks
 from tests.certificates import Authority
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 OUTPUTS = [TokenOutput("r", 0, index, (index,)) for index in range(3)]
 
 
@@ -37,6 +37,9 @@ class Decode(decode_pb2_grpc.DecodeServiceServicer):
         self.readers: list[str] = []
         self.aborted: list[tuple[str, int, int]] = []
         self.greets = True
+        self.answers = asyncio.Event()
+        """Whether it has answered an abort."""
+        self.answers.set()
 
     async def StreamTokens(  # noqa: N802 - gRPC's name
         self,
@@ -59,6 +62,7 @@ class Decode(decode_pb2_grpc.DecodeServiceServicer):
         context: grpc.aio.ServicerContext[object, object],
     ) -> decode_pb2.AbortResponse:
         self.aborted.append((request.request_id, request.attempt, request.reason))
+        await self.answers.wait()
         return decode_pb2.AbortResponse()
 
 
@@ -111,8 +115,11 @@ async def open_world(
     try:
         yield world
     finally:
-        await world.links.close()
-        await server.stop(None)
+        try:
+            await world.links.close()
+        finally:
+            # One that runs on is stopped by the garbage collector, which may wait for ever.
+            await server.stop(None)
 
 
 @pytest.fixture(autouse=True)
@@ -297,6 +304,19 @@ async def test_closing_ends_even_if_a_message_arrives_at_that_moment(
         await world.links.close()
 
 
+async def test_an_abort_whose_link_is_closed_meanwhile_raises_nothing() -> None:
+    """gRPC tells of it by a cancellation, which would end whoever wanted the request to end."""
+    async with open_world() as world:
+        world.links.update({"d": world.record})
+        await world.until(world.is_up)
+        world.decode.answers.clear()
+        abort = asyncio.create_task(world.links.abort("d", "r", 2, stop=False))
+        await world.until(lambda: world.decode.aborted)
+        await world.links.close()
+        await asyncio.wait_for(abort, DEADLINE_S)
+        world.decode.answers.set()
+
+
 async def test_aborts_that_did_not_arrive_are_sent_when_the_worker_is_heard() -> None:
     async with open_world() as world:
         world.links.update({"d": replace(world.record, address="127.0.0.1:1")})
@@ -311,6 +331,20 @@ async def test_aborts_that_did_not_arrive_are_sent_when_the_worker_is_heard() ->
         await world.until(lambda: world.decode.aborted)
         assert world.decode.aborted == [("r", 2, decode_pb2.ABORT_REASON_UNSPECIFIED)]
         assert not link.owed
+
+
+async def test_links_are_closed_amid_an_abort_that_was_owed() -> None:
+    async with open_world() as world:
+        world.links.update({"d": world.record})
+        await world.until(world.is_up)
+        world.decode.answers.clear()
+        link = world.links.get("d")
+        assert link is not None
+        link.owed.append(worker_links._Abort("r", 2, False, None))
+        world.decode.says.put_nowait(OUTPUTS[0])
+        await world.until(lambda: world.decode.aborted)
+        await world.links.close()
+        world.decode.answers.set()
 
 
 async def test_renewed_certificates_are_shown_by_a_link_that_has_lost_its_worker(
