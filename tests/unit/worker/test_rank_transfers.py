@@ -260,7 +260,8 @@ async def test_ranks_that_are_processes() -> None:
         push.put_layers(0, 5, 0, 3)
         ours.signal(signal.SIGKILL)
         async with asyncio.timeout(DEADLINE_S):
-            with pytest.raises(WorkerFailed):
+            # WorkerFailed, or the receiver has missed that rank first and has ended the ticket.
+            with pytest.raises(BatonError):
                 await push.done
             assert writer.links is not None
             assert isinstance(await writer.links.broken, WorkerFailed)
