@@ -82,9 +82,10 @@ def describe(app: FastAPI) -> None:
 
 
 def _name_body(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
-    """Put a body's schema, and what it refers to, among the named ones."""
+    """Put the schema of ``json_body``, and what it refers to, among the named ones."""
     content = operation.get("requestBody", {}).get("content", {}).get(JSON)
-    if content is None or "title" not in content["schema"]:
+    # FastAPI's own refer to a model, or are one of several.
+    if content is None or content["schema"].get("type") != "object":
         return
     shape = dict(content["schema"])
     schemas.update(shape.pop("$defs", {}))

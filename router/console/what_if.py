@@ -21,6 +21,8 @@ from router.console.what_if_question import Answer, Question
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 20.0
+_END_S = 5.0
+"""The longest to wait for the end of one that was killed."""
 _LAST_LINE = 500
 """Characters of what a program that failed said last."""
 
@@ -67,7 +69,8 @@ class WhatIfProgram:
             ) from None
         finally:
             process.kill()
-            await talk
+            # What the program has started itself may hold its output open: that ends by itself.
+            await asyncio.wait([talk], timeout=_END_S)
         if process.returncode:
             text = complaint.decode(errors="replace").strip()
             log.error("the simulator failed (%d): %s", process.returncode, text)

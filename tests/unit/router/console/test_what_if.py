@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
+import shutil
 import sys
 from dataclasses import replace
 
@@ -19,6 +21,7 @@ from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloade
 from baton.grpc_channel import make_server, open_channel
 from baton.recent_requests import RecentRequest
 from baton.v1 import control_pb2, control_pb2_grpc
+from router.console import what_if
 from router.console.what_if import WhatIfProgram
 from router.console.what_if_question import (
     MOST_REQUESTS,
@@ -135,7 +138,9 @@ async def test_a_program_that_fails_is_told() -> None:
 
 def test_programs_start_while_grpc_is_busy() -> None:
     """On the router's loop, where fuzzing met children that had died before they were programs."""
-    nothing = WhatIfProgram(("/bin/true",))
+    true = shutil.which("true")
+    assert true is not None
+    nothing = WhatIfProgram((true,))
 
     async def ask() -> None:
         server = make_server()
@@ -160,6 +165,23 @@ async def _call_on(channel: grpc.aio.Channel) -> None:
     while True:
         with contextlib.suppress(grpc.aio.AioRpcError):
             await drain(control_pb2.DrainRequest(), timeout=DEADLINE_S)
+
+
+async def test_what_a_program_has_started_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its child has its output open, and lives on."""
+    monkeypatch.setattr(what_if, "_END_S", 0.1)
+    orphan = ["sleep", f"600.{secrets.randbits(32)}"]
+    asking = program(f"import subprocess; subprocess.run({orphan})", deadline_s=2.0)
+    try:
+        with pytest.raises(DeadlineExceeded):
+            await asyncio.wait_for(asking.ask(asked(recent(12))), DEADLINE_S)
+        assert not asking.is_busy
+    finally:
+        for process in psutil.process_iter(["cmdline"]):
+            if process.info["cmdline"] == orphan:
+                process.kill()
 
 
 async def test_one_question_at_a_time() -> None:
