@@ -1,7 +1,7 @@
 """Compiling the kernels for GPUs that are not here: a compile error shows on every machine.
 
 What is compiled is what the launching functions would launch for a shape, described by tensors on
-the ``meta`` device and specialised as triton's launcher does.
+the ``meta`` device and specialized by triton's own launcher.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from itertools import product
 from typing import Any
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 
 from engine.gpu.activation import gate_launch
 from engine.gpu.attention_reference import Scoring
@@ -41,17 +40,6 @@ capabilities)."""
 
 _META = torch.device("meta")
 _BF16, _FP16, _FP8, _INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
-_POINTERS = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.uint8: "*u8",
-    torch.int8: "*i8",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-_ALIGNED = [["tt.divisibility", 16]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +60,41 @@ class Compiled:
     shared_bytes: int
 
 
+class _AheadDriver:
+    """Stands for the driver of a GPU that is not here, as far as compiling asks one.
+
+    It has the methods of triton's ``DriverBase`` that ``JITFunction.run`` calls in a warm-up.
+    """
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        # Kernels keep what they compiled by device: each capability is one.
+        return self._capability
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
 def compile_launch(launch: Launch, capability: int) -> Compiled:
-    """Compile a launch for GPUs of ``capability``, without one. Raises triton's errors."""
-    source = ASTSource(launch.kernel, **_specialise(launch))
-    kernel = triton.compile(
-        source,
-        target=GPUTarget("cuda", capability, 32),
-        options={
-            "num_warps": launch.warps,
-            "num_stages": launch.stages,
-            "enable_fp_fusion": launch.fusion,
-        },
+    """Compile a launch for GPUs of ``capability``, without one. Raises triton's errors.
+
+    It goes by way of triton's own launcher, so that the specialization, and with it the key in
+    triton's cache, is the one that the launch will have on a GPU. Afterwards this process compiles
+    for that capability alone: it must not launch kernels on a GPU.
+    """
+    driver.set_active(_AheadDriver(capability))
+    kernel = launch.kernel.warmup(
+        grid=launch.grid,
+        **launch.arguments,
+        **launch.constants,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+        enable_fp_fusion=launch.fusion,
     )
     return Compiled(
         launch.kernel.__name__,
@@ -90,31 +102,6 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
         len(kernel.asm["cubin"]),
         kernel.metadata.shared,
     )
-
-
-def _specialise(launch: Launch) -> dict[str, Any]:
-    """Types, constants and divisibility of the arguments, as at a launch."""
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = dict(launch.constants)
-    attributes: dict[tuple[int, ...], Any] = {}
-    for index, parameter in enumerate(launch.kernel.params):
-        name = parameter.name
-        value = launch.constants[name] if name in launch.constants else launch.arguments[name]
-        signature[name] = "constexpr"
-        if name in launch.constants:
-            continue
-        if isinstance(value, torch.Tensor):
-            signature[name] = _POINTERS[value.dtype]
-            attributes[(index,)] = _ALIGNED
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        elif value is None or (value == 1 and not parameter.do_not_specialize):
-            constants[name] = value
-        else:
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0 and not parameter.do_not_specialize:
-                attributes[(index,)] = _ALIGNED
-    return {"signature": signature, "constexprs": constants, "attrs": attributes}
 
 
 def few() -> Iterator[Configuration]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ Constant = int | float | bool | None
 
 _OLDEST = 80
 """The compute capability that is assumed where there is no GPU: its code paths run everywhere."""
+
+_described: ContextVar[_Described | None] = ContextVar("_described", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +35,18 @@ class Launch:
     """
 
     def run(self) -> None:
-        """Start the kernel on its tensors' device; a grid of nothing starts nothing."""
+        """Start the kernel on its tensors' device. An empty grid starts nothing, and tensors on the
+
+        ``meta`` device start nothing: there the launch goes to ``describe``.
+        """
         if 0 in self.grid:
             return
         device = next(x.device for x in self.arguments.values() if isinstance(x, torch.Tensor))
+        if device.type == "meta":
+            described = _described.get()
+            assert described is not None, "launches on meta tensors need describe()"
+            described.note(self)
+            return
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel[self.grid](
                 **self.arguments,
@@ -44,6 +55,25 @@ class Launch:
                 num_stages=self.stages,
                 enable_fp_fusion=self.fusion,
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    capability: int
+    note: Callable[[Launch], None]
+
+
+@contextmanager
+def describe(capability: int, note: Callable[[Launch], None]) -> Iterator[None]:
+    """Within the block tensors on the ``meta`` device stand for those of a GPU of ``capability``,
+
+    and ``note`` gets each launch that code on them would start.
+    """
+    token = _described.set(_Described(capability, note))
+    try:
+        yield
+    finally:
+        _described.reset(token)
 
 
 def interpreted(kernel: Callable[..., Any]) -> bool:
@@ -55,7 +85,12 @@ def interpreted(kernel: Callable[..., Any]) -> bool:
 
 
 def capability_of(tensor: torch.Tensor) -> int:
-    """10 * major + minor of the GPU that ``tensor`` is on; the oldest supported one for others."""
+    """10 * major + minor of the GPU that ``tensor`` is on; the oldest supported one for others.
+
+    For a tensor on the ``meta`` device it is what ``describe`` says.
+    """
+    if tensor.device.type == "meta" and (described := _described.get()) is not None:
+        return described.capability
     if tensor.device.type != "cuda":
         return _OLDEST
     major, minor = torch.cuda.get_device_capability(tensor.device)
