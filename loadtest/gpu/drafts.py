@@ -1,7 +1,7 @@
-"""Drafts on a GPU: the tokens are those of steps without, and what they do to tokens a second.
+"""Drafts on a GPU: the tokens stay those of steps without drafts, and the speed changes by so much.
 
-The drafter knows the answers, and says so many of their tokens right: what a drafter is worth by
-how often it is right, on weights that say nothing that repeats.
+The drafter knows the answers and gets a chosen part of the tokens right. That shows the worth of a
+drafter by how often it is right, on random weights, whose answers never repeat.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 
@@ -21,30 +22,27 @@ from engine.draft_costs import DraftCosts
 from engine.draft_length import MOST_IN_A_STEP, DraftLength, Proposal
 from engine.drafter import Draft, Drafter
 from engine.gpu.decoder import GpuStepModel
-from engine.gpu.graphs import CudaCapture
 from engine.gpu.overlap_costs import OverlapCosts
 from engine.gpu.runner import GpuRunner
 from engine.gpu.speculation import OverlapSpeculation, make_overlap_speculation
 from engine.kv_cache import KvCache
 from engine.model_config import ModelConfig
 from engine.plan import StepPlan, StepResult
-from engine.runner import Ending
+from engine.runner import Ending, ModelRunner
 from engine.scheduler import Scheduler
 from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation import MOST_DRAFT_TOKENS
-from loadtest.gpu_correctness import Check, Place
-from loadtest.gpu_speed import FULL, Figure, Sizes
-from loadtest.random_model import llama_8b, random_model, tiny_llama
+from loadtest.gpu.models import SHAPES, llama_8b, miniature, random_model
+from loadtest.gpu.place import Place
+from loadtest.gpu.results import Check, Item, Timing
 
 _BLOCK = 16
+_IN_FLIGHT = 2
+"""Steps that a worker has under way at most."""
 _HOT = 1e6
-"""A temperature at which the noise alone decides: rounding changes no token, and nothing repeats.
+"""A temperature at which the noise alone decides: rounding changes no token, and no text repeats.
 """
-_LEAST = 0.97
-"""Of the tokens a second without drafts, whatever the drafter says."""
-_PAYS = 1.4
-"""Of those of one sequence, where a drafter is mostly right."""
 
 
 class KnownAnswers:
@@ -101,6 +99,27 @@ def _all_drafts(drafter: Drafter) -> OverlapSpeculation:
     return OverlapSpeculation(drafter, _Whole(), _Always(DraftCosts()))
 
 
+def run_to_end(
+    scheduler: Scheduler,
+    runner: ModelRunner,
+    note: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
+) -> None:
+    """Run all sequences of a scheduler; a step starts while the one before it runs.
+
+    ``note`` gets each step's result.
+    """
+    flight: deque[tuple[StepPlan, Ending]] = deque()
+    while True:
+        while len(flight) < _IN_FLIGHT and (plan := scheduler.schedule()) is not None:
+            flight.append((plan, runner.start(plan)))
+        if not flight:
+            break
+        plan, ending = flight.popleft()
+        result = ending()
+        scheduler.complete(plan, result)
+        note(plan, result)
+
+
 class GpuSequences:
     """Sequences of one model, run to their ends with and without drafts."""
 
@@ -116,7 +135,7 @@ class GpuSequences:
             random_model(config, place.device, place.dtype),
             self._cache,
             most + MOST_IN_A_STEP,
-            capture=None if place.interpreted else CudaCapture(place.device),
+            capture=place.capture(),
             deterministic=deterministic,
         )
 
@@ -127,7 +146,7 @@ class GpuSequences:
         prompt_tokens: int,
         note: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
     ) -> list[list[int]]:
-        """All tokens of each sequence; steps overlap as a worker's do. ``note`` hears of each."""
+        """All tokens of each sequence; steps overlap as in a worker. ``note`` gets each result."""
         runner = GpuRunner(self._model, self._cache, self._place.device, None, speculation)
         limits = SchedulerLimits(
             block_size=_BLOCK,
@@ -142,18 +161,9 @@ class GpuSequences:
             # Not all of one length, and no two alike.
             prompt = self._prompt(number, prompt_tokens - number % 3)
             spec = SequenceSpec(str(number), 0, "", prompt, len(prompt), sampling)
-            sequences.append(EngineSequence(number, spec, stop_ids=(), hash_key=b"gpu_check"))
+            sequences.append(EngineSequence(number, spec, stop_ids=(), hash_key=b"drafts"))
             scheduler.add(sequences[-1])
-        flight: deque[tuple[StepPlan, Ending]] = deque()
-        while True:
-            while len(flight) < 2 and (plan := scheduler.schedule()) is not None:
-                flight.append((plan, runner.start(plan)))
-            if not flight:
-                break
-            plan, ending = flight.popleft()
-            result = ending()
-            scheduler.complete(plan, result)
-            note(plan, result)
+        run_to_end(scheduler, runner, note)
         if speculation is not None:
             for sequence in sequences:
                 speculation.forget(sequence.sequence_id)
@@ -165,19 +175,22 @@ class GpuSequences:
         return tuple(found.tolist())
 
 
-@torch.inference_mode()
-def check_drafts(place: Place) -> Iterator[Check]:
+def draft_check_items(place: Place) -> Iterator[Item]:
     """The tokens of a small model with drafts, some of them wrong, are those without."""
     # What torch's products round another way in another batch is small in fp32, and nothing in
     # kernels of fixed order.
     for dtype, deterministic in ((torch.float32, False), (place.dtype, True)):
         name = "fixed order" if deterministic else str(dtype).removeprefix("torch.")
-        bench = GpuSequences(
-            replace(place, dtype=dtype), tiny_llama(), 32, 4, deterministic=deterministic
-        )
-        wrong, accepted = _wrong_tokens(bench, 6 if place.interpreted else 60)
-        yield Check(f"tokens that drafts change, {name}", float(wrong), 0.0)
-        yield Check(f"no draft was accepted, {name}", float(not accepted), 0.0)
+        own = place.with_dtype(dtype)
+        yield Item(f"drafts change no token, {name}", partial(_unchanged, own, deterministic))
+
+
+def _unchanged(place: Place, deterministic: bool) -> Iterator[Check]:
+    tiny = miniature(SHAPES["Llama 8B"])
+    bench = GpuSequences(place, tiny, 32, 4, deterministic=deterministic)
+    wrong, accepted = _wrong_tokens(bench, 4 if place.small else 60)
+    yield Check("sequences with other tokens", float(wrong), 0.0)
+    yield Check("no draft was accepted", float(not accepted), 0.0)
 
 
 def _wrong_tokens(bench: GpuSequences, tokens: int) -> tuple[int, int]:
@@ -223,23 +236,25 @@ class _Rate:
         return self.seconds * self.batch / max(1, self.tokens)
 
 
-@torch.inference_mode()
-def measure_speculation(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[Figure]:
-    """Tokens a second over those without drafts, as the runner chooses by what it measures."""
-    full = sizes is FULL
-    config = llama_8b(2048) if full else tiny_llama()
-    batches = (1, 16, sizes.batch) if full else (sizes.batch,)
-    prompt, answer = (512, 160) if full else (17, 8)
+def draft_speed_items(place: Place) -> Iterator[Item]:
+    """Seconds a token with drafts, chosen by what the runner measures, beside those without."""
+    batches = (2,) if place.small else (1, 16, 64)
+    prompt, answer = (17, 6) if place.small else (512, 160)
     blocks = max(batches) * (-(-(prompt + answer) // _BLOCK) + 2)
-    place = Place(device, dtype)
-    bench = GpuSequences(place, config, blocks, max(batches), deterministic=False)
+    config = miniature(SHAPES["Llama 8B"]) if place.small else llama_8b(2048)
+
+    @cache
+    def bench() -> GpuSequences:
+        return GpuSequences(place, config, blocks, max(batches), deterministic=False)
+
     for batch in batches:
-        yield from _ratios(bench, batch, prompt, answer, warm=full)
+        yield Item(f"drafts, batch {batch}", partial(_ratios, place, bench, batch, prompt, answer))
 
 
 def _ratios(
-    bench: GpuSequences, batch: int, prompt: int, answer: int, *, warm: bool
-) -> Iterator[Figure]:
+    place: Place, make_bench: Callable[[], GpuSequences], batch: int, prompt: int, answer: int
+) -> Iterator[Timing]:
+    bench = make_bench()
     samplings = [
         SamplingParams(temperature=_HOT, seed=number, max_tokens=answer, ignore_eos=True)
         for number in range(batch)
@@ -247,7 +262,7 @@ def _ratios(
 
     def measured(speculation: OverlapSpeculation | None) -> tuple[_Rate, list[list[int]]]:
         """Of the second of two runs: what the first has learned, and captured, is kept."""
-        if warm:
+        if not place.small:
             bench.run(speculation, samplings, prompt)
         rate = _Rate(batch)
         return rate, bench.run(speculation, samplings, prompt, rate.note)
@@ -255,20 +270,13 @@ def _ratios(
     plain, answers = measured(None)
     vocab = bench.config.vocab_size
     ways = {
-        "ngram, nothing repeats": (make_overlap_speculation("ngram"), _LEAST),
-        "drafts all wrong": (OverlapSpeculation(KnownAnswers(answers, 0.0, vocab)), _LEAST),
-        "half of the drafted tokens right": (
-            OverlapSpeculation(KnownAnswers(answers, 0.5, vocab)),
-            _LEAST,
-        ),
-        "nine of ten right": (
-            OverlapSpeculation(KnownAnswers(answers, 0.9, vocab)),
-            _PAYS if batch == 1 else _LEAST,
-        ),
+        "ngram, no repetition": make_overlap_speculation("ngram"),
+        "all drafted tokens wrong": OverlapSpeculation(KnownAnswers(answers, 0.0, vocab)),
+        "half of the drafted tokens right": OverlapSpeculation(KnownAnswers(answers, 0.5, vocab)),
+        "nine of ten right": OverlapSpeculation(KnownAnswers(answers, 0.9, vocab)),
     }
-    yield Figure(f"decode, batch {batch} × {prompt}, no drafts", plain.token_s, 1.0, "tokens")
-    for name, (speculation, target) in ways.items():
+    for name, speculation in ways.items():
         found, said = measured(speculation)
-        share = plain.token_s / found.token_s if found.token_s else 0.0
         same = "" if said == answers else ", OTHER TOKENS"
-        yield Figure(f"batch {batch}, {name}{same}", found.token_s, share, "tokens", target)
+        title = f"token, batch {batch} × {prompt}, {name}{same}"
+        yield Timing(title, found.token_s, "no drafts", plain.token_s)

@@ -1,0 +1,1 @@
+"""Is it right: everything that a GPU computes, beside references in fp32."""

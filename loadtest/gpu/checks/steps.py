@@ -1,0 +1,288 @@
+"""Whole steps of two layers at real sizes, beside the same steps of torch in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from baton.sampling_params import SamplingParams
+from engine.gpu.decoder import GpuStepModel
+from engine.gpu.runner import GpuRunner
+from engine.kv_cache import KvCache
+from engine.model_config import ModelConfig
+from engine.plan import NewSequence, PlanRow, StepPlan
+from engine.quantization.weight import KINDS, QuantKind
+from engine.runner import Ending, ModelRunner
+from engine.step import StepInput, StepModel
+from engine.torch_step import TorchStepModel
+from loadtest.gpu.models import SHAPES, llama_1b, llama_8b, miniature, random_model, with_layers
+from loadtest.gpu.place import Place, permutation
+from loadtest.gpu.results import Check, Item
+
+_NOISE = 1.5
+"""How much larger than that of torch in bf16 the median error of whole steps may be."""
+_CODE_STEP = 1e-2
+"""The same in fp32 where KV is rounded to codes."""
+_BLOCK = 16
+_MAX_ROWS = 4
+_COUNTS = (90, 60, 20, 1)
+_STEPS = (
+    ((0, 0, 70),),
+    ((1, 0, 50), (0, 70, 1), (2, 0, 10), (3, 0, 1)),
+    ((0, 71, 1), (1, 50, 1), (2, 10, 1)),
+    ((0, 72, 18), (1, 51, 1)),
+    ((1, 52, 1),),
+)
+"""Sequence, start and count of each row of some steps: chunks, single tokens, and both."""
+_SMALL_STEPS = (
+    ((0, 0, 20),),
+    ((1, 0, 17), (0, 20, 1), (2, 0, 1)),
+    ((0, 21, 1), (1, 17, 1)),
+)
+_LONG_STEPS = (
+    *(((0, start, 1024),) for start in range(0, 5120, 1024)),
+    ((0, 5120, 1), (1, 0, 300)),
+    ((0, 5121, 1), (1, 300, 1)),
+    ((0, 5122, 1), (1, 301, 1)),
+)
+"""A prompt in chunks, then captured steps whose attention has more than 16 splits."""
+_LONG_COUNTS = (5123, 302)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """Steps of a model: what its layers' matrices and its KV are held as, and the rows."""
+
+    config: ModelConfig
+    weights: QuantKind | None = None
+    kv: torch.dtype | None = None
+    steps: Sequence[Sequence[tuple[int, int, int]]] = _STEPS
+    counts: Sequence[int] = _COUNTS
+
+    def tables(self) -> list[tuple[int, ...]]:
+        """Blocks of each sequence, in any order."""
+        widths = [-(-count // _BLOCK) for count in self.counts]
+        free = iter(permutation(sum(widths)))
+        return [tuple(next(free) for _ in range(width)) for width in widths]
+
+    def cache(self, place: Place) -> KvCache:
+        blocks = sum(-(-count // _BLOCK) for count in self.counts)
+        return KvCache(self.config, blocks, _BLOCK, self.kv or place.dtype, place.device)
+
+
+def step_items(place: Place) -> Iterator[Item]:
+    """Every family, every type of weights and KV, long prompts, overlapping and equal steps."""
+    llama = _sized(place, SHAPES["Llama 8B"])
+    steps = _SMALL_STEPS if place.small else _STEPS
+    case = partial(_Case, steps=steps)
+    for name, config in SHAPES.items():
+        # Small ones of the same kind are the same model.
+        if not (place.small and name in ("Llama 70B", "Mixtral 8x7B")):
+            yield Item(f"steps, {name}", partial(_logits, place, case(_sized(place, config))))
+    for kind in KINDS:
+        yield Item(f"steps, {kind} weights", partial(_logits, place, case(llama, kind)))
+    for kv in (torch.int8, torch.float8_e4m3fn):
+        name = str(kv).removeprefix("torch.")
+        yield Item(f"steps, {name} KV", partial(_logits, place, case(llama, kv=kv)))
+    if not place.describes:
+        # The host waits to know which experts are chosen: nothing can be described beyond that.
+        experts = _sized(place, SHAPES["Qwen3 30B-A3B"])
+        yield Item("steps, fp8 experts", partial(_logits, place, case(experts, "fp8")))
+    if not place.small:
+        long = _Case(llama, steps=_LONG_STEPS, counts=_LONG_COUNTS)
+        yield Item("steps, a prompt of 5,120 tokens", partial(_logits, place, long))
+    yield Item("hidden states", partial(_hidden, place, _Case(llama)))
+    yield Item("overlapping steps", partial(_overlapping, place, llama))
+    yield Item("steps of fixed order", partial(_same_bits, place, _Case(llama)))
+    yield Item("copied blocks", partial(_copied, place, _Case(llama)))
+    if place.describes:
+        yield Item("warm-up", partial(_warm_up, place))
+
+
+def _sized(place: Place, config: ModelConfig) -> ModelConfig:
+    return (
+        miniature(config) if place.small else replace(with_layers(config, 2), context_length=8192)
+    )
+
+
+def _logits(place: Place, case: _Case) -> Iterator[Check]:
+    """In bf16 the median error over that of torch in bf16, since both round.
+
+    In fp32 the largest error.
+    """
+    found = _all_logits(_ours(place, case), case)
+    if place.describes:
+        return
+    expected = _all_logits(_torch(place, case, torch.float32), case)
+    if place.dtype == torch.float32:
+        check = place.check("logits", found, expected)
+        # A value between two codes may become either.
+        yield check if case.kv is None else replace(check, limit=_CODE_STEP)
+        return
+    half = _all_logits(_torch(place, case, place.dtype), case)
+    ratio = (found - expected).abs().median() / (half - expected).abs().median()
+    yield Check("error over that of torch", float(ratio), _NOISE)
+    worst = (found - expected).abs().max() / (half - expected).abs().max()
+    yield Check("largest error over that of torch", float(worst), 3.0)
+
+
+def _ours(place: Place, case: _Case, *, deterministic: bool = False) -> GpuStepModel:
+    return GpuStepModel(
+        random_model(case.config, place.device, place.dtype, case.weights),
+        case.cache(place),
+        _MAX_ROWS,
+        capture=place.capture(),
+        deterministic=deterministic,
+    )
+
+
+def _torch(place: Place, case: _Case, dtype: torch.dtype) -> TorchStepModel:
+    """Torch's steps with the weights and KV that ours have, computed in ``dtype``."""
+    model = random_model(case.config, place.device, dtype, case.weights, rounded=place.dtype)
+    return TorchStepModel(model, case.cache(place.with_dtype(dtype)), place.device)
+
+
+def _all_logits(model: StepModel, case: _Case) -> torch.Tensor:
+    """fp32 [tokens, vocab] of all steps."""
+    found = [_step_logits(model, _rows(case, step)) for step in case.steps]
+    if case.steps is _LONG_STEPS:
+        # Of a long prompt the last tokens: all its logits would be gigabytes.
+        found = [one[-64:] for one in found]
+    return torch.cat(found)
+
+
+def _rows(
+    case: _Case, step: Sequence[tuple[int, int, int]]
+) -> list[tuple[tuple[int, ...], PlanRow]]:
+    tables = case.tables()
+    return [
+        (
+            _tokens(number, case.counts[number], case.config.vocab_size),
+            PlanRow(number, start, count, tables[number], True),
+        )
+        for number, start, count in step
+    ]
+
+
+def _tokens(seed: int, count: int, vocab: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, vocab, (count,), generator=generator).tolist())
+
+
+def _step_logits(model: StepModel, rows: Sequence[tuple[Sequence[int], PlanRow]]) -> torch.Tensor:
+    """Of all tokens; a row comes with its sequence."""
+    tokens = [t for ids, row in rows for t in ids[row.start : row.start + row.count]]
+    plan = tuple(row for _, row in rows)
+    logits = model.run(StepInput(plan, tokens, list(range(len(tokens))), False)).logits
+    assert logits is not None, "they were asked for"
+    return logits.clone()
+
+
+def _hidden(place: Place, case: _Case) -> Iterator[Check]:
+    """What the last layer puts out, which embeddings are made of."""
+    rows = _rows(case, _STEPS[1])
+    tokens = [t for ids, row in rows for t in ids[row.start : row.start + row.count]]
+    plan = tuple(replace(row, start=0) for _, row in rows)
+    step = StepInput(plan, tokens, [], False, (case.config.layers,))
+    found = _ours(place, case).run(step).hidden
+    assert found is not None, "they were asked for"
+    if place.describes:
+        return
+    expected = _torch(place, case, torch.float32).run(step).hidden
+    assert expected is not None, "they were asked for"
+    yield place.check("hidden states", found, expected, by_row=True)
+
+
+def _copied(place: Place, case: _Case) -> Iterator[Check]:
+    cache = case.cache(place)
+    cache.bytes.copy_(torch.randint(0, 255, cache.bytes.shape, dtype=torch.uint8))
+    before = cache.bytes.clone()
+    cache.copy([(1, 2), (0, 3)])
+    if not place.describes:
+        wrong = (cache.bytes[2:4] != before[[1, 0]]).sum() + (cache.bytes[:2] != before[:2]).sum()
+        yield Check("bytes that differ", float(wrong), 0.0)
+
+
+def _overlapping(place: Place, config: ModelConfig) -> Iterator[Check]:
+    """Steps that are started before the last one ended draw what torch's do, in fp32."""
+    place = place.with_dtype(torch.float32)
+    case = _Case(config)
+    steps = _ours(place, case)
+    ours = GpuRunner(steps, case.cache(place), place.device)
+    plans = _plans(case, 4 if place.small else 40)
+    if place.describes:
+        ours.start(plans[0])
+        return
+    theirs = ModelRunner(_torch(place, case, place.dtype), case.cache(place), place.device)
+    expected = [theirs.run(plan).token_ids for plan in plans]
+    endings: list[Ending] = []
+    found = []
+    for plan in plans:
+        endings.append(ours.start(plan))
+        if len(endings) > 1:
+            found.append(endings.pop(0)().token_ids)
+    found += [ending().token_ids for ending in endings]
+    wrong = sum(one != other for one, other in zip(found, expected, strict=True))
+    yield Check("steps with other tokens", float(wrong), 0.0)
+
+
+def _plans(case: _Case, steps: int) -> list[StepPlan]:
+    """Two prompts, one greedy and one not, and what follows them."""
+    sampling = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=3))
+    prompts = (30, 20)
+    tables = case.tables()
+    new = tuple(
+        NewSequence(n, _tokens(n, count, case.config.vocab_size), count, sampling[n], ())
+        for n, count in enumerate(prompts)
+    )
+
+    def rows(step: int) -> tuple[PlanRow, ...]:
+        return tuple(
+            PlanRow(n, count + step - 1, 1, tables[n], True)
+            if step
+            else PlanRow(n, 0, count, tables[n], True)
+            for n, count in enumerate(prompts)
+        )
+
+    return [StepPlan(step, () if step else new, (), rows(step)) for step in range(steps)]
+
+
+def _same_bits(place: Place, case: _Case) -> Iterator[Check]:
+    """With ``deterministic``: a prompt at once, and in pieces among strangers.
+
+    An interpreter's matrix products differ with a row's place in its tile: there it is no more than
+    a comparison.
+    """
+    tables, vocab = case.tables(), case.config.vocab_size
+    tokens = _tokens(0, 90, vocab)
+    prompt = [(tokens, PlanRow(0, 0, 90, tables[0], True))]
+    whole = _step_logits(_ours(place, case, deterministic=True), prompt)
+    model = _ours(place, case, deterministic=True)
+    strangers = [
+        [],
+        [(_tokens(5, 20, vocab), PlanRow(5, 0, 20, tables[2], True))],
+        [(_tokens(6, 9, vocab), PlanRow(6, 8, 1, tables[3], True))],
+        [],
+        [(_tokens(7, 50, vocab), PlanRow(7, 40, 1, tables[1], True))],
+    ]
+    found, start = [], 0
+    for count, others in zip((17, 1, 1, 70, 1), strangers, strict=True):
+        rows = [(tokens, PlanRow(0, start, count, tables[0], True)), *others]
+        found.append(_step_logits(model, rows)[:count])
+        start += count
+    if not place.describes:
+        error = (torch.cat(found) - whole).abs().max()
+        yield Check("largest difference", float(error), 1e-4 if place.small else 0.0)
+
+
+def _warm_up(place: Place) -> Iterator[Check]:
+    """What workers compile before they serve: only described, for compiling."""
+    for whole in (llama_1b(), llama_8b()):
+        config = replace(with_layers(whole, 1), context_length=16384)
+        cache = KvCache(config, 1024, _BLOCK, place.dtype, place.device)
+        model = random_model(config, place.device, place.dtype)
+        GpuStepModel(model, cache, 64, capture=place.capture()).warm_up()
+    yield from ()

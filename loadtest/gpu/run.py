@@ -1,0 +1,223 @@
+"""Everything that is to be known of Baton on one GPU, in ten or thirty minutes:
+
+    python -m loadtest.gpu.run --plan 10min --output gpu.jsonl
+
+Each phase is a process with a time limit. Each result is written at once, as a line of JSON. A
+second call with the same file resumes: it skips the items that are there. An item that ends its
+process, or takes too long, is noted as broken, and the phase goes on with the next one.
+``--dry-run`` runs every phase on the CPU with interpreted kernels and small sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from loadtest.gpu.machine import versions
+from loadtest.gpu.phases import PHASES, PLANS, Phase, missing_packages, phase_of, table
+from loadtest.gpu.place import Place
+from loadtest.gpu.report import Report, finished, wrong
+from loadtest.gpu.report import table as report_table
+from loadtest.gpu.triton_cache import StaleCache, code_hash, unpack
+
+_ITEM_S = 120.0
+"""An item that takes longer is broken; on a GPU the longest should take half a minute."""
+_DRY = 5.0
+"""How much longer everything may take in a dry run."""
+_POLL_S = 0.1
+_OWN = ("device", "torch", "triton", "code")
+"""What must be the same where a report is resumed."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: all is done and right; 1: something is wrong; 2: it cannot run; 3: something is left."""
+    options = _parser().parse_args(arguments)
+    if options.list:
+        sys.stdout.write(table() + "\n")
+        return 0
+    if options.child:
+        _run_items(options)
+        return 0
+    if not options.dry_run and not torch.cuda.is_available():
+        sys.stderr.write("torch finds no GPU here; --dry-run tries the run without one\n")
+        return 2
+    try:
+        with tempfile.TemporaryDirectory(prefix="baton-gpu-") as scratch:
+            return _run(options, Path(scratch))
+    except StaleCache as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    assert __doc__ is not None, "it is above"
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.gpu.run", description=__doc__.split("\n\n", maxsplit=1)[0]
+    )
+    parser.add_argument("--plan", choices=PLANS, default="10min", help="default: 10min")
+    parser.add_argument(
+        "--output", type=Path, default=Path("gpu.jsonl"), help="the report; default: gpu.jsonl"
+    )
+    parser.add_argument("--list", action="store_true", help="list the phases and their limits")
+    parser.add_argument("--dry-run", action="store_true", help="small sizes, on the CPU")
+    parser.add_argument(
+        "--only", choices=[phase.name for phase in PHASES], action="append", help="these phases"
+    )
+    parser.add_argument(
+        "--triton-cache", type=Path, help="kernels compiled by loadtest.gpu.triton_cache"
+    )
+    parser.add_argument("--child", choices=[p.name for p in PHASES], help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def _place(options: argparse.Namespace) -> Place:
+    if options.dry_run:
+        return Place(torch.device("cpu"), torch.float32, small=True)
+    return Place(torch.device("cuda", 0), torch.bfloat16, small=False)
+
+
+def _run(options: argparse.Namespace, scratch: Path) -> int:
+    report = Report(options.output)
+    about = {**versions(_place(options)), "code": code_hash()}
+    if not _begin(report, about, options):
+        return 2
+    environment = _environment(options, scratch)
+    complete = True
+    for phase in PHASES:
+        limit_s = phase.limits_s.get(options.plan)
+        if limit_s is None or (options.only and phase.name not in options.only):
+            continue
+        if absent := missing_packages(phase):
+            why = f"these packages are missing: {' '.join(absent)}"
+            report.append({"kind": "skipped", "phase": phase.name, "why": why})
+            continue
+        sys.stderr.write(f"{phase.name}: {phase.question}\n")
+        limit_s *= _DRY if options.dry_run else 1.0
+        complete &= _supervise(options, phase, limit_s, report, environment, scratch)
+    records = report.records()
+    sys.stdout.write(report_table(records))
+    return 1 if wrong(records) else 0 if complete else 3
+
+
+def _begin(report: Report, about: dict[str, str], options: argparse.Namespace) -> bool:
+    """Write the report's first line, or see that the one that is there fits."""
+    report.mend()
+    records = report.records()
+    if not records:
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        report.append({"kind": "run", "plan": options.plan, "date": date, **about})
+        return True
+    first = records[0]
+    differ = [name for name in _OWN if first.get(name) != about[name]]
+    if differ:
+        told = ", ".join(f"{name} {first.get(name)}, now {about[name]}" for name in differ)
+        sys.stderr.write(
+            f"{options.output} is the report of another run ({told}): name another file\n"
+        )
+    return not differ
+
+
+def _environment(options: argparse.Namespace, scratch: Path) -> dict[str, str]:
+    environment = dict(os.environ)
+    if options.dry_run:
+        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    elif options.triton_cache is not None:
+        environment["TRITON_CACHE_DIR"] = str(unpack(options.triton_cache, scratch / "triton"))
+    return environment
+
+
+def _supervise(
+    options: argparse.Namespace,
+    phase: Phase,
+    limit_s: float,
+    report: Report,
+    environment: dict[str, str],
+    scratch: Path,
+) -> bool:
+    """Run a phase's items, in a new process whenever one of them has ended the last.
+
+    Returns whether none is left.
+    """
+    ends_at = time.monotonic() + limit_s
+    item_s = _ITEM_S * (_DRY if options.dry_run else 1.0)
+    command = [sys.executable, "-m", "loadtest.gpu.run", "--child", phase.name]
+    command += ["--output", str(options.output), "--scratch", str(scratch)]
+    command += ["--dry-run"] if options.dry_run else []
+    while (left_s := ends_at - time.monotonic()) > 0:
+        child = subprocess.Popen(command, env=environment)  # noqa: S603 - this very module
+        try:
+            ended = _wait(child, phase, report, left_s, item_s)
+        finally:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+        if ended is None:
+            return True
+        item = _under_way(report, phase)
+        if ended == "" and item is not None:
+            # The phase's time is over: the next call runs the item again.
+            return False
+        if item is None:
+            report.append({"kind": "broken", "phase": phase.name, "item": "", "why": ended})
+            return True
+        report.append({"kind": "broken", "phase": phase.name, "item": item, "why": ended})
+    return False
+
+
+def _wait(
+    child: subprocess.Popen[bytes], phase: Phase, report: Report, left_s: float, item_s: float
+) -> str | None:
+    """None: all items are done; empty: the phase's time is over; else why the process must end."""
+    ends_at = time.monotonic() + left_s
+    item, begun_at = None, time.monotonic()
+    while time.monotonic() < ends_at:
+        try:
+            code = child.wait(timeout=_POLL_S)
+        except subprocess.TimeoutExpired:
+            now = _under_way(report, phase)
+            if now != item:
+                item, begun_at = now, time.monotonic()
+            if item is not None and time.monotonic() - begun_at > item_s:
+                return f"it did not end within {item_s:.0f} s"
+            continue
+        return None if code == 0 else f"its process ended with {code}"
+    return ""
+
+
+def _under_way(report: Report, phase: Phase) -> str | None:
+    """The item that was begun and has not ended."""
+    own = [record for record in report.records() if record.get("phase") == phase.name]
+    ended = finished(own, phase.name)
+    begun = [record["item"] for record in own if record["kind"] == "begun"]
+    return begun[-1] if begun and begun[-1] not in ended else None
+
+
+def _run_items(options: argparse.Namespace) -> None:
+    """What the process of a phase does."""
+    phase, report = phase_of(options.child), Report(options.output)
+    ended = finished(report.records(), phase.name)
+    for item in phase.items(_place(options), options.scratch):
+        if item.name in ended:
+            continue
+        place = {"phase": phase.name, "item": item.name}
+        report.append({"kind": "begun", **place})
+        began = time.perf_counter()
+        with torch.inference_mode():
+            for result in item.work():
+                report.append({**place, **result.record()})
+        seconds = round(time.perf_counter() - began, 3)
+        report.append({"kind": "done", **place, "seconds": seconds})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

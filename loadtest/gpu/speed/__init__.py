@@ -1,0 +1,1 @@
+"""How fast: kernels and steps beside the device's ceilings and the best peer."""

@@ -1,0 +1,253 @@
+"""Whole steps of served shapes with random weights, through the runner that workers use."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from baton.sampling_params import SamplingParams
+from engine.gpu.decoder import GpuStepModel
+from engine.gpu.draws import GREEDY
+from engine.gpu.runner import GpuRunner
+from engine.kv_cache import KvCache, block_bytes
+from engine.model_config import ModelConfig
+from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
+from engine.quantization.weight import QuantKind
+from engine.runner import Ending
+from engine.step import StepInput
+from loadtest.gpu.cases import BLOCK, Step, config_of, small, step_cases
+from loadtest.gpu.models import random_model, with_layers
+from loadtest.gpu.place import Place
+from loadtest.gpu.results import Fact, Item, Result, Timing
+
+_WARM_STEPS, _STEPS, _TRACED = 4, 32, 8
+_PREFILLS = 5
+_FREE_PART = 0.8
+"""Of the memory that the weights leave, for KV and captured steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What decides which runner a step takes."""
+
+    model: str
+    weights: QuantKind | None
+    deterministic: bool
+
+
+class _Benches:
+    """The runner of the last case: its weights fill the GPU, so that there is one at a time."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._key: _Key | None = None
+        self._bench: _Bench | None = None
+
+    def of(self, case: Step) -> _Bench:
+        """The runner for a case; the one before it is given back where it does not fit."""
+        key = _Key(case.model, case.weights, case.deterministic)
+        if self._bench is None or key != self._key:
+            self._bench = None
+            _free(self._place)
+            self._key, self._bench = key, _Bench(self._place, case)
+        return self._bench
+
+
+def step_speed_items(place: Place) -> Iterator[Item]:
+    """An item for each case, then where the time of one of them goes."""
+    if place.describes:
+        for case in step_cases():
+            # Quantized experts wait for the GPU amid a step.
+            if case.weights is None or case.config.experts is None:
+                yield Item(case.name, partial(_describe, place, case))
+        return
+    benches = _Benches(place)
+    for case in step_cases():
+        sized = small(case) if place.small else case
+        assert isinstance(sized, Step), "a small step is a step"
+        yield Item(case.name, partial(_measure, benches, sized))
+        if case.name == "decode 32 × 1k" and place.on_gpu:
+            yield Item(f"{case.name}: kernels", partial(_trace, benches, sized))
+
+
+def _measure(benches: _Benches, case: Step) -> Iterator[Result]:
+    bench = benches.of(case)
+    if not bench.holds(case):
+        yield Fact(case.name, {"not run": "the GPU's memory does not hold its KV"})
+        return
+    seconds = bench.decode(case) if case.decodes else bench.chunk(case)
+    yield Timing(case.name, seconds)
+
+
+def _trace(benches: _Benches, case: Step) -> Iterator[Result]:
+    yield benches.of(case).trace(case)
+
+
+def _describe(place: Place, case: Step) -> Iterator[Result]:
+    """Start the step's kernels on a model of two layers."""
+    config = with_layers(case.config, 2)
+    blocks = sum(_width(at + count) for at, count in case.rows)
+    cache = KvCache(config, blocks, BLOCK, place.dtype, place.device)
+    model = GpuStepModel(
+        random_model(config, place.device, place.dtype, case.weights),
+        cache,
+        _max_rows(place),
+        capture=place.capture(),
+        deterministic=case.deterministic,
+    )
+    tokens = [0] * case.tokens
+    ends = [sum(count for _, count in case.rows[: n + 1]) - 1 for n in range(len(case.rows))]
+    model.start(StepInput(_rows(case, 0), tokens, ends, True), [GREEDY] * len(ends))
+    yield from ()
+
+
+def _free(place: Place) -> None:
+    """Give back a model's memory. It is part of a cycle: captured steps refer to it."""
+    gc.collect()
+    if place.on_gpu:
+        torch.cuda.empty_cache()
+
+
+def _max_rows(place: Place) -> int:
+    return 8 if place.small else 256
+
+
+def _width(tokens: int) -> int:
+    """Blocks of a sequence that decodes through all measured steps."""
+    return -(-(tokens + _WARM_STEPS + _STEPS + _TRACED) // BLOCK)
+
+
+def _rows(case: Step, step: int) -> tuple[PlanRow, ...]:
+    """A step's rows; sequences that decode have a token more with each step."""
+    rows, first = [], 0
+    for number, (at, count) in enumerate(case.rows):
+        width = _width(at + count)
+        table = tuple(range(first, first + width))
+        first += width
+        rows.append(PlanRow(number, at + (step if count == 1 else 0), count, table, True))
+    return tuple(rows)
+
+
+class _Bench:
+    """An engine's runner over a model of random weights, given plans made by hand."""
+
+    def __init__(self, place: Place, case: Step) -> None:
+        self._place = place
+        config = config_of(case, tiny=place.small)
+        self._config = config
+        model = random_model(config, place.device, place.dtype, case.weights)
+        self._cache = KvCache(config, self._pool(config), BLOCK, place.dtype, place.device)
+        steps = GpuStepModel(
+            model,
+            self._cache,
+            _max_rows(place),
+            capture=place.capture(),
+            deterministic=case.deterministic,
+        )
+        self._runner = GpuRunner(steps, self._cache, place.device)
+
+    def _pool(self, config: ModelConfig) -> int:
+        """Blocks: for the largest case, or as many as the memory holds."""
+        if not self._place.on_gpu:
+            return 64
+        wanted = max(
+            sum(_width(at + count) for at, count in case.rows)
+            for case in step_cases()
+            if case.config == config
+        )
+        free, _ = torch.cuda.mem_get_info(self._place.device)
+        return min(wanted, int(free * _FREE_PART) // block_bytes(config, BLOCK, self._place.dtype))
+
+    def holds(self, case: Step) -> bool:
+        """Whether the pool has the blocks of its sequences."""
+        return sum(_width(at + count) for at, count in case.rows) <= self._cache.blocks
+
+    def decode(self, case: Step) -> float:
+        """Median seconds between the ends of steps, each started while the one before runs."""
+        ends: list[float] = []
+
+        def note(_: StepResult) -> None:
+            ends.append(time.perf_counter())
+
+        steps = 1 if self._place.small else _STEPS
+        if case.weights is not None and case.config.experts is not None:
+            # A step takes a second.
+            steps = 2
+        warm = 1 if self._place.small else _WARM_STEPS
+        self._run(case, warm + steps, note)
+        gaps = [after - before for before, after in pairwise(ends)]
+        return statistics.median(gaps[warm - 1 :])
+
+    def chunk(self, case: Step) -> float:
+        """Median seconds of a step that is waited for."""
+        taken = []
+        for _ in range(1 if self._place.small else 1 + _PREFILLS):
+            began = time.perf_counter()
+            self._runner.run(StepPlan(0, self._new(case), (), _rows(case, 0)))
+            taken.append(time.perf_counter() - began)
+            self._forget(case)
+        return statistics.median(taken[1:] or taken)
+
+    def trace(self, case: Step) -> Fact:
+        """The part of steps' wall time in which no kernel runs, and the kernels that take most."""
+        found: list[float] = []
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            self._run(case, _TRACED, lambda result: found.append(result.seconds))
+        kernels = [e for e in trace.key_averages() if not e.key.startswith("Mem")]
+        kernels.sort(key=lambda event: -event.self_device_time_total)
+        busy_s = sum(event.self_device_time_total for event in kernels) / 1e6 / _TRACED
+        wall_s = statistics.median(found[1:])
+        return Fact(
+            f"{case.name}: kernels",
+            {
+                "wall_s": wall_s,
+                "kernel_s": busy_s,
+                "outside": 1.0 - busy_s / wall_s,
+                "top": {e.key[:60]: e.self_device_time_total / 1e6 / _TRACED for e in kernels[:8]},
+            },
+        )
+
+    def _run(self, case: Step, steps: int, note: Callable[[StepResult], None]) -> None:
+        endings: list[Ending] = []
+        new = self._new(case)
+        for step in range(steps):
+            plan = StepPlan(step, () if step else new, (), _rows(case, step))
+            endings.append(self._runner.start(plan))
+            if len(endings) > 1:
+                note(endings.pop(0)())
+        for ending in endings:
+            note(ending())
+        self._forget(case)
+
+    def _forget(self, case: Step) -> None:
+        for number in range(len(case.rows)):
+            self._runner.forget(number)
+
+    def _new(self, case: Step) -> tuple[NewSequence, ...]:
+        """Sequences whose KV is what the cache holds: its values change no speed."""
+        return tuple(
+            NewSequence(
+                number,
+                tuple((7 * n) % self._config.vocab_size for n in range(at + count)),
+                at + count,
+                _sampling(case, number),
+                (),
+            )
+            for number, (at, count) in enumerate(case.rows)
+        )
+
+
+def _sampling(case: Step, number: int) -> SamplingParams:
+    if number < case.penalized:
+        return SamplingParams(temperature=0.0, repetition_penalty=1.05, ignore_eos=True)
+    if case.top_p < 1.0:
+        return SamplingParams(temperature=1.0, top_p=case.top_p, seed=number, ignore_eos=True)
+    return SamplingParams(temperature=0.0, ignore_eos=True)

@@ -1,0 +1,112 @@
+"""Kernels that are compiled before a GPU is there, and brought along:
+
+    python -m loadtest.gpu.triton_cache DIR --capability 90
+
+It goes through the items of a run with tensors that have no values, and compiles what they would
+launch. It takes the Triton version that the GPU's machine has: another one has other keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import triton
+
+from engine.gpu.compile_ahead import compile_launch
+from engine.gpu.launch import Launch, describe
+from loadtest.gpu.phases import PHASES
+from loadtest.gpu.place import Place
+
+_ROOT = Path(__file__).resolve().parents[2]
+_ABOUT = "baton.json"
+_GROUP = "__grp__"
+
+
+class StaleCache(Exception):
+    """A folder of compiled kernels that this Triton cannot use. Says what to do."""
+
+
+def code_hash() -> str:
+    """Of the code that a run depends on: 16 hex digits, the same on every machine."""
+    digest = hashlib.blake2b(digest_size=8)
+    for folder in ("baton", "engine", "kvtransfer", "loadtest/gpu", "worker"):
+        for path in sorted((_ROOT / folder).rglob("*.py")):
+            digest.update(str(path.relative_to(_ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def fill(folder: Path, capability: int) -> int:
+    """Compile what the items of all phases launch; returns how many kernels that makes.
+
+    Raises triton's errors.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ |= {"TRITON_CACHE_DIR": str(folder), "TRITON_STORE_BINARY_ONLY": "1"}
+    place = Place(torch.device("meta"), torch.bfloat16, small=False)
+    for phase in (phase for phase in PHASES if phase.describes):
+        for item in phase.items(place, folder):
+            launches: list[Launch] = []
+            with describe(capability, launches.append), torch.inference_mode():
+                for _ in item.work():
+                    pass
+            for launch in launches:
+                compile_launch(launch, capability)
+    about = {"triton": triton.__version__, "folder": str(folder)}
+    (folder / _ABOUT).write_text(json.dumps(about))
+    return len(list(folder.glob(f"*/{_GROUP}*")))
+
+
+def unpack(folder: Path, target: Path) -> Path:
+    """Copy compiled kernels to where this process may add others; ``target`` itself.
+
+    Triton's files name their folder, which may have moved. Raises StaleCache.
+    """
+    try:
+        about = json.loads((folder / _ABOUT).read_text())
+    except (OSError, ValueError) as error:
+        raise StaleCache(
+            f"{folder} has no compiled kernels: fill it with python -m loadtest.gpu.triton_cache"
+        ) from error
+    if about["triton"] != triton.__version__:
+        raise StaleCache(
+            f"{folder} was filled by triton {about['triton']} and this is {triton.__version__}:"
+            " fill it by the same version"
+        )
+    shutil.copytree(folder, target)
+    for path in target.glob(f"*/{_GROUP}*"):
+        group = json.loads(path.read_text())
+        names = group["child_paths"]
+        group["child_paths"] = {name: str(path.parent / Path(names[name]).name) for name in names}
+        path.write_text(json.dumps(group))
+    return target
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fill a folder."""
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.gpu.triton_cache", description="compile a run's kernels ahead"
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "--capability", type=int, default=90, help="of the GPU: 80, 90 or 100; default: 90"
+    )
+    options = parser.parse_args(arguments)
+    began = time.monotonic()
+    count = fill(options.folder.resolve(), options.capability)
+    took = time.monotonic() - began
+    size = sum(path.stat().st_size for path in options.folder.rglob("*") if path.is_file())
+    sys.stdout.write(f"{count} kernels, {size / 2**20:.0f} MiB, {took:.0f} s\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
