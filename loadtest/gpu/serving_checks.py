@@ -61,7 +61,7 @@ SMALL = Sizes(
     concurrency=(1, 2),
     rounds=3,
     killed_prompt=1500,
-    killed_requests=6,
+    killed_requests=12,
     long_answer=3000,
 )
 LARGE = Sizes(

@@ -149,7 +149,7 @@ async def test_what_a_killed_writer_costs_is_found(cluster: FakeCluster) -> None
 
 async def test_a_writer_that_is_killed_too_late_proves_nothing(cluster: FakeCluster) -> None:
     assert broken(await check_killed_writer(real(cluster), SMALL)) == {
-        "handoffs that ended before the kill": 6
+        "handoffs that ended before the kill": 12
     }
 
 
