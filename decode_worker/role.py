@@ -317,12 +317,10 @@ class DecodeRole:
             )
             self.outbox(spec.router_id).put(output)
 
-    def on_lost(self, sequences: list[Sequence], error: Exception) -> None:
-        """The engine failed: these sequences end with an error."""
-        failed = WorkerFailed(f"the decode worker's engine failed: {type(error).__name__}")
-        failure = error if isinstance(error, BatonError) else failed
+    def on_lost(self, sequences: list[Sequence], error: BatonError) -> None:
+        """The step of these sequences failed: they end with an error."""
         for sequence in sequences:
-            self._fail(sequence, failure)
+            self._fail(sequence, error)
         self._flush()
 
     def on_expired(self, sequences: list[Sequence]) -> None:

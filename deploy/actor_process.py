@@ -16,6 +16,7 @@ from typing import NoReturn, TextIO
 import psutil
 
 from baton.logs import log_to_stream
+from baton.process_end import end_process
 from deploy.launcher_lease import lease_lost
 from deploy.launcher_life import LauncherLife
 from deploy.node_roll import NodeRoll
@@ -80,20 +81,3 @@ def log_to(file: str, level: str, kind: str) -> TextIO:
     faulthandler.enable(stream)
     log_to_stream(stream, level, kind)
     return stream
-
-
-def fail(reason: str) -> NoReturn:
-    """End at once, and say why, even where there is no memory to say it."""
-    try:
-        log.error("%s", reason)
-    finally:
-        end_process()
-
-
-def end_process(code: int = 1) -> NoReturn:
-    """At once, whatever its threads do."""
-    # Not sys.exit: Ray would catch it, and threads inside torch would keep the process.
-    try:
-        logging.shutdown()
-    finally:
-        os._exit(code)

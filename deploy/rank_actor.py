@@ -15,7 +15,8 @@ import threading
 from concurrent.futures import Future
 from dataclasses import asdict
 
-from deploy.actor_process import end_others, end_process, fail, log_to, take_sigterm
+from baton.process_end import end_process, fail
+from deploy.actor_process import end_others, log_to, take_sigterm
 from deploy.actor_settings import ActorSettings
 from deploy.node_share import NodeShare
 from deploy.ray_place import RayPlace

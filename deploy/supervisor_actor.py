@@ -22,11 +22,12 @@ from baton.config import Config
 from baton.metrics import SupervisorMetrics
 from baton.metrics_server import MetricsServer
 from baton.pool_sizes import PoolSizes
+from baton.process_end import end_process
 from baton.redis_client import redis_client
 from baton.registry import Registry
 from baton.traffic_board import TrafficBoard
 from deploy.actor import WorkerActor
-from deploy.actor_process import end_process, end_with, log_to
+from deploy.actor_process import end_with, log_to
 from deploy.actor_settings import ActorSettings
 from deploy.autoscaling import Autoscaling
 from deploy.cluster_look import ClusterLook

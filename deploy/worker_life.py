@@ -28,8 +28,9 @@ import psutil
 
 from baton.config import Config
 from baton.errors import BatonError
+from baton.process_end import end_process, fail
 from baton.tracing import end_tracing, start_tracing
-from deploy.actor_process import end_process, end_with, fail
+from deploy.actor_process import end_with
 from deploy.actor_settings import ActorSettings
 from deploy.life_watch import LOOK_S, LifeWatch
 from deploy.node_share import NodeShare

@@ -126,8 +126,11 @@ class ModelRunner:
         return "none" if self._speculation is None else self._speculation.drafter
 
     def forget(self, sequence_id: int) -> None:
-        """Drop a sequence's tokens."""
-        del self._known[sequence_id]
+        """Drop a sequence's tokens; one that is not known is ignored.
+
+        The step that was to bring it may have failed before it was learned.
+        """
+        self._known.pop(sequence_id, None)
         self._grammars.forget(sequence_id)
         if self._speculation is not None:
             self._speculation.forget(sequence_id)
@@ -162,9 +165,11 @@ class ModelRunner:
 
     def _placed(self, row: PlanRow) -> PlanRow:
         """See ``PlanRow``."""
-        known = len(self._known[row.sequence_id].token_ids)
+        sequence = self._known.get(row.sequence_id)
+        known = 0 if sequence is None else len(sequence.token_ids)
         if known < row.start + row.count:
-            # This step was planned behind one that has failed, for a token that never came.
+            # This step was planned behind one that has failed, for a token that never came or a
+            # sequence that was not learned.
             raise RuntimeError("the step before this one failed")
         if row.count > 1 or not row.sample or row.start == known - 1:
             return row

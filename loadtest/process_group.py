@@ -1,14 +1,18 @@
 """A child process and its descendants, as one group that is ended as one.
 
 States: running → (ended by itself | asked to end → ended | killed).
+
+Run as a module it becomes another program that ends with its parent: see ``ending_with_parent``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +25,7 @@ GRACE_S = 30.0
 """How long a group may take to end after SIGTERM before it is killed."""
 _KILL_S = 10.0
 _POLL_S = 0.05
+_PR_SET_PDEATHSIG = 1
 
 
 @contextlib.contextmanager
@@ -36,6 +41,20 @@ def process_group(
         yield process
     finally:
         _end(process, grace_s)
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def ending_with_parent(command: Sequence[str]) -> tuple[str, ...]:
+    """The command that runs ``command`` in its own process, which ends with this one.
+
+    For programs that do not look for their parent themselves. To be started from a thread that
+    lives as long as this process.
+    """
+    return (sys.executable, "-m", __name__, str(os.getpid()), *command)
 
 
 def last_lines(log: Path, count: int = 15) -> str:
@@ -102,3 +121,14 @@ def _alive(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
+
+
+def _become(parent: int, command: list[str]) -> None:
+    end_with_parent()
+    # A parent that ended before the call above sends no signal.
+    if os.getppid() == parent:
+        os.execv(command[0], command)  # noqa: S606 - a program that the caller named
+
+
+if __name__ == "__main__":
+    _become(int(sys.argv[1]), sys.argv[2:])

@@ -269,14 +269,12 @@ class PrefillRole:
             if listener is not None:
                 listener.put_nowait(update)
 
-    def on_lost(self, sequences: list[Sequence], error: Exception) -> None:
-        """The engine failed: the calls end with an error."""
+    def on_lost(self, sequences: list[Sequence], error: BatonError) -> None:
+        """The step of these sequences failed: their calls end with an error."""
         for sequence in sequences:
             listener = self._listeners.get(sequence.sequence_id)
             if listener is not None:
-                reason = f"the prefill worker's engine failed: {type(error).__name__}"
-                own = error if isinstance(error, BatonError) else WorkerFailed(reason)
-                listener.put_nowait(own)
+                listener.put_nowait(error)
 
     def on_expired(self, sequences: list[Sequence]) -> None:
         """Their calls end with an error."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any, Protocol
 
 from fastapi import FastAPI
@@ -20,6 +19,7 @@ from starlette.types import ASGIApp
 from baton.config import Config
 from baton.metrics import RouterMetrics
 from baton.tls import LiveContext, client_context
+from baton.version import baton_version
 from router.access import Access
 from router.api_description import ERRORS, describe, json_body, streamed
 from router.cluster_metrics import cluster_page
@@ -124,7 +124,7 @@ def create_apps(
     exchange = Exchange(dispatcher, tokenizer, model, metrics, config, access)
     # FastAPI's own pages at /docs load their scripts from the Internet; these carry them.
     app = FastAPIOffline(
-        title="Baton", version=version("baton"), description=_DESCRIPTION, redirect_slashes=False
+        title="Baton", version=baton_version(), description=_DESCRIPTION, redirect_slashes=False
     )
     app.add_middleware(HttpEdge)
     add_error_handlers(app)

@@ -131,6 +131,8 @@ class MiniCluster:
         )
         self.workers: dict[str, WorkerProcess] = {}
         self._ranks: list[threading.Thread] = []
+        self.failed: list[str] = []
+        """Why workers would have ended their processes, which are this one."""
 
     async def start(self) -> None:
         """Start every pool's workers and wait until the dispatcher can use them."""
@@ -153,7 +155,7 @@ class MiniCluster:
             threads=1,
             draft_model_path=self.config.draft_model,
         )
-        worker = WorkerProcess(settings, self.roles)
+        worker = WorkerProcess(settings, self.roles, fail=self.failed.append)
         if worker.lead is not None:
             for rank in range(1, pool.ranks):
                 self._start_rank(FollowingWorker(settings, rank, worker.lead.address))

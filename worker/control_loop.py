@@ -2,6 +2,10 @@
 
 It is no thread of its own but the worker's event loop: every method here runs on it, none waits.
 Whenever something changes, ``pump`` plans steps for the engine thread; results come back here.
+
+A step that fails ends its sequences, with one error each; their blocks are given back once no plan
+in flight names them. It is no progress: ``steps`` counts those that ended well. Too many in a row
+end the worker (``worker/failed_steps.py``).
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.errors import GrammarFailed, WorkerFailed
+from baton.errors import BatonError, GrammarFailed, WorkerFailed
+from baton.process_end import Fail
 from baton.request import LoadSnapshot
 from engine.engine import Engine
 from engine.plan import StepPlan, StepResult
@@ -20,8 +25,10 @@ from engine.sequence import Sequence
 from engine.sequence_update import SequenceUpdate
 from worker.chunk_slack import ChunkSlack
 from worker.cores import CoreBoard
+from worker.device_fault import described, is_out_of_memory
 from worker.engine_thread import EngineThread
 from worker.engine_watch import EngineWatch
+from worker.failed_steps import FailedSteps
 from worker.gauges import WorkerGauges
 from worker.pace import Pace
 from worker.step_meter import StepMeter
@@ -43,10 +50,10 @@ class SequenceListener(Protocol):
     def on_step(self, updates: list[SequenceUpdate]) -> None:
         """A step has ended; called once a step, with all that it brought."""
 
-    def on_lost(self, sequences: list[Sequence], error: Exception) -> None:
-        """The engine failed while it computed these sequences; they have ended.
+    def on_lost(self, sequences: list[Sequence], error: BatonError) -> None:
+        """The step of these sequences failed; they have ended.
 
-        ``error`` is a BatonError where it is the sequences' own fault.
+        ``error`` is WorkerFailed where it is not the sequences' own fault.
         """
 
     def on_expired(self, sequences: list[Sequence]) -> None:
@@ -92,22 +99,30 @@ class ControlLoop:
         board: CoreBoard | None = None,
         slack: ChunkSlack | None = None,
         meter: StepMeter | None = None,
+        *,
+        fail: Fail,
     ) -> None:
         """``board``: how the worker shares its host's cores; see ``EngineThread``. ``slack`` bounds
 
         the prompt tokens of a step in which others decode; without it nothing but the step's own
-        limits does. ``meter`` counts what steps do.
+        limits does. ``meter`` counts what steps do. ``fail`` ends the process: where the device is
+        lost, or too many steps in a row have failed.
         """
         self.engine = engine
         self.scheduler = engine.scheduler
         self.pool = engine.pool
         self.incarnation = incarnation
         self.steps = 0
+        """Those that have ended well."""
         self.tiers: Tiers | None = None
         self._gauges = gauges
         self._meter = meter
         self._loop = asyncio.get_running_loop()
-        self._thread = EngineThread(engine.runner, self._hand_over, board)
+        self._fail = fail
+        self._failed_steps = FailedSteps()
+        self._planned = 0
+        """The step of the latest plan."""
+        self._thread = EngineThread(engine.runner, self._hand_over, board, fail=fail)
         self._is_cpu = engine.runner.device.type == "cpu"
         self.prompt_pace = Pace(_CPU_TOKEN_S if self._is_cpu else _GPU_TOKEN_S, _PACE_TOKENS)
         """Of computing prompt tokens, and of ``STEP_TOKENS`` more for each step."""
@@ -189,6 +204,7 @@ class ControlLoop:
             self.tiers.after_plan()
 
     def _note_plan(self, plan: StepPlan, now: float) -> None:
+        self._planned = plan.step
         self._asked_at[plan.step] = now
         self._gauges.batch_fill(len(plan.rows) / self.scheduler.limits.max_sequences)
         if not plan.new:
@@ -209,13 +225,13 @@ class ControlLoop:
             return
 
     def _on_result(self, plan: StepPlan, result: StepResult | Exception, ended_at: float) -> None:
-        assert self._listener is not None, "a step ran before start()"
-        self.steps += 1
         wall_s = ended_at - max(self._ended_at, self._asked_at.pop(plan.step))
         self._ended_at = ended_at
         if isinstance(result, Exception):
-            self._listener.on_lost(self.scheduler.fail(plan), result)
+            self._step_failed(plan, result)
         else:
+            self.steps += 1
+            self._failed_steps.end_row()
             updates = self.scheduler.complete(plan, result)
             computed = sum(update.computed_prompt_tokens for update in updates)
             self._gauges.step(result.seconds, computed)
@@ -231,6 +247,17 @@ class ControlLoop:
             self.pump()
             self._tell(updates)
         self.pump()
+
+    def _step_failed(self, plan: StepPlan, error: Exception) -> None:
+        assert self._listener is not None, "a step ran before start()"
+        lost = self.scheduler.fail(plan)
+        requests = {sequence.spec.request_id for sequence in lost}
+        if self._failed_steps.add(plan.step, self._planned, requests):
+            self._fail(
+                f"{self._failed_steps.count} steps in a row have failed, the last one with"
+                f" {described(error)}"
+            )
+        self._listener.on_lost(lost, _told(error))
 
     def _tell(self, updates: list[SequenceUpdate]) -> None:
         assert self._listener is not None, "a step ran before start()"
@@ -282,3 +309,12 @@ class ControlLoop:
             disk_blocks=in_tiers.get("disk", 0),
             steps_in_flight=self.scheduler.plans_in_flight,
         )
+
+
+def _told(error: Exception) -> BatonError:
+    """What the sequences of a failed step are told."""
+    if isinstance(error, BatonError):
+        return error
+    if is_out_of_memory(error):
+        return WorkerFailed("the device has no memory left for a step of this request")
+    return WorkerFailed(f"the worker's engine failed: {type(error).__name__}")

@@ -33,8 +33,12 @@ log = logging.getLogger(__name__)
 
 
 def core_board(settings: WorkerSettings) -> CoreBoard | None:
-    """How it shares its host's cores; None where it has a fixed share. Raises OSError."""
-    if not settings.core_board:
+    """How its engine thread shares its host's cores. Raises OSError, ConfigError.
+
+    None where it has a fixed share, and on a CUDA device: its thread computes nothing, and a GPU
+    that waits for it stands idle, so it shares no cores and has no lower priority than others.
+    """
+    if not settings.core_board or device_of(engine_settings(settings)).type != "cpu":
         return None
     return CoreBoard(
         Path(settings.core_board),

@@ -1,4 +1,8 @@
-"""The engine thread: takes step plans, one after another, and returns their results."""
+"""The engine thread: takes step plans, one after another, and returns their results.
+
+A failed step is reported like a result, and the thread goes on. Where the device is lost with it,
+the process ends here and now: no event loop, no other thread and no device is waited for.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,13 @@ import logging
 import queue
 import threading
 import time
-from functools import partial
-from typing import NoReturn
 
+from baton.process_end import Fail
 from engine.plan import StepPlan, StepResult
 from engine.runner import Ending, ModelRunner
 from worker.cores import CoreBoard, give_way
+from worker.device import use_device, wait_for_steps
+from worker.device_fault import described, is_device_fault, without_frames
 from worker.step_waiter import Done, StepWaiter
 
 log = logging.getLogger(__name__)
@@ -20,16 +25,22 @@ log = logging.getLogger(__name__)
 class EngineThread:
     """Owns the runner. ``done`` is called on a thread of the engine: it must only hand over."""
 
-    def __init__(self, runner: ModelRunner, done: Done, board: CoreBoard | None = None) -> None:
-        """With a ``board``, each step takes as many threads as it says."""
+    def __init__(
+        self, runner: ModelRunner, done: Done, board: CoreBoard | None = None, *, fail: Fail
+    ) -> None:
+        """With a ``board``, each step takes as many threads as it says. ``fail`` ends the process;
+
+        it is called on a thread of the engine when the device is lost.
+        """
         self._runner = runner
         self._done = done
+        self._fail = fail
         self._board = board
         self._running: StepPlan | None = None
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         # Steps that end while the next one is started are waited for by another thread.
-        self._waiter = StepWaiter(done) if runner.overlaps else None
+        self._waiter = StepWaiter(done, self._failed, runner.device) if runner.overlaps else None
 
     def start(self) -> None:
         self._thread.start()
@@ -49,6 +60,7 @@ class EngineThread:
             self._waiter.stop(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
+        use_device(self._runner.device)
         if self._board is not None:
             give_way()
         while (plan := self._plans.get()) is not None:
@@ -58,16 +70,33 @@ class EngineThread:
             try:
                 result: StepResult | Exception = self._step(plan)
             except Exception as error:
-                log.exception("engine step %d failed", plan.step)
-                result = error
+                result = self._failed(plan, error)
             self._done(plan, result)
 
-    def _begun(self, plan: StepPlan) -> Ending:
-        """A step's ending; that of one that could not begin raises why."""
+    def _begun(self, plan: StepPlan) -> Ending | Exception:
+        """A step's ending, or why it could not begin."""
         try:
             return self._runner.start(plan)
         except Exception as error:
-            return partial(_fail, error)
+            return self._failed(plan, error)
+
+    def _failed(self, plan: StepPlan, error: Exception) -> Exception:
+        """Report a step's error, and end the process where the device is lost.
+
+        Nothing is waited for where the error itself tells so. After another one all that was
+        launched is waited for: the step's kernels may still write to blocks that its sequences give
+        back now, and a device that is lost says so.
+        """
+        log.error("engine step %d failed", plan.step, exc_info=error)
+        fault = error if is_device_fault(error) else None
+        if fault is None:
+            try:
+                wait_for_steps(self._runner.device)
+            except Exception as after:
+                fault = after
+        if fault is not None:
+            self._fail(f"its device is lost: {described(fault)}")
+        return without_frames(error)
 
     def progress(self) -> tuple[StepPlan, int] | None:
         """The step that runs, and its layers that have stored their KV. Any thread may ask."""
@@ -95,7 +124,3 @@ def run_sharing(runner: ModelRunner, board: CoreBoard | None, plan: StepPlan) ->
         return runner.run(plan)
     finally:
         board.end()
-
-
-def _fail(error: Exception) -> NoReturn:
-    raise error

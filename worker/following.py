@@ -2,6 +2,7 @@
 
     connecting ─the group has formed→ loading ─→ ready ─steps come→ following ─rank 0 closes→ over
     any ─rank 0 is lost, or anything fails→ ``run`` raises, or ``on_lost`` is called amid a step
+    following ─a step fails on a CUDA device, or the device is lost→ ``on_lost`` is called at once
 
 It has weights and KV blocks, and no sequences, calls or registry entry of its own. One thread
 computes steps; where the model is divided, an event loop serves rank 0 and the ranks of peers
@@ -17,12 +18,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
+import torch
+
 from engine.engine import build_following, device_of
 from engine.parallel.ranks import FORM_S, FollowingRank
 from engine.parallel.step_channel import GroupAddress
 from kvtransfer.memory import BlockMemory
 from kvtransfer.transport import Transport
 from worker.cores import give_way
+from worker.device import DeviceWatch, use_device
+from worker.device_fault import described
 from worker.engine_start import engine_settings
 from worker.pool_memory import PoolMemory
 from worker.rank_server import MakeTransports, RankServer
@@ -56,36 +61,42 @@ class FollowingWorker:
         """Compute what rank 0 says, until it closes. Blocks. Raises BatonError."""
         settings, ranks = self._settings, self._settings.pool.ranks
         built = engine_settings(settings)
+        device = device_of(built)
+        use_device(device)
         exchanges = not built.divides_context
         memory = PoolMemory(shared=exchanges and settings.config.transport in ("auto", "shm"))
         following = FollowingRank(self._address, self._rank, ranks, FORM_S, self._process)
+        name = f"{settings.slot}: rank {self._rank} of {ranks}"
+        watch = DeviceWatch(device, lambda reason: on_lost(f"{name} ends: {reason}"))
         try:
-            group = following.form(device_of(built), on_lost)
-            log.info("%s: rank %d of %d loads", settings.slot, self._rank, ranks)
+            group = following.form(device, on_lost)
+            log.info("%s loads", name)
             model, cache = build_following(built, group, memory.allocate)
             with contextlib.ExitStack() as serving:
                 # Of ranks that divide prompts rank 0 sends all of a block.
                 address = _NOWHERE
                 if exchanges:
-                    address = serving.enter_context(self._serving(memory.of(cache)))
+                    address = serving.enter_context(self._serving(memory.of(cache), device))
                 following.ready(address)
-                name = f"{settings.slot}: rank {self._rank} of {ranks}"
                 log.info("%s is ready, and serves on %s", name, address)
-                if settings.core_board:
+                if settings.core_board and device.type == "cpu":
                     give_way()
-                following.run(model, cache)
+                watch.start()
+                with _ending_at_once(name, device, on_lost):
+                    following.run(model, cache)
         finally:
+            watch.stop()
             following.close()
             memory.close()
 
     @contextlib.contextmanager
-    def _serving(self, memory: BlockMemory) -> Iterator[str]:
+    def _serving(self, memory: BlockMemory, device: torch.device) -> Iterator[str]:
         """Have the rank's blocks sent and received by an event loop of their own.
 
         Yields the address. What comes and goes is a copy of blocks, by threads beside it.
         """
         settings = self._settings
-        with ThreadPoolExecutor(_TRANSFER_THREADS, thread_name_prefix="transfer") as transfers:
+        with ThreadPoolExecutor(_TRANSFER_THREADS, "transfer", use_device, (device,)) as transfers:
 
             def make(incarnation: str) -> Sequence[Transport]:
                 return make_transports(
@@ -105,6 +116,22 @@ class FollowingWorker:
                 loop.call_soon_threadsafe(loop.stop)
                 thread.join(_START_S)
                 loop.close()
+
+
+@contextlib.contextmanager
+def _ending_at_once(name: str, device: torch.device, on_lost: OnLost) -> Iterator[None]:
+    """Ends the process where something fails within on a CUDA device.
+
+    To leave in order is to wait for threads that copy blocks, and these for a device that may be
+    inside a collective operation for ever.
+    """
+    try:
+        yield
+    except Exception as error:
+        if device.type == "cuda":
+            log.exception("%s has failed", name)
+            on_lost(f"{name} ends: {described(error)}")
+        raise
 
 
 async def _started(

@@ -88,8 +88,11 @@ class KvTiers:
         )
         series = {name: metrics.tier(worker, role, name) for name in storages}
         self._series: Mapping[str, TierSeries] = series
-        self._down = TierThread("tier-spill", gives_way=True)
-        self._up = TierThread("tier-load", gives_way=False)
+        device = engine.runner.device
+        # Beside a GPU not even this one: while it waits for a core it may hold the interpreter's
+        # lock, which the engine thread needs.
+        self._down = TierThread("tier-spill", device, gives_way=device.type == "cpu")
+        self._up = TierThread("tier-load", device, gives_way=False)
         self.spiller = TierSpiller(self.tiers, self._storages, memories(), self._down, series)
         self.loader = TierLoader(
             self.tiers,

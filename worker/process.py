@@ -4,6 +4,8 @@
     ready ─drain()→ draining (takes nothing more) ─nothing left, or the deadline→ stopping
     ready ─change_role()→ draining → ready, in the other role
     ready, draining ─a background task breaks, a rank is lost→ failed (run() raises)
+    any after start() ─the device is lost, steps fail in a row, a rank is lost on a CUDA device→
+        the process ends at once
     ready ─its lease lapsed while it stood still→ ready, in another life
     ready ─its lease lapsed while it could not renew it→ leaving
     leaving ─nothing runs any more, or LEAVE_S are over→ ready, in another life
@@ -25,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import redis
+import torch
 from prometheus_client import CollectorRegistry
 
 from baton.background import end_tasks
@@ -33,6 +36,7 @@ from baton.errors import InvalidRequest, Unavailable, WorkerFailed
 from baton.loop_lag import watch_loop
 from baton.metrics import WorkerMetrics
 from baton.metrics_server import MetricsServer
+from baton.process_end import Fail, fail
 from baton.redis_client import redis_client
 from baton.registry import DRAINING, Registry, WorkerRecord
 from engine.engine import Engine
@@ -41,6 +45,7 @@ from engine.roofline import Ceilings
 from worker.chunk_slack import ChunkSlack
 from worker.control_loop import ControlLoop
 from worker.cores import CoreBoard
+from worker.device import DeviceWatch, use_device
 from worker.engine_start import Measure, StartEngine, core_board, measure, start_engine
 from worker.gauges import WorkerGauges
 from worker.kv_tiers import KvTiers, make_storages
@@ -85,13 +90,16 @@ class WorkerProcess:
         roles: Mapping[str, RoleFactory],
         start_engine: StartEngine = start_engine,
         measure: Measure = measure,
+        fail: Fail = fail,
     ) -> None:
         """``roles`` maps a pool's role to what is mounted for it; ``start_engine`` makes the
 
-        engine, and ``measure`` tells what its steps cost.
+        engine, and ``measure`` tells what its steps cost. ``fail`` ends the process at once, with
+        a reason; it is called on any thread.
         """
         self.settings = settings
         self._start_engine, self._measure = start_engine, measure
+        self._fail = fail
         self.drained = False
         """Whether it ends because it was told to by way of a drain."""
         self.leave_by: float | None = None
@@ -114,7 +122,6 @@ class WorkerProcess:
         self._next_check_at = 0.0
         self._tasks: list[asyncio.Task[None]] = []
         self._stopped = asyncio.Event()
-        self._transfers = ThreadPoolExecutor(_TRANSFER_THREADS, thread_name_prefix="transfer")
         ranks = settings.pool.ranks
         self.lead = LeadRank(settings.group_host, ranks) if ranks > 1 else None
         """Its hold on its other ranks, which are to be told ``lead.address``."""
@@ -145,11 +152,14 @@ class WorkerProcess:
         settings = self.settings
         board = self._cores = core_board(settings)
         engine, costs = await self._load(board)
+        device = engine.runner.device
+        self._transfers = ThreadPoolExecutor(_TRANSFER_THREADS, "transfer", use_device, (device,))
+        self._device_watch = DeviceWatch(device, self._end)
         metrics = WorkerMetrics(CollectorRegistry())
         self._gauges = _make_gauges(metrics, settings)
         slack = ChunkSlack(costs, settings.config.slo_tpot_s)
         meter = _step_meter(engine, settings.pool)
-        control = ControlLoop(engine, self._gauges, "", board, slack, meter)
+        control = ControlLoop(engine, self._gauges, "", board, slack, meter, fail=self._end)
         # serves /metrics from a thread of its own; ended in stop()
         tls = settings.config.tls.of("worker")
         self._metrics_server = MetricsServer(settings.host, metrics.registry, tls)
@@ -177,7 +187,8 @@ class WorkerProcess:
         if self._lasting.tiers is not None:
             self._tasks.append(asyncio.create_task(self._lasting.tiers.run(), name="tier-spill"))
         if self.lead is not None:
-            self._tasks.append(asyncio.create_task(self._watch_ranks(self.lead), name="ranks"))
+            self._mind_ranks(self.lead, device)
+        self._device_watch.start()
         spare_the_interpreter()
         keep_buffers()
         return self.life.record
@@ -195,6 +206,15 @@ class WorkerProcess:
                 if lead.lost.done():
                     raise WorkerFailed(lead.lost.result()) from error
             raise
+
+    def _mind_ranks(self, lead: LeadRank, device: torch.device) -> None:
+        """From now on a lost rank ends the worker."""
+        if device.type == "cuda":
+            # At once, on the thread that has noticed: the GPU may be inside a collective operation
+            # that never ends, and whatever stops in order would wait for it.
+            lead.lost.add_done_callback(lambda lost: self._end(lost.result().splitlines()[0]))
+        else:
+            self._tasks.append(asyncio.create_task(self._watch_ranks(lead), name="ranks"))
 
     async def _watch_ranks(self, lead: LeadRank) -> None:
         """Raises WorkerFailed when a rank is lost."""
@@ -237,6 +257,10 @@ class WorkerProcess:
         finally:
             stopped.cancel()
 
+    def _end(self, reason: str) -> None:
+        """End the process at once. On any thread."""
+        self._fail(f"worker {self.settings.slot} ends: {reason}")
+
     async def ended(self) -> None:
         """Wait until a drain's last act is over, where there was one."""
         if self._ending is not None:
@@ -254,11 +278,13 @@ class WorkerProcess:
                 await self._lasting.tiers.stop(STOP_DEADLINE_S)
             await asyncio.to_thread(self._lasting.control.stop, STOP_DEADLINE_S)
             await asyncio.to_thread(self._metrics_server.stop)
+            self._transfers.shutdown(wait=True, cancel_futures=True)
+            # Until here a lost device still ends the process, rather than hold up what stops.
+            self._device_watch.stop()
         if self.lead is not None:
             await asyncio.to_thread(self.lead.close)
         await self._redis.aclose()
         self._memory.close()
-        self._transfers.shutdown(wait=True, cancel_futures=True)
 
     # Its lives
 

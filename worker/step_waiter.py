@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable
 
+import torch
+
 from engine.plan import StepPlan, StepResult
 from engine.runner import Ending
-
-log = logging.getLogger(__name__)
+from worker.device import use_device
 
 Done = Callable[[StepPlan, StepResult | Exception], None]
+Failed = Callable[[StepPlan, Exception], Exception]
+"""Looks into a step's error, and gives what is to be reported."""
 
 
 class StepWaiter:
     """A thread that reports steps in the order in which they were started."""
 
-    def __init__(self, done: Done) -> None:
-        """``done`` is called on this thread: it must only hand over."""
+    def __init__(self, done: Done, failed: Failed, device: torch.device) -> None:
+        """``done`` and ``failed`` are called on this thread: ``done`` must only hand over."""
         self._done = done
-        self._endings: queue.SimpleQueue[tuple[StepPlan, Ending] | None] = queue.SimpleQueue()
+        self._failed = failed
+        self._device = device
+        self._endings: queue.SimpleQueue[tuple[StepPlan, Ending | Exception] | None]
+        self._endings = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="step-waiter", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, plan: StepPlan, ending: Ending) -> None:
-        """Report this step once it has ended. Never blocks."""
+    def submit(self, plan: StepPlan, ending: Ending | Exception) -> None:
+        """Report this step once it has ended, or why it has not begun. Never blocks."""
         self._endings.put((plan, ending))
 
     def stop(self, timeout_s: float) -> None:
@@ -37,11 +42,13 @@ class StepWaiter:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        use_device(self._device)
         while (started := self._endings.get()) is not None:
             plan, ending = started
-            try:
-                result: StepResult | Exception = ending()
-            except Exception as error:
-                log.exception("engine step %d failed", plan.step)
-                result = error
-            self._done(plan, result)
+            self._done(plan, ending if isinstance(ending, Exception) else self._end(plan, ending))
+
+    def _end(self, plan: StepPlan, ending: Ending) -> StepResult | Exception:
+        try:
+            return ending()
+        except Exception as error:
+            return self._failed(plan, error)

@@ -14,7 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
+import torch
+
 from worker.cores import give_way
+from worker.device import use_device
 
 Result = TypeVar("Result")
 
@@ -22,9 +25,13 @@ Result = TypeVar("Result")
 class TierThread:
     """Made and used on the control loop, except for what it runs."""
 
-    def __init__(self, name: str, *, gives_way: bool) -> None:
-        """``gives_way``: whether it has less weight than others on a busy CPU."""
+    def __init__(self, name: str, device: torch.device, *, gives_way: bool) -> None:
+        """``device`` is that of the blocks. ``gives_way``: whether it has less weight than others
+
+        on a busy CPU.
+        """
         self._loop = asyncio.get_running_loop()
+        self._device = device
         self._gives_way = gives_way
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -57,6 +64,7 @@ class TierThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        use_device(self._device)
         if self._gives_way:
             give_way()
         while (job := self._jobs.get()) is not None:

@@ -3,6 +3,10 @@
 The token that a running step draws is named by where it will lie on the GPU (-1 - n) until the step
 has ended. A step that checks drafts is none of these: it is started when all tokens are known, and
 waited for at once, since where the next one begins depends on what it brings.
+
+A step may fail, as it begins or as it ends, and others go on, for example after a lack of memory.
+No sequence keeps a name that stands for no token: where the tokens of a step do not come, the
+sequences are cut off before them, and a later step with one of these sequences fails.
 """
 
 from __future__ import annotations
@@ -88,6 +92,8 @@ class GpuRunner(ModelRunner):
         self._gpu = model
         self._drafts = speculation
         self._unsettled: list[_Unsettled] = []
+        self._begun = True
+        """Whether the last step has begun: else its tokens may lie where names point to."""
         self._ends = threading.Lock()
         """Held for moments by whoever has seen a step's end: this thread, or one that waits."""
         self._last_end = 0.0
@@ -106,11 +112,21 @@ class GpuRunner(ModelRunner):
 
         more than one token of each row of logits is wanted, and where drafts promise more than the
         wait costs; of a step with drafts it waits for the end, too.
+
+        Raises what keeps it from beginning; the next one may be started then.
         """
+        overlaps, self._begun = self._begun, False
+        ending = self._begin(plan, running=1 if overlaps else 0)
+        self._begun = True
+        return ending
+
+    def _begin(self, plan: StepPlan, running: int) -> Ending:
+        """See ``start``; tokens of the last ``running`` steps may have names still."""
         began = time.perf_counter()
         self._learn_costs()
-        self._settle(running=1)
+        # First: what is told once must not be lost with an earlier step.
         self._take_news(plan)
+        self._settle(running)
         rows = self._undrafted(plan.rows)
         work = self._gather(rows)
         # A grammar goes by the tokens themselves.
@@ -132,9 +148,9 @@ class GpuRunner(ModelRunner):
         started = self._started(rows, work, follows)
         if drafted:
             return self._waited_for(step, rows, StepFound(self._kept(rows, started.token_ids())))
+        failed = self._failed(plan.rows)
         self._late = bool(self._unsettled) and self._unsettled[-1].started.has_ended()
         self._unsettled.append(_Unsettled(step, started, _named(work.draws)))
-        failed = self._failed(plan.rows)
 
         def ending() -> StepResult:
             found = StepFound(tuple(by_row(plan.rows, started.token_ids())))
@@ -211,13 +227,27 @@ class GpuRunner(ModelRunner):
                 self._drafts.observe(found.batch, found.drafted, found.seconds)
 
     def _settle(self, running: int) -> None:
-        """Give tokens their ids, but for those of the last ``running`` steps."""
+        """Give tokens their ids, but for those of the last ``running`` steps.
+
+        Raises what keeps a step from ending; then no token of those that run is expected any more.
+        """
         while len(self._unsettled) > running:
+            try:
+                token_ids = self._unsettled[0].started.token_ids()
+            except Exception:
+                self._cut_off()
+                raise
             unsettled = self._unsettled.pop(0)
-            token_ids = unsettled.started.token_ids()
             self._ended(unsettled.step)
             for (sequence, place), token in zip(unsettled.places, token_ids, strict=True):
                 sequence[place] = token
+
+    def _cut_off(self) -> None:
+        """Take the names of all tokens that have not come from their sequences."""
+        for unsettled in reversed(self._unsettled):
+            for sequence, place in unsettled.places:
+                del sequence[place:]
+        self._unsettled.clear()
 
 
 def _named(draws: list[SampleRow]) -> tuple[tuple[list[int], int], ...]:

@@ -102,21 +102,27 @@ class RankGroup:
 
     def _run(self, begin: Callable[[], Any]) -> None:
         with self._told():
-            begin().wait()
+            work = begin()
+            # NCCL gives none for what it has put on the caller's stream.
+            if work is not None:
+                work.wait()
 
     def add(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks of ``x``, which is overwritten."""
         x = x.contiguous()
-        self._run(lambda: self._group.allreduce([x]))
+        options = _in_order(torch.distributed.AllreduceOptions())
+        self._run(lambda: self._group.allreduce([x], options))
         return x
 
     def share(self, x: torch.Tensor) -> None:
         """Have rank 0's ``x``, which is contiguous, everywhere."""
-        self._run(lambda: self._group.broadcast([x]))
+        options = _in_order(torch.distributed.BroadcastOptions())
+        options.rootRank = 0
+        self._run(lambda: self._group.broadcast([x], options))
 
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
         """On rank 0 those of all ranks, [ranks, …], in their order; elsewhere None."""
-        options = torch.distributed.GatherOptions()
+        options = _in_order(torch.distributed.GatherOptions())
         options.rootRank = 0
         x = x.contiguous()
         if self.rank:
@@ -135,11 +141,21 @@ class RankGroup:
 
     def least(self, number: int) -> int:
         """The least of the numbers that the ranks give."""
-        options: Any = torch.distributed.AllreduceOptions()
+        options = _in_order(torch.distributed.AllreduceOptions())
         options.reduceOp = torch.distributed.ReduceOp.MIN
         held = torch.tensor([number], dtype=torch.int64, device=self._device)
         self._run(lambda: self._group.allreduce([held], options))
         return int(held.item())
+
+
+def _in_order(options: Any) -> Any:
+    """Options by which NCCL works on the caller's stream, where this torch can (2.8 and later).
+
+    Otherwise it takes a stream of its own and two events for each call.
+    """
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options
 
 
 def _gloo(

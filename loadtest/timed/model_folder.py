@@ -48,11 +48,19 @@ def write_model_folder(
         "eos_token_id": VOCABULARY - 1,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    _tokenizer().save(str(folder / "tokenizer.json"))
     save_file({}, folder / _COSTS, {_KEY: json.dumps([costs.prefill, costs.step])})
+    write_tokenizer(folder, VOCABULARY)
+    return folder
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Files of a tokenizer for which a byte of text is a token, of so many tokens in all.
+
+    The last two begin and end a text. The chat template adds nothing to the messages.
+    """
+    _tokenizer(vocabulary).save(str(folder / "tokenizer.json"))
     settings = {"eos_token": _END, "chat_template": _TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 def read_step_costs(folder: Path) -> StepCosts:
@@ -65,10 +73,10 @@ def read_step_costs(folder: Path) -> StepCosts:
     return StepCosts(tuple(prefill), tuple(step))
 
 
-def _tokenizer() -> Tokenizer:
+def _tokenizer(size: int) -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate(alphabet)}
-    for number in range(len(vocabulary), VOCABULARY - 2):
+    for number in range(len(vocabulary), size - 2):
         vocabulary[f"<extra_{number}>"] = number
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -98,6 +98,11 @@ class WorkerChild:
         self._tell(f"stand {steps}")
         assert await self._heard("armed") == "stand"
 
+    async def fail(self, error: str, steps: int) -> None:
+        """Have its engine's next steps raise that one of ``worker_script.ERRORS``."""
+        self._tell(f"fail {error} {steps}")
+        assert await self._heard("armed") == "fail"
+
     async def halted(self, point: str) -> None:
         """Wait until it has come there."""
         assert await self._heard("halted") == point
@@ -110,6 +115,11 @@ class WorkerChild:
     def has_ended(self) -> bool:
         """Whether its process is gone."""
         return self._process.poll() is not None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of its process; None while that runs."""
+        return self._process.poll()
 
     def send_signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)

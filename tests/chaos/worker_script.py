@@ -8,6 +8,7 @@ does what lines of input say:
                   {"halted": POINT}; then its event loop stands still until ``go``
     stand N     → {"armed": "stand"}, and when its engine has run N more steps:
                   {"halted": "stand"}; then the engine stands still until ``go``, not its event loop
+    fail ERROR N → {"armed": "fail"}, and its engine's next N steps raise that one of ``ERRORS``
     go          goes on
     report      → {"report": what it still holds}
     (end)       its process ends at once
@@ -27,6 +28,8 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from typing import Any
 from unittest.mock import patch
+
+import torch
 
 import prefill_worker.role
 import worker.life
@@ -150,6 +153,35 @@ class Standing:
         return self._run(plan)
 
 
+ERRORS: dict[str, Exception] = {
+    "device": RuntimeError(
+        "CUDA error: an illegal memory access was encountered\n"
+        "CUDA kernel errors might be asynchronously reported at some other API call"
+    ),
+    "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "bug": LookupError("a bug of the engine"),
+}
+
+
+class Failing:
+    """What the engine's next steps raise."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._run = engine.runner.run
+        self._error, self._left = Exception(), 0
+        engine.runner.run = self._fail_or_run  # type: ignore[method-assign]
+
+    def next(self, error: str, steps: int) -> None:
+        self._error, self._left = ERRORS[error], steps
+        say("armed", "fail")
+
+    def _fail_or_run(self, plan: StepPlan) -> StepResult:
+        if self._left:
+            self._left -= 1
+            raise self._error
+        return self._run(plan)
+
+
 # The writer's points
 
 
@@ -230,13 +262,16 @@ def _report(process: WorkerProcess) -> dict[str, Any]:
 
 def _obey(loop: asyncio.AbstractEventLoop, process: WorkerProcess) -> None:
     assert process.context is not None, "not started"
-    standing = Standing(process.context.engine)
+    standing, failing = Standing(process.context.engine), Failing(process.context.engine)
     for line in sys.stdin:
         word, _, point = line.strip().partition(" ")
         if word == "arm":
             HALTS.arm(point)
         elif word == "stand":
             standing.after(int(point))
+        elif word == "fail":
+            error, _, steps = point.partition(" ")
+            failing.next(error, int(steps))
         elif word == "go":
             HALTS.go.set()
             standing.go()

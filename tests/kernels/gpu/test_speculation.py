@@ -387,7 +387,7 @@ def test_with_an_engine_thread_and_one_that_waits(plain: GpuBench, name: str) ->
         speculation,
     )
     done: queue.SimpleQueue[tuple[StepPlan, StepResult | Exception]] = queue.SimpleQueue()
-    thread = EngineThread(runner, lambda plan, result: done.put((plan, result)))
+    thread = EngineThread(runner, lambda plan, result: done.put((plan, result)), fail=pytest.fail)
     limits = replace(built.scheduler.limits, draft_tokens=MOST_DRAFT_TOKENS)
     engine = replace(built, runner=runner, scheduler=Scheduler(BlockPool(64), limits))
     sequences = _add(engine, PROMPTS[:2], samplings)

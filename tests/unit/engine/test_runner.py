@@ -149,7 +149,7 @@ def test_sequences_are_dropped_before_new_ones_come(
     result = runner.run(StepPlan(1, (back,), (1,), (PlanRow(1, 0, 10, (4,), True),)))
     assert result.token_ids == ((likeliest(longer),),)
     runner.forget(1)
-    with pytest.raises(KeyError):
+    with pytest.raises(RuntimeError, match="the step before this one failed"):
         runner.run(plan(PlanRow(1, 10, 1, (4,), True)))
 
 
@@ -286,8 +286,7 @@ def test_warming_up_leaves_nothing_behind(
     warm_up(warmed)
     assert warmed.scheduler.is_idle()
     assert warmed.pool.available == warmed.pool.total
-    with pytest.raises(KeyError):
-        warmed.runner.forget(0)
+    assert not warmed.runner._known
     if not settings:
         assert answers(warmed) == answers(engine)
 
@@ -297,3 +296,30 @@ def test_the_vocabulary_is_the_models(engine: Engine) -> None:
     [answer] = generate(engine, [SequenceSpec("", 0, "", (VOCAB - 1,), 1, sampling)])
     assert len(set(answer.token_ids)) > 20
     assert max(answer.token_ids) < VOCAB
+
+
+def test_a_sequence_that_was_not_learned_fails_its_steps_alone(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is told to an engine that knows nothing of it."""
+    learn = runner._learn
+    failed: list[NewSequence] = []
+
+    def fail_once(new: NewSequence) -> None:
+        if new.sequence_id == 2 and not failed:
+            failed.append(new)
+            raise MemoryError
+        learn(new)
+
+    monkeypatch.setattr(runner, "_learn", fail_once)
+    prompts = {n: NewSequence(n, (1, 2, 3, n), 4, GREEDY, ()) for n in range(1, 6)}
+    rows = {n: PlanRow(n, 0, 4, (n,), True) for n in prompts}
+    with pytest.raises(MemoryError):
+        runner.run(
+            StepPlan(1, tuple(prompts[n] for n in (1, 2, 3)), (), tuple(rows[n] for n in (1, 2, 3)))
+        )
+    with pytest.raises(RuntimeError, match="the step before this one failed"):
+        runner.run(StepPlan(2, (), (), (PlanRow(3, 4, 1, (3,), True),)))
+    plan = StepPlan(3, (prompts[4], prompts[5]), (1, 2, 3), (rows[4], rows[5]))
+    assert len(runner.run(plan).token_ids) == 2
+    assert sorted(runner._known) == [4, 5]

@@ -57,7 +57,9 @@ class SimulatedEngineThread:
     Every step checks that the KV it reads is that of the sequence's own tokens.
     """
 
-    def __init__(self, runner: Any, done: Callable[..., None], board: Any = None) -> None:
+    def __init__(
+        self, runner: Any, done: Callable[..., None], board: Any = None, *, fail: Any
+    ) -> None:
         self._worker: Worker = runner.worker
         self._done = done
         self._known: dict[int, tuple[NewSequence, list[int]]] = {}
@@ -191,7 +193,8 @@ class Worker(Process):
                 worker=self, device=SimpleNamespace(type="cpu"), takes_prompt=lambda: False
             ),
         )
-        control = ControlLoop(engine, WorkerGauges(metrics, self.name, role), self.name)
+        gauges = WorkerGauges(metrics, self.name, role)
+        control = ControlLoop(engine, gauges, self.name, fail=self.complain)
         self.receiver = WatchedReceiver(
             self.pool, metrics, block_bytes=BLOCK_BYTES, lease_s=LEASE_S
         )

@@ -42,7 +42,9 @@ BLOCK_BYTES = 64
 class ManualThread:
     """Stands for ``worker.engine_thread.EngineThread``."""
 
-    def __init__(self, runner: Any, done: Callable[..., None], board: object = None) -> None:
+    def __init__(
+        self, runner: Any, done: Callable[..., None], board: object = None, *, fail: object
+    ) -> None:
         self.plans: deque[StepPlan] = deque()
         self._done = done
         runner.thread = self
@@ -103,7 +105,11 @@ class ManualWorker:
             runner=runner,
         )
         gauges = WorkerGauges(self.metrics, "worker-0", "decode")
-        self.control = ControlLoop(engine, gauges, INCARNATION, None, slack)
+        self.reasons: list[str] = []
+        """For which the process would have ended."""
+        self.control = ControlLoop(
+            engine, gauges, INCARNATION, None, slack, fail=self.reasons.append
+        )
         self.thread: ManualThread = runner.thread
         settings: Any = SimpleNamespace(
             config=SimpleNamespace(transfer_window_mib=1, heartbeat_s=1.0, hang_s=1.0),

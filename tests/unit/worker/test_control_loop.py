@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
-from baton.errors import WorkerFailed
+from baton.errors import BatonError, WorkerFailed
 from baton.request import SequenceSpec
 from engine.sequence import Sequence
 from engine.sequence_update import SequenceUpdate
@@ -23,12 +24,14 @@ class Listener:
         self.updates: list[SequenceUpdate] = []
         self.expired: list[Sequence] = []
         self.lost: list[Sequence] = []
+        self.errors: list[BatonError] = []
 
     def on_step(self, updates: list[SequenceUpdate]) -> None:
         self.updates += updates
 
-    def on_lost(self, sequences: list[Sequence], error: Exception) -> None:
+    def on_lost(self, sequences: list[Sequence], error: BatonError) -> None:
         self.lost += sequences
+        self.errors.append(error)
 
     def on_expired(self, sequences: list[Sequence]) -> None:
         self.expired += sequences
@@ -198,3 +201,83 @@ async def test_an_engine_that_ends_no_step_ends_the_worker(world: World) -> None
     world.now += 1.0
     with pytest.raises(WorkerFailed, match="engine"):
         world.control.beat(world.now)
+
+
+async def test_failed_steps_are_no_progress(world: World) -> None:
+    world.add(spec_of("one", length=8))
+    await world.step()
+    assert world.control.load().engine_steps == 1
+    await world.fail()
+    assert world.control.load().engine_steps == 1
+    (error,) = world.listener.errors
+    assert (error.code, error.message) == (
+        WorkerFailed.code,
+        "the worker's engine failed: RuntimeError",
+    )
+    # The step that was planned behind it.
+    await world.fail()
+    world.check_nothing_is_held()
+
+
+async def test_blocks_of_a_failed_step_stay_while_a_plan_names_them(world: World) -> None:
+    """The step behind it may write to them; it brings nothing any more."""
+    sequence = await world.hand_in(spec_of("runs", max_tokens=20))
+    assert len(world.thread.plans) == 2
+    blocks = world.pool.counts().used
+    world.thread.end(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    await settle()
+    assert world.listener.lost == [sequence]
+    assert "no memory left" in world.listener.errors[0].message
+    assert world.pool.counts().used == blocks
+    world.thread.end(RuntimeError("the step before this one failed"))
+    await settle()
+    assert world.listener.lost == [sequence]
+    world.check_nothing_is_held()
+    assert not world.reasons
+
+
+async def test_failed_steps_in_a_row_end_the_worker(world: World) -> None:
+    for number in range(3):
+        assert not world.reasons
+        world.add(spec_of(f"r{number}", length=8))
+        world.thread.end(LookupError("a bug\nand where it is"))
+        await settle()
+    (reason,) = world.reasons
+    assert reason == "3 steps in a row have failed, the last one with LookupError: a bug"
+
+
+async def test_a_step_that_ends_well_begins_another_row(world: World) -> None:
+    for number in range(9):
+        world.add(spec_of(f"r{number}", length=8, max_tokens=1))
+        if number % 3 == 2:
+            await world.step()
+        else:
+            await world.fail()
+    assert not world.reasons
+    assert world.control.load().engine_steps == 3
+
+
+async def test_one_request_that_fails_its_steps_ends_no_worker(world: World) -> None:
+    """Its router places it again, here where nobody else is there."""
+    for _ in range(8):
+        world.add(spec_of("bad", length=8))
+        world.thread.end(LookupError("what it asks for"))
+        await settle()
+    assert not world.reasons
+    world.check_nothing_is_held()
+
+
+async def test_an_engine_whose_steps_all_fail_makes_no_progress(world: World) -> None:
+    """As a hang it ends the worker after a minute, where one request fails all the steps."""
+
+    async def one_second() -> None:
+        world.now += 1.0
+        world.add(spec_of("bad", length=8))
+        world.control.beat(world.now)
+        world.thread.end(LookupError("a bug"))
+        await settle()
+
+    for _ in range(60):
+        await one_second()
+    with pytest.raises(WorkerFailed, match="engine"):
+        await one_second()

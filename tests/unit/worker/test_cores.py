@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.plan import StepPlan, StepResult
 from engine.step import CoreShare
@@ -130,6 +131,7 @@ class _Runner:
 
     overlaps = False
     layers_done = 0
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.threads: list[int] = []
@@ -150,7 +152,12 @@ class _Runner:
 def test_the_engine_thread_asks_the_board(tmp_path: Path) -> None:
     runner, done = _Runner(), threading.Event()
     board = CoreBoard(tmp_path / "cores", 0, 1, 3, yields=True)
-    thread = EngineThread(runner, lambda _plan, _result: done.set(), board)  # type: ignore[arg-type]
+    thread = EngineThread(
+        runner,  # type: ignore[arg-type]
+        lambda _plan, _result: done.set(),
+        board,
+        fail=pytest.fail,
+    )
     thread.start()
     thread.submit(StepPlan(1, (), (), ()))
     assert done.wait(10)

@@ -249,12 +249,12 @@ class Listener:
 
     def __init__(self) -> None:
         self.updates: list[SequenceUpdate] = []
-        self.lost: list[tuple[list[Sequence], Exception]] = []
+        self.lost: list[tuple[list[Sequence], BatonError]] = []
 
     def on_step(self, updates: list[SequenceUpdate]) -> None:
         self.updates += updates
 
-    def on_lost(self, sequences: list[Sequence], error: Exception) -> None:
+    def on_lost(self, sequences: list[Sequence], error: BatonError) -> None:
         self.lost.append((sequences, error))
 
     def on_expired(self, sequences: list[Sequence]) -> None:

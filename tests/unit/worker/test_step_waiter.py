@@ -6,6 +6,7 @@ import queue
 import threading
 
 import pytest
+import torch
 
 from engine.plan import StepPlan, StepResult
 from engine.runner import Ending
@@ -18,6 +19,7 @@ class OverlappingRunner:
     """Steps end when the test says so."""
 
     overlaps = True
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.started: queue.Queue[int] = queue.Queue()
@@ -45,6 +47,7 @@ def start_thread(runner: OverlappingRunner) -> tuple[EngineThread, Reports]:
     thread = EngineThread(
         runner,  # type: ignore[arg-type]
         lambda plan, result: reports.put((plan.step, result)),
+        fail=pytest.fail,
     )
     thread.start()
     return thread, reports

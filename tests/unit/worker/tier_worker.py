@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
 from baton.background import end_tasks
+from baton.errors import BatonError
 from baton.metrics import WorkerMetrics
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
@@ -70,7 +72,7 @@ class TierWorker:
         self.engine = engine
         self.metrics = WorkerMetrics(CollectorRegistry())
         gauges = WorkerGauges(self.metrics, "worker-0", "decode")
-        self.control = ControlLoop(engine, gauges, "worker-0:1")
+        self.control = ControlLoop(engine, gauges, "worker-0:1", fail=pytest.fail)
         self.tiers = KvTiers(
             engine,
             storages,
@@ -90,7 +92,7 @@ class TierWorker:
             if update.sequence.finish_reason and update.sequence in self._ended:
                 self._ended[update.sequence].set()
 
-    def on_lost(self, sequences: list[Sequence], error: Exception) -> None:
+    def on_lost(self, sequences: list[Sequence], error: BatonError) -> None:
         raise AssertionError("a step failed") from error
 
     def on_expired(self, sequences: list[Sequence]) -> None:

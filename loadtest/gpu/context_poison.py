@@ -1,0 +1,44 @@
+"""Breaks a process's CUDA context on purpose, as a wrong kernel would.
+
+An illegal address is a sticky error: every later call of CUDA in the process fails with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+
+_NOWHERE = 16
+"""An address that belongs to no memory."""
+
+
+@triton.jit
+def store_kernel(address):  # type: ignore[no-untyped-def]
+    """Store 1 as int32 at the address that the int64 at ``address`` says."""
+    tl.store(tl.load(address).to(tl.pointer_type(tl.int32)), 1)
+
+
+class ContextPoison:
+    """A kernel that is ready to store at an illegal address."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Compiles the kernel, and sees that it stores at a legal address of ``device``."""
+        self._device = device
+        legal = torch.zeros(1, dtype=torch.int32, device=device)
+        self._launch(torch.tensor([legal.data_ptr()], device=device))
+        assert legal.item() == 1, "the kernel stores nothing"
+        self._nowhere = torch.tensor([_NOWHERE], device=device)
+
+    def spread(self) -> None:
+        """Break the context. Any thread may call it."""
+        # The error may be seen here first.
+        with contextlib.suppress(RuntimeError):
+            self._launch(self._nowhere)
+
+    def _launch(self, address: torch.Tensor) -> None:
+        # A fresh thread has the first device as its current one.
+        with torch.cuda.device(self._device):
+            store_kernel[(1,)](address)

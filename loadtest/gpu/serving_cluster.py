@@ -1,0 +1,244 @@
+"""A prefill worker and a decode worker on one device, a Valkey, and a router for each route.
+
+One router hands every prompt off as long as there is a prefill worker; another has the decode
+worker compute every prompt. The workers are plain processes, without Ray and without a supervisor:
+one that has ended stays away until ``ensure`` starts it again. Whatever ends this process ends all
+of them. Owned by one event loop, which need not run between two calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import httpx
+
+from baton.config import Config, LocalPrefill, PoolConfig, Role
+from baton.errors import BatonError, Unavailable
+from loadtest.bench_store import bench_store
+from loadtest.line_service import Fields, Helper, helper
+from loadtest.peer_servers import SERVED_NAME
+from loadtest.router_child import RouterChild, router_child
+
+Device = Literal["cpu", "cuda"]
+Route = Literal["handoff", "local"]
+"""Who computes a prompt: the prefill worker, or the decode worker."""
+
+_READY_S = 240.0
+"""For a worker whose kernels are compiled for the first time."""
+_ANSWER_S = 60.0
+_LOOK_S = 10.0
+_ROUTED_S = 30.0
+_POLL_S = 0.02
+_SLOTS: dict[str, Role] = {"prefill-0": "prefill", "decode-0": "decode"}
+_LOCAL: dict[Route, LocalPrefill] = {"handoff": "auto", "local": "always"}
+_GPU_SHARE = 0.1
+"""Of its memory for each worker: for a model of a billion weights, on a GPU of 80 GB or more."""
+_SILENCES = ("lease_s", "registry_ttl_s", "hang_s")
+_PATIENT_S = 10.0
+"""Of each kind of silence on a CPU, whose cores the engines take: a shorter one means nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request. It is sampled with ``seed``, or without one takes the likeliest tokens."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int | None = None
+
+    def body(self) -> Fields:
+        """Of ``POST /v1/completions``."""
+        sampled = {"temperature": 0.8, "top_p": 0.95, "seed": self.seed}
+        return {
+            "model": SERVED_NAME,
+            "prompt": list(self.prompt),
+            "max_tokens": self.max_tokens,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **({"temperature": 0.0} if self.seed is None else sampled),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """All of its tokens, or why there are none."""
+
+    tokens: tuple[int, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """What kind of cluster is wanted."""
+
+    device: Device
+    deterministic: bool
+    chunk_tokens: int
+    """Most prompt tokens in a worker's step; 0 takes the default."""
+    kv_pool_mib: int
+    """Memory for a worker's blocks on a CPU."""
+
+    def config(self, route: Route, folder: Path) -> Config:
+        """That of the workers, and of the router for ``route``."""
+        pools = tuple(
+            PoolConfig(
+                name=role,
+                role=role,
+                device=self.device,
+                gpu_memory_fraction=_GPU_SHARE,
+                kv_pool_mib=self.kv_pool_mib,
+                chunk_tokens=self.chunk_tokens,
+            )
+            for role in _SLOTS.values()
+        )
+        config = Config(
+            pools=pools,
+            deterministic=self.deterministic,
+            drafter="none",
+            # Its rule alone hands off whatever the prediction is.
+            policy="round_robin",
+            local_prefill=_LOCAL[route],
+            # Nothing is refused because it would be late.
+            admission_slo_factor=0.0,
+            data_dir=str(folder / "data"),
+        )
+        patience = {} if self.device == "cuda" else dict.fromkeys(_SILENCES, _PATIENT_S)
+        return config.model_copy(update=patience)
+
+
+class ServingCluster:
+    """See the module's text; ``serving_cluster`` makes one.
+
+    Its methods raise BatonError where a part fails.
+    """
+
+    def __init__(
+        self, settings: ClusterSettings, model: Path, folder: Path, redis_url: str
+    ) -> None:
+        self.workers: dict[str, Helper] = {}
+        """By slot."""
+        self._settings = settings
+        self._model = model
+        self._folder = folder
+        self._redis_url = redis_url
+        self._cluster_id = secrets.token_hex(6)
+        self._routers: dict[Route, RouterChild] = {}
+        self._ends = AsyncExitStack()
+
+    # Its processes
+
+    async def ensure(self) -> None:
+        """Start what does not run, and wait until both routers know a worker of each role."""
+        missing = [
+            slot for slot in _SLOTS if slot not in self.workers or not self.workers[slot].running
+        ]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for slot in missing:
+                    group.create_task(self._start_worker(slot))
+        except* BatonError as errors:
+            raise errors.exceptions[0] from None
+        for route in _LOCAL:
+            if route not in self._routers:
+                await self._start_router(route)
+        deadline = time.monotonic() + _ROUTED_S
+        async with httpx.AsyncClient(trust_env=False, timeout=_LOOK_S) as http:
+            for route in _LOCAL:
+                url = f"http://{self.address(route)}/health"
+                while (health := (await http.get(url)).json())["status"] != "ok":
+                    if time.monotonic() > deadline:
+                        raise Unavailable(f"the {route} router is not ready: {health}")
+                    await asyncio.sleep(_POLL_S)
+
+    async def _start_worker(self, slot: str) -> None:
+        start: Fields = {
+            "config": self._settings.config("handoff", self._folder).model_dump(mode="json"),
+            "role": _SLOTS[slot],
+            "slot": slot,
+            "model_path": str(self._model),
+            "redis_url": self._redis_url,
+            "cluster_id": self._cluster_id,
+            "costs_folder": str(self._folder / "costs"),
+        }
+        log = self._folder / f"{slot}.log"
+        worker = helper("loadtest.gpu.serving_worker", start, log, ready_s=_READY_S)
+        self.workers[slot] = await self._ends.enter_async_context(worker)
+
+    async def _start_router(self, route: Route) -> None:
+        config = self._settings.config(route, self._folder)
+        log = self._folder / f"router-{route}.log"
+        router = router_child(config, self._redis_url, self._cluster_id, self._model, log)
+        self._routers[route] = await self._ends.enter_async_context(router)
+
+    async def look(self, slot: str) -> Fields:
+        """What a worker holds; see ``serving_worker.look``."""
+        return await self.workers[slot].ask({}, _LOOK_S)
+
+    async def stop(self) -> None:
+        """End every process."""
+        await self._ends.aclose()
+
+    # What is asked of them
+
+    def address(self, route: Route) -> str:
+        """host:port of the HTTP front for this route."""
+        return self._routers[route].http
+
+    async def answers(
+        self, route: Route, asked: Sequence[Asked], within_s: float = _ANSWER_S
+    ) -> list[Answer]:
+        """Ask all at once; each is answered within the time, or has an error."""
+        limits = httpx.Limits(max_connections=None)
+        url = f"http://{self.address(route)}/v1/completions"
+        async with httpx.AsyncClient(trust_env=False, timeout=within_s, limits=limits) as http:
+            return await asyncio.gather(*(_answer(http, url, one, within_s) for one in asked))
+
+    async def expected(self, asked: Sequence[Asked]) -> list[Answer]:
+        """What the decode worker answers by itself; then all workers forget their blocks.
+
+        Raises Unavailable where one has no answer.
+        """
+        answers = await self.answers("local", asked)
+        errors = [answer.error for answer in answers if answer.error]
+        if errors:
+            raise Unavailable(f"the decode worker does not answer by itself: {errors[0]}")
+        async with httpx.AsyncClient(trust_env=False, timeout=_LOOK_S) as http:
+            dropped = await http.delete(f"http://{self.address('local')}/v1/cache")
+        if not dropped.is_success:
+            raise Unavailable(f"the caches cannot be dropped: {dropped.text}")
+        return answers
+
+
+@asynccontextmanager
+async def serving_cluster(
+    settings: ClusterSettings, model: Path, folder: Path
+) -> AsyncIterator[ServingCluster]:
+    """One without workers yet, whose logs are in ``folder``; all of it has ended afterwards."""
+    # A short path: that of a socket is bounded.
+    with tempfile.TemporaryDirectory(prefix="baton-") as name, bench_store(Path(name)) as url:
+        cluster = ServingCluster(settings, model, folder, url)
+        try:
+            yield cluster
+        finally:
+            await cluster.stop()
+
+
+async def _answer(http: httpx.AsyncClient, url: str, asked: Asked, within_s: float) -> Answer:
+    try:
+        async with asyncio.timeout(within_s):
+            response = await http.post(url, json=asked.body())
+    except TimeoutError:
+        return Answer(error=f"no answer in {within_s} s")
+    except httpx.HTTPError as error:
+        return Answer(error=f"{type(error).__name__}: {error}")
+    if not response.is_success:
+        return Answer(error=f"{response.status_code}: {response.text}")
+    return Answer(tuple(response.json()["choices"][0]["token_ids"]))

@@ -1,0 +1,115 @@
+"""The clusters that the serving phase's items ask, and their event loop.
+
+States: new ─an item runs→ a cluster is up ─end of the context→ over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from loadtest.gpu.results import Result
+from loadtest.gpu.serving_checks import (
+    LARGE,
+    SMALL,
+    Sizes,
+    check_answers,
+    check_killed_writer,
+    check_load,
+    check_poisoned_context,
+)
+from loadtest.gpu.serving_cluster import ClusterSettings, ServingCluster, serving_cluster
+from loadtest.gpu.serving_model import BILLION, TINY, write_model
+
+Find = Callable[[ServingCluster, Sizes], Awaitable[list[Result]]]
+
+
+class ServingPhase:
+    """Its methods are the items' work; each makes sure of what it needs. A context manager."""
+
+    def __init__(self, device: str, *, small: bool, folder: Path) -> None:
+        """See ``serving.serving_items``."""
+        self._device = device
+        self._small = small
+        self._folder = folder
+        self._runner = asyncio.Runner()
+        self._ends = AsyncExitStack()
+        self._exact: ServingCluster | None = None
+
+    def __enter__(self) -> ServingPhase:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._runner:
+            self._runner.run(self._ends.aclose())
+
+    def answers(self) -> list[Result]:
+        """See ``check_answers``."""
+        return self._run(self._exactly(check_answers))
+
+    def load(self) -> list[Result]:
+        """See ``check_load``; on a GPU of a cluster with the usual kernels."""
+        # On a CPU equal bits cost nothing.
+        return self._run(self._exactly(check_load) if self._device == "cpu" else self._load())
+
+    def writer_killed(self) -> list[Result]:
+        """See ``check_killed_writer``."""
+        return self._run(self._exactly(check_killed_writer))
+
+    def poisoned_context(self) -> list[Result]:
+        """See ``check_poisoned_context``."""
+        return self._run(self._exactly(check_poisoned_context))
+
+    def _run(self, work: Coroutine[None, None, list[Result]]) -> list[Result]:
+        try:
+            return self._runner.run(work)
+        finally:
+            # A runner that is closed does not take it.
+            work.close()
+
+    async def _exactly(self, find: Find) -> list[Result]:
+        """What ``find`` finds of the deterministic cluster, which stays."""
+        if self._exact is None:
+            self._exact = await self._ends.enter_async_context(self._cluster(deterministic=True))
+        await self._exact.ensure()
+        return await find(self._exact, self._sizes)
+
+    async def _load(self) -> list[Result]:
+        async with self._cluster(deterministic=False) as cluster:
+            await cluster.ensure()
+            return await check_load(cluster, self._sizes)
+
+    @property
+    def _sizes(self) -> Sizes:
+        return SMALL if self._small else LARGE
+
+    def _cluster(self, *, deterministic: bool) -> AbstractAsyncContextManager[ServingCluster]:
+        """One without workers yet, of the model that the first one writes."""
+        model = self._folder / "model"
+        if not (model / "config.json").exists():
+            write_model(model, TINY if self._small else BILLION, self._device)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # What torch keeps here for later, the workers need now.
+            gc.collect()
+            torch.cuda.empty_cache()
+        settings = ClusterSettings(
+            device="cuda" if self._device == "cuda" else "cpu",
+            deterministic=deterministic,
+            chunk_tokens=64 if self._small else 0,
+            kv_pool_mib=16 if self._small else 4096,
+        )
+        name = "deterministic" if deterministic else "usual"
+        logs = self._folder / name
+        logs.mkdir(exist_ok=True)
+        return serving_cluster(settings, model, logs)

@@ -1,0 +1,134 @@
+"""A real worker without Ray, which can be asked what it holds, and poisoned.
+
+Run as a module; see ``line_service``. It is told ``config``, ``role``, ``slot``, ``model_path``,
+``redis_url``, ``cluster_id`` and ``costs_folder``. It says hello with its incarnation, answers
+every question with what ``look`` finds, and ends with its input, or with the process that started
+it.
+
+SIGUSR1 makes its next step fail as after an illegal memory access. On a GPU that is the real error:
+a kernel stores at an illegal address, on a thread of its own. A CPU has no context that could
+break: there the runner raises an error with CUDA's text, which tries out all but CUDA's part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+from prometheus_client import Counter
+
+from baton.background import end_tasks
+from baton.config import Config
+from decode_worker.role import DecodeRole
+from engine.engine import Engine
+from engine.plan import StepPlan
+from loadtest.line_service import Asker, Fields, run_helper
+from loadtest.peer_servers import SERVED_NAME
+from loadtest.process_group import end_with_parent
+from prefill_worker.role import PrefillRole
+from worker.process import WorkerProcess
+from worker.settings import WorkerSettings
+
+_ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered"
+
+
+def look(process: WorkerProcess) -> Fields:
+    """What a worker that has started holds, and what it has received.
+
+    ``total_blocks``; ``held_blocks``: used or in quarantine; ``running``: sequences;
+    ``received_handoffs`` and ``received_bytes`` by transport; on a GPU also ``free_bytes`` of it
+    for all its processes, and ``own_bytes``, what this process has allocated at least.
+    """
+    context = process.context
+    assert context is not None, "not started"
+    counts = context.engine.pool.counts()
+    found: Fields = {
+        "total_blocks": context.engine.pool.total,
+        "held_blocks": counts.used + counts.quarantined,
+        "running": len(context.engine.scheduler.running),
+        "received_handoffs": _by_transport(context.metrics.handoffs, outcome="ok"),
+        "received_bytes": _by_transport(context.metrics.handoff_bytes),
+    }
+    device = context.engine.cache.data.device
+    if device.type == "cuda":
+        found["free_bytes"] = torch.cuda.mem_get_info(device)[0]
+        blocks = context.engine.cache.bytes.numel()
+        # The blocks need not be torch's memory.
+        found["own_bytes"] = max(blocks, torch.cuda.memory_reserved(device))
+    return found
+
+
+def _by_transport(counter: Counter, **labels: str) -> dict[str, float]:
+    """The counts of those with these labels."""
+    return {
+        sample.labels["transport"]: sample.value
+        for family in counter.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total") and labels.items() <= sample.labels.items()
+    }
+
+
+def _make_poison(engine: Engine) -> Callable[[], None]:
+    """What SIGUSR1 does, compiled beforehand."""
+    device = engine.cache.data.device
+    if device.type == "cpu":
+        return lambda: setattr(engine.runner, "run", _fail)
+    # Not where there is no GPU: Triton takes half a second to import.
+    from loadtest.gpu.context_poison import ContextPoison  # noqa: PLC0415
+
+    poison = ContextPoison(device)
+    return lambda: threading.Thread(target=poison.spread, name="poison", daemon=True).start()
+
+
+def _fail(plan: StepPlan) -> NoReturn:
+    raise RuntimeError(_ILLEGAL_ACCESS)
+
+
+def _settings(start: Fields) -> WorkerSettings:
+    config = Config(**start["config"])
+    return WorkerSettings(
+        config=config,
+        pool=next(pool for pool in config.pools if pool.role == start["role"]),
+        slot=start["slot"],
+        model_path=start["model_path"],
+        model_name=SERVED_NAME,
+        redis_url=start["redis_url"],
+        cluster_id=start["cluster_id"],
+        threads=1,
+        costs_folder=start["costs_folder"],
+    )
+
+
+async def _work(asker: Asker, start: Fields) -> None:
+    process = WorkerProcess(_settings(start), {"prefill": PrefillRole, "decode": DecodeRole})
+
+    async def answer(_question: Fields) -> Fields:
+        return look(process)
+
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        record = await process.start()
+        assert process.context is not None, "started"
+        poison = await asyncio.to_thread(_make_poison, process.context.engine)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, poison)
+        asker.say({"incarnation": record.incarnation})
+        questions = asyncio.create_task(asker.serve(answer), name="questions")
+        running = asyncio.create_task(process.run(), name="worker")
+        tasks += [questions, running]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+    finally:
+        await process.stop()
+        await end_tasks(tasks)
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    asyncio.run(run_helper(_work))

@@ -1,0 +1,43 @@
+"""What a worker's settings make of its engine's place on the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.config import Config, PoolConfig
+from worker.engine_start import core_board
+from worker.settings import WorkerSettings
+
+
+def settings_for(device: str, board: Path | None) -> WorkerSettings:
+    pool = PoolConfig(name="decode", role="decode", device=device)
+    other = PoolConfig(name="prefill", role="prefill", device=device)
+    return WorkerSettings(
+        config=Config(pools=(other, pool)),
+        pool=pool,
+        slot="decode-0",
+        model_path="nowhere",
+        model_name="none",
+        redis_url="redis://127.0.0.1:1/0",
+        cluster_id="none",
+        threads=1,
+        core_board="" if board is None else str(board),
+    )
+
+
+def test_a_cpus_worker_shares_its_cores(tmp_path: Path) -> None:
+    assert core_board(settings_for("cpu", tmp_path / "cores")) is not None
+    assert core_board(settings_for("cpu", None)) is None
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_gpus_worker_shares_none(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine thread feeds the GPU, and keeps its priority."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert core_board(settings_for(device, tmp_path / "cores")) is None
+    assert not (tmp_path / "cores").exists()
