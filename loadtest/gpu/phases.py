@@ -23,6 +23,7 @@ from loadtest.gpu.speed.steps import step_speed_items
 Plan = Literal["10min", "30min"]
 PLANS: tuple[Plan, ...] = ("10min", "30min")
 
+
 @dataclass(frozen=True, slots=True)
 class Phase:
     """One process with a time limit. What it found by then is kept."""
@@ -90,9 +91,7 @@ PHASES = (
         "serving",
         "does it serve, and survive kills and poisoned contexts",
         {"10min": 70.0, "30min": 240.0},
-        lambda place, folder: serving_items(
-            place.device.type, small=place.small, folder=folder
-        ),
+        lambda place, folder: serving_items(place.device.type, small=place.small, folder=folder),
         serves=True,
     ),
     Phase(
