@@ -186,7 +186,7 @@ def _nccl() -> str:
 def _cuda_ipc() -> str:
     if not imported("torch").cuda.is_available():
         raise Missing("torch sees no GPU")
-    return "between processes that share a GPU, or whose GPUs reach each other"
+    return "by itself between processes on one GPU; transport = cuda_ipc forces it between two"
 
 
 def _nixl() -> str:

@@ -1,6 +1,6 @@
 """The checksum of ``kvtransfer.checksum`` in Triton: GPU blocks stay on the GPU.
 
-Alone, or in the pass that copies, also between two GPUs that reach each other's memory.
+Alone, or in the pass that copies, also from another GPU's memory that this one reaches.
 """
 
 from __future__ import annotations
@@ -49,11 +49,17 @@ def checksum_kernel(  # type: ignore[no-untyped-def]
     tl.store(sums + program, _sum_of_products(left, right, index, inside, seed))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["target", "source"])  # type: ignore[untyped-decorator]
 def copy_kernel(  # type: ignore[no-untyped-def]
-    to, words, sums, pairs, seed: tl.constexpr, block: tl.constexpr
+    target, source, sums, pairs, seed: tl.constexpr, block: tl.constexpr
 ):
-    """``checksum_kernel`` of ``words`` int32 [2 * pairs], which it also stores in ``to``."""
+    """``checksum_kernel`` of the words at address ``source``, which it also stores at ``target``.
+
+    The addresses are integers, because torch holds no memory of a GPU that this process does not
+    see. They are not specialized: every copy takes the one kernel whose accesses are 16 bytes wide.
+    """
+    to = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
+    words = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
     program = tl.program_id(0)
     index = program * block + tl.arange(0, block)
     inside = index < pairs
@@ -74,24 +80,28 @@ def checksum_tensor(data: torch.Tensor) -> int:
     sums = _sums(pairs, data.device)
     with _current(data.device):
         checksum_kernel[(sums.numel(),)](words, sums, pairs, seed=KEY_SEED, block=BLOCK)
-        return _checksum(sums, data)
+        return _checksum(sums, data.numel())
 
 
-def copy_tensor(to: torch.Tensor, source: torch.Tensor) -> int:
-    """Copy a tensor as ``checksum_tensor`` takes it into another; the two do not overlap.
+def can_copy_words(target: int, source: int, size: int) -> bool:
+    """Whether ``copy_words`` takes these: addresses of multiples of 16, a multiple of 8 bytes."""
+    return not ((target | source) % 16 or size % 8)
 
-    Computed on the device of ``to``, which must reach ``source``'s memory, on its current stream.
-    Returns the checksum of what was written, which then has arrived. Raises ValueError for other
-    tensors, and where the two differ in length.
+
+def copy_words(target: int, source: int, size: int, device: torch.device) -> int:
+    """Copy ``size`` bytes from one address to another; the two ranges do not overlap.
+
+    A kernel on ``device``, which must reach both, copies on the current stream of it. Returns the
+    checksum of what was written, which then has arrived. Raises ValueError where ``can_copy_words``
+    is false.
     """
-    target, words = _words(to), _words(source)
-    if target.numel() != words.numel():
-        raise ValueError(f"{source.numel()} bytes do not go into {to.numel()}")
-    pairs = words.numel() // 2
-    sums = _sums(pairs, to.device)
-    with _current(to.device):
-        copy_kernel[(sums.numel(),)](target, words, sums, pairs, seed=KEY_SEED, block=BLOCK)
-        return _checksum(sums, source)
+    if not can_copy_words(target, source, size):
+        raise ValueError(f"{size} bytes from {source:#x} to {target:#x} are no whole words")
+    pairs = size // 8
+    sums = _sums(pairs, device)
+    with _current(device):
+        copy_kernel[(sums.numel(),)](target, source, sums, pairs, seed=KEY_SEED, block=BLOCK)
+        return _checksum(sums, size)
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
@@ -111,5 +121,5 @@ def _sums(pairs: int, device: torch.device) -> torch.Tensor:
     return torch.empty(triton.cdiv(pairs, BLOCK), dtype=torch.int64, device=device)
 
 
-def _checksum(sums: torch.Tensor, data: torch.Tensor) -> int:
-    return (int(sums.sum()) + data.numel() * LENGTH_FACTOR) & _MASK64
+def _checksum(sums: torch.Tensor, size: int) -> int:
+    return (int(sums.sum()) + size * LENGTH_FACTOR) & _MASK64

@@ -1,12 +1,19 @@
 """Memory of a GPU that another process of the host opens: CUDA's driver, by way of ctypes.
 
-Functions and constants as in the CUDA Driver API, "Memory Management" and "Primary Context
-Management". Nothing of CUDA is loaded before it is used. Not run on a GPU yet.
+A reader maps the writer's memory in the context of its own GPU, where its kernels run, and the
+driver enables peer access from there. Addresses are all that is held: CUDA_VISIBLE_DEVICES may hide
+the writer's GPU, and torch refuses memory of a GPU that it does not see.
+
+Functions and constants as in the CUDA Driver API, "Memory Management", "Unified Addressing" and
+"Primary Context Management". Nothing of CUDA is loaded before it is used. Not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import threading
+import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +21,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
+from baton.errors import ConfigError, HandoffError, WorkerFailed
 
-from baton.errors import ConfigError, HandoffError
+log = logging.getLogger(__name__)
 
 _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
+_DEVICE_POINTER = 3
 
 
 class _Handle(ctypes.Structure):
@@ -39,22 +47,56 @@ class ExportedMemory:
 
 
 class OpenedMemory:
-    """Another process's memory. It stays open as long as this object is there."""
+    """Another process's memory, mapped for one GPU of this process until it is closed."""
 
-    def __init__(self, exported: ExportedMemory, size: int, device: int) -> None:
-        """``size`` bytes that are on the GPU of that number here. Raises HandoffError."""
+    def __init__(self, exported: ExportedMemory, size: int, reader: int) -> None:
+        """Map ``size`` bytes so that kernels of GPU ``reader`` can read them.
+
+        Raises HandoffError where they cannot, ConfigError where CUDA gives no context of the GPU.
+        No kernel has touched the memory by then, so that the GPU remains usable.
+        """
         base = ctypes.c_uint64()
         handle = _Handle.from_buffer_copy(exported.handle)
-        driver = _driver()
-        with _context(device):
-            error = driver.cuIpcOpenMemHandle_v2(
+        with _context(reader):
+            error = _driver().cuIpcOpenMemHandle_v2(
                 ctypes.byref(base), handle, ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS)
             )
         if error:
-            raise HandoffError(f"CUDA cannot open the writer's blocks: error {error}")
-        weakref.finalize(self, _close, base.value, device).atexit = False
-        self.bytes = tensor_at(base.value + exported.offset, size, device)
-        """uint8 [size]"""
+            raise HandoffError(f"CUDA cannot open the writer's blocks: {_name(error)}")
+        # Whichever comes first calls it, and it runs once: close, or the garbage collector.
+        self._unmap = weakref.finalize(self, _unmap, base.value, reader)
+        self._unmap.atexit = False
+        self._address = base.value + exported.offset
+        self._lock = threading.Lock()
+        self._readers = 0
+        self._is_closed = False
+        if error := _reach(self._address, size, reader):
+            self.close()
+            raise HandoffError(f"this GPU cannot read the writer's blocks: {_name(error)}")
+
+    @contextmanager
+    def reading(self) -> Iterator[int]:
+        """Where the memory begins. It remains mapped meanwhile. Raises WorkerFailed if closed."""
+        with self._lock:
+            if self._is_closed:
+                raise WorkerFailed("the writer's blocks were closed")
+            self._readers += 1
+        try:
+            yield self._address
+        finally:
+            with self._lock:
+                self._readers -= 1
+                is_last = self._is_closed and not self._readers
+            if is_last:
+                self._unmap()
+
+    def close(self) -> None:
+        """Unmap it, at once or when the last reader has ended; idempotent."""
+        with self._lock:
+            self._is_closed = True
+            is_read = self._readers > 0
+        if not is_read:
+            self._unmap()
 
 
 def export(address: int, device: int) -> ExportedMemory:
@@ -68,44 +110,64 @@ def export(address: int, device: int) -> ExportedMemory:
         error = error or driver.cuIpcGetMemHandle(ctypes.byref(handle), base)
     if error:
         raise ConfigError(
-            f"transport cuda_ipc cannot share the KV blocks, CUDA says error {error}; "
-            "PYTORCH_CUDA_ALLOC_CONF must not ask for expandable_segments"
+            f"transport cuda_ipc cannot share the KV blocks: {_name(error)}; PYTORCH_ALLOC_CONF "
+            "(PYTORCH_CUDA_ALLOC_CONF in older torch) must not ask for expandable_segments"
         )
     return ExportedMemory(bytes(handle), address - base.value)
 
 
-def tensor_at(address: int, size: int, device: int) -> torch.Tensor:
-    """uint8 [size] of a GPU's memory, which stays whoever's it is."""
+def copy_bytes(target: int, source: int, size: int, device: int, stream: int) -> None:
+    """Begin to copy between addresses that GPU ``device`` reaches, on a stream of it.
 
-    class Memory:
-        __cuda_array_interface__ = {  # noqa: RUF012
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-    # With any other device than the memory's own this would be a copy of it.
-    return torch.as_tensor(Memory(), device=torch.device("cuda", device))
-
-
-def device_name(device: int) -> str:
-    """A GPU's UUID: the same in every process, whatever CUDA_VISIBLE_DEVICES says there."""
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def find_device(name: str, reader: int) -> int | None:
-    """This process's number of the GPU that is so called, if GPU ``reader`` can read its memory."""
-    for device in range(torch.cuda.device_count()):
-        if device_name(device) == name:
-            near = device == reader or torch.cuda.can_device_access_peer(reader, device)
-            return device if near else None
-    return None
-
-
-def _close(base: int, device: int) -> None:
+    Any alignment will do. Raises HandoffError where the copy cannot begin.
+    """
     with _context(device):
-        _driver().cuIpcCloseMemHandle(ctypes.c_uint64(base))
+        error = _driver().cuMemcpyDtoDAsync_v2(
+            ctypes.c_uint64(target),
+            ctypes.c_uint64(source),
+            ctypes.c_size_t(size),
+            ctypes.c_void_p(stream),
+        )
+    if error:
+        raise HandoffError(f"CUDA cannot copy the writer's blocks: {_name(error)}")
+
+
+def device_uuid(device: int) -> str:
+    """A GPU's UUID: the same in every process, whatever CUDA_VISIBLE_DEVICES says there.
+
+    Raises ConfigError where there is no such GPU.
+    """
+    found = (ctypes.c_ubyte * 16)()
+    number = _device(device)
+    if error := _driver().cuDeviceGetUuid_v2(ctypes.byref(found), number):
+        raise ConfigError(f"CUDA does not name device {device}: {_name(error)}")
+    return str(uuid.UUID(bytes=bytes(found)))
+
+
+def _reach(address: int, size: int, reader: int) -> int:
+    """CUDA's error where kernels of GPU ``reader`` cannot access all ``size`` bytes; else 0."""
+    found = ctypes.c_uint64()
+    driver = _driver()
+    with _context(reader):
+        for byte in (address, address + size - 1):
+            if error := driver.cuPointerGetAttribute(
+                ctypes.byref(found), ctypes.c_int(_DEVICE_POINTER), ctypes.c_uint64(byte)
+            ):
+                return int(error)
+    return 0
+
+
+def _unmap(base: int, reader: int) -> None:
+    with _context(reader):
+        error = _driver().cuIpcCloseMemHandle(ctypes.c_uint64(base))
+    if error:
+        log.warning("CUDA did not close a writer's blocks: %s", _name(error))
+
+
+def _name(error: int) -> str:
+    name = ctypes.c_char_p()
+    _driver().cuGetErrorName(ctypes.c_int(error), ctypes.byref(name))
+    return f"{(name.value or b'an unknown error').decode()} ({error})"
 
 
 @lru_cache(maxsize=1)
@@ -119,18 +181,26 @@ def _driver() -> Any:
     return driver
 
 
+def _device(device: int) -> ctypes.c_int:
+    number = ctypes.c_int()
+    if error := _driver().cuDeviceGet(ctypes.byref(number), ctypes.c_int(device)):
+        raise ConfigError(f"CUDA has no device {device}: {_name(error)}")
+    return number
+
+
 @contextmanager
 def _context(device: int) -> Iterator[None]:
-    """The context that torch uses, made current on this thread, which may be a fresh one."""
+    """Make the context that torch uses current on this thread, which may be a fresh one."""
     driver = _driver()
-    number, context = ctypes.c_int(), ctypes.c_void_p()
-    error = driver.cuDeviceGet(ctypes.byref(number), device)
-    error = error or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
-    if error:
-        raise ConfigError(f"CUDA has no device {device}: error {error}")
-    driver.cuCtxPushCurrent_v2(context)
+    number, context = _device(device), ctypes.c_void_p()
+    if error := driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number):
+        raise ConfigError(f"CUDA gives no context of device {device}: {_name(error)}")
     try:
-        yield
+        if error := driver.cuCtxPushCurrent_v2(context):
+            raise ConfigError(f"CUDA refuses the context of device {device}: {_name(error)}")
+        try:
+            yield
+        finally:
+            driver.cuCtxPopCurrent_v2(ctypes.byref(context))
     finally:
-        driver.cuCtxPopCurrent_v2(ctypes.byref(context))
         driver.cuDevicePrimaryCtxRelease_v2(number)

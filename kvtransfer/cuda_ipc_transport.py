@@ -1,8 +1,9 @@
-"""The cuda_ipc transport: two processes of one host whose GPUs are one, or reach each other.
+"""The cuda_ipc transport: two processes of one host, on one GPU, or on two where it is forced.
 
-A writer lets others open its blocks; the receiver copies from there into its own with one kernel
-that also sums up. A writer has no path to a receiver's blocks. What the receiver reads stays as it
-is because the writer keeps it so until the batch has landed; the checksums tell if it does not.
+A writer lets others open its blocks. The receiver maps them for its own GPU, where one kernel
+copies them into its blocks and sums up. A writer has no path to a receiver's blocks. What the
+receiver reads does not change, because the writer keeps it until the batch has landed; if it does
+change, the checksums tell.
 
 Not run on a GPU yet.
 """
@@ -14,23 +15,20 @@ import json
 import os
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from baton.errors import ConfigError, HandoffError, WorkerFailed
+from kvtransfer import cuda_ipc
 from kvtransfer.links import OpenTransfers, ReadSendLink, damaged
 from kvtransfer.memory import BlockMemory
 from kvtransfer.memory import check_part as check_place
-from kvtransfer.offer import read_offer
+from kvtransfer.offer import host_of, read_offer
 from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Batch, Peer
 
-if TYPE_CHECKING:
-    from kvtransfer.cuda_ipc import OpenedMemory
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _HANDLE_BYTES = 64
+_ADDRESSES = 1 << 57
+"""Bytes that a GPU can address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +36,7 @@ class _Offer:
     """Where a writer's blocks can be opened from, and on which host."""
 
     boot_id: str
+    pid_namespace: str
     pid: int
     device: str
     """The GPU's UUID."""
@@ -58,11 +57,16 @@ class CudaIpcTransport:
     reads_in_place = True
     staging_bytes = 0
 
-    def __init__(self, executor: Executor) -> None:
-        """``executor`` copies: each of its threads a batch at a time."""
+    def __init__(self, executor: Executor, *, between_gpus: bool = False) -> None:
+        """``executor`` copies: each of its threads a batch at a time.
+
+        ``between_gpus``: whether a receiver also opens blocks on another GPU than its own.
+        """
         self._executor = executor
+        self._between_gpus = between_gpus
         self._memory: BlockMemory | None = None
         self._device = 0
+        self._uuid = ""
         self._offer = b""
         self._links: WeakSet[ReadSendLink | CudaIpcReceiveLink] = WeakSet()
 
@@ -71,13 +75,14 @@ class CudaIpcTransport:
         kind, _, number = memory.device.partition(":")
         if kind != "cuda":
             raise ConfigError(f"transport cuda_ipc needs KV blocks on a GPU: they are on {kind}")
-        from kvtransfer import cuda_ipc  # noqa: PLC0415
-
         exported = cuda_ipc.export(memory.address, int(number))
+        self._uuid = cuda_ipc.device_uuid(int(number))
+        boot_id, pid_namespace = host_of(self.name)
         offer = _Offer(
-            boot_id=_host(),
+            boot_id=boot_id,
+            pid_namespace=pid_namespace,
             pid=os.getpid(),
-            device=cuda_ipc.device_name(int(number)),
+            device=self._uuid,
             handle=base64.b64encode(exported.handle).decode(),
             offset=exported.offset,
             blocks=memory.blocks,
@@ -94,19 +99,26 @@ class CudaIpcTransport:
         """See ``Transport``. Opening takes some milliseconds."""
         assert self._memory is not None, "not registered"
         theirs = _parse(offer)
-        if theirs.boot_id != _host():
+        boot_id, pid_namespace = host_of(self.name)
+        if theirs.boot_id != boot_id:
             raise HandoffError(f"{peer.incarnation} is on another host")
+        if theirs.pid_namespace != pid_namespace:
+            raise HandoffError(
+                f"{peer.incarnation} is in another container: CUDA shares memory within one "
+                "process namespace"
+            )
         if theirs.pid == os.getpid():
             raise HandoffError(f"{peer.incarnation} is this very process, which CUDA refuses")
-        from kvtransfer import cuda_ipc  # noqa: PLC0415
-
-        device = cuda_ipc.find_device(theirs.device, self._device)
-        if device is None:
-            raise HandoffError(f"the GPU of {peer.incarnation} cannot be reached from this one")
-        exported = cuda_ipc.ExportedMemory(base64.b64decode(theirs.handle), theirs.offset)
-        size = theirs.blocks * theirs.block_bytes
-        opened = cuda_ipc.OpenedMemory(exported, size, device)
-        copier = _Copier(self._memory, self._device, opened, theirs.block_bytes)
+        if theirs.device != self._uuid and not self._between_gpus:
+            raise HandoffError(
+                f"{peer.incarnation} has its blocks on GPU {theirs.device}, and here is "
+                f"{self._uuid}: cuda_ipc has not run between two GPUs yet; transport = "
+                '"cuda_ipc" forces it'
+            )
+        try:
+            copier = _Copier(self._memory, self._device, theirs)
+        except ConfigError as error:
+            raise HandoffError(error.message) from error
         link = CudaIpcReceiveLink(copier, theirs, self._executor)
         self._links.add(link)
         return link, b""
@@ -125,43 +137,48 @@ class CudaIpcTransport:
 
 
 class _Copier:
-    """Copies parts of a writer's opened blocks into this worker's."""
+    """Copies parts of a writer's blocks, which it opens, into this worker's."""
 
-    def __init__(
-        self, memory: BlockMemory, device: int, theirs: OpenedMemory, block_bytes: int
-    ) -> None:
+    def __init__(self, memory: BlockMemory, device: int, theirs: _Offer) -> None:
+        """Raises HandoffError where GPU ``device`` cannot read the writer's blocks, ConfigError
+
+        where CUDA gives no context of that GPU.
+        """
+        # Slow to import, and of no use on CPUs.
         import torch  # noqa: PLC0415
 
-        from kvtransfer.checksum_triton import copy_tensor  # noqa: PLC0415
-        from kvtransfer.cuda_ipc import tensor_at  # noqa: PLC0415
+        from kvtransfer import checksum_triton  # noqa: PLC0415
 
         self._memory = memory
-        self._theirs = theirs
-        self._their_block_bytes = block_bytes
-        size = memory.blocks * memory.block_bytes
-        self._ours = tensor_at(memory.address, size, device).view(memory.blocks, -1)
-        self._copy_tensor = copy_tensor
+        self._device = torch.device("cuda", device)
+        self._their_block_bytes = theirs.block_bytes
+        self._kernels = checksum_triton
         # Of its own: on the default stream a copy would wait for the engine's steps.
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._on_stream = torch.cuda.stream
-        # A copy between two GPUs makes torch open the way from one to the other, for kernels too.
-        torch.empty(1, dtype=torch.uint8, device=self._ours.device).copy_(theirs.bytes[:1])
+        exported = cuda_ipc.ExportedMemory(base64.b64decode(theirs.handle), theirs.offset)
+        self._theirs = cuda_ipc.OpenedMemory(exported, theirs.blocks * theirs.block_bytes, device)
 
     def copy(self, source: int, target: int, offset: int, length: int) -> int:
         """Copy a part. Returns the checksum of what was written, which then has arrived.
 
-        Raises HandoffError where this worker has no such part.
+        Raises HandoffError where this worker has no such part, WorkerFailed if it was closed.
         """
         check_place(self._memory, target, offset, length)
-        start = source * self._their_block_bytes + offset
-        there = self._theirs.bytes[start : start + length]
-        here = self._ours[target, offset : offset + length]
-        with self._on_stream(self._stream):
-            if length % 8 == 0 and offset % 4 == 0:
-                return self._copy_tensor(here, there)
-            here.copy_(there)
-        self._stream.synchronize()
+        to = self._memory.address + target * self._memory.block_bytes + offset
+        with self._theirs.reading() as first:
+            words = first + source * self._their_block_bytes + offset
+            if self._kernels.can_copy_words(to, words, length):
+                with self._on_stream(self._stream):
+                    return self._kernels.copy_words(to, words, length, self._device)
+            stream = self._stream.cuda_stream
+            cuda_ipc.copy_bytes(to, words, length, self._device.index, stream)
+            self._stream.synchronize()
         return self._memory.checksum(target, offset, length)
+
+    def close(self) -> None:
+        """Unmap the writer's blocks, after the last copy that reads them; idempotent."""
+        self._theirs.close()
 
 
 class CudaIpcReceiveLink:
@@ -216,15 +233,16 @@ class CudaIpcReceiveLink:
             transfer.finish()
 
     def close(self) -> None:
-        """See ``ReceiveLink``. What was opened is closed after the last copy that reads it."""
+        """See ``ReceiveLink``. The writer's blocks are unmapped after the last copy of them.
+
+        A thread of the executor does that, because CUDA may wait for the GPU meanwhile.
+        """
         self._transfers.end(WorkerFailed("the pair was closed"))
-
-
-def _host() -> str:
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"transport cuda_ipc cannot tell which host this is: {error}") from error
+        try:
+            self._executor.submit(self._copier.close)
+        except RuntimeError:
+            # The executor has ended, and with it every copy.
+            self._copier.close()
 
 
 def _parse(offer: bytes) -> _Offer:
@@ -232,8 +250,8 @@ def _parse(offer: bytes) -> _Offer:
     theirs = read_offer(_Offer, offer, "cuda_ipc")
     try:
         handle = base64.b64decode(theirs.handle, validate=True)
-        sizes = (theirs.offset + 1, theirs.blocks, theirs.block_bytes)
-        sound = len(handle) == _HANDLE_BYTES and all(size > 0 for size in sizes)
+        size = theirs.blocks * theirs.block_bytes
+        sound = len(handle) == _HANDLE_BYTES and 0 < size <= _ADDRESSES - theirs.offset
     except (ValueError, TypeError, RecursionError) as error:
         raise HandoffError("the offer of transport cuda_ipc cannot be read") from error
     if not sound:

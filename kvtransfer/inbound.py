@@ -39,6 +39,7 @@ from baton.v1 import transfer_pb2
 from kvtransfer.checksum import raw_checksum
 from kvtransfer.links import accept_share, damaged
 from kvtransfer.negotiation import Fit, rank_transports
+from kvtransfer.offer import are_on_two_hosts
 from kvtransfer.pair import Identity, PairLimits, all_at_once, check_peer, share_between
 from kvtransfer.ticket import Ticket
 from kvtransfer.transfer import Transfer
@@ -103,6 +104,8 @@ class Inbound:
         self.rank_addresses: Sequence[str] = ()
         """host:port of the gRPC server of each rank of this worker, where it has several."""
         self._transports = {transport.name: transport for transport in transports}
+        self._warned: set[tuple[str, str]] = set()
+        """A transport that was wanted and the one taken: a warning for each, not for each pair."""
         self._pairs: dict[tuple[str, int], InboundPair] = {}
         """By the writer's incarnation and rank."""
         self._transfers: dict[str, set[Transfer]] = {}
@@ -145,18 +148,18 @@ class Inbound:
         share = share_between(writer, self.identity)
         offers = {offer.transport: offer.offer for offer in message.offers}
         peer = Peer(writer.name, "", writer.rank)
-        refusals = []
+        refusals: dict[str, str] = {}
         for name in rank_transports(offers, self._transports):
             if fit is Fit.CONVERTIBLE and not self._transports[name].copies_out:
-                refusals.append(
-                    f"{name}: it sends blocks as they lie, and those of {geometry} must become "
-                    f"those of {self.identity.geometry}"
+                refusals[name] = (
+                    f"it sends blocks as they lie, and those of {geometry} must become those of "
+                    f"{self.identity.geometry}"
                 )
                 continue
             try:
                 link, answer = accept_share(self._transports[name], peer, offers[name], share)
             except HandoffError as error:
-                refusals.append(f"{name}: {error.message}")
+                refusals[name] = error.message
                 continue
             opened = transfer_pb2.PairOpened(
                 transport=name,
@@ -166,10 +169,35 @@ class Inbound:
                 rank_addresses=self.rank_addresses,
             )
             log.info("%s sends blocks to %s by %s", writer.name, self.identity.name, name)
+            for wanted, reason in refusals.items():
+                apart = are_on_two_hosts(self._transports[wanted].offer(), offers[wanted])
+                self._log_fallback(writer.name, wanted, name, reason, apart=apart)
             pair = InboundPair(self, writer, self._transports[name], link)
             return pair, Response(opened=opened)
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
         raise HandoffError(
-            f"no transport from {writer.name} to {self.identity.name} works: " + "; ".join(refusals)
+            f"no transport from {writer.name} to {self.identity.name} works: {reasons}"
+        )
+
+    def _log_fallback(
+        self, writer: str, wanted: str, taken: str, reason: str, *, apart: bool
+    ) -> None:
+        """Say why a pair takes a worse transport; the first time as a warning.
+
+        Where the two are ``apart``, on two hosts, the better one cannot work.
+        """
+        level = logging.INFO
+        if not apart and (wanted, taken) not in self._warned:
+            self._warned.add((wanted, taken))
+            level = logging.WARNING
+        log.log(
+            level,
+            "%s sends blocks to %s by %s instead of %s: %s",
+            writer,
+            self.identity.name,
+            taken,
+            wanted,
+            reason,
         )
 
     def _window(self, transport: Transport) -> int:

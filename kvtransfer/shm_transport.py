@@ -15,7 +15,6 @@ import json
 import os
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from weakref import WeakSet
 
 import numpy as np
@@ -23,15 +22,12 @@ import numpy as np
 from baton.errors import ConfigError, HandoffError, WorkerFailed
 from kvtransfer.links import OpenTransfers, ReadSendLink, place
 from kvtransfer.memory import BlockMemory
-from kvtransfer.offer import read_offer
+from kvtransfer.offer import host_of, read_offer
 from kvtransfer.share_layout import ShareLayout
 from kvtransfer.share_memory import PeerBlocks, Pieces, ShareMemory, source_memory
 from kvtransfer.shared_pool import open_shared
 from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Batch, Peer
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +67,10 @@ class ShmTransport:
         if shared is None:
             raise ConfigError("transport shm needs the KV blocks in memory that others can map")
         self._memory = memory
+        boot_id, pid_namespace = host_of(self.name)
         offer = _Offer(
-            boot_id=_host(),
-            pid_namespace=_pid_namespace(),
+            boot_id=boot_id,
+            pid_namespace=pid_namespace,
             pid=os.getpid(),
             descriptor=shared.descriptor,
             inode=os.fstat(shared.descriptor).st_ino,
@@ -92,7 +89,7 @@ class ShmTransport:
         """See ``SharingTransport``."""
         assert self._memory is not None, "not registered"
         theirs = _parse(offer)
-        if (theirs.boot_id, theirs.pid_namespace) != (_host(), _pid_namespace()):
+        if (theirs.boot_id, theirs.pid_namespace) != host_of(self.name):
             raise HandoffError(f"{peer.incarnation} is on another host, or in another container")
         blocks = open_shared(theirs.pid, theirs.descriptor, theirs.inode, theirs.bytes)
         link: ShmReceiveLink
@@ -192,20 +189,6 @@ class ShmShareLink(ShmReceiveLink):
             np.frombuffer(theirs, dtype=np.uint8), self._block_bytes, self._pieces, source.blocks
         )
         return self._packed.copy_from(target.blocks, target.offset, target.length, peer)
-
-
-def _host() -> str:
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"transport shm cannot tell which host this is: {error}") from error
-
-
-def _pid_namespace() -> str:
-    try:
-        return os.readlink(_PID_NAMESPACE)
-    except OSError as error:
-        raise ConfigError(f"transport shm cannot tell its process namespace: {error}") from error
 
 
 def _parse(offer: bytes) -> _Offer:

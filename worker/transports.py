@@ -39,28 +39,45 @@ def make_transports(
     that is named does not work here, and says why.
     """
     tls = config.tls.of("worker")
-    makers = _makers(incarnation, host, executor, config.transfer_window_mib * MIB, tls)
+    makers = _makers(
+        incarnation,
+        host,
+        executor,
+        config.transfer_window_mib * MIB,
+        tls,
+        between_gpus=config.transport == "cuda_ipc",
+    )
     if config.transport != "auto":
         transport = makers[config.transport]()
         transport.register(memory)
         return [transport]
-    found = []
+    found: list[Transport] = []
+    refused: dict[str, str] = {}
     for name in _BY_ITSELF[memory.device.partition(":")[0]]:
         try:
             transport = makers[name]()
             transport.register(memory)
             found.append(transport)
         except ConfigError as error:
-            log.info("transport %s is not used: %s", name, error.message)
+            refused[name] = error.message
+    taken = ", ".join(transport.name for transport in found) or "none"
+    for name, reason in refused.items():
+        log.warning("transport auto takes %s instead of %s: %s", taken, name, reason)
     return found
 
 
 def _makers(
-    incarnation: str, host: str, executor: Executor, staging: int, tls: TlsFiles | None = None
+    incarnation: str,
+    host: str,
+    executor: Executor,
+    staging: int,
+    tls: TlsFiles | None = None,
+    *,
+    between_gpus: bool = False,
 ) -> dict[str, Maker]:
-    """``staging``: most bytes of a pair between blocks and wire."""
+    """``staging``: max bytes of a pair between blocks and wire."""
     return {
-        "cuda_ipc": lambda: CudaIpcTransport(executor),
+        "cuda_ipc": lambda: CudaIpcTransport(executor, between_gpus=between_gpus),
         "shm": lambda: ShmTransport(executor),
         "nixl": lambda: NixlTransport(incarnation, _NIXL_PAIRS * staging),
         "nccl": lambda: GroupTransport("nccl", host, staging),

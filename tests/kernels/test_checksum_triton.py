@@ -43,12 +43,15 @@ def test_interpreted_it_equals_numpy() -> None:
     assert answer["refused"] == [True] * 4
     assert [name for name, right in answer["copies"].items() if not right] == []
     assert len(answer["copies"]) >= 15
-    assert answer["copies_refused"] == [True] * 4
+    assert answer["copies_refused"] == [True] * 3
 
 
 def test_it_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     # A cache of its own: what was compiled before proves nothing.
     compiled = run_script("compile", TRITON_CACHE_DIR=str(tmp_path))
+    # Whatever the addresses are, they call for no other kernel, and its accesses are wide.
+    assert compiled.pop("unspecialized") == ["target", "source"]
+    assert all(min(kernel["wide"]) > 0 == kernel["narrow"] for kernel in compiled["copy"].values())
     assert compiled.keys() == {"checksum", "copy"}
     for kernels in compiled.values():
         targets = {capability: kernel["target"] for capability, kernel in kernels.items()}
@@ -72,9 +75,10 @@ def test_on_a_gpu_it_equals_numpy(size: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("size", [8, 8 * 1024, 8 * 1025, 1 << 20, 16 << 20])
 def test_on_a_gpu_it_copies(size: int) -> None:
-    from kvtransfer.checksum_triton import copy_tensor  # noqa: PLC0415 - compiles on a GPU
+    from kvtransfer.checksum_triton import copy_words  # noqa: PLC0415 - compiles on a GPU
 
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
-    to = torch.empty(size, dtype=torch.uint8, device="cuda")
-    assert copy_tensor(to, data.cuda()) == checksum(data.numpy().tobytes())
+    source, to = data.cuda(), torch.empty(size, dtype=torch.uint8, device="cuda")
+    found = copy_words(to.data_ptr(), source.data_ptr(), size, to.device)
+    assert found == checksum(data.numpy().tobytes())
     assert torch.equal(to.cpu(), data)

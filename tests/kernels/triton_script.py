@@ -40,7 +40,7 @@ def interpret() -> dict[str, Any]:
         "found": found,
         "refused": [_refused(data) for data in _unfit()],
         "copies": {name: _copies(data) for name, data in cases.items()},
-        "copies_refused": [_copy_refused(data) for data in _unfit()],
+        "copies_refused": _copies_refused(),
     }
 
 
@@ -48,21 +48,25 @@ def _copies(data: torch.Tensor) -> bool:
     """Whether a copy is the data, has its checksum, and leaves what lies around it."""
     room = torch.full((data.numel() + 128,), 165, dtype=torch.uint8)
     to = room[64:-64]
-    same = f"{checksum_triton.copy_tensor(to, data):016x}" == _numpy(data)
+    same = f"{_copied(to, data):016x}" == _numpy(data)
     around = torch.cat((room[:64], room[-64:]))
     return same and torch.equal(to, data.flatten()) and bool((around == 165).all())
 
 
-def _copy_refused(data: torch.Tensor) -> bool:
-    """Either way; and a copy into a tensor of another length."""
-    fit = torch.full((data.numel() // 8 * 8 + 8,), 165, dtype=torch.uint8)
-    for to, source in ((fit, data), (data, fit), (fit, fit[8:])):
+def _copied(to: torch.Tensor, data: torch.Tensor) -> int:
+    return checksum_triton.copy_words(to.data_ptr(), data.data_ptr(), data.numel(), data.device)
+
+
+def _copies_refused() -> list[bool]:
+    """Of a size that is no whole number of words, and of either address within 16 bytes."""
+    to, data = torch.full((64,), 165, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    refused = []
+    for target, source in ((to[:12], data[:12]), (to[8:24], data[:16]), (to[:16], data[4:20])):
         try:
-            checksum_triton.copy_tensor(to, source)
+            _copied(target, source)
         except ValueError:
-            continue
-        return False
-    return bool((fit == 165).all())
+            refused.append(bool((to == 165).all()))
+    return refused
 
 
 def _kernel(data: torch.Tensor) -> str:
@@ -91,27 +95,38 @@ def _refused(data: torch.Tensor) -> bool:
 
 
 def compile_ahead() -> dict[str, Any]:
-    """By kernel and GPU generation: its target line and the size of its machine code."""
-    signature = {"words": "*i32", "sums": "*i64", "pairs": "i32"}
+    """By kernel and GPU generation: its target line, and the size of its machine code."""
+    words = {"words": "*i32", "sums": "*i64", "pairs": "i32"}
+    addresses = {"target": "i64", "source": "i64", "sums": "*i64", "pairs": "i32"}
+    copy = checksum_triton.copy_kernel
     return {
-        "checksum": _compiled(checksum_triton.checksum_kernel, signature),
-        "copy": _compiled(checksum_triton.copy_kernel, {"to": "*i32"} | signature),
+        "checksum": _compiled(checksum_triton.checksum_kernel, words, ("words", "sums", "pairs")),
+        "copy": _compiled(copy, addresses, ("sums", "pairs")),
+        "unspecialized": [each.name for each in copy.params if each.do_not_specialize],
     }
 
 
-def _compiled(kernel: Any, signature: dict[str, str]) -> dict[str, Any]:
-    """Made without a GPU."""
+def _compiled(kernel: Any, signature: dict[str, str], aligned: tuple[str, ...]) -> dict[str, Any]:
+    """Made without a GPU, for ``aligned`` arguments that are multiples of 16."""
     constants = {"seed": KEY_SEED, "block": BLOCK}
+    names = list(signature)
     compiled = {}
     for capability in (80, 90, 100):
         source = ASTSource(
             kernel,
             signature=signature | dict.fromkeys(constants, "constexpr"),
             constexprs=constants,
+            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
         )
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-        target = next(line for line in made.asm["ptx"].splitlines() if ".target" in line)
-        compiled[str(capability)] = {"target": target, "bytes": len(made.asm["cubin"])}
+        ptx = made.asm["ptx"]
+        target = next(line for line in ptx.splitlines() if ".target" in line)
+        compiled[str(capability)] = {
+            "target": target,
+            "bytes": len(made.asm["cubin"]),
+            "wide": [ptx.count(f"{access}.global.v4") for access in ("ld", "st")],
+            "narrow": ptx.count("ld.global.b32"),
+        }
     return compiled
 
 

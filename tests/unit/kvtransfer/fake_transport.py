@@ -75,11 +75,17 @@ class FakeTransport:
     staging_bytes = 0
 
     def __init__(
-        self, name: str = "shm", *, refuses: bool = False, reads_in_place: bool = False
+        self,
+        name: str = "shm",
+        *,
+        refuses: bool = False,
+        reads_in_place: bool = False,
+        offer: bytes | None = None,
     ) -> None:
         self.name = name
         self.reads_in_place = reads_in_place
         self.refuses = refuses
+        self._offer = f"offer of {name}".encode() if offer is None else offer
         self.accepted: list[tuple[Peer, bytes]] = []
         self.connected: list[tuple[Peer, bytes]] = []
         self.receive_links: list[FakeReceiveLink] = []
@@ -90,7 +96,7 @@ class FakeTransport:
 
     def offer(self) -> bytes:
         """See ``Transport``."""
-        return f"offer of {self.name}".encode()
+        return self._offer
 
     def accept(self, peer: Peer, offer: bytes) -> tuple[FakeReceiveLink, bytes]:
         """See ``Transport``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -20,6 +21,7 @@ from baton.grpc_channel import make_server, open_channel
 from baton.grpc_errors import error_from_code, error_from_rpc
 from baton.request import Geometry
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
+from kvtransfer import inbound as inbound_module
 from kvtransfer.checksum import segment_checksum
 from kvtransfer.inbound import Inbound
 from kvtransfer.pair import Identity, PairLimits
@@ -292,6 +294,70 @@ async def test_the_next_best_is_taken_where_the_best_cannot(make_world: MakeWorl
     world = await make_world(grpc_, FakeTransport("shm", refuses=True))
     await world.open(hello("shm", "grpc"))
     assert world.inbound.pairs() == {WRITER.incarnation: "grpc"}
+
+
+def fallbacks(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    """What was logged of transports that were wanted and not taken."""
+    return [
+        (record.levelno, record.getMessage())
+        for record in caplog.records
+        if " instead of " in record.getMessage()
+    ]
+
+
+async def test_the_first_fallback_is_a_warning(
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = await make_world(FakeTransport("grpc"), FakeTransport("cuda_ipc", refuses=True))
+    with caplog.at_level(logging.INFO, inbound_module.__name__):
+        await world.open(hello("cuda_ipc", "grpc"))
+        await world.open(hello("cuda_ipc", "grpc"))
+        await world.open(hello("grpc"))
+    message = (
+        f"{WRITER.name} sends blocks to {RECEIVER.name} by grpc instead of cuda_ipc: "
+        "cuda_ipc cannot"
+    )
+    assert fallbacks(caplog) == [(logging.WARNING, message), (logging.INFO, message)]
+
+
+async def test_the_best_that_both_have_is_no_fallback(
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = await make_world(FakeTransport("shm"), FakeTransport("grpc"))
+    with caplog.at_level(logging.INFO, inbound_module.__name__):
+        await world.open(hello("shm", "grpc"))
+        await world.open(hello("cuda_ipc", "grpc"))
+    assert fallbacks(caplog) == []
+
+
+async def test_a_fallback_of_blocks_that_are_converted_is_a_warning(
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    grpc_ = FakeTransport("grpc")
+    grpc_.copies_out = True
+    world = await make_world(FakeTransport("shm"), grpc_)
+    message = hello("shm", "grpc")
+    message.geometry.CopyFrom(convert.geometry_to_proto(replace(GEOMETRY, block_size=24)))
+    with caplog.at_level(logging.WARNING, inbound_module.__name__):
+        await world.open(message)
+    [(_, text)] = fallbacks(caplog)
+    assert "by grpc instead of shm: it sends blocks as they lie" in text
+
+
+@pytest.mark.parametrize(
+    ("theirs", "level"), [("elsewhere", logging.INFO), ("here", logging.WARNING)]
+)
+async def test_a_fallback_between_two_hosts_is_no_warning(
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture, theirs: str, level: int
+) -> None:
+    shm = FakeTransport("shm", refuses=True, offer=b'{"boot_id": "here"}')
+    world = await make_world(shm, FakeTransport("grpc"))
+    message = hello("grpc")
+    offer = f'{{"boot_id": "{theirs}"}}'.encode()
+    message.offers.append(transfer_pb2.TransportOffer(transport="shm", offer=offer))
+    with caplog.at_level(logging.INFO, inbound_module.__name__):
+        await world.open(message)
+    assert [found for found, _ in fallbacks(caplog)] == [level]
 
 
 async def test_none_that_works_names_each_and_why(make_world: MakeWorld) -> None:

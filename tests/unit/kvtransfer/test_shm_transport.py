@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from baton.errors import ConfigError, HandoffError, WorkerFailed
-from kvtransfer import shm_transport
+from kvtransfer import offer
 from kvtransfer.checksum import checksum
 from kvtransfer.host_memory import HostMemory
 from kvtransfer.shared_pool import allocate
@@ -93,7 +93,7 @@ def test_an_offer_that_cannot_be_read_is_refused(world: World, offer: bytes) -> 
 def test_a_machine_that_cannot_tell_who_it_is_does_without(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str
 ) -> None:
-    monkeypatch.setattr(shm_transport, missing, tmp_path / "none")
+    monkeypatch.setattr(offer, missing, tmp_path / "none")
     with pytest.raises(ConfigError, match="transport shm cannot tell"):
         ShmTransport(world.executor).register(world.memories[0])
 
