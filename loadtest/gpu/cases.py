@@ -8,7 +8,7 @@ from engine.model_config import ModelConfig
 from engine.plan import PlanRow
 from engine.quantization.weight import QuantKind
 from engine.roofline import Storage, Work, step_work
-from loadtest.gpu.models import SHAPES, miniature, with_layers
+from loadtest.gpu.shapes import SHAPES, miniature, with_layers
 
 BLOCK = 16
 WEIGHT_BYTES: dict[QuantKind | None, float] = {None: 2.0, "int8": 1.125, "int4": 0.75, "fp8": 1.0}

@@ -33,9 +33,10 @@ from engine.scheduler import Scheduler
 from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation import MOST_DRAFT_TOKENS
-from loadtest.gpu.models import SHAPES, llama_8b, miniature, random_model
+from loadtest.gpu.models import random_model
 from loadtest.gpu.place import Place
 from loadtest.gpu.results import Check, Item, Timing
+from loadtest.gpu.shapes import SHAPES, llama_8b, miniature
 
 _BLOCK = 16
 _IN_FLIGHT = 2

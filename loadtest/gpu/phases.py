@@ -16,7 +16,7 @@ from loadtest.gpu.drafts import draft_check_items, draft_speed_items
 from loadtest.gpu.machine import machine_items
 from loadtest.gpu.place import Place
 from loadtest.gpu.results import Item
-from loadtest.gpu.serving import missing, serving_items
+from loadtest.gpu.serving.items import missing, serving_items
 from loadtest.gpu.speed.kernels import kernel_speed_items
 from loadtest.gpu.speed.steps import step_speed_items
 

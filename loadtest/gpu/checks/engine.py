@@ -21,9 +21,10 @@ from engine.step import StepInput
 from engine.torch_step import TorchStepModel
 from engine.weights import load_weights
 from loadtest.gpu.drafts import run_to_end
-from loadtest.gpu.models import SHAPES, llama_1b, miniature, write_folder
+from loadtest.gpu.models import write_folder
 from loadtest.gpu.place import Place
 from loadtest.gpu.results import Check, Fact, Item, Result, Timing
+from loadtest.gpu.shapes import SHAPES, llama_1b, miniature
 from worker.calibration import calibrate
 
 _REGRET = 0.25

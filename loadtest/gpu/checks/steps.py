@@ -18,9 +18,10 @@ from engine.quantization.weight import KINDS, QuantKind
 from engine.runner import Ending, ModelRunner
 from engine.step import StepInput, StepModel
 from engine.torch_step import TorchStepModel
-from loadtest.gpu.models import SHAPES, llama_1b, llama_8b, miniature, random_model, with_layers
+from loadtest.gpu.models import random_model
 from loadtest.gpu.place import Place, permutation
 from loadtest.gpu.results import Check, Item
+from loadtest.gpu.shapes import SHAPES, llama_1b, llama_8b, miniature, with_layers
 
 _NOISE = 1.5
 """How much larger than that of torch in bf16 the median error of whole steps may be."""

@@ -24,9 +24,10 @@ from engine.quantization.weight import QuantKind
 from engine.runner import Ending
 from engine.step import StepInput
 from loadtest.gpu.cases import BLOCK, Step, config_of, small, step_cases
-from loadtest.gpu.models import random_model, with_layers
+from loadtest.gpu.models import random_model
 from loadtest.gpu.place import Place
 from loadtest.gpu.results import Fact, Item, Result, Timing
+from loadtest.gpu.shapes import with_layers
 
 _WARM_STEPS, _STEPS, _TRACED = 4, 32, 8
 _PREFILLS = 5

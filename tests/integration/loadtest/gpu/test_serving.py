@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from loadtest.gpu.results import Check, Fact, Result, Timing
-from loadtest.gpu.serving import missing, serving_items
+from loadtest.gpu.serving.items import missing, serving_items
 
 DEADLINE_S = 60.0
 TIMINGS = {
@@ -34,7 +34,7 @@ pytestmark = [
 KILLED_SCRIPT = """
 import sys, time
 from pathlib import Path
-from loadtest.gpu.serving import serving_items
+from loadtest.gpu.serving.items import serving_items
 item = next(items := serving_items("cpu", small=True, folder=Path(sys.argv[1])))
 item.work()
 print("ready", flush=True)

@@ -15,7 +15,7 @@ from types import TracebackType
 import torch
 
 from loadtest.gpu.results import Result
-from loadtest.gpu.serving_checks import (
+from loadtest.gpu.serving.checks import (
     LARGE,
     SMALL,
     Sizes,
@@ -24,8 +24,8 @@ from loadtest.gpu.serving_checks import (
     check_load,
     check_poisoned_context,
 )
-from loadtest.gpu.serving_cluster import ClusterSettings, ServingCluster, serving_cluster
-from loadtest.gpu.serving_model import BILLION, TINY, write_model
+from loadtest.gpu.serving.cluster import ClusterSettings, ServingCluster, serving_cluster
+from loadtest.gpu.serving.model import BILLION, TINY, write_model
 
 Find = Callable[[ServingCluster, Sizes], Awaitable[list[Result]]]
 

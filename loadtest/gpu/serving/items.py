@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from loadtest.gpu.results import Item
 
 if TYPE_CHECKING:
-    from loadtest.gpu.serving_phase import ServingPhase
+    from loadtest.gpu.serving.phase import ServingPhase
 
 _NEEDED = {
     "fastapi": "fastapi",
@@ -77,7 +77,7 @@ def serving_items(device: str, *, small: bool, folder: Path) -> Iterator[Item]:
             if is_over:
                 raise RuntimeError("the phase is over: run each item before asking for the next")
             if phase is None:
-                from loadtest.gpu.serving_phase import ServingPhase  # noqa: PLC0415
+                from loadtest.gpu.serving.phase import ServingPhase  # noqa: PLC0415
 
                 phase = ends.enter_context(ServingPhase(device, small=small, folder=folder))
             return phase

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.gpu import serving
-from loadtest.gpu.serving import missing, serving_items
+from loadtest.gpu.serving import items
+from loadtest.gpu.serving.items import missing, serving_items
 
 DEADLINE_S = 100.0
 IMPORTS = """
 import ast, json, pathlib, sys
-import decode_worker.role, loadtest.gpu.serving_phase, loadtest.gpu.serving_worker
+import decode_worker.role, loadtest.gpu.serving.phase, loadtest.gpu.serving.worker
 import prefill_worker.role, router.main
 ours = {"baton", "engine", "kvtransfer", "worker", "prefill_worker", "decode_worker", "router"}
 ours.add("loadtest")
@@ -60,22 +60,22 @@ def test_what_cannot_be_imported_is_named_by_its_distribution(
             raise ModuleNotFoundError("No module named 'google'")
         return None if module in ("grpc", "pydantic_settings") else find_spec(module)
 
-    monkeypatch.setattr(serving, "find_spec", find)
+    monkeypatch.setattr(items, "find_spec", find)
     assert missing() == ["grpcio", "protobuf", "pydantic-settings"]
 
 
 def test_all_that_the_processes_import_is_looked_for() -> None:
     imported = set(json.loads(output_of(IMPORTS)))
     assert len(imported) > 20
-    tops = {module.partition(".")[0] for module in serving._NEEDED}
+    tops = {module.partition(".")[0] for module in items._NEEDED}
     unknown = {name for name in imported if name.partition(".")[0] not in tops | WITH_OTHERS}
     assert not unknown
 
 
 def test_it_is_imported_without_the_packages() -> None:
-    script = "import sys, loadtest.gpu.serving; print(*sys.modules)"
+    script = "import sys, loadtest.gpu.serving.items; print(*sys.modules)"
     imported = {name.partition(".")[0] for name in output_of(script).split()}
-    assert not imported & {name.partition(".")[0] for name in serving._NEEDED}
+    assert not imported & {name.partition(".")[0] for name in items._NEEDED}
 
 
 def test_items_have_their_names_before_the_work_and_none_runs_after_the_end(tmp_path: Path) -> None:

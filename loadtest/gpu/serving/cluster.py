@@ -169,7 +169,7 @@ class ServingCluster:
             "costs_folder": str(self._folder / "costs"),
         }
         log = self._folder / f"{slot}.log"
-        worker = helper("loadtest.gpu.serving_worker", start, log, ready_s=_READY_S)
+        worker = helper("loadtest.gpu.serving.worker", start, log, ready_s=_READY_S)
         self.workers[slot] = await self._ends.enter_async_context(worker)
 
     async def _start_router(self, route: Route) -> None:

@@ -9,7 +9,7 @@ import sys
 DEADLINE_S = 100.0
 INTERPRETED = """
 import torch
-from loadtest.gpu.context_poison import store_kernel
+from loadtest.gpu.serving.poison import store_kernel
 target = torch.zeros(3, dtype=torch.int32)
 store_kernel[(1,)](torch.tensor([target[1:].data_ptr()]))
 print(target.tolist())
@@ -18,7 +18,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from loadtest.gpu.context_poison import store_kernel
+from loadtest.gpu.serving.poison import store_kernel
 source = ASTSource(store_kernel, signature={"address": "*i64"}, constexprs={})
 print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
 """

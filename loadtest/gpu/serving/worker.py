@@ -79,7 +79,7 @@ def _make_poison(engine: Engine) -> Callable[[], None]:
     if device.type == "cpu":
         return lambda: setattr(engine.runner, "run", _fail)
     # Not where there is no GPU: Triton takes half a second to import.
-    from loadtest.gpu.context_poison import ContextPoison  # noqa: PLC0415
+    from loadtest.gpu.serving.poison import ContextPoison  # noqa: PLC0415
 
     poison = ContextPoison(device)
     return lambda: threading.Thread(target=poison.spread, name="poison", daemon=True).start()

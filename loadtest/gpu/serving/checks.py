@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from baton.errors import DeadlineExceeded, Unavailable
 from loadtest.gpu.results import Check, Fact, Result, Timing
-from loadtest.gpu.serving_cluster import Answer, Asked, ServingCluster
+from loadtest.gpu.serving.cluster import Answer, Asked, ServingCluster
 from loadtest.line_service import Fields
 from loadtest.peer_servers import SERVED_NAME
 from loadtest.stream_client import Answer as StreamedAnswer

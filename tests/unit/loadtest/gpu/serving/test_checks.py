@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from baton.errors import DeadlineExceeded
-from loadtest.gpu import serving_checks
 from loadtest.gpu.results import Check, Fact, Result, Timing
-from loadtest.gpu.serving_checks import (
+from loadtest.gpu.serving import checks
+from loadtest.gpu.serving.checks import (
     MIB,
     SMALL,
     check_answers,
@@ -20,7 +20,7 @@ from loadtest.gpu.serving_checks import (
     check_poisoned_context,
     load_results,
 )
-from loadtest.gpu.serving_cluster import Answer, Asked, ServingCluster
+from loadtest.gpu.serving.cluster import Answer, Asked, ServingCluster
 from loadtest.stream_client import Answer as StreamedAnswer
 
 Fields = dict[str, Any]
@@ -87,7 +87,7 @@ class FakeCluster:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
-    monkeypatch.setattr(serving_checks, "_RELEASE_S", 0.05)
+    monkeypatch.setattr(checks, "_RELEASE_S", 0.05)
     return FakeCluster()
 
 

@@ -1,0 +1,1 @@
+"""Does it serve: real workers and routers on one device, killed and poisoned."""
