@@ -6,6 +6,7 @@
     serving ─drain(), SIGTERM, or an operator by way of a router→ leaving
     leaving ─nothing left, the deadline, or another SIGTERM→ gone (0), once the supervisor was told
     serving ─it fails; its loop does nothing for STUCK_S; nobody can find it→ gone (1)
+    serving ─its device is lost, its steps fail in a row (worker/process.py)→ gone (1)
     any ─SIGTERM, where there is nothing to wait for→ gone (0)
 
 Methods are called by Ray's threads and, ``on_sigterm``, by the main thread. What needs torch is

@@ -8,7 +8,6 @@ Run as a module it becomes another program that ends with its parent: see ``endi
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -20,12 +19,12 @@ from pathlib import Path
 import psutil
 
 from baton.errors import ConfigError
+from baton.process_end import end_with_parent
 
 GRACE_S = 30.0
 """How long a group may take to end after SIGTERM before it is killed."""
 _KILL_S = 10.0
 _POLL_S = 0.05
-_PR_SET_PDEATHSIG = 1
 
 
 @contextlib.contextmanager
@@ -41,11 +40,6 @@ def process_group(
         yield process
     finally:
         _end(process, grace_s)
-
-
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends, however that ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def ending_with_parent(command: Sequence[str]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from engine.kv_cache import Allocate
 from engine.parallel.ranks import LeadRank
 from worker.calibration import alone, calibrate
 from worker.cores import CoreBoard, host_cores
+from worker.device import use_device
 from worker.engine_thread import run_sharing
 from worker.known_costs import KnownCosts
 from worker.placement import place
@@ -88,7 +89,9 @@ def start_engine(settings: WorkerSettings, allocate: Allocate, lead: LeadRank | 
     With the ``lead`` of other ranks it waits for them first.
     """
     built = engine_settings(settings)
-    ranks = None if lead is None else lead.form(device_of(built))
+    device = device_of(built)
+    use_device(device)
+    ranks = None if lead is None else lead.form(device)
     engine = build_engine(built, allocate, ranks)
     if lead is not None:
         lead.addresses()
@@ -106,6 +109,7 @@ def measure(settings: WorkerSettings, engine: Engine, board: CoreBoard | None) -
     if costs is not None:
         log.info("%s: steps cost %s, as before", settings.slot, costs)
         return costs
+    use_device(engine.runner.device)
     lock = None if board is None else Path(f"{settings.core_board}.calibration")
     with alone(lock):
         costs = calibrate(engine, partial(run_sharing, engine.runner, board))

@@ -153,6 +153,7 @@ class WorkerProcess:
         board = self._cores = core_board(settings)
         engine, costs = await self._load(board)
         device = engine.runner.device
+        use_device(device)
         self._transfers = ThreadPoolExecutor(_TRANSFER_THREADS, "transfer", use_device, (device,))
         self._device_watch = DeviceWatch(device, self._end)
         metrics = WorkerMetrics(CollectorRegistry())

@@ -56,6 +56,7 @@ class Compiled:
 
     kernel: str
     ptx: str
+    """Empty where triton keeps machine code alone (TRITON_STORE_BINARY_ONLY)."""
     machine_code_bytes: int
     shared_bytes: int
 
@@ -98,7 +99,7 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
     )
     return Compiled(
         launch.kernel.__name__,
-        kernel.asm["ptx"],
+        kernel.asm.get("ptx", ""),
         len(kernel.asm["cubin"]),
         kernel.metadata.shared,
     )

@@ -8,7 +8,7 @@ from engine.model_config import ModelConfig
 from engine.plan import PlanRow
 from engine.quantization.weight import QuantKind
 from engine.roofline import Storage, Work, step_work
-from loadtest.gpu.shapes import SHAPES, miniature, with_layers
+from loadtest.gpu.shapes import SHAPES, miniature
 
 BLOCK = 16
 WEIGHT_BYTES: dict[QuantKind | None, float] = {None: 2.0, "int8": 1.125, "int4": 0.75, "fp8": 1.0}
@@ -296,4 +296,4 @@ def small(case: Case) -> Case:
 
 def config_of(case: Step, *, tiny: bool) -> ModelConfig:
     """The model that a step runs; ``tiny`` for an interpreter."""
-    return with_layers(miniature(case.config), 1) if tiny else case.config
+    return miniature(case.config) if tiny else case.config

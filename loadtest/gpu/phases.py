@@ -40,7 +40,7 @@ class Phase:
     """Whether it needs the packages that ``missing_packages`` looks for."""
 
 
-PHASES = (
+PHASES: tuple[Phase, ...] = (
     Phase(
         "machine",
         "which versions, and what the device does at best",

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from baton.process_end import end_with_parent
 from loadtest.gpu.machine import versions
 from loadtest.gpu.phases import PHASES, PLANS, Phase, missing_packages, phase_of, table
 from loadtest.gpu.place import Place
@@ -34,6 +35,7 @@ _ITEM_S = 120.0
 _DRY = 5.0
 """How much longer everything may take in a dry run."""
 _POLL_S = 0.1
+_COMMAND: tuple[str, ...] = (sys.executable, "-m", "loadtest.gpu.run")
 _OWN = ("device", "torch", "triton", "code")
 """What must be the same where a report is resumed."""
 
@@ -150,7 +152,7 @@ def _supervise(
     """
     ends_at = time.monotonic() + limit_s
     item_s = _ITEM_S * (_DRY if options.dry_run else 1.0)
-    command = [sys.executable, "-m", "loadtest.gpu.run", "--child", phase.name]
+    command = [*_COMMAND, "--child", phase.name]
     command += ["--output", str(options.output), "--scratch", str(scratch)]
     command += ["--dry-run"] if options.dry_run else []
     while (left_s := ends_at - time.monotonic()) > 0:
@@ -204,9 +206,10 @@ def _under_way(report: Report, phase: Phase) -> str | None:
 
 def _run_items(options: argparse.Namespace) -> None:
     """What the process of a phase does."""
+    end_with_parent()
     phase, report = phase_of(options.child), Report(options.output)
     ended = finished(report.records(), phase.name)
-    for item in phase.items(_place(options), options.scratch):
+    for item in phase.items(_place(options), options.scratch / phase.name):
         if item.name in ended:
             continue
         place = {"phase": phase.name, "item": item.name}

@@ -247,7 +247,7 @@ def with_layers(config: ModelConfig, count: int) -> ModelConfig:
 
 
 def miniature(config: ModelConfig) -> ModelConfig:
-    """A model of the same kind, small enough for an interpreter."""
+    """A model of the same kind, small enough for an interpreter, with a layer of each kind."""
     kv_heads = 2
     heads = kv_heads * min(4, config.heads // config.kv_heads)
     experts = config.experts
@@ -268,4 +268,5 @@ def miniature(config: ModelConfig) -> ModelConfig:
         ropes=tuple(replace(rope, rotary_dim=32) for rope in config.ropes),
         experts=experts,
     )
-    return with_layers(small, 2)
+    kinds = set(zip(config.windows, config.layer_ropes, strict=True))
+    return with_layers(small, len(kinds))

@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from engine.gpu.compile_ahead import compile_launch
 from engine.gpu.launch import Launch, describe
 from loadtest.gpu.phases import PHASES
 from loadtest.gpu.place import Place
+from loadtest.gpu.results import Item
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ABOUT = "baton.json"
@@ -44,22 +45,27 @@ def code_hash() -> str:
     return digest.hexdigest()
 
 
-def fill(folder: Path, capability: int) -> int:
-    """Compile what the items of all phases launch; returns how many kernels that makes.
+def described_items() -> Iterator[Item]:
+    """All items that can start their kernels on tensors without values, at full size."""
+    place = Place(torch.device("meta"), torch.bfloat16, small=False)
+    for phase in (phase for phase in PHASES if phase.describes):
+        yield from phase.items(place, Path())
 
-    Raises triton's errors.
+
+def fill(folder: Path, capability: int, items: Iterable[Item]) -> int:
+    """Compile what items launch; returns how many kernels the folder has then.
+
+    Raises triton's errors. ``folder`` is absolute.
     """
     folder.mkdir(parents=True, exist_ok=True)
     os.environ |= {"TRITON_CACHE_DIR": str(folder), "TRITON_STORE_BINARY_ONLY": "1"}
-    place = Place(torch.device("meta"), torch.bfloat16, small=False)
-    for phase in (phase for phase in PHASES if phase.describes):
-        for item in phase.items(place, folder):
-            launches: list[Launch] = []
-            with describe(capability, launches.append), torch.inference_mode():
-                for _ in item.work():
-                    pass
-            for launch in launches:
-                compile_launch(launch, capability)
+    for item in items:
+        launches: list[Launch] = []
+        with describe(capability, launches.append), torch.inference_mode():
+            for _ in item.work():
+                pass
+        for launch in launches:
+            compile_launch(launch, capability)
     about = {"triton": triton.__version__, "folder": str(folder)}
     (folder / _ABOUT).write_text(json.dumps(about))
     return len(list(folder.glob(f"*/{_GROUP}*")))
@@ -101,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     began = time.monotonic()
-    count = fill(options.folder.resolve(), options.capability)
+    count = fill(options.folder.resolve(), options.capability, described_items())
     took = time.monotonic() - began
     size = sum(path.stat().st_size for path in options.folder.rglob("*") if path.is_file())
     sys.stdout.write(f"{count} kernels, {size / 2**20:.0f} MiB, {took:.0f} s\n")

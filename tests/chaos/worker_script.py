@@ -17,11 +17,9 @@ does what lines of input say:
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -34,6 +32,7 @@ import torch
 import prefill_worker.role
 import worker.life
 from baton.config import Config, PoolConfig, Role, TransportName
+from baton.process_end import end_with_parent
 from baton.v1 import transfer_pb2
 from decode_worker.receiver import Offer
 from decode_worker.role import DecodeRole
@@ -49,7 +48,6 @@ from worker.settings import WorkerSettings
 from worker.transfer_service import PairContext, TransferServicer
 
 _PATIENCE_S = 100.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,8 +289,8 @@ async def main(job: Job) -> None:
 
 
 if __name__ == "__main__":
-    # A stopped process does not see its input end: the kernel ends it with whoever started it.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A stopped process does not see its input end: the kernel ends it with its parent.
+    end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(name)s %(message)s")
     with (
         patch.object(prefill_worker.role, "Handoff", HaltingHandoff),

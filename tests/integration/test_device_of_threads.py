@@ -24,10 +24,11 @@ async def test_threads_of_workers(
         name = threading.current_thread().name
         found.add((name.partition("_")[0], device))
 
-    for module in ("process", "engine_thread", "tier_thread"):
+    for module in ("process", "engine_start", "engine_thread", "tier_thread"):
         monkeypatch.setattr(f"worker.{module}.use_device", note)
     async with mini_cluster(tiny_model, redis_url, kv_host_mib=1) as cluster:
         await cluster.answer(prompt_of(60), SHORT)
         await cluster.until_idle()
-    names = ("engine", "transfer", "tier-spill", "tier-load")
+    # The main thread has the event loop, and asyncio's have the start.
+    names = ("MainThread", "asyncio", "engine", "transfer", "tier-spill", "tier-load")
     assert found == {(name, torch.device("cpu")) for name in names}

@@ -95,7 +95,7 @@ def step_items(place: Place) -> Iterator[Item]:
     if not place.small:
         long = _Case(llama, steps=_LONG_STEPS, counts=_LONG_COUNTS)
         yield Item("steps, a prompt of 5,120 tokens", partial(_logits, place, long))
-    yield Item("hidden states", partial(_hidden, place, _Case(llama)))
+    yield Item("hidden states", partial(_hidden, place, case(llama)))
     yield Item("overlapping steps", partial(_overlapping, place, llama))
     yield Item("steps of fixed order", partial(_same_bits, place, _Case(llama)))
     yield Item("copied blocks", partial(_copied, place, _Case(llama)))
@@ -184,7 +184,7 @@ def _step_logits(model: StepModel, rows: Sequence[tuple[Sequence[int], PlanRow]]
 
 def _hidden(place: Place, case: _Case) -> Iterator[Check]:
     """What the last layer puts out, which embeddings are made of."""
-    rows = _rows(case, _STEPS[1])
+    rows = _rows(case, case.steps[1])
     tokens = [t for ids, row in rows for t in ids[row.start : row.start + row.count]]
     plan = tuple(replace(row, start=0) for _, row in rows)
     step = StepInput(plan, tokens, [], False, (case.config.layers,))
@@ -258,8 +258,9 @@ def _same_bits(place: Place, case: _Case) -> Iterator[Check]:
     a comparison.
     """
     tables, vocab = case.tables(), case.config.vocab_size
-    tokens = _tokens(0, 90, vocab)
-    prompt = [(tokens, PlanRow(0, 0, 90, tables[0], True))]
+    counts = (3, 1, 12) if place.small else (17, 1, 1, 70, 1)
+    tokens = _tokens(0, sum(counts), vocab)
+    prompt = [(tokens, PlanRow(0, 0, len(tokens), tables[0], True))]
     whole = _step_logits(_ours(place, case, deterministic=True), prompt)
     model = _ours(place, case, deterministic=True)
     strangers = [
@@ -270,7 +271,7 @@ def _same_bits(place: Place, case: _Case) -> Iterator[Check]:
         [(_tokens(7, 50, vocab), PlanRow(7, 40, 1, tables[1], True))],
     ]
     found, start = [], 0
-    for count, others in zip((17, 1, 1, 70, 1), strangers, strict=True):
+    for count, others in zip(counts, strangers, strict=False):
         rows = [(tokens, PlanRow(0, start, count, tables[0], True)), *others]
         found.append(_step_logits(model, rows)[:count])
         start += count

@@ -24,12 +24,12 @@ from prometheus_client import Counter
 
 from baton.background import end_tasks
 from baton.config import Config
+from baton.process_end import end_with_parent
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
 from engine.plan import StepPlan
 from loadtest.line_service import Asker, Fields, run_helper
 from loadtest.peer_servers import SERVED_NAME
-from loadtest.process_group import end_with_parent
 from prefill_worker.role import PrefillRole
 from worker.process import WorkerProcess
 from worker.settings import WorkerSettings

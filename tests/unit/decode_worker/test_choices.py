@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.errors import HandoffError, NoRoom
+from baton.errors import HandoffError, NoRoom, WorkerFailed
 from baton.hashing import hash_key
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, FirstToken, SequenceSpec, TokenOutput
@@ -147,7 +147,7 @@ def test_a_failure_of_one_ends_all(world: ChoiceWorld) -> None:
     world.told()
     running = list(world.control.scheduler.running)
     world.control.scheduler.remove(running[0])
-    world.role.on_lost(running[:1], RuntimeError("broken"))
+    world.role.on_lost(running[:1], WorkerFailed("broken"))
     assert [output.error_code for output in world.told()] == ["worker_failed"]
     assert world.control.scheduler.is_idle()
 

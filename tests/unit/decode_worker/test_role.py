@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.config import Config
-from baton.errors import ChecksumMismatch, HandoffError, TicketEnded
+from baton.errors import ChecksumMismatch, HandoffError, TicketEnded, WorkerFailed
 from baton.hashing import hash_key
 from baton.metrics import WorkerMetrics
 from baton.request import FinishReason, Geometry, LoadSnapshot, SequenceSpec, TokenOutput
@@ -313,9 +313,9 @@ async def test_an_engine_that_fails_ends_its_sequences_with_an_error(world: Worl
     world.commit()
     world.told()
     plan = world.control.plan()
-    world.role.on_lost(world.control.scheduler.fail(plan), RuntimeError("no memory"))
+    world.role.on_lost(world.control.scheduler.fail(plan), WorkerFailed("no memory"))
     (output,) = world.told()
-    assert "RuntimeError" in output.error
+    assert output.error == "no memory"
     assert (output.error_code, output.index) == ("worker_failed", 1)
     world.role.abort(("r", 0))
     await world.role.heartbeat()

@@ -1,0 +1,90 @@
+"""The run over phases of a test's own: ``python -m tests.unit.loadtest.gpu.run_script …``.
+
+Its items do what their names say. Some do it once only: a file says that they have.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from loadtest.gpu import phases, run
+from loadtest.gpu.phases import Phase
+from loadtest.gpu.place import Place
+from loadtest.gpu.results import Check, Fact, Item, Result, Timing
+
+MARK = "BATON_TEST_MARK"
+"""The variable that names the file."""
+
+
+def right() -> Iterator[Result]:
+    yield Check("error", 0.001, 0.01)
+    yield Fact("sizes", {"blocks": 3})
+
+
+def wrong() -> Iterator[Result]:
+    yield Check("error", 0.1, 0.01)
+
+
+def slow() -> Iterator[Result]:
+    yield Timing("a bounded wait", 3.0, limit_s=2.0)
+
+
+def crash() -> Iterator[Result]:
+    yield Check("before the crash", 0.0, 0.0)
+    os.kill(os.getpid(), 9)
+
+
+def fail() -> NoReturn:
+    raise RuntimeError("an item fails")
+
+
+def hang() -> Iterator[Result]:
+    time.sleep(600)
+    yield from ()
+
+
+def hang_once() -> Iterator[Result]:
+    mark = Path(os.environ[MARK])
+    if not mark.exists():
+        mark.touch()
+        time.sleep(600)
+    yield from right()
+
+
+WORKS: dict[str, Callable[[], Iterator[Result]]] = {
+    work.__name__: work for work in (right, wrong, slow, crash, fail, hang, hang_once)
+}
+
+
+def items(names: tuple[str, ...], _place: Place, _folder: Path) -> Iterator[Item]:
+    for number, name in enumerate(names):
+        yield Item(f"{name} {number}", WORKS[name])
+
+
+def main(arguments: list[str]) -> int:
+    """``PHASE=name,name …  -- run's own arguments``; ``ITEM_S`` bounds an item."""
+    own, theirs = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
+    found = []
+    for one in own:
+        name, _, works = one.partition("=")
+        limit, _, name = name.rpartition(":")
+        limits = {plan: float(limit or 60.0) for plan in phases.PLANS}
+        making = partial(items, tuple(works.split(",")))
+        found.append(Phase(name, "what the test asks", limits, making))
+    phases.PHASES = tuple(found)
+    setattr(run, "PHASES", phases.PHASES)  # noqa: B010 - a name that it imports
+    run._DRY = 1.0
+    run._ITEM_S = float(os.environ.get("ITEM_S", "60"))
+    module = "tests.unit.loadtest.gpu.run_script"
+    run._COMMAND = (sys.executable, "-m", module, *own, "--")
+    return run.main(theirs)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
