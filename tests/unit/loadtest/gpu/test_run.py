@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from loadtest.gpu import run
-from loadtest.gpu.phases import PHASES, table
+from loadtest.gpu.phases import PHASES, PLANS, table
 from loadtest.gpu.report import Report
 from loadtest.gpu.results import Record
 
@@ -71,7 +71,7 @@ def test_without_a_gpu_it_says_what_can_be_done(capsys: pytest.CaptureFixture[st
 def test_the_plans_fit_their_minutes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--list"]) == 0
     assert capsys.readouterr().out == table() + "\n"
-    for plan, minutes in (("10min", 10), ("30min", 30)):
+    for plan, minutes in zip(PLANS, (10, 30), strict=True):
         # The start of each process is part of its phase's limit; the rest is for the machine's.
         assert sum(phase.limits_s.get(plan, 0.0) for phase in PHASES) <= 60 * minutes - 15
 
