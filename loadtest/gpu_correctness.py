@@ -17,6 +17,7 @@ from engine.gpu.decode_attention import decode_attention
 from engine.gpu.decoder import GpuStepModel
 from engine.gpu.embedding import embed, known_tokens
 from engine.gpu.fixed_linear import fixed_linear
+from engine.gpu.fused_weights import gpu_weights
 from engine.gpu.graphs import CudaCapture
 from engine.gpu.grouped_linear import grouped_linear, grouped_linear_reference, route
 from engine.gpu.kv_blocks import KvBlocks, dequantise, quantise
@@ -332,11 +333,10 @@ def _torch_steps(place: Place, dtype: torch.dtype) -> TorchStepModel:
 
 def _gpu_steps(place: Place, dtype: torch.dtype, *, deterministic: bool = False) -> GpuStepModel:
     return GpuStepModel(
-        _small_model(place, dtype),
+        gpu_weights(_small_model(place, dtype), deterministic=deterministic),
         _cache(place, dtype),
         _MOST_ROWS,
         capture=None if place.interpreted else CudaCapture(place.device),
-        deterministic=deterministic,
     )
 
 

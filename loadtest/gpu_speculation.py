@@ -21,6 +21,7 @@ from engine.draft_costs import DraftCosts
 from engine.draft_length import MOST_IN_A_STEP, DraftLength, Proposal
 from engine.drafter import Draft, Drafter
 from engine.gpu.decoder import GpuStepModel
+from engine.gpu.fused_weights import gpu_weights
 from engine.gpu.graphs import CudaCapture
 from engine.gpu.overlap_costs import OverlapCosts
 from engine.gpu.runner import GpuRunner
@@ -113,11 +114,12 @@ class GpuSequences:
         self.config = config
         self._cache = KvCache(config, blocks, _BLOCK, place.dtype, place.device)
         self._model = GpuStepModel(
-            random_model(config, place.device, place.dtype),
+            gpu_weights(
+                random_model(config, place.device, place.dtype), deterministic=deterministic
+            ),
             self._cache,
             most + MOST_IN_A_STEP,
             capture=None if place.interpreted else CudaCapture(place.device),
-            deterministic=deterministic,
         )
 
     def run(

@@ -22,6 +22,7 @@ from engine.gpu.chunk_attention import chunk_attention
 from engine.gpu.decode_attention import decode_attention
 from engine.gpu.decoder import GpuStepModel
 from engine.gpu.fixed_linear import fixed_linear
+from engine.gpu.fused_weights import gpu_weights
 from engine.gpu.graphs import CudaCapture
 from engine.gpu.kv_blocks import KvBlocks
 from engine.gpu.norm import add_norm
@@ -351,7 +352,8 @@ class _StepBench:
             self._cache.block_bytes / _BLOCK,
         )
         capture = CudaCapture(device) if device.type == "cuda" else None
-        steps = GpuStepModel(model, self._cache, 64, capture=capture, deterministic=deterministic)
+        weights = gpu_weights(model, deterministic=deterministic)
+        steps = GpuStepModel(weights, self._cache, 64, capture=capture)
         self._runner = GpuRunner(steps, self._cache, device)
 
     def _pool(self, dtype: torch.dtype) -> int:
