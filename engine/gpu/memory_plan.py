@@ -60,7 +60,7 @@ class StepLimits:
     context: int
     """Tokens of the longest sequence."""
     itemsize: int
-    """Bytes of a number of the weights' type, where they are not quantised."""
+    """Bytes of a number of the weights' type, where they are not quantized."""
     quantized: bool = False
     """Whether layers have codes for weights."""
     separate_experts: bool = False
@@ -149,7 +149,7 @@ def _phases(
     given = _FLOAT if config.experts is not None else size
     # The residual stream in fp32, what the last sublayer gave, and the normed input of this one.
     carried = tokens * hidden * (_FLOAT + given + size)
-    # The lookup of a quantised embedding, or of one that ranks divide: codes and values.
+    # The lookup of a quantized embedding, or of one that ranks divide: codes and values.
     yield tokens * hidden * (size + 3 * _FLOAT)
     # A sum without a norm before the next sublayer, or behind the last one: what is added in fp32,
     # for OLMo with its norm's steps, and the sum in the weights' type.

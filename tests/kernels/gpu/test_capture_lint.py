@@ -29,7 +29,7 @@ def test_a_captured_step_holds_kernels_alone(case: Watched) -> None:
 
 @pytest.mark.parametrize("case", [c for c in WATCHED if c.waits], ids=str)
 def test_experts_one_after_another_wait_for_their_counts(case: Watched) -> None:
-    """Quantised experts, and those of fixed order: the engine captures none of their steps.
+    """Quantized experts, and those of fixed order: the engine captures none of their steps.
 
     The counts of each expert's rows are all that the host asks for.
     """
