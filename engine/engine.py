@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -52,6 +53,9 @@ from engine.speculation import (
 from engine.step import StepModel
 from engine.torch_step import TorchStepModel
 from engine.weights import bytes_per_weight, fingerprint, load_weights, written_at
+
+if TYPE_CHECKING:
+    from engine.gpu.fused_weights import GpuWeights
 
 _CHUNK_KEYS = {"cpu": 1 << 19, "cuda": 0}
 """512 tokens up to a context of 1024, and fewer behind that, so that a step stays short."""
@@ -143,10 +147,11 @@ def build_engine(
         _check_ranks(settings)
     group = None if ranks is None else ranks.group
     model, per_weight = _load_model(settings, config, device, dtype, group)
+    weights = _gpu_weights(model, settings, device)
     draft = _load_draft(settings, model, device, dtype)
     draft_config = None if draft is None else draft.config
     kv = kv_dtype(settings.kv_dtype, dtype)
-    blocks = _blocks(settings, config, model, dtype, draft_config, device)
+    blocks = _blocks(settings, config, model, weights, dtype, draft_config, device)
     cache = KvCache(
         model.config,
         blocks,
@@ -174,7 +179,7 @@ def build_engine(
     )
     speculation = _speculation(settings, model, cache, draft)
     lead = None if ranks is None else ranks.lead
-    runner = _runner(model, cache, settings, name, grammars, speculation, lead)
+    runner = _runner(model, weights, cache, settings, name, grammars, speculation, lead)
     scheduler = Scheduler(pool, limits)
     arithmetic = _arithmetic(device) if settings.deterministic else ""
     lossiest = settings.lossiest_kv_dtype or kv_dtype_name(kv)
@@ -198,8 +203,9 @@ def build_following(
     config = load_model_config(settings.model_path)
     _check_ranks(settings)
     model, _ = _load_model(settings, config, device, dtype, group)
+    weights = _gpu_weights(model, settings, device)
     kv = kv_dtype(settings.kv_dtype, dtype)
-    blocks = _blocks(settings, config, model, dtype, None, device)
+    blocks = _blocks(settings, config, model, weights, dtype, None, device)
     cache = KvCache(
         model.config,
         blocks,
@@ -210,13 +216,11 @@ def build_following(
         whole=config,
         ranks=_model_ranks(model),
     )
-    if device.type != "cuda":
+    if weights is None:
         return FollowingTorch(_torch_model(model, cache)), cache
     from engine.gpu.decoder import gpu_decoder  # noqa: PLC0415
 
-    gpu_model = gpu_decoder(model, cache, _most_rows(settings, device))
-    assert gpu_model is not None, "it is one"
-    return gpu_model, cache
+    return gpu_decoder(weights, cache, _most_rows(settings, device)), cache
 
 
 def _check_ranks(settings: EngineSettings) -> None:
@@ -248,6 +252,7 @@ def _blocks(
     settings: EngineSettings,
     config: ModelConfig,
     model: DecoderModel,
+    weights: GpuWeights | None,
     dtype: torch.dtype,
     draft: ModelConfig | None,
     device: torch.device,
@@ -258,7 +263,8 @@ def _blocks(
     """
     kv = kv_dtype(settings.kv_dtype, dtype)
     size = block_bytes(model.config, settings.block_size, kv, draft)
-    blocks = _pool_bytes(settings, model.config, device, dtype) // size
+    pool = settings.kv_pool_bytes if weights is None else _gpu_pool_bytes(settings, weights, device)
+    blocks = pool // size
     if model.rank is not None:
         if device.type == "cpu":
             # The pool's memory is the worker's: all of its ranks share it.
@@ -277,7 +283,8 @@ def _blocks(
         advice = (
             "raise kv_pool_mib"
             if device.type == "cpu"
-            else "raise gpu_memory_fraction, lower chunk_tokens, or quantise the weights"
+            else "raise gpu_memory_fraction, lower chunk_tokens or max_sequences, or quantise the"
+            " weights"
         )
         raise ConfigError(
             f"the KV pool holds {max(0, blocks)} blocks of {size} bytes, and needs 2; {advice}"
@@ -321,6 +328,17 @@ def _load_model(
     return DecoderModel(own, weights, device, RankModel(share, group)), per_weight
 
 
+def _gpu_weights(
+    model: DecoderModel, settings: EngineSettings, device: torch.device
+) -> GpuWeights | None:
+    """As the kernels of a GPU take them; None on a CPU. Takes the layers out of ``model``."""
+    if device.type == "cpu":
+        return None
+    from engine.gpu.fused_weights import gpu_weights  # noqa: PLC0415
+
+    return gpu_weights(model, deterministic=settings.deterministic)
+
+
 def _fingerprint(weights: str, kv: str, arithmetic: str, drafter: str) -> str:
     """An engine's, of those of its weights and the drafter's and the KV type's name: 32 hex digits.
 
@@ -339,6 +357,7 @@ def _arithmetic(device: torch.device) -> str:
 
 def _runner(
     model: DecoderModel,
+    weights: GpuWeights | None,
     cache: KvCache,
     settings: EngineSettings,
     name: str,
@@ -348,17 +367,15 @@ def _runner(
 ) -> ModelRunner:
     """With the fastest step model that there is for the device."""
     device = cache.data.device
-    most = _most_rows(settings, device)
     embedder = Embedder(model)
     copy = None if lead is None else lead.copier(cache.copy)
-    if device.type == "cuda":
+    if weights is not None:
         # Here, and below: what is for GPUs would take a worker on a CPU half a second to import.
         from engine.gpu.decoder import gpu_decoder  # noqa: PLC0415
         from engine.gpu.runner import GpuRunner  # noqa: PLC0415
         from engine.gpu.speculation import make_overlap_speculation  # noqa: PLC0415
 
-        gpu_model = gpu_decoder(model, cache, most, deterministic=settings.deterministic, lead=lead)
-        assert gpu_model is not None, "it is one"
+        gpu_model = gpu_decoder(weights, cache, _most_rows(settings, device), lead)
         drafts = make_overlap_speculation(drafter_of(settings, device))
         return GpuRunner(gpu_model, cache, device, grammars, drafts, embedder, copy)
     step_model = _step_model(model, cache, settings.model_path, name)
@@ -526,28 +543,27 @@ def _chunk_tokens(
     return settings.chunk_tokens or _CHUNK_TOKENS[device.type] * ranks
 
 
-def _pool_bytes(
-    settings: EngineSettings, config: ModelConfig, device: torch.device, dtype: torch.dtype
-) -> int:
-    if device.type == "cpu":
-        return settings.kv_pool_bytes
-    from engine.gpu.graphs import GRAPH_BYTES  # noqa: PLC0415
+def _gpu_pool_bytes(settings: EngineSettings, weights: GpuWeights, device: torch.device) -> int:
+    """What is left for KV blocks when the weights lie on the GPU and a step has its room."""
+    from engine.gpu.memory_plan import StepLimits, memory_plan  # noqa: PLC0415
 
+    limits = StepLimits(
+        chunk_tokens=_chunk_tokens(settings, device),
+        decode_rows=_most_rows(settings, device),
+        scored_tokens=SCORED_TOKENS,
+        block_size=settings.block_size,
+        context=weights.config.context_length,
+        itemsize=weights.dtype.itemsize,
+        quantized=weights.quantized,
+        separate_experts=weights.waits,
+        deterministic=settings.deterministic,
+        ranks=1 if weights.rank is None else weights.rank.share.ranks,
+    )
+    planned = memory_plan(weights.config, limits).total
+    # What loading has left in torch's allocator, but for what lies between weights.
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved(device)
     # Of the whole memory rather than of what is free: another worker of this GPU may not have
     # taken its share yet.
     free, total = torch.cuda.mem_get_info(device)
-    taken = torch.cuda.memory_allocated(device) + _activation_bytes(
-        config, _chunk_tokens(settings, device), _most_rows(settings, device), dtype
-    )
-    taken += GRAPH_BYTES
-    return min(int(total * settings.gpu_memory_fraction) - taken, int(free * 0.95))
-
-
-def _activation_bytes(
-    config: ModelConfig, chunk_tokens: int, most_rows: int, dtype: torch.dtype
-) -> int:
-    """A bound on a step's intermediate tensors: residual and attention, MLP, logits in fp32."""
-    per_token = (8 * config.hidden_size + 4 * config.intermediate_size) * dtype.itemsize
-    mask = chunk_tokens * config.context_length
-    rows = most_rows + SCORED_TOKENS
-    return chunk_tokens * per_token + mask + 3 * 4 * rows * config.vocab_size
+    return min(int(total * settings.gpu_memory_fraction) - held, int(free * 0.95)) - planned

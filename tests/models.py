@@ -113,6 +113,38 @@ def make_tiny_model(
     return folder
 
 
+def make_tiny_fp8(folder: Path, *, scale_per_row: bool = True, seed: int = 0) -> Path:
+    """The same with fp8 weights that have a scale per row or per tensor (compressed-tensors)."""
+    make_tiny_model(folder, seed=seed)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 8,
+                    "type": "float",
+                    "symmetric": True,
+                    "strategy": "channel" if scale_per_row else "tensor",
+                },
+            }
+        },
+        "ignore": ["lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        weight = weights.pop(name)
+        most = weight.abs().amax(dim=1, keepdim=True) if scale_per_row else weight.abs().max()
+        scale = (most / 448.0).reshape(-1, 1) if scale_per_row else (most / 448.0).reshape(1)
+        weights[name] = (weight / scale).to(torch.float8_e4m3fn)
+        weights[f"{name}_scale"] = scale
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
 def make_tiny_moe(folder: Path, *, experts: int = 5, seed: int = 0) -> Path:
     """The same with a mixture of experts in each layer, as Mixtral has it."""
     make_tiny_model(folder, seed=seed)

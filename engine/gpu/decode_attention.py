@@ -20,6 +20,11 @@ SPLIT = 256
 """Keys of a split. A program reads 128 KiB of a bf16 cache with 128 dimensions, and what it writes
 for the second kernel is 3 % of that; smaller ones keep a lone sequence's GPU busier."""
 
+SCRATCH_BYTES = 1 << 28
+"""What the splits of a launch may take. Rows by the dozen with contexts of 128k and more take their
+turns: they share this, where each would need 8 MiB and more."""
+_ROW_STEP = 4
+
 _TILE_NUMBERS = 8192
 _COMBINED = 16
 _LEAST = 16
@@ -252,18 +257,75 @@ def decode_launches(
     table_rows: torch.Tensor | None,
     split: int,
     capability: int,
-) -> tuple[Launch, Launch]:
-    """The two launches of ``decode_attention``, on a GPU of ``capability``."""
+) -> tuple[Launch, ...]:
+    """The launches of ``decode_attention``, on a GPU of ``capability``: two for each run of rows
+
+    whose splits fit the scratch, which all runs share.
+    """
     _check(queries, blocks, tables, lengths, table_rows, split)
     rows, heads, dim = queries.shape
-    group = heads // blocks.heads
     keys = longest if longest is not None else tables.shape[1] * blocks.block_size
     if scoring.window:
         # A window may begin and end within splits.
         keys = min(keys, scoring.window + split - 1)
     splits = -(-keys // split)
-    partial = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=queries.device)
-    sums = torch.empty((rows, heads, splits), dtype=torch.float32, device=queries.device)
+    most = scratch_rows(rows, heads, dim, splits)
+    scratch = (
+        torch.empty((most, heads, splits, dim), dtype=torch.float32, device=queries.device),
+        torch.empty((most, heads, splits), dtype=torch.float32, device=queries.device),
+    )
+    launches: list[Launch] = []
+    for start in range(0, rows, most):
+        some = slice(start, start + most)
+        launches += _launches(
+            out[some],
+            queries[some],
+            blocks,
+            layer,
+            tables if table_rows is not None else tables[some],
+            lengths[some],
+            scoring,
+            None if table_rows is None else table_rows[some],
+            scratch,
+            split,
+            capability,
+        )
+    return tuple(launches)
+
+
+def scratch_rows(rows: int, heads: int, dim: int, splits: int) -> int:
+    """How many of the rows share a launch: those whose splits fit ``SCRATCH_BYTES``, and a few at
+
+    least.
+    """
+    fitting = SCRATCH_BYTES // scratch_bytes(1, heads, dim, splits)
+    # Whole steps keep each run's lengths aligned: others would be compiled anew.
+    return max(1, min(rows, max(1, fitting // _ROW_STEP) * _ROW_STEP))
+
+
+def scratch_bytes(rows: int, heads: int, dim: int, splits: int) -> int:
+    """Of the rows of a launch: their splits' sums, and the weights of these."""
+    return 4 * rows * heads * splits * (dim + 1)
+
+
+def _launches(
+    out: torch.Tensor,
+    queries: torch.Tensor,
+    blocks: KvBlocks,
+    layer: int,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    scoring: Scoring,
+    table_rows: torch.Tensor | None,
+    scratch: tuple[torch.Tensor, torch.Tensor],
+    split: int,
+    capability: int,
+) -> tuple[Launch, Launch]:
+    """Of rows that the scratch holds."""
+    rows, heads, dim = queries.shape
+    group = heads // blocks.heads
+    partial, sums = scratch
+    splits = partial.shape[2]
     kind = blocks.kind(capability)
     tile_dim = max(_LEAST, power_of_two(dim))
     data = blocks.codes(kind)[:, layer]

@@ -15,6 +15,7 @@ import torch
 
 from engine.gpu.draws import GREEDY, Draw, keep_allowed
 from engine.gpu.forward import Forward
+from engine.gpu.fused_weights import GpuWeights
 from engine.gpu.graphs import Bucket, Capture, CudaCapture, DecodeGraphs
 from engine.gpu.mask import forbid
 from engine.gpu.sample import draw
@@ -31,7 +32,6 @@ from engine.gpu.step_tensors import (
 )
 from engine.grammar_state import Mask, pack
 from engine.kv_cache import KvCache
-from engine.model import DecoderModel
 from engine.parallel.context_model import ContextSteps, StepPart
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.ranks import LeadRank
@@ -45,24 +45,14 @@ _CHUNKS = (2, 8, 16, 32, 128)
 
 
 def gpu_decoder(
-    model: DecoderModel,
-    cache: KvCache,
-    most_rows: int,
-    *,
-    deterministic: bool = False,
-    lead: LeadRank | None = None,
-) -> GpuStepModel | None:
-    """The GPU's decoder for a model and a cache that lie on one; None where they do not.
+    weights: GpuWeights, cache: KvCache, most_rows: int, lead: LeadRank | None = None
+) -> GpuStepModel:
+    """A GPU's decoder, whose decode steps are captured.
 
-    Takes the layers out of ``model``. ``most_rows`` bounds the sequences of a step. Of several
-    ranks the first one has the ``lead``.
+    ``most_rows`` bounds the sequences of a step. Of several ranks the first one has the ``lead``.
     """
-    device = cache.data.device
-    if device.type != "cuda":
-        return None
-    return GpuStepModel(
-        model, cache, most_rows, capture=CudaCapture(device), deterministic=deterministic, lead=lead
-    )
+    capture = CudaCapture(cache.data.device)
+    return GpuStepModel(weights, cache, most_rows, capture=capture, lead=lead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,35 +80,34 @@ class GpuStepModel:
 
     def __init__(
         self,
-        model: DecoderModel,
+        weights: GpuWeights,
         cache: KvCache,
         most_rows: int,
         *,
         capture: Capture | None = None,
-        deterministic: bool = False,
         lead: LeadRank | None = None,
     ) -> None:
-        """Takes the layers out of ``model``. Without ``capture`` no step is captured.
+        """Without ``capture`` no step is captured. With the ``lead`` other ranks are told of each
+        step.
 
-        With ``deterministic`` a row's logits depend on its sequence alone, bit for bit. With the
-        ``lead`` other ranks are told of each step.
+        With deterministic weights a row's logits depend on its sequence alone, bit for bit.
         """
-        config = model.config
+        config = weights.config
         self._lead = lead
-        self._group = _group_of(model)
+        self._group = _group_of(weights)
         self._context: ContextSteps | None = None
         """Of several ranks that divide prompts: what this one computes of a step."""
-        if model.context is not None:
-            self._context = ContextSteps(cache, model.context)
+        if weights.context is not None:
+            self._context = ContextSteps(cache, weights.context)
         self._device = cache.data.device
         self._block_size = cache.block_size
-        self._singles_first = not deterministic
+        self._singles_first = not weights.deterministic
         self._vocab_size = config.vocab_size
         self._layers = config.layers
-        self._forward = Forward(model, cache, deterministic=deterministic)
+        self._forward = Forward(weights, cache)
         self._drawn = torch.zeros(most_rows, dtype=torch.int64, device=self._device)
         self._graphs: DecodeGraphs | None = None
-        if capture is not None and not self._forward.waits:
+        if capture is not None and not weights.waits:
             context = min(config.context_length, cache.blocks * cache.block_size)
             self._graphs = DecodeGraphs(self._decode, capture, most_rows, context)
             largest = self._decode_shape(self._graphs.largest)
@@ -332,8 +321,8 @@ class GpuStepModel:
         return torch.empty(buffer_bytes(shape), dtype=torch.uint8, pin_memory=pinned)
 
 
-def _group_of(model: DecoderModel) -> RankGroup | None:
+def _group_of(weights: GpuWeights) -> RankGroup | None:
     """The ranks that compute together; None where there is one."""
-    if model.rank is not None:
-        return model.rank.group
-    return None if model.context is None else model.context.group
+    if weights.rank is not None:
+        return weights.rank.group
+    return None if weights.context is None else weights.context.group

@@ -12,7 +12,7 @@ from engine.gpu.attention_reference import Scoring
 from engine.gpu.chunk_attention import chunk_launch
 from engine.gpu.decode_attention import SPLIT, decode_launches
 from engine.gpu.embedding import embed, known_tokens
-from engine.gpu.fused_weights import FusedMlp, GpuLayer, SeparateExperts, fuse, take_layers
+from engine.gpu.fused_weights import FusedMlp, GpuLayer, GpuWeights, SeparateExperts
 from engine.gpu.kv_blocks import KvBlocks
 from engine.gpu.launch import capability_of
 from engine.gpu.mixture import fused_mlp, mix_separate, mix_stacked
@@ -20,7 +20,6 @@ from engine.gpu.norm import add_norm
 from engine.gpu.rope_cache import rope_cache
 from engine.gpu.step_tensors import StepTensors
 from engine.kv_cache import KvCache
-from engine.model import DecoderModel
 from engine.quantization.weight import QuantizedWeight, dequantize
 
 _MOST_TILE_ROWS = 128
@@ -30,40 +29,28 @@ _MOST_TILE_ROWS = 128
 class Forward:
     """A decoder's weights, and the blocks that it reads and writes."""
 
-    def __init__(self, model: DecoderModel, cache: KvCache, *, deterministic: bool) -> None:
-        """Takes the layers out of ``model``. With ``deterministic`` a row's bits depend on the row
-
-        alone: every sum has one order, and attention is that of chunks for single tokens too.
-        """
-        config = model.config
+    def __init__(self, weights: GpuWeights, cache: KvCache) -> None:
+        """With deterministic weights single tokens take the attention of chunks, too."""
+        config = weights.config
         self._config = config
-        self._rank = model.rank
-        self._context = model.context
+        self._rank = weights.rank
+        self._context = weights.context
         self._cache = cache
-        self._dtype = model.dtype
+        self._dtype = weights.dtype
         self._blocks = KvBlocks(cache.data, cache.scales)
         self._capability = capability_of(cache.data)
-        self._embedding = model.embedding
-        self._embedding_scale = model.embedding_scale
-        self._head = fuse((model.head,), model.dtype, deterministic=deterministic)
-        self._norm = model.norm
-        self._layers = list(take_layers(model, deterministic=deterministic))
+        self._embedding = weights.embedding
+        self._embedding_scale = weights.embedding_scale
+        self._head = weights.head
+        self._norm = weights.norm
+        self._layers = weights.layers
+        self._tables = weights.tables
         self._scorings = [
             Scoring(config.attention_scale, window, config.attention_softcap)
             for window in config.windows
         ]
-        unrotated = torch.tensor([[1.0], [0.0]], device=cache.data.device)
-        unrotated = unrotated.expand(config.context_length, 2, 1).contiguous()
-        self._tables = [
-            unrotated if rope < 0 else model.ropes[rope].contiguous() for rope in config.layer_ropes
-        ]
         group = config.heads // config.kv_heads
-        self._least_longest = -(-_MOST_TILE_ROWS // group) if deterministic else 1
-
-    @property
-    def waits(self) -> bool:
-        """Whether the host must wait for the GPU amid a pass, so that it cannot be captured."""
-        return any(isinstance(layer.mlp, SeparateExperts) for layer in self._layers)
+        self._least_longest = -(-_MOST_TILE_ROWS // group) if weights.deterministic else 1
 
     def logits(
         self,

@@ -20,9 +20,12 @@ from engine.gpu.quantized_linear import (
 from engine.linear import Linear
 from engine.mlp import GatedMlp
 from engine.model import DecoderModel, Layer
+from engine.model_config import ModelConfig
+from engine.parallel.context_exchange import ContextExchange
+from engine.parallel.rank_model import RankModel
 from engine.quantization.weight import QuantizedWeight, can_concat, concat_rows, dequantize
 
-_PIECE_VALUES = 1 << 25
+PIECE_VALUES = 1 << 25
 """Weights that are dequantised at a time for a large batch."""
 
 
@@ -72,7 +75,7 @@ class QuantizedLinear:
     def _dense(self, x: torch.Tensor) -> torch.Tensor:
         weight = self._weight
         out = torch.empty((len(x), weight.outputs), dtype=x.dtype, device=x.device)
-        step = max(1, _PIECE_VALUES // weight.inputs)
+        step = max(1, PIECE_VALUES // weight.inputs)
         for start in range(0, weight.outputs, step):
             rows = slice(start, start + step)
             values = dequantized(_outputs(weight, rows)).to(x.dtype)
@@ -154,7 +157,75 @@ class GpuLayer:
     mlp_post_norm: torch.Tensor | None
 
 
-def take_layers(model: DecoderModel, *, deterministic: bool) -> Iterator[GpuLayer]:
+@dataclass(frozen=True, slots=True)
+class GpuWeights:
+    """What a pass of the decoder reads beside its blocks and a step's tensors."""
+
+    config: ModelConfig
+    """Of what this rank holds of the model."""
+    rank: RankModel | None
+    context: ContextExchange | None
+    dtype: torch.dtype
+    deterministic: bool
+    """Whether the bits of a row depend on the row alone: every sum has one order."""
+    embedding: torch.Tensor | QuantizedWeight
+    embedding_scale: float
+    layers: tuple[GpuLayer, ...]
+    norm: torch.Tensor
+    head: GpuLinear
+    tables: tuple[torch.Tensor, ...]
+    """Of each layer the rotary table: fp32 [context_length, 2, rotary_dim / 2]."""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether a layer, or the head, has codes for weights."""
+        return not isinstance(self.head, PlainLinear) or any(map(_has_codes, self.layers))
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host must wait for the GPU amid a pass, so that it cannot be captured."""
+        return any(isinstance(layer.mlp, SeparateExperts) for layer in self.layers)
+
+
+def gpu_weights(model: DecoderModel, *, deterministic: bool = False) -> GpuWeights:
+    """A model's weights as the kernels take them. Takes the layers and the head out of ``model``.
+
+    They have other sizes than the model's own, and a layer's are held twice while they are made:
+    only behind this is it known how much memory is left.
+    """
+    config = model.config
+    head = fuse((model.head,), model.dtype, deterministic=deterministic)
+    del model.head
+    tables = model.ropes
+    if -1 in config.layer_ropes:
+        # By an angle of 0.
+        unrotated = torch.tensor([[1.0], [0.0]], device=model.norm.device)
+        tables = (*tables, unrotated.expand(config.context_length, 2, 1).contiguous())
+    return GpuWeights(
+        config=config,
+        rank=model.rank,
+        context=model.context,
+        dtype=model.dtype,
+        deterministic=deterministic,
+        embedding=model.embedding,
+        embedding_scale=model.embedding_scale,
+        layers=tuple(_take_layers(model, deterministic=deterministic)),
+        norm=model.norm,
+        head=head,
+        tables=tuple(tables[rope].contiguous() for rope in config.layer_ropes),
+    )
+
+
+def _has_codes(layer: GpuLayer) -> bool:
+    linears: list[GpuLinear] = [layer.query_key_value, layer.output]
+    if isinstance(layer.mlp, FusedMlp):
+        linears += [layer.mlp.gate_up, layer.mlp.down]
+    elif isinstance(layer.mlp, SeparateExperts):
+        linears += [part for mlp in layer.mlp.experts for part in (mlp.gate_up, mlp.down)]
+    return any(not isinstance(linear, PlainLinear) for linear in linears)
+
+
+def _take_layers(model: DecoderModel, *, deterministic: bool) -> Iterator[GpuLayer]:
     """The model's layers, taken out of it one by one, so that no weight is held twice for long."""
     model.layers.reverse()
     while model.layers:

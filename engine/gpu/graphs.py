@@ -24,10 +24,6 @@ _SHORTEST = 1024
 _WARM_LENGTH = 4096
 """Tokens up to which graphs are captured in advance."""
 
-GRAPH_BYTES = 1 << 30
-"""What is left on the GPU for captured steps: their nodes, some hundred KiB a layer and graph, and
-the tensors between them, which all graphs share. An allowance, not a measurement."""
-
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -88,8 +84,14 @@ class DecodeGraphs:
         replay()
 
     def warm_sizes(self) -> Iterator[Bucket]:
-        """What is to be captured in advance, the largest first, whose memory the others share."""
+        """What is to be captured in advance.
+
+        The largest of all comes first: the others share its memory, so that none that is captured
+        while requests are served takes more.
+        """
         lengths = [size for size in self._lengths if size <= _WARM_LENGTH] or self._lengths[:1]
+        if self.largest.longest not in lengths:
+            yield self.largest
         for length in reversed(lengths):
             for batch in reversed(self._batches):
                 yield Bucket(batch, length)

@@ -46,7 +46,7 @@ class Cut:
     def quantized(self, weight: QuantizedWeight) -> QuantizedWeight:
         """What is held of a quantised matrix, in memory of its own.
 
-        Raises ValueError where a run of inputs does not begin and end between groups.
+        Raises ValueError where a run of inputs cuts a group of several in a row.
         """
         if not self.runs:
             return weight.clone()

@@ -103,25 +103,32 @@ class QuantizedWeight:
         )
 
     def inputs(self, run: range) -> QuantizedWeight:
-        """A run of the inputs; views. Raises ValueError where it does not consist of whole groups,
+        """The columns of the inputs in ``run``; views.
 
-        or columns have another order than the inputs.
+        Rows with one scale each may be cut anywhere, since a part of a row keeps the scale. Raises
+        ValueError where a run cuts a group of several or a byte of ``int4``, and where columns have
+        another order than the inputs.
         """
         if self.columns is not None:
             raise ValueError("its columns have another order than its inputs")
-        if run.start % self.group or run.stop % self.group:
-            raise ValueError(
-                f"inputs {run.start} to {run.stop} are no whole groups of {self.group}"
-            )
+        group, groups = self.group, slice(None)
+        if group == self.shape[1]:
+            group = len(run)
+        else:
+            groups = slice(run.start // group, run.stop // group)
+            if run.start % group or run.stop % group:
+                raise ValueError(f"inputs {run.start} to {run.stop} are no whole groups of {group}")
         codes = slice(run.start, run.stop)
         if self.kind == "int4":
+            if run.start % 2 or run.stop % 2:
+                raise ValueError(f"inputs {run.start} to {run.stop} cut a byte of two int4 codes")
             codes = slice(run.start // 2, run.stop // 2)
-        groups = slice(run.start // self.group, run.stop // self.group)
         return replace(
             self,
             codes=self.codes[:, codes],
             scales=self.scales[:, groups],
             mins=None if self.mins is None else self.mins[:, groups],
+            group=group,
         )
 
     def clone(self) -> QuantizedWeight:

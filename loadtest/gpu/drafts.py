@@ -22,6 +22,7 @@ from engine.draft_costs import DraftCosts
 from engine.draft_length import MOST_IN_A_STEP, DraftLength, Proposal
 from engine.drafter import Draft, Drafter
 from engine.gpu.decoder import GpuStepModel
+from engine.gpu.fused_weights import gpu_weights
 from engine.gpu.overlap_costs import OverlapCosts
 from engine.gpu.runner import GpuRunner
 from engine.gpu.speculation import OverlapSpeculation, make_overlap_speculation
@@ -132,12 +133,12 @@ class GpuSequences:
         self._most = most
         self.config = config
         self._cache = KvCache(config, blocks, _BLOCK, place.dtype, place.device)
+        model = random_model(config, place.device, place.dtype)
         self._model = GpuStepModel(
-            random_model(config, place.device, place.dtype),
+            gpu_weights(model, deterministic=deterministic),
             self._cache,
             most + MOST_IN_A_STEP,
             capture=place.capture(),
-            deterministic=deterministic,
         )
 
     def run(

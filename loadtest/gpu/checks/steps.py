@@ -10,6 +10,7 @@ import torch
 
 from baton.sampling_params import SamplingParams
 from engine.gpu.decoder import GpuStepModel
+from engine.gpu.fused_weights import gpu_weights
 from engine.gpu.runner import GpuRunner
 from engine.kv_cache import KvCache
 from engine.model_config import ModelConfig
@@ -131,13 +132,9 @@ def _logits(place: Place, case: _Case) -> Iterator[Check]:
 
 
 def _ours(place: Place, case: _Case, *, deterministic: bool = False) -> GpuStepModel:
-    return GpuStepModel(
-        random_model(case.config, place.device, place.dtype, case.weights),
-        case.cache(place),
-        _MAX_ROWS,
-        capture=place.capture(),
-        deterministic=deterministic,
-    )
+    model = random_model(case.config, place.device, place.dtype, case.weights)
+    weights = gpu_weights(model, deterministic=deterministic)
+    return GpuStepModel(weights, case.cache(place), _MAX_ROWS, capture=place.capture())
 
 
 def _torch(place: Place, case: _Case, dtype: torch.dtype) -> TorchStepModel:
@@ -286,5 +283,5 @@ def _warm_up(place: Place) -> Iterator[Check]:
         config = replace(with_layers(whole, 1), context_length=16384)
         cache = KvCache(config, 1024, _BLOCK, place.dtype, place.device)
         model = random_model(config, place.device, place.dtype)
-        GpuStepModel(model, cache, 64, capture=place.capture()).warm_up()
+        GpuStepModel(gpu_weights(model), cache, 64, capture=place.capture()).warm_up()
     yield from ()

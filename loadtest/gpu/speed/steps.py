@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from baton.sampling_params import SamplingParams
 from engine.gpu.decoder import GpuStepModel
 from engine.gpu.draws import GREEDY
+from engine.gpu.fused_weights import gpu_weights
 from engine.gpu.runner import GpuRunner
 from engine.kv_cache import KvCache, block_bytes
 from engine.model_config import ModelConfig
@@ -97,13 +98,11 @@ def _describe(place: Place, case: Step) -> Iterator[Result]:
     config = with_layers(case.config, 2)
     blocks = sum(_width(at + count) for at, count in case.rows)
     cache = KvCache(config, blocks, BLOCK, place.dtype, place.device)
-    model = GpuStepModel(
+    weights = gpu_weights(
         random_model(config, place.device, place.dtype, case.weights),
-        cache,
-        _max_rows(place),
-        capture=place.capture(),
         deterministic=case.deterministic,
     )
+    model = GpuStepModel(weights, cache, _max_rows(place), capture=place.capture())
     tokens = [0] * case.tokens
     ends = [sum(count for _, count in case.rows[: n + 1]) - 1 for n in range(len(case.rows))]
     model.start(StepInput(_rows(case, 0), tokens, ends, True), [GREEDY] * len(ends))
@@ -145,14 +144,10 @@ class _Bench:
         config = config_of(case, tiny=place.small)
         self._config = config
         model = random_model(config, place.device, place.dtype, case.weights)
+        weights = gpu_weights(model, deterministic=case.deterministic)
+        del model
         self._cache = KvCache(config, self._pool(config), BLOCK, place.dtype, place.device)
-        steps = GpuStepModel(
-            model,
-            self._cache,
-            _max_rows(place),
-            capture=place.capture(),
-            deterministic=case.deterministic,
-        )
+        steps = GpuStepModel(weights, self._cache, _max_rows(place), capture=place.capture())
         self._runner = GpuRunner(steps, self._cache, place.device)
 
     def _pool(self, config: ModelConfig) -> int:

@@ -62,8 +62,9 @@ def test_each_size_is_captured_once() -> None:
 def test_what_is_captured_in_advance() -> None:
     """The largest first: others share its memory."""
     sizes = list(Computed().graphs.warm_sizes())
-    assert sizes[0] == Bucket(24, 4096)
+    assert sizes[:2] == [Bucket(24, 5000), Bucket(24, 4096)]
     assert sizes[-1] == Bucket(1, 1024)
-    assert len(sizes) == len(set(sizes)) == 6 * 3
-    short = DecodeGraphs(lambda _: None, lambda work: work, 1, 9000)
-    assert list(short.warm_sizes()) == [Bucket(1, n) for n in (4096, 2048, 1024)]
+    assert len(sizes) == len(set(sizes)) == 1 + 6 * 3
+    for context, lengths in ((9000, (9000, 4096, 2048, 1024)), (3000, (3000, 2048, 1024))):
+        graphs = DecodeGraphs(lambda _: None, lambda work: work, 1, context)
+        assert list(graphs.warm_sizes()) == [Bucket(1, n) for n in lengths]

@@ -149,6 +149,21 @@ def many() -> tuple[Paged, torch.Tensor, list[int]]:
     return held, random_queries(len(lengths), 6, 64, torch.bfloat16), lengths
 
 
+def test_rows_that_take_turns_have_the_same_bits(
+    many: tuple[Paged, torch.Tensor, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the splits of all rows do not fit the scratch."""
+    held, queries, lengths = many
+    arguments = (queries.to(DEVICE), held.on_device(), LAYER, held.tables, lengths_of(lengths))
+    out = torch.empty_like(arguments[0])
+    rest = (Scoring(0.125), None, None, 32, 90)
+    assert len(decode_launches(out, *arguments, *rest)) == 2
+    together = decode_attention(*arguments, Scoring(0.125), split=32)
+    monkeypatch.setattr("engine.gpu.decode_attention.SCRATCH_BYTES", 1)
+    assert len(decode_launches(out, *arguments, *rest)) == 4
+    assert torch.equal(decode_attention(*arguments, Scoring(0.125), split=32), together)
+
+
 @pytest.mark.parametrize("window", [0, 40])
 def test_a_row_has_the_same_bits_in_every_batch(
     many: tuple[Paged, torch.Tensor, list[int]], window: int

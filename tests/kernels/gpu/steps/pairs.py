@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from engine.gpu.decoder import GpuStepModel
+from engine.gpu.fused_weights import gpu_weights
 from engine.gpu.graphs import Work
 from engine.kv_cache import KvCache
 from engine.model import DecoderModel
@@ -89,10 +90,17 @@ def reference(model: DecoderModel, kv: torch.dtype | None = None) -> Steps:
     return Steps(TorchStepModel(model, cache, DEVICE), cache)
 
 
-def gpu(model: DecoderModel, kv: torch.dtype | None = None, **options: Any) -> Steps:
+def gpu(
+    model: DecoderModel,
+    kv: torch.dtype | None = None,
+    *,
+    deterministic: bool = False,
+    **options: Any,
+) -> Steps:
     """Takes the layers out of ``model``."""
     cache = new_cache(model, kv)
-    return Steps(GpuStepModel(model, cache, MOST_ROWS, **options), cache)
+    weights = gpu_weights(model, deterministic=deterministic)
+    return Steps(GpuStepModel(weights, cache, MOST_ROWS, **options), cache)
 
 
 def some_tokens(count: int, vocab: int, seed: int = 0) -> list[int]:

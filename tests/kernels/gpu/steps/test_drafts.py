@@ -12,6 +12,7 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.gpu.decoder import GpuStepModel
+from engine.gpu.fused_weights import gpu_weights
 from engine.gpu.runner import GpuRunner
 from engine.gpu.speculation import OverlapSpeculation
 from engine.plan import PlanRow, StepPlan
@@ -78,7 +79,7 @@ def answers(folder: Path, oracle: Oracle | None, recorder: Recorder) -> list[lis
     limits = SchedulerLimits(BLOCK, 16, 8, 128, draft_tokens=MOST_DRAFT_TOKENS if oracle else 0)
     scheduler = Scheduler(BlockPool(BLOCKS), limits)
     speculation = OverlapSpeculation(oracle, WholeDrafts(), AnyCosts()) if oracle else None
-    steps = GpuStepModel(model, cache, 32, capture=recorder)
+    steps = GpuStepModel(gpu_weights(model), cache, 32, capture=recorder)
     runner = GpuRunner(steps, cache, DEVICE, None, speculation)
     sequences = []
     for number, sampling in enumerate(SAMPLINGS):

@@ -16,6 +16,7 @@ from baton.errors import WorkerFailed
 from engine.engine import EngineSettings, build_engine
 from engine.gpu.decoder import GpuStepModel
 from engine.gpu.draws import GREEDY
+from engine.gpu.fused_weights import gpu_weights
 from engine.gpu.launch import Launch
 from engine.kv_cache import KvCache
 from engine.model import DecoderModel
@@ -50,7 +51,7 @@ def model_share(folder: Path, group: RankGroup, lead: LeadRank | None) -> GpuSte
     weights = load_weights(folder, DEVICE, torch.float32, slices=slices)
     model = DecoderModel(config_of(config, share), weights, DEVICE, RankModel(share, group))
     cache = KvCache(model.config, 8, 16, torch.float32, DEVICE)
-    return GpuStepModel(model, cache, 8, lead=lead)
+    return GpuStepModel(gpu_weights(model), cache, 8, lead=lead)
 
 
 def context_share(folder: Path, group: RankGroup, lead: LeadRank | None) -> GpuStepModel:
@@ -59,7 +60,7 @@ def context_share(folder: Path, group: RankGroup, lead: LeadRank | None) -> GpuS
     model = DecoderModel(config, load_weights(folder, DEVICE, torch.float32), DEVICE)
     model.context = ContextExchange(group)
     cache = KvCache(config, 8, 16, torch.float32, DEVICE)
-    return GpuStepModel(model, cache, 8, lead=lead)
+    return GpuStepModel(gpu_weights(model), cache, 8, lead=lead)
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.step import StepInput
-from tests.models import make_tiny_model, make_tiny_moe, make_tiny_olmo
+from tests.models import make_tiny_fp8, make_tiny_model, make_tiny_moe, make_tiny_olmo
 from tests.unit.engine.parallel.rank_threads import engine_of_ranks
 
 BLOCK = 16
@@ -24,6 +24,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "dense": make_tiny_model,
     "experts": make_tiny_moe,
     "norms over all heads": make_tiny_olmo,
+    "fp8 by row": make_tiny_fp8,
 }
 
 

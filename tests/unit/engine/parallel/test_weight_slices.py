@@ -16,7 +16,7 @@ from engine.parallel.weight_slices import WeightSlices
 from engine.quantization.native import CONFIG, native_tensors
 from engine.quantization.weight import QuantizedWeight, dequantize, quantize
 from engine.weights import Weight, load_weights
-from tests.models import make_tiny_model, make_tiny_moe
+from tests.models import make_tiny_fp8, make_tiny_model, make_tiny_moe
 
 CPU = torch.device("cpu")
 Q, K, V = (f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "qkv")
@@ -124,6 +124,21 @@ def test_batons_own_quantised_weights_are_cut(tmp_path: Path) -> None:
         assert torch.equal(together, plain(whole[name]))
     with pytest.raises(ConfigError, match=r"cannot be cut for tp 4.*take another tp"):
         part(tmp_path, 0, 4)
+
+
+@pytest.mark.parametrize("scale_per_row", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fp8_weights_with_a_scale_per_row_or_tensor_are_cut(
+    tmp_path: Path, ranks: int, scale_per_row: bool
+) -> None:
+    make_tiny_fp8(tmp_path, scale_per_row=scale_per_row)
+    whole = load_weights(tmp_path, CPU, torch.float32)
+    parts = [part(tmp_path, rank, ranks)[0] for rank in range(ranks)]
+    for name, dim in ((OUTPUT, 1), (DOWN, 1)):
+        held = [found[name] for found in parts]
+        assert all(isinstance(one, QuantizedWeight) and one.kind == "fp8" for one in held)
+        together = torch.cat([plain(one) for one in held], dim=dim)
+        assert torch.equal(together, plain(whole[name]))
 
 
 def test_columns_in_an_order_of_their_own_cannot_be_cut_by_inputs() -> None:

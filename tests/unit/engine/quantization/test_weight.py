@@ -165,6 +165,32 @@ def test_unlike_rows_are_not_joined() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_rows_with_one_scale_are_cut_anywhere(kind: QuantKind, asymmetric: bool) -> None:
+    """A part of a row keeps the row's scale and minimum."""
+    weight = quantize(random(6, 40), kind, 40)
+    if asymmetric:
+        weight = replace(weight, mins=torch.full_like(weight.scales, 0.25))
+    parts = [weight.inputs(run) for run in (range(14), range(14, 24), range(24, 40))]
+    assert [(part.shape, part.group) for part in parts] == [
+        ((6, 14), 14),
+        ((6, 10), 10),
+        ((6, 16), 16),
+    ]
+    whole = torch.cat([dequantize(part) for part in parts], dim=1)
+    assert torch.equal(whole, dequantize(weight))
+
+
+def test_groups_and_bytes_are_not_cut() -> None:
+    with pytest.raises(ValueError, match="16 to 64 are no whole groups of 32"):
+        quantize(random(4, 64), "int8", 32).inputs(range(16, 64))
+    assert quantize(random(4, 64), "int8", 32).inputs(range(32, 64)).group == 32
+    for group in (6, 3):
+        with pytest.raises(ValueError, match="0 to 3 cut a byte of two int4 codes"):
+            quantize(random(4, 6), "int4", group).inputs(range(3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_looked_up(kind: QuantKind) -> None:
     weight = quantize(random(20, 64), kind)
     ids = torch.tensor([7, 7, 0])
