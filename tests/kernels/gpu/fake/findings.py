@@ -197,7 +197,8 @@ def _captures() -> Iterator[str]:
 
 
 def _memory() -> Iterator[str]:
-    heads = "step: peak | planned | captured: peak | planned | planned / peak | all but nodes"
+    heads = "step: peak | planned | captured: peak | planned | planned / peak"
+    heads += " | in all, without graph nodes"
     yield f"| case | {heads} |"
     yield "|---|---|---|---|---|---|---|"
     for case in SIZED:

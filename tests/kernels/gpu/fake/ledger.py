@@ -16,7 +16,7 @@ _STEP = 512
 _SORT = {"aten::sort", "aten::argsort"}
 _SORT_BYTES = 32
 """Of an element, within a sort of several rows: two copies of (row, place), 8 bytes each, the
-sorted keys, and what the radix sort exchanges with (ATen/native/cuda/Sort.cu)."""
+sorted keys, and what the radix sort exchanges with. An estimate, not a measurement."""
 
 
 @dataclass(slots=True)
