@@ -11,7 +11,7 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from baton.sampling_params import SamplingParams
