@@ -424,7 +424,11 @@ def rope_cache_reference(
         (1, values.float()),
     ):
         codes, scales = quantise(x[real], blocks.data.dtype)
-        blocks.data[block, layer, which, :, slot] = codes
+        data = blocks.data
+        if data.itemsize == 1:
+            # As bytes: torch cannot index fp8 on every device.
+            data, codes = data.view(torch.uint8), codes.view(torch.uint8)
+        data[block, layer, which, :, slot] = codes
         if scales is not None and blocks.scales is not None:
             blocks.scales[block, layer, which, :, slot] = scales
     return turned.to(queries.dtype)

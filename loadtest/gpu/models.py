@@ -43,7 +43,7 @@ def random_model(
         elif kind is None or ".layers." not in name or name.endswith(".gate.weight"):
             weights[name] = plain(*shape)
         else:
-            weights[name] = _random_codes(shape, kind, device, generator)
+            weights[name] = random_codes(shape, kind, device, generator)
     if config.embedding_scale != 1.0:
         table = weights["model.embed_tokens.weight"]
         assert isinstance(table, torch.Tensor), "embeddings are plain"
@@ -145,8 +145,11 @@ _NORMS = {
 }
 
 
-def _random_codes(
-    shape: tuple[int, ...], kind: QuantKind, device: torch.device, generator: torch.Generator | None
+def random_codes(
+    shape: tuple[int, ...],
+    kind: QuantKind,
+    device: torch.device,
+    generator: torch.Generator | None = None,
 ) -> QuantizedWeight:
     """Codes of any value, and scales that make weights of a usual size of them."""
     outputs, inputs = shape

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import os
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from baton.process_end import end_with_parent
+from baton.process_end import end_process, end_with_parent
 from loadtest.gpu.machine import versions
 from loadtest.gpu.phases import PHASES, PLANS, Phase, missing_packages, phase_of, table
 from loadtest.gpu.place import Place
@@ -35,7 +37,12 @@ _ITEM_S = 120.0
 _DRY = 5.0
 """How much longer everything may take in a dry run."""
 _POLL_S = 0.1
+_GONE_S = 30.0
+"""For a killed process, whose GPU may have to be torn away from a kernel that hangs."""
+_BROKEN = 4
+"""How a phase's process ends once it has written that an item is broken."""
 _COMMAND: tuple[str, ...] = (sys.executable, "-m", "loadtest.gpu.run")
+_WHY_CHARACTERS = 500
 _OWN = ("device", "torch", "triton", "code")
 """What must be the same where a report is resumed."""
 
@@ -78,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         "--triton-cache", type=Path, help="kernels compiled by loadtest.gpu.triton_cache"
     )
     parser.add_argument("--child", choices=[p.name for p in PHASES], help=argparse.SUPPRESS)
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
     return parser
 
@@ -153,6 +161,7 @@ def _supervise(
     ends_at = time.monotonic() + limit_s
     item_s = _ITEM_S * (_DRY if options.dry_run else 1.0)
     command = [*_COMMAND, "--child", phase.name]
+    command += ["--parent", str(os.getpid())]
     command += ["--output", str(options.output), "--scratch", str(scratch)]
     command += ["--dry-run"] if options.dry_run else []
     while (left_s := ends_at - time.monotonic()) > 0:
@@ -160,20 +169,34 @@ def _supervise(
         try:
             ended = _wait(child, phase, report, left_s, item_s)
         finally:
-            if child.poll() is None:
-                child.kill()
-            child.wait()
+            has_gone = _end(child)
         if ended is None:
             return True
         item = _under_way(report, phase)
-        if ended == "" and item is not None:
+        if not has_gone:
+            ended = f"{ended or 'the phase is over'}; its process does not end"
+        if ended == "":
             # The phase's time is over: the next call runs the item again.
             return False
-        if item is None:
-            report.append({"kind": "broken", "phase": phase.name, "item": "", "why": ended})
+        if child.returncode == _BROKEN:
+            # The report has the error.
+            continue
+        report.append({"kind": "broken", "phase": phase.name, "item": item or "", "why": ended})
+        if item is None or not has_gone:
             return True
-        report.append({"kind": "broken", "phase": phase.name, "item": item, "why": ended})
     return False
+
+
+def _end(child: subprocess.Popen[bytes]) -> bool:
+    """Kill it where it still runs; whether it has gone, and with it all that it held on the GPU."""
+    if child.poll() is None:
+        child.kill()
+    try:
+        child.wait(timeout=_GONE_S)
+    except subprocess.TimeoutExpired:
+        # A driver may keep it for as long as a kernel hangs.
+        return False
+    return True
 
 
 def _wait(
@@ -207,6 +230,11 @@ def _under_way(report: Report, phase: Phase) -> str | None:
 def _run_items(options: argparse.Namespace) -> None:
     """What the process of a phase does."""
     end_with_parent()
+    if os.getppid() != options.parent:
+        # The parent ended while this process began: another run may use the GPU by now.
+        return
+    # What is imported is not looked at again after each item.
+    gc.freeze()
     phase, report = phase_of(options.child), Report(options.output)
     ended = finished(report.records(), phase.name)
     for item in phase.items(_place(options), options.scratch / phase.name):
@@ -215,11 +243,26 @@ def _run_items(options: argparse.Namespace) -> None:
         place = {"phase": phase.name, "item": item.name}
         report.append({"kind": "begun", **place})
         began = time.perf_counter()
-        with torch.inference_mode():
-            for result in item.work():
-                report.append({**place, **result.record()})
+        try:
+            with torch.inference_mode():
+                for result in item.work():
+                    report.append({**place, **result.record()})
+        except Exception as error:  # whatever it is, the report has it
+            traceback.print_exc()
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:_WHY_CHARACTERS]
+            report.append({"kind": "broken", **place, "why": why})
+            # A new process has the next item: an error of CUDA's stays in this one.
+            end_process(_BROKEN)
         seconds = round(time.perf_counter() - began, 3)
         report.append({"kind": "done", **place, "seconds": seconds})
+        _give_back()
+
+
+def _give_back() -> None:
+    """Free what an item has left on the GPU: captured steps are in cycles with their models."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

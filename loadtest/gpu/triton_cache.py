@@ -3,12 +3,13 @@
     python -m loadtest.gpu.triton_cache DIR --capability 90
 
 It goes through the items of a run with tensors that have no values, and compiles what they would
-launch. It takes the Triton version that the GPU's machine has: another one has other keys.
+launch. It takes the Triton version that the GPU's machine has, built for any version of Python.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import json
 import os
@@ -16,10 +17,14 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
+from triton.compiler import compiler
+from triton.runtime.cache import triton_key
 
 from engine.gpu.compile_ahead import compile_launch
 from engine.gpu.launch import Launch, describe
@@ -59,22 +64,51 @@ def fill(folder: Path, capability: int, items: Iterable[Item]) -> int:
     """
     folder.mkdir(parents=True, exist_ok=True)
     os.environ |= {"TRITON_CACHE_DIR": str(folder), "TRITON_STORE_BINARY_ONLY": "1"}
-    for item in items:
-        launches: list[Launch] = []
-        with describe(capability, launches.append), torch.inference_mode():
-            for _ in item.work():
-                pass
-        for launch in launches:
-            compile_launch(launch, capability)
-    about = {"triton": triton.__version__, "folder": str(folder)}
+    ends: dict[str, str] = {}
+    with _noted_keys(ends):
+        for item in items:
+            launches: list[Launch] = []
+            with describe(capability, launches.append), torch.inference_mode():
+                for _ in item.work():
+                    pass
+            for launch in launches:
+                compile_launch(launch, capability)
+    about = {"triton": triton.__version__, "folder": str(folder), "keys": ends}
     (folder / _ABOUT).write_text(json.dumps(about))
     return len(list(folder.glob(f"*/{_GROUP}*")))
+
+
+@contextmanager
+def _noted_keys(ends: dict[str, str]) -> Iterator[None]:
+    """Within the block ``ends`` gets the end of each kernel's key, by the folder of the kernel.
+
+    A key begins with a hash of triton's own files. Builds of one version for two versions of Python
+    differ in it, and compile the same.
+    """
+    original = compiler.get_cache_key
+
+    def noted(*args: Any, **named: Any) -> str:
+        key: str = original(*args, **named)
+        ends[_folder_of(key)] = key.removeprefix(triton_key())
+        return key
+
+    compiler.get_cache_key = noted
+    try:
+        yield
+    finally:
+        compiler.get_cache_key = original
+
+
+def _folder_of(key: str) -> str:
+    """As triton names it."""
+    return base64.b32encode(hashlib.sha256(key.encode()).digest()).decode().rstrip("=")
 
 
 def unpack(folder: Path, target: Path) -> Path:
     """Copy compiled kernels to where this process may add others; ``target`` itself.
 
-    Triton's files name their folder, which may have moved. Raises StaleCache.
+    They get the keys that this build of triton looks for. Triton's files name their folder, which
+    may have moved. Raises StaleCache.
     """
     try:
         about = json.loads((folder / _ABOUT).read_text())
@@ -87,7 +121,10 @@ def unpack(folder: Path, target: Path) -> Path:
             f"{folder} was filled by triton {about['triton']} and this is {triton.__version__}:"
             " fill it by the same version"
         )
-    shutil.copytree(folder, target)
+    target.mkdir(parents=True)
+    own = triton_key()
+    for name, end in about["keys"].items():
+        shutil.copytree(folder / name, target / _folder_of(own + end))
     for path in target.glob(f"*/{_GROUP}*"):
         group = json.loads(path.read_text())
         names = group["child_paths"]

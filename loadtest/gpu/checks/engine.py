@@ -43,12 +43,15 @@ def engine_items(place: Place, folder: Path) -> Iterator[Item]:
     @cache
     def engine() -> Engine:
         path = write_folder(config, folder / "model", place.device)
+        if place.on_gpu:
+            # The weights that were drawn are no memory of the engine's.
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(place.device)
         return build_engine(_settings(place, path))
 
     yield Item("build", partial(_build, place, engine))
     yield Item("warm-up and calibration", partial(_warm_up, place, engine))
     yield Item("sequences", partial(_sequences, place, engine, folder / "model"))
-    yield Item("memory", partial(_memory, place, engine))
 
 
 def _settings(place: Place, path: Path) -> EngineSettings:
@@ -95,6 +98,8 @@ def _sequences(place: Place, engine: Callable[[], Engine], path: Path) -> Iterat
     yield Timing("engine: all sequences", time.perf_counter() - began)
     short = sum(len(s.token_ids) != n + tokens for s, n in zip(sequences, prompts, strict=True))
     yield Check("sequences of another length", float(short), 0.0)
+    # Before the reference takes memory, too.
+    yield from _memory(place, built)
     reference = DecoderModel(
         load_model_config(path), load_weights(path, place.device, torch.float32), place.device
     )
@@ -124,9 +129,8 @@ def _regret(place: Place, model: DecoderModel, token_ids: list[int], prompt: int
     return float((logits.amax(1) - logits.gather(1, drawn[:, None])[:, 0]).max())
 
 
-def _memory(place: Place, engine: Callable[[], Engine]) -> Iterator[Result]:
+def _memory(place: Place, built: Engine) -> Iterator[Result]:
     """The engine holds no more than its share of the GPU."""
-    built = engine()
     if not place.on_gpu:
         yield Fact("memory", {"pool bytes": built.cache.bytes.nbytes})
         return

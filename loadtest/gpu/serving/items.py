@@ -84,8 +84,9 @@ def serving_items(device: str, *, small: bool, folder: Path) -> Iterator[Item]:
 
         try:
             yield Item("answers", lambda: started().answers())
-            yield Item("load", lambda: started().load())
             yield Item("writer killed", lambda: started().writer_killed())
             yield Item("poisoned context", lambda: started().poisoned_context())
+            # Last: on a GPU it takes a cluster of its own, whose start may outlast the phase.
+            yield Item("load", lambda: started().load())
         finally:
             is_over = True

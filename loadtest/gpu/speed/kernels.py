@@ -199,7 +199,9 @@ def _scaled_products(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[W
     ones = torch.ones(len(padded), 1, device=x.device)
 
     def multiply(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return torch._scaled_mm(padded, weight.t(), ones, scales, out_dtype=torch.bfloat16)
+        return torch._scaled_mm(
+            padded, weight.t(), ones, scales, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
 
     return [
         partial(multiply, weight.to(fp8), torch.ones(1, len(weight), device=x.device))

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import pairwise
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from baton.sampling_params import SamplingParams
@@ -197,7 +198,8 @@ class _Bench:
         found: list[float] = []
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             self._run(case, _TRACED, lambda result: found.append(result.seconds))
-        kernels = [e for e in trace.key_averages() if not e.key.startswith("Mem")]
+        events = [e for e in trace.key_averages() if e.device_type == DeviceType.CUDA]
+        kernels = [e for e in events if not e.key.startswith("Mem")]
         kernels.sort(key=lambda event: -event.self_device_time_total)
         busy_s = sum(event.self_device_time_total for event in kernels) / 1e6 / _TRACED
         wall_s = statistics.median(found[1:])

@@ -100,7 +100,8 @@ def test_items_that_end_their_process_cost_no_other_item(runs: Runs) -> None:
     assert runs.of("broken") == ["crash 1", "fail 2"]
     assert "before the crash" in [record.get("name") for record in runs.records]
     assert "its process ended with -9" in out
-    assert "its process ended with 1" in out
+    assert "RuntimeError: an item fails" in out
+    assert not [record for record in runs.records if record.get("item") == ""]
 
 
 def test_an_item_that_hangs_is_broken_and_the_next_one_runs(runs: Runs) -> None:
@@ -119,6 +120,21 @@ def test_a_phase_whose_time_is_over_goes_on_in_the_next_call(runs: Runs) -> None
     assert code == 0
     assert runs.of("begun").count("right 0") == 2, "one of each phase, and none again"
     assert runs.of("done") == ["right 0", "right 0", "hang_once 1", "right 2"]
+
+
+def test_a_phase_whose_time_ends_before_its_first_item_is_not_broken(runs: Runs) -> None:
+    # Less than a process takes to begin.
+    code, _, _ = runs.run("0.01:first=right", "second=right")
+    assert code == 3
+    assert runs.of("broken") == []
+    assert runs.of("done") == ["right 0"]
+
+
+def test_a_phase_whose_run_has_ended_does_nothing(runs: Runs, tmp_path: Path) -> None:
+    runs.output.write_text("")
+    arguments = ["--child", "machine", "--dry-run", "--output", str(runs.output)]
+    assert run.main([*arguments, "--scratch", str(tmp_path), "--parent", "1"]) == 0
+    assert runs.records == []
 
 
 def test_a_run_that_was_killed_resumes(runs: Runs) -> None:

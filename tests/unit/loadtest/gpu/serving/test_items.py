@@ -82,9 +82,9 @@ def test_items_have_their_names_before_the_work_and_none_runs_after_the_end(tmp_
     items = list(serving_items("cpu", small=True, folder=tmp_path))
     assert [item.name for item in items] == [
         "answers",
-        "load",
         "writer killed",
         "poisoned context",
+        "load",
     ]
     with pytest.raises(RuntimeError, match="run each item before asking for the next"):
         items[0].work()
