@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -67,22 +67,26 @@ def items(names: tuple[str, ...], _place: Place, _folder: Path) -> Iterator[Item
         yield Item(f"{name} {number}", WORKS[name])
 
 
-def main(arguments: list[str]) -> int:
-    """``PHASE=name,name …  -- run's own arguments``; ``ITEM_S`` bounds an item."""
-    own, theirs = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
+def made(described: Sequence[str]) -> tuple[Phase, ...]:
+    """Phases of ``NAME=item,item`` or ``SECONDS:NAME=item,item``."""
     found = []
-    for one in own:
+    for one in described:
         name, _, works = one.partition("=")
         limit, _, name = name.rpartition(":")
         limits = {plan: float(limit or 60.0) for plan in phases.PLANS}
-        making = partial(items, tuple(works.split(",")))
-        found.append(Phase(name, "what the test asks", limits, making))
-    phases.PHASES = tuple(found)
+        found.append(
+            Phase(name, "what the test asks", limits, partial(items, tuple(works.split(","))))
+        )
+    return tuple(found)
+
+
+def main(arguments: list[str]) -> int:
+    """``NAME=item,item …  -- the run's own arguments``."""
+    own, theirs = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
+    phases.PHASES = made(own)
     setattr(run, "PHASES", phases.PHASES)  # noqa: B010 - a name that it imports
     run._DRY = 1.0
-    run._ITEM_S = float(os.environ.get("ITEM_S", "60"))
-    module = "tests.unit.loadtest.gpu.run_script"
-    run._COMMAND = (sys.executable, "-m", module, *own, "--")
+    run._COMMAND = (sys.executable, "-m", "tests.unit.loadtest.gpu.run_script", *own, "--")
     return run.main(theirs)
 
 

@@ -17,35 +17,39 @@ from loadtest.gpu import run
 from loadtest.gpu.phases import PHASES, PLANS, table
 from loadtest.gpu.report import Report
 from loadtest.gpu.results import Record
+from tests.unit.loadtest.gpu import run_script
 
 ROOT = Path(__file__).resolve().parents[4]
 DEADLINE_S = 120.0
+SCRIPT = (sys.executable, "-m", "tests.unit.loadtest.gpu.run_script")
 
 
 class Runs:
-    """Runs of phases that a test makes up."""
+    """Runs of phases that a test makes up: items do what their names say."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.output = folder / "gpu.jsonl"
-        self._environment = {**os.environ, "BATON_TEST_MARK": str(folder / "mark")}
+        self._monkeypatch = monkeypatch
+        monkeypatch.setenv(run_script.MARK, str(folder / "mark"))
+        monkeypatch.setattr(run, "_DRY", 1.0)
 
-    def start(self, *phases: str, item_s: float = 60.0) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "tests.unit.loadtest.gpu.run_script", *phases, "--"]
+    def run(self, *phases: str, item_s: float = 60.0) -> int:
+        """Exit status; only the processes of phases are others than this one."""
+        self._monkeypatch.setattr(run, "PHASES", run_script.made(phases))
+        self._monkeypatch.setattr(run, "_ITEM_S", item_s)
+        self._monkeypatch.setattr(run, "_COMMAND", (*SCRIPT, *phases, "--"))
+        return run.main(["--dry-run", "--output", str(self.output)])
+
+    def start(self, *phases: str) -> subprocess.Popen[bytes]:
+        """The same in a process of its own."""
+        command = [*SCRIPT, *phases, "--", "--dry-run", "--output", str(self.output)]
         return subprocess.Popen(
-            [*command, "--dry-run", "--output", str(self.output)],
+            command,
             cwd=ROOT,
-            env=self._environment | {"ITEM_S": str(item_s)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-
-    def run(self, *phases: str, item_s: float = 60.0) -> tuple[int, str, str]:
-        """Exit status, output and errors."""
-        process = self.start(*phases, item_s=item_s)
-        out, err = process.communicate(timeout=DEADLINE_S)
-        return process.returncode, out, err
 
     @property
     def records(self) -> list[Record]:
@@ -57,8 +61,10 @@ class Runs:
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Runs:
-    return Runs(tmp_path)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    # Children import the tests' modules from here.
+    monkeypatch.chdir(ROOT)
+    return Runs(tmp_path, monkeypatch)
 
 
 def test_without_a_gpu_it_says_what_can_be_done(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,62 +82,46 @@ def test_the_plans_fit_their_minutes(capsys: pytest.CaptureFixture[str]) -> None
         assert sum(phase.limits_s.get(plan, 0.0) for phase in PHASES) <= 60 * minutes - 15
 
 
-def test_every_result_is_a_line_and_the_table_has_them(runs: Runs) -> None:
-    code, out, _ = runs.run("first=right", "second=right,right")
-    assert code == 0
-    assert runs.of("done") == ["right 0", "right 0", "right 1"]
-    assert "| second | 2 | 2 | 0 | 0 |" in out
-    first = runs.records[0]
-    assert first["kind"] == "run"
-    assert first["torch"] == torch.__version__
-
-
-def test_what_is_wrong_or_too_slow_fails_the_run(runs: Runs) -> None:
-    code, out, _ = runs.run("first=right,wrong,slow")
-    assert code == 1
+def test_what_is_wrong_is_told_and_costs_no_other_item(
+    runs: Runs, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert runs.run("first=right,wrong,slow,crash,fail,right", "second=right") == 1
+    out = capfd.readouterr().out
+    assert runs.records[0]["torch"] == torch.__version__
+    assert runs.of("done") == ["right 0", "wrong 1", "slow 2", "right 5", "right 0"]
+    assert runs.of("broken") == ["crash 3", "fail 4"]
+    assert "before the crash" in [record.get("name") for record in runs.records]
+    assert "| second | 1 | 1 | 0 | 0 |" in out
     assert "| first | wrong 1 | error | 0.1 | 0.01 |" in out
     assert "| first | slow 2 | a bounded wait | 3.00 s | 2.00 s |" in out
-
-
-def test_items_that_end_their_process_cost_no_other_item(runs: Runs) -> None:
-    code, out, _ = runs.run("first=right,crash,fail,right", "second=right")
-    assert code == 1
-    assert runs.of("done") == ["right 0", "right 3", "right 0"]
-    assert runs.of("broken") == ["crash 1", "fail 2"]
-    assert "before the crash" in [record.get("name") for record in runs.records]
     assert "its process ended with -9" in out
     assert "RuntimeError: an item fails" in out
-    assert not [record for record in runs.records if record.get("item") == ""]
 
 
-def test_an_item_that_hangs_is_broken_and_the_next_one_runs(runs: Runs) -> None:
-    code, out, _ = runs.run("first=right,hang,right", item_s=4.0)
-    assert code == 1
+def test_an_item_that_hangs_is_broken_and_the_next_one_runs(
+    runs: Runs, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert runs.run("first=right,hang,right", item_s=3.0) == 1
     assert runs.of("broken") == ["hang 1"]
     assert runs.of("done") == ["right 0", "right 2"]
-    assert "it did not end within 4 s" in out
+    assert "it did not end within 3 s" in capfd.readouterr().out
 
 
 def test_a_phase_whose_time_is_over_goes_on_in_the_next_call(runs: Runs) -> None:
-    code, _, _ = runs.run("15:first=right,hang_once,right", "second=right")
-    assert code == 3
-    assert runs.of("done") == ["right 0", "right 0"]
-    code, _, _ = runs.run("60:first=right,hang_once,right", "second=right")
-    assert code == 0
-    assert runs.of("begun").count("right 0") == 2, "one of each phase, and none again"
-    assert runs.of("done") == ["right 0", "right 0", "hang_once 1", "right 2"]
-
-
-def test_a_phase_whose_time_ends_before_its_first_item_is_not_broken(runs: Runs) -> None:
     # Less than a process takes to begin.
-    code, _, _ = runs.run("0.01:first=right", "second=right")
-    assert code == 3
+    assert runs.run("0.01:first=right", "second=right") == 3
     assert runs.of("broken") == []
     assert runs.of("done") == ["right 0"]
+    assert runs.run("60:first=right", "second=right") == 0
+    assert runs.of("done") == ["right 0", "right 0"]
+    assert runs.of("begun") == ["right 0", "right 0"], "one of each phase, and none again"
 
 
-def test_a_phase_whose_run_has_ended_does_nothing(runs: Runs, tmp_path: Path) -> None:
-    runs.output.write_text("")
+def test_a_phase_whose_run_has_ended_does_nothing(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It would bind the life of this process to that of its parent.
+    monkeypatch.setattr(run, "end_with_parent", lambda: None)
     arguments = ["--child", "machine", "--dry-run", "--output", str(runs.output)]
     assert run.main([*arguments, "--scratch", str(tmp_path), "--parent", "1"]) == 0
     assert runs.records == []
@@ -144,20 +134,20 @@ def test_a_run_that_was_killed_resumes(runs: Runs) -> None:
         assert time.monotonic() < deadline, "the second item was never begun"
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=DEADLINE_S)
+    process.wait(timeout=DEADLINE_S)
     with runs.output.open("ab") as file:
         file.write(b'{"kind": "check", "na')
-    code, _, _ = runs.run("first=right,hang_once,right")
-    assert code == 0
+    assert runs.run("first=right,hang_once,right") == 0
     assert runs.of("done") == ["right 0", "hang_once 1", "right 2"]
     assert runs.of("begun").count("right 0") == 1
 
 
-def test_a_report_of_another_machine_is_not_resumed(runs: Runs) -> None:
+def test_a_report_of_another_machine_is_not_resumed(
+    runs: Runs, capfd: pytest.CaptureFixture[str]
+) -> None:
     runs.output.write_text(json.dumps({"kind": "run", "device": "another"}) + "\n")
-    code, _, err = runs.run("first=right")
-    assert code == 2
-    assert "name another file" in err
+    assert runs.run("first=right") == 2
+    assert "name another file" in capfd.readouterr().err
     assert len(runs.records) == 1
 
 
