@@ -40,9 +40,8 @@ _STEPS = (
 )
 """Sequence, start and count of each row of some steps: chunks, single tokens, and both."""
 _SMALL_STEPS = (
-    ((0, 0, 20),),
-    ((1, 0, 17), (0, 20, 1), (2, 0, 1)),
-    ((0, 21, 1), (1, 17, 1)),
+    ((1, 0, 2), (0, 0, 17), (2, 0, 1)),
+    ((0, 17, 1), (1, 2, 1)),
 )
 _LONG_STEPS = (
     *(((0, start, 1024),) for start in range(0, 5120, 1024)),
@@ -181,7 +180,7 @@ def _step_logits(model: StepModel, rows: Sequence[tuple[Sequence[int], PlanRow]]
 
 def _hidden(place: Place, case: _Case) -> Iterator[Check]:
     """What the last layer puts out, which embeddings are made of."""
-    rows = _rows(case, case.steps[1])
+    rows = _rows(case, case.steps[0] if place.small else case.steps[1])
     tokens = [t for ids, row in rows for t in ids[row.start : row.start + row.count]]
     plan = tuple(replace(row, start=0) for _, row in rows)
     step = StepInput(plan, tokens, [], False, (case.config.layers,))
