@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,7 +50,11 @@ async def serve_for(cluster: MiniCluster, model: Path, seconds: float) -> None:
 async def until_whole(cluster: MiniCluster) -> None:
     """Registry and index say of every worker what is so."""
     async with asyncio.timeout(60):
-        while not await is_whole(cluster):
+        while True:
+            # A connection of the pool may lead to the Redis that has ended.
+            with suppress(redis.ConnectionError):
+                if await is_whole(cluster):
+                    return
             await asyncio.sleep(0.05)
 
 
