@@ -1,6 +1,6 @@
 """A Valkey of a benchmark's own, for a worker that is measured by itself.
 
-It listens on a socket file in a folder that nobody else may enter, and on no port. It ends with the
+It listens on a socket file in a folder of its own user, and on no port. It ends with the
 process that started it, even if that is killed.
 """
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-MOST_FAILED_STEPS = 3
+MAX_FAILED_STEPS = 3
 """So many failed steps in a row end the worker."""
 
 
@@ -45,4 +45,4 @@ class FailedSteps:
             self._common = requests if self._common is None else self._common & requests
         self.count += 1
         self._planned = planned
-        return self.count >= MOST_FAILED_STEPS and not self._common
+        return self.count >= MAX_FAILED_STEPS and not self._common

@@ -87,7 +87,7 @@ class GpuStepModel:
         capture: Capture | None = None,
         lead: LeadRank | None = None,
     ) -> None:
-        """Without ``capture`` no step is captured. With the ``lead`` other ranks are told of each
+        """Without ``capture`` no step is captured. With the ``lead`` other ranks hear of each
         step.
 
         With deterministic weights a row's logits depend on its sequence alone, bit for bit.

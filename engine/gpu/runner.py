@@ -124,7 +124,7 @@ class GpuRunner(ModelRunner):
         """See ``start``; tokens of the last ``running`` steps may have names still."""
         began = time.perf_counter()
         self._learn_costs()
-        # First: what is told once must not be lost with an earlier step.
+        # First: news come once, and must not be lost with an earlier step.
         self._take_news(plan)
         self._settle(running)
         rows = self._undrafted(plan.rows)

@@ -44,27 +44,27 @@ PHASES: tuple[Phase, ...] = (
     Phase(
         "machine",
         "which versions, and what the device does at best",
-        {"10min": 30.0, "30min": 40.0},
+        {"10min": 25.0, "30min": 40.0},
         lambda place, _: machine_items(place),
     ),
     Phase(
         "kernels",
         "is every kernel right at real sizes",
-        {"10min": 120.0, "30min": 240.0},
+        {"10min": 100.0, "30min": 240.0},
         lambda place, _: chain(attention_items(place), kernel_items(place)),
         describes=True,
     ),
     Phase(
         "steps",
         "are whole steps right, captured and not",
-        {"10min": 100.0, "30min": 200.0},
+        {"10min": 80.0, "30min": 200.0},
         lambda place, _: step_items(place),
         describes=True,
     ),
     Phase(
         "engine",
         "is one whole engine right",
-        {"10min": 60.0, "30min": 120.0},
+        {"10min": 50.0, "30min": 120.0},
         engine_items,
     ),
     Phase(
@@ -76,7 +76,7 @@ PHASES: tuple[Phase, ...] = (
     Phase(
         "kernel speed",
         "how fast are kernels beside the best peer",
-        {"10min": 90.0, "30min": 200.0},
+        {"10min": 60.0, "30min": 200.0},
         lambda place, _: kernel_speed_items(place),
         describes=True,
     ),
@@ -90,7 +90,7 @@ PHASES: tuple[Phase, ...] = (
     Phase(
         "serving",
         "does it serve, and survive kills and poisoned contexts",
-        {"10min": 70.0, "30min": 240.0},
+        {"10min": 160.0, "30min": 240.0},
         lambda place, folder: serving_items(place.device.type, small=place.small, folder=folder),
         serves=True,
     ),

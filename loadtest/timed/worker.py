@@ -3,7 +3,7 @@
 Run as a module; see ``line_service``. Nobody reaches it by way of the command line or a
 configuration. Everything but the steps is owned by the process's event loop.
 
-It is told ``config``, ``pool``, ``slot``, ``model_path``, ``model_name``, ``redis_url``,
+It reads ``config``, ``pool``, ``slot``, ``model_path``, ``model_name``, ``redis_url``,
 ``cluster_id``, ``number`` and ``workers_here``. It says hello with its process id and incarnation,
 and answers every question with its steps' timings since the last one. It ends with its input, and
 with a drain.

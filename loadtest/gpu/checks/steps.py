@@ -26,8 +26,10 @@ from loadtest.gpu.shapes import SHAPES, llama_1b, llama_8b, miniature, with_laye
 
 _NOISE = 1.5
 """How much larger than that of torch in bf16 the median error of whole steps may be."""
+_WORST = 3.0
+"""The same of the largest error."""
 _CODE_STEP = 1e-2
-"""The same in fp32 where KV is rounded to codes."""
+"""The largest error in fp32 where KV is rounded to codes, over the largest value."""
 _BLOCK = 16
 _MAX_ROWS = 4
 _COUNTS = (90, 60, 20, 1)
@@ -126,8 +128,10 @@ def _logits(place: Place, case: _Case) -> Iterator[Check]:
     half = _all_logits(_torch(place, case, place.dtype), case)
     ratio = (found - expected).abs().median() / (half - expected).abs().median()
     yield Check("error over that of torch", float(ratio), _NOISE)
-    worst = (found - expected).abs().max() / (half - expected).abs().max()
-    yield Check("largest error over that of torch", float(worst), 3.0)
+    if case.config.experts is None:
+        # A router that rounds another way sends a token to other experts: few errors are large.
+        worst = (found - expected).abs().max() / (half - expected).abs().max()
+        yield Check("largest error over that of torch", float(worst), _WORST)
 
 
 def _ours(place: Place, case: _Case, *, deterministic: bool = False) -> GpuStepModel:

@@ -29,7 +29,7 @@ from loadtest.router_child import RouterChild, router_child
 
 Device = Literal["cpu", "cuda"]
 Route = Literal["handoff", "local"]
-"""Who computes a prompt: the prefill worker, or the decode worker."""
+"""The worker that computes a prompt: the prefill worker or the decode worker."""
 
 _READY_S = 240.0
 """For a worker whose kernels are compiled for the first time."""

@@ -1,6 +1,6 @@
 """A real worker without Ray, which can be asked what it holds, and poisoned.
 
-Run as a module; see ``line_service``. It is told ``config``, ``role``, ``slot``, ``model_path``,
+Run as a module; see ``line_service``. It reads ``config``, ``role``, ``slot``, ``model_path``,
 ``redis_url``, ``cluster_id`` and ``costs_folder``. It says hello with its incarnation, answers
 every question with what ``look`` finds, and ends with its input, or with the process that started
 it.

@@ -98,7 +98,7 @@ def has_names(runner: GpuRunner) -> bool:
     return any(token < 0 for known in runner._known.values() for token in known.token_ids)
 
 
-def test_one_that_cannot_begin_leaves_its_tokens_to_nobody(built: Engine) -> None:
+def test_one_that_cannot_begin_leaves_no_tokens_behind(built: Engine) -> None:
     """It has drawn where the step before has, whose tokens are still known by their places."""
     expected = answers(built, 0, 3)
     other = answers(built, 1, 2)

@@ -301,7 +301,7 @@ def test_the_vocabulary_is_the_models(engine: Engine) -> None:
 def test_a_sequence_that_was_not_learned_fails_its_steps_alone(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its end is told to an engine that knows nothing of it."""
+    """An engine that does not know the sequence is asked to drop it."""
     learn = runner._learn
     failed: list[NewSequence] = []
 

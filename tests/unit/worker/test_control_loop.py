@@ -258,7 +258,7 @@ async def test_a_step_that_ends_well_begins_another_row(world: World) -> None:
 
 
 async def test_one_request_that_fails_its_steps_ends_no_worker(world: World) -> None:
-    """Its router places it again, here where nobody else is there."""
+    """Its router places it again, here since there is no other worker."""
     for _ in range(8):
         world.add(spec_of("bad", length=8))
         world.thread.end(LookupError("what it asks for"))

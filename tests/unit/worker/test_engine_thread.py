@@ -119,7 +119,7 @@ def test_each_of_its_threads_sets_its_device_first(cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize("when", ["begins", "ends"])
 def test_a_lost_device_ends_the_process_before_anything_else(cuda: FakeCuda, when: str) -> None:
-    """On the thread that sees it; nothing is waited for, and nobody is told first."""
+    """On the thread that sees it; nothing is waited for, and no callback comes first."""
     bench = Bench()
     getattr(bench.runner, when)[1] = raising(FAULT)
     bench.run(1)
@@ -135,7 +135,7 @@ def test_a_lost_device_ends_the_process_before_anything_else(cuda: FakeCuda, whe
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("when", ["begins", "ends"])
 def test_a_lack_of_memory_is_outlived(cuda: FakeCuda, when: str, overlaps: bool) -> None:
-    """What the step has launched has ended before its failure is told."""
+    """What the step has launched has ended before its failure is reported."""
     bench = Bench(overlaps=overlaps)
     getattr(bench.runner, when)[1] = raising(NO_MEMORY)
     assert bench.run(1) is NO_MEMORY

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from worker.failed_steps import MOST_FAILED_STEPS, FailedSteps
+from worker.failed_steps import MAX_FAILED_STEPS, FailedSteps
 
 
 def test_steps_of_several_requests_end_it() -> None:
     failed = FailedSteps()
     ends = [failed.add(step, step, {f"r{step}", "r0" if step < 3 else ""}) for step in range(1, 4)]
     assert ends == [False, False, True]
-    assert failed.count == MOST_FAILED_STEPS
+    assert failed.count == MAX_FAILED_STEPS
 
 
 def test_a_step_between_them_that_ended_well_begins_a_new_row() -> None:

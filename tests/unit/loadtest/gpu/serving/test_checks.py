@@ -41,7 +41,7 @@ class FakeWorker:
 
 
 class FakeCluster:
-    """Answers a request with its prompt's first tokens, over a transport that it is told."""
+    """Answers a request with its prompt's first tokens, over a transport of the test's choice."""
 
     def __init__(self) -> None:
         self.transport = "shm"
@@ -77,7 +77,7 @@ class FakeCluster:
             return right
         if self.hands_off:
             self.received += max(1, len(asked) - self.late)
-        # Later than whoever looks.
+        # Later than the look at it.
         await asyncio.sleep(0.05)
         return [self.faults.get(place, one) for place, one in enumerate(right)]
 

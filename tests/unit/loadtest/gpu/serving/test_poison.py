@@ -1,4 +1,4 @@
-"""The kernel that breaks a CUDA context: it stores where it is told, and compiles for GPUs."""
+"""The kernel that breaks a CUDA context: it stores at a given address, and compiles for GPUs."""
 
 from __future__ import annotations
 
