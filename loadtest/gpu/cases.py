@@ -290,7 +290,8 @@ def small(case: Case) -> Case:
             )
         case Pass():
             return replace(case, rows=2, width=100)
-    rows = tuple((min(at // 64, 20), min(count, 6)) for at, count in case.rows[-2:])
+    kept = case.rows[-1:] if case.weights else case.rows[-2:]
+    rows = tuple((min(at // 64, 17), min(count, 4)) for at, count in kept)
     return replace(case, rows=rows, penalized=min(case.penalized, len(rows)))
 
 

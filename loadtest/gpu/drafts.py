@@ -190,7 +190,7 @@ def draft_check_items(place: Place) -> Iterator[Item]:
 def _unchanged(place: Place, deterministic: bool) -> Iterator[Check]:
     tiny = miniature(SHAPES["Llama 8B"])
     bench = GpuSequences(place, tiny, 32, 4, deterministic=deterministic)
-    wrong, accepted = _wrong_tokens(bench, *((5, 4) if place.small else (20, 60)))
+    wrong, accepted = _wrong_tokens(bench, *((4, 3) if place.small else (20, 60)))
     yield Check("sequences with other tokens", float(wrong), 0.0)
     yield Check("no draft was accepted", float(not accepted), 0.0)
 
@@ -241,7 +241,7 @@ class _Rate:
 def draft_speed_items(place: Place) -> Iterator[Item]:
     """Seconds a token with drafts, chosen by what the runner measures, beside those without."""
     batches = (2,) if place.small else (1, 16, 64)
-    prompt, answer = (5, 4) if place.small else (512, 160)
+    prompt, answer = (4, 3) if place.small else (512, 160)
     blocks = max(batches) * (-(-(prompt + answer) // _BLOCK) + 2)
     config = miniature(SHAPES["Llama 8B"]) if place.small else llama_8b(2048)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from engine.gpu.memory_plan import CUBLAS_BYTES, NCCL_BYTES, StepLimits, memory_plan
 from tests.kernels.gpu.fake.device import CUDA, fake_gpu
-from tests.kernels.gpu.fake.findings import SIZED, Sized, proven
+from tests.kernels.gpu.fake.findings import CONTEXT, SIZED, Sized, proven
 from tests.kernels.gpu.fake.models import real_config
 
 MOST = 1.5
@@ -24,7 +25,13 @@ LIMITS = StepLimits(
 )
 
 
-@pytest.mark.parametrize("case", SIZED, ids=str)
+def _case(case: Sized) -> Any:
+    """Other contexts than the usual one are for the long run, but for one model's."""
+    quick = case.context == CONTEXT or case.name == "Llama 3.1 8B"
+    return pytest.param(case, marks=() if quick else pytest.mark.long, id=str(case))
+
+
+@pytest.mark.parametrize("case", [_case(case) for case in SIZED])
 def test_the_plan_covers_every_step(case: Sized) -> None:
     found = proven(case)
     plan = found.plan

@@ -71,6 +71,7 @@ def test_all_of_the_phase_holds_on_a_cpu(tmp_path: Path) -> None:
     assert not living(list(set(psutil.Process().children(recursive=True)) - before))
 
 
+@pytest.mark.long
 def test_an_item_that_runs_alone_has_its_cluster_and_a_killed_parent_leaves_no_process(
     tmp_path: Path,
 ) -> None:

@@ -20,9 +20,9 @@ from tests.kernels.gpu.fake.models import MODELS, WEIGHT_TYPES, WeightType, real
 from tests.kernels.gpu.fake.steps import BLOCK, steps_of
 
 CONTEXT = 131072
-BUCKETS = ((1, 1024), (64, 4096), (128, CONTEXT))
-"""Rows, and tokens of the longest: a lone one, the most that quantized layers' kernel takes, and
-more, whose attention takes turns."""
+BUCKETS = ((64, 4096), (128, CONTEXT))
+"""Rows, and tokens of the longest: the max that the kernel of quantized layers takes, and more,
+whose attention takes turns."""
 
 
 @dataclass(frozen=True, slots=True)

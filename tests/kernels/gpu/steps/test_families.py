@@ -27,11 +27,6 @@ def check(folder: Path, **options: Any) -> None:
     check_equal(gpu(load(folder), **options), reference(model), vocab)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("llama", 1), ("mixtral", 1)])
-def test_steps_of_a_few_families(tmp_path: Path, name: str, layers: int) -> None:
-    check(save(tmp_path, name, num_hidden_layers=layers))
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_steps_of_every_family(tmp_path: Path, name: str) -> None:
