@@ -32,7 +32,7 @@ class Report:
 
     def append(self, record: Record) -> None:
         """Write a line, so that it outlives the process and the machine."""
-        line = (json.dumps(record) + "\n").encode()
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             os.write(file, line)
@@ -127,7 +127,9 @@ def _wrong(bad: Sequence[Record]) -> str:
         if record["kind"] == "broken":
             lines.append(f"| {place} | broken | {record['why']} | |")
         elif record["kind"] == "check":
-            found = f"{record['error']:.3g} | {record['limit']:.3g}"
+            error = record["error"]
+            told = "not a number" if error is None else f"{error:.3g}"
+            found = f"{told} | {record['limit']:.3g}"
             lines.append(f"| {place} | {record['name']} | {found} |")
         else:
             found = f"{record['seconds']:.2f} s | {record['limit_s']:.2f} s"

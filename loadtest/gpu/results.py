@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,7 +26,9 @@ class Check:
 
     def record(self) -> Record:
         """As a line of the report."""
-        return {"kind": "check", **asdict(self), "holds": self.holds}
+        # JSON has no NaN and no infinity.
+        error = self.error if math.isfinite(self.error) else None
+        return {"kind": "check", **asdict(self), "error": error, "holds": self.holds}
 
 
 @dataclass(frozen=True, slots=True)

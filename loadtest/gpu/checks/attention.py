@@ -127,7 +127,7 @@ class _Far:
 def _filled(
     place: Place, heads: _Heads, kv: torch.dtype, lengths: Sequence[int]
 ) -> tuple[KvBlocks, list[list[int]]]:
-    """Blocks of two layers with random values, and tables of so many tokens; no block twice."""
+    """Blocks of two layers with random values, and a table for each length; no block twice."""
     widths = [-(-length // _BLOCK) for length in lengths]
     count = sum(widths) + 3
     shape = (count, 2, 2, heads.kv_heads, _BLOCK, heads.dim)

@@ -32,7 +32,7 @@ _ANSWER_S = 60.0
 _GIVE_UP_S = 15.0
 _POLL_S = 0.005
 _TOKENS = 256
-"""Prompts are drawn from so many tokens, which every shape of the model has."""
+"""The number of tokens that prompts are drawn from. Every shape of the model has as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +298,7 @@ async def _client(
 def load_results(
     answers: Sequence[StreamedAnswer], tokens: int, concurrency: int, took_s: float
 ) -> list[Result]:
-    """Of answers that should have so many ``tokens`` each, and took ``took_s`` together."""
+    """Of answers that should have ``tokens`` tokens each, and took ``took_s`` together."""
     failed = [answer for answer in answers if answer.error or answer.tokens != tokens]
     good = [answer for answer in answers if answer not in failed]
     at = f"at concurrency {concurrency}"

@@ -157,7 +157,7 @@ def _chunk_attention(place: Place, case: ChunkAttention) -> Timing:
 
 
 def _copies(place: Place, count: float) -> int:
-    """How many weights of so many bytes are rotated."""
+    """The number of weights that are rotated; each has ``count`` bytes."""
     return max(1, min(32, int(_ROTATED_BYTES // count))) if place.on_gpu else 1
 
 

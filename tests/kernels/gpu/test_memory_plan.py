@@ -13,8 +13,8 @@ from tests.kernels.gpu.fake.device import CUDA, fake_gpu
 from tests.kernels.gpu.fake.findings import CONTEXT, SIZED, Sized, proven
 from tests.kernels.gpu.fake.models import real_config
 
-MOST = 1.5
-"""What is planned may be so many times what is needed."""
+MAX_RATIO = 1.5
+"""Of what is planned to what is needed."""
 LIMITS = StepLimits(
     chunk_tokens=8192,
     decode_rows=112,
@@ -38,8 +38,8 @@ def test_the_plan_covers_every_step(case: Sized) -> None:
     assert plan.step >= found.step
     assert plan.captured >= found.captured
     assert plan.fixed >= found.fixed
-    assert plan.step + plan.captured <= MOST * (found.step + found.captured)
-    assert plan.fixed <= MOST * found.fixed + 8192
+    assert plan.step + plan.captured <= MAX_RATIO * (found.step + found.captured)
+    assert plan.fixed <= MAX_RATIO * found.fixed + 8192
 
 
 def test_layers_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:

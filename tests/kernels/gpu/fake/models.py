@@ -80,7 +80,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @cache
 def real_config(name: str, context: int) -> ModelConfig:
-    """A model's config with a context of so many tokens."""
+    """A model's config with a context of this many tokens."""
     fields = MODELS[name]
     longer = {"max_position_embeddings": context, "original_max_position_embeddings": context}
     if "text_config" in fields:

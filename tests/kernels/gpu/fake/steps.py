@@ -109,7 +109,7 @@ def steps_of(
     deterministic: bool = False,
     ranks: int = 1,
 ) -> Steps:
-    """Of an engine whose steps have so many rows without a prompt; ``config`` is the whole model's.
+    """Steps without a prompt have up to this many rows; ``config`` is the whole model's.
 
     Of several ``ranks`` the steps of rank 0.
     """

@@ -19,7 +19,17 @@ def test_a_check_that_is_not_a_number_does_not_hold() -> None:
     assert Check("", 0.1, 0.1).holds
     assert not Check("", 0.2, 0.1).holds
     assert not Check("", NAN, 0.1).holds
-    assert wrong([{**PLACE, **Check("", NAN, 0.1).record()}])
+    record = {**PLACE, **Check("a kernel", NAN, 0.1).record()}
+    assert wrong([record]) == [record]
+    assert "| a kernel | not a number | 0.1 |" in table([record])
+
+
+def test_a_line_is_json_whatever_the_error_is(tmp_path: Path) -> None:
+    found = Report(tmp_path / "gpu.jsonl")
+    for error in (NAN, float("inf"), 0.5):
+        found.append(Check("", error, 0.1).record())
+    assert [record["error"] for record in found.records()] == [None, None, 0.5]
+    assert "NaN" not in (tmp_path / "gpu.jsonl").read_text()
 
 
 def test_a_broken_item_and_an_exceeded_bound_are_wrong() -> None:
