@@ -15,7 +15,7 @@ While requests are refused for time, one a second is let through all the same: w
 be wrong, and a refused request corrects nothing.
 
 Background requests stand in a queue of their own, behind all others: they are sent while no other
-request waits, while there is slack, and at most as many as ``router.background_share`` allows.
+request waits and ``router.background_slack`` finds slack.
 
 Only so much work lies at the prefill workers as keeps them busy; the rest waits here, where its
 order can still be chosen. Plain Python; ``now`` is passed in. Owned by one event loop.
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from baton.config import Config
 from baton.errors import BatonError, DeadlineUnreachable, Overloaded
-from router.background_share import BackgroundShare
+from router.background_slack import BackgroundSlack
 from router.capacity import Capacity
 from router.decode_room import Answer, DecodeRoom
 from router.fair_queue import Entry, FairQueue
@@ -48,13 +48,6 @@ MIN_RETRY_S = 0.1
 """No client is told to come back earlier."""
 CAUTION = 1.25
 """A predicted wait counts this much against an SLO: the longer, the more may come otherwise."""
-RESERVE_SHARE = 0.25
-"""Of the decode workers' places and blocks, background requests leave so much to others."""
-BACKGROUND_TPOT_SHARE = 0.7
-"""Background requests are let in while a decode step takes no more of the SLO's time than this."""
-BACKGROUND_WINDOW_S = 0.01
-"""Of background prompts more than one a worker lies at the prefill workers only where all of them
-take no longer than this. Measured (docs/batches.md): more of them hurt others, and gain little."""
 LOOK_S = 0.04
 """How often all that wait are looked through for those that are too late."""
 
@@ -115,11 +108,7 @@ class Admission:
         self._queue: FairQueue[_Request] = FairQueue(weights, config.max_waiting_requests)
         # Not bounded: who offers background requests bounds their number.
         self._behind: FairQueue[_Request] = FairQueue(weights, sys.maxsize)
-        self._share = BackgroundShare(config.batch_most_in_flight)
-        self._background: set[str] = set()
         self._entries: dict[str, Entry[_Request]] = {}
-        self._unbegun: set[str] = set()
-        """Sent, and without a first token."""
         self._max_queue_s = config.max_queue_s
         self._step_s = config.priority_step_s
         self._slo_tpot_s = config.slo_tpot_s
@@ -127,6 +116,9 @@ class Admission:
         self._refuse = refuse
         self._prefill = PrefillForecast()
         self._decode = DecodeRoom()
+        self._slack = BackgroundSlack(
+            self._prefill, self._decode, config.slo_tpot_s, config.batch_most_in_flight
+        )
         self._overload = Overload()
         self._pace = Pace()
         self._not_before = -math.inf
@@ -228,20 +220,23 @@ class Admission:
         self._forget(entry)
         request = entry.item
         request_id = request.applicant.request_id
-        self._unbegun.add(request_id)
         self._decode.sent(request_id, request.answer, capacity)
         self._prefill.sent(request_id, request.applicant.prompt_tokens, request.work_s, now)
         self._space(request.work_s, now)
         if request.applicant.background:
-            self._background.add(request_id)
+            self._slack.sent(request_id)
         return request_id
 
     def _release_background(self, capacity: Capacity | None, now: float) -> list[str]:
         released: list[str] = []
-        if self._is_hurt(capacity):
-            self._share.hurt(now)
+        others_wait = len(self._queue) > 0
+        if capacity is not None:
+            self._slack.look(capacity, now, others_wait=others_wait)
         while (entry := self._behind.peek()) is not None:
-            if capacity is not None and not self._has_slack(entry.item, capacity, now):
+            request = entry.item
+            if capacity is not None and (
+                others_wait or not self._slack.takes(request.answer, request.work_s, capacity, now)
+            ):
                 break
             released.append(self._send(self._behind, capacity, now))
         return released
@@ -250,7 +245,6 @@ class Admission:
         """A request has its first token; idempotent. Whether this was it."""
         if not self._decode.begin(request_id, now):
             return False
-        self._unbegun.remove(request_id)
         self._overload.begun(request_id)
         self._prefill.finished(request_id, now)
         return True
@@ -272,16 +266,12 @@ class Admission:
             queue.remove(entry)
             self._forget(entry)
         self._overload.begun(request_id)
-        if request_id in self._unbegun:
-            self._unbegun.remove(request_id)
-            self._prefill.left(request_id, now)
+        self._prefill.left(request_id, now)
         answer = self._decode.left(request_id, now)
-        if request_id in self._background:
+        if self._slack.left(request_id, now, finished=finished):
             # What is learned is how the others fare.
-            self._background.remove(request_id)
-            if finished:
-                self._share.finished(now)
-        elif answer is not None and answer.begun_at is not None and finished:
+            return
+        if answer is not None and answer.begun_at is not None and finished:
             self._learn(answer, max(0.0, now - answer.begun_at - held_s), now)
 
     def _forget(self, entry: Entry[_Request]) -> None:
@@ -407,35 +397,3 @@ class Admission:
         if self._prefill.is_full(capacity) or self._decode.free_places(capacity) < 1:
             return False
         return self._decode.has_blocks(request.answer, capacity)
-
-    def _is_hurt(self, capacity: Capacity | None) -> bool:
-        """Whether background requests are in another request's way."""
-        if not self._background or capacity is None:
-            return False
-        too_slow = capacity.step_s > BACKGROUND_TPOT_SHARE * self._slo_tpot_s
-        return too_slow or len(self._queue) > 0
-
-    def _has_slack(self, request: _Request, capacity: Capacity, now: float) -> bool:
-        """Whether a background request may go now: what comes next may hardly feel it."""
-        if len(self._queue) or not self._share.allows(len(self._background), now):
-            return False
-        if self._decode.is_empty and not capacity.decode_sequences:
-            return True
-        return self._prefill_has_slack(request, capacity) and self._decode_has_slack(
-            request, capacity
-        )
-
-    def _prefill_has_slack(self, request: _Request, capacity: Capacity) -> bool:
-        # What lies at the prefill workers is what the next request waits for.
-        if self._unbegun - self._background:
-            return False
-        brief = self._prefill.takes(request.work_s) <= BACKGROUND_WINDOW_S
-        return brief or len(self._unbegun) < capacity.prefill_workers
-
-    def _decode_has_slack(self, request: _Request, capacity: Capacity) -> bool:
-        if capacity.step_s > BACKGROUND_TPOT_SHARE * self._slo_tpot_s:
-            return False
-        if self._decode.free_places(capacity) <= RESERVE_SHARE * capacity.max_sequences:
-            return False
-        reserve = RESERVE_SHARE * sum(capacity.total_blocks)
-        return self._decode.has_blocks(request.answer, capacity, reserve)

@@ -30,9 +30,9 @@ class Pace:
     def __init__(self) -> None:
         self._share = 1.0
         self._since = self._until = -1e9
-        """When the first slow answer of this disturbance began, and the last one ended. One that comes
-        soon after prompts are no longer held back belongs to the same disturbance, and one that
-        comes before any in time."""
+        """When the first slow answer of this disturbance began, and the last one ended. One that
+        comes soon after prompts are no longer held back belongs to the same disturbance, and so
+        does one that comes before any in time."""
         self._recovered = True
         """Whether the last answer was in time."""
         self._now = -math.inf

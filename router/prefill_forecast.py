@@ -10,7 +10,7 @@ Plain Python; ``now`` is passed in. Owned by one event loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from router.capacity import Capacity
 from router.drain_rate import DrainRate, Stay
@@ -52,6 +52,11 @@ class PrefillForecast:
     def learned_speed(self) -> float | None:
         """What was seen of it lately, without the model; None: nothing."""
         return self._drain.speed
+
+    @property
+    def prompts(self) -> Set[str]:
+        """The requests that were sent and have no first token yet."""
+        return self._stays.keys()
 
     @property
     def tokens(self) -> int:
@@ -96,6 +101,8 @@ class PrefillForecast:
         self._drain.finished(self._stays.pop(request_id), now)
 
     def left(self, request_id: str, now: float) -> None:
-        """It has gone without one."""
-        self._under_way.gone(request_id, now)
-        self._drain.left(self._stays.pop(request_id))
+        """It has gone without one, where it was there; idempotent."""
+        stay = self._stays.pop(request_id, None)
+        if stay is not None:
+            self._under_way.gone(request_id, now)
+            self._drain.left(stay)

@@ -108,9 +108,7 @@ def test_chance_alone_refuses_nothing_below_capacity(
     slo_s: float, workers: int, prompt: int, seed: int
 ) -> None:
     """Arrivals without memory, at 70 %, of prompts that are short beside the SLO."""
-    cluster = Cluster(
-        workers=workers, slo_s=slo_s, max_queue_s=60.0, places=1000, blocks=1_000_000
-    )
+    cluster = Cluster(workers=workers, slo_s=slo_s, max_queue_s=60.0, places=1000, blocks=1_000_000)
     dice, rate = random.Random(seed), 0.7 * workers * 2000.0 / prompt
     for number in range(1000):
         cluster.offer(f"r{number}", prompt)

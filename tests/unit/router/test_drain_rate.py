@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import contextlib
+import heapq
 import random
 
 import pytest

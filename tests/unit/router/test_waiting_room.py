@@ -14,8 +14,8 @@ from baton.metrics import RouterMetrics
 from baton.request import Principal
 from baton.sampling_params import SamplingParams
 from router.capacity import Capacity
-from router.prefill_forecast import MIN_WINDOW_TOKENS
 from router.generation import GenerationRequest
+from router.prefill_forecast import MIN_WINDOW_TOKENS
 from router.waiting_room import WaitingRoom
 
 DEADLINE_S = 20.0
