@@ -456,12 +456,17 @@ class Config(BaseSettings):
     """A client that has not read for this many seconds, while more is there for it than its
     connection's buffer holds, is cut off, and its request ends; over HTTP also one that reads fewer
     than 4096 bytes in that time."""
+    admission: Literal["queue", "slo"] = "queue"
+    """What becomes of a request without a deadline of its own when there is more work than can be
+    done at once: ``queue`` lets it wait for its turn, within ``max_queue_s`` and
+    ``max_waiting_requests``; ``slo`` also refuses it with 429 where waiting would make its first
+    token later than its class's SLO, and passes prompts on more slowly while answers miss
+    ``slo_tpot_s``."""
+    max_queue_s: float = Field(default=60.0, gt=0)
+    """A request without a deadline of its own is refused with 429 where it is predicted to wait
+    longer than this for its turn, in seconds."""
     max_waiting_requests: int = Field(default=256, ge=1)
-    """Requests that may wait for their turn, in one router process; more are shed with 429."""
-    admission_slo_factor: float = Field(default=0.8, ge=0)
-    """A request without a deadline of its own is refused with 429 when its predicted time to the
-    first token is over its class's SLO times this, where as much waits before it; where less
-    does, caution gives way to the whole SLO. 0 never refuses."""
+    """Requests that may wait for their turn, in one router process; more are refused with 429."""
     priority_step_s: float = Field(default=1.0, gt=0)
     """A request that has waited this many seconds longer has overtaken one level of priority."""
     tenants: tuple[TenantConfig, ...] = ()

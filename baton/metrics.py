@@ -170,12 +170,12 @@ class RouterMetrics:
             registry=registry,
             multiprocess_mode="livesum",
         )
-        self.prefill_drain_rate = Gauge(
-            "baton_prefill_drain_tokens_per_second",
-            "Prompt tokens a second that all prefill workers finish while requests wait;"
-            " 0 before it was seen.",
+        self.prefill_speed = Gauge(
+            "baton_prefill_speed_workers",
+            "Work that the prefill workers do while requests wait, as seconds that their cost model"
+            " predicts a second: their number where it is right; 0 where nothing was seen lately.",
             registry=registry,
-            multiprocess_mode="livesum",
+            multiprocess_mode="livemax",
         )
         self.rate_limit_failures = Counter(
             "baton_rate_limit_failures",

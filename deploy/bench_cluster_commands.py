@@ -108,15 +108,18 @@ def overload(
     model: Model = DEFAULT_MODEL,
     scale_length: Annotated[float, typer.Option(min=1, help="Lengths are divided by it.")] = 8.0,
     factor: Annotated[
-        float, typer.Option(min=1, help="What is offered, over the measured capacity.")
-    ] = 3.0,
-    seconds: Annotated[float, typer.Option(min=1, help="How long that is offered.")] = 60.0,
+        list[float] | None,
+        typer.Option(
+            help="What is offered, over the measured capacity; again for more. 0.5, 1, 3."
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="How long each is offered.")] = 60.0,
     probe_seconds: Annotated[
         float, typer.Option(min=1, help="How long each rate is, to find the capacity.")
     ] = 20.0,
     output: Figures = None,
 ) -> None:
-    """Goodput of a cluster of its own when a multiple of its capacity is asked of it."""
+    """Goodput and latency of each admission mode, below capacity and far beyond it."""
     from deploy import model_store  # noqa: PLC0415
     from loadtest.overload import OverloadSettings  # noqa: PLC0415
     from loadtest.overload import bench_overload as run_bench  # noqa: PLC0415
@@ -124,5 +127,6 @@ def overload(
 
     with clear_ends():
         programs = Programs(model=model_store.resolve(model, say, "auto").path)
-        settings = OverloadSettings(trace, scale_length, factor, seconds, probe_seconds)
+        factors = tuple(factor or (0.5, 1.0, 3.0))
+        settings = OverloadSettings(trace, scale_length, factors, seconds, probe_seconds)
         run_bench(settings, programs, say, Console(), output)

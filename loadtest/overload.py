@@ -1,8 +1,10 @@
-"""`baton bench overload`: what is left of a cluster's goodput when far too much is asked of it.
+"""`baton bench overload`: what each admission mode does to goodput and latency, below capacity and
+far beyond it.
 
-First its capacity, the most goodput of a few rates that rise until it falls behind; then a multiple
-of that rate for a minute. Prompts are random tokens with the lengths of a recorded trace, and come
-as they did there, only faster. Client and cluster share the machine.
+First the capacity, the most goodput of a few rates that rise until the cluster falls behind; then
+shares and multiples of that rate for a minute each, at a cluster of each mode. Prompts are random
+tokens with the lengths of a recorded trace, and come as they did there, only faster. Client and
+cluster share the machine.
 """
 
 from __future__ import annotations
@@ -40,8 +42,11 @@ from loadtest.whole_table import print_whole, whole_table
 
 Say = Callable[[str], None]
 Kind = Literal["ok", "refused", "failed", "hung"]
+Mode = Literal["queue", "slo"]
+MODES: tuple[Mode, ...] = ("slo", "queue")
+"""The capacity is found at the first one, which keeps requests within their SLOs."""
 
-HANG_S = 60.0
+HANG_S = 120.0
 """A request that has neither ended nor been refused after so many seconds hangs."""
 _REFUSALS = (429, 503)
 _FIRST_RATE = 2.0
@@ -58,12 +63,12 @@ class OverloadSettings:
     """What is to be measured."""
 
     trace: Path
-    scale_length: float = 8.0
+    scale_length: float
     """What lengths are divided by."""
-    factor: float = 3.0
-    """Of the measured capacity, that is offered."""
-    seconds: float = 60.0
-    probe_seconds: float = 20.0
+    factors: tuple[float, ...]
+    """Of the measured capacity, that are offered."""
+    seconds: float
+    probe_seconds: float
     """Of each rate when the capacity is looked for."""
 
 
@@ -100,12 +105,22 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Row:
+    """One load of one mode."""
+
+    mode: Mode
+    factor: float
+    load: Load
+    share: float
+    """Its goodput over the capacity."""
+
+
+@dataclass(frozen=True, slots=True)
 class Overload:
     """The result."""
 
     capacity: Load
-    overload: Load
-    goodput_ratio: float
+    rows: tuple[Row, ...]
     slo_ttft_ms: float
     slo_tpot_ms: float
 
@@ -120,30 +135,40 @@ def bench_overload(
     trace = read_trace(settings.trace, scale_length=settings.scale_length)
     if output is not None:
         write_json(output, "{}\n")
-    port, grpc = free_port(), free_port()
-    command = (
-        *(str(programs.baton), "up", "--model", str(programs.model)),
-        *("--served-model-name", SERVED_NAME),
-        *("--http", f"{LOOPBACK}:{port}", "--grpc", f"{LOOPBACK}:{grpc}"),
-    )
-    server = Server("baton", "bf16", command, port)
-    with (
-        tempfile.TemporaryDirectory(prefix="baton-bench-") as folder,
-        serving(server, Path(folder) / "baton.log") as seconds,
-    ):
-        say(f"ready after {seconds:.1f} s")
-        found = asyncio.run(measure(settings, trace, server.base_url, say))
+    found: Overload | None = None
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        for mode in MODES:
+            port, grpc = free_port(), free_port()
+            command = (
+                *(str(programs.baton), "up", "--model", str(programs.model)),
+                *("--served-model-name", SERVED_NAME, "--admission", mode),
+                *("--http", f"{LOOPBACK}:{port}", "--grpc", f"{LOOPBACK}:{grpc}"),
+            )
+            server = Server("baton", "bf16", command, port)
+            with serving(server, Path(folder) / f"{mode}.log") as seconds:
+                say(f"{mode}: ready after {seconds:.1f} s")
+                found = asyncio.run(measure(settings, trace, server.base_url, say, mode, found))
+    assert found is not None
     machine = this_machine()
     print_whole(console, draw(found))
-    line = f"Goodput under overload: {found.goodput_ratio:.1%} of the capacity."
+    line = f"Capacity: {found.capacity.goodput_per_s:.1f} good requests/s."
     console.print(f"{line} {machine.line()}.", markup=False, highlight=False, soft_wrap=True)
     if output is not None:
         fields = {"machine": asdict(machine), **asdict(found)}
         write_json(output, json.dumps(fields, indent=1) + "\n")
 
 
-async def measure(settings: OverloadSettings, trace: Trace, base_url: str, say: Say) -> Overload:
-    """Drive the cluster at ``base_url``, whose SLOs are those of the defaults.
+async def measure(
+    settings: OverloadSettings,
+    trace: Trace,
+    base_url: str,
+    say: Say,
+    mode: Mode,
+    before: Overload | None,
+) -> Overload:
+    """Drive the cluster at ``base_url``, whose SLOs are those of the defaults. ``before`` has the
+
+    capacity and other rows; None: the capacity is looked for.
 
     Raises Unavailable where it answers nothing well.
     """
@@ -154,24 +179,27 @@ async def measure(settings: OverloadSettings, trace: Trace, base_url: str, say: 
     ) as http:
         driver = _Driver(http, trace, config, await _most_tokens(http), say)
         await driver.run(_FIRST_RATE, _WARM_UP_S)
-        capacity, rate = None, _FIRST_RATE
-        while True:
-            load = await driver.run(rate, settings.probe_seconds)
-            if capacity is None or load.goodput_per_s > capacity.goodput_per_s:
-                capacity = load
-            if load.goodput_per_s < _FELL_BEHIND * load.offered_per_s:
-                break
-            rate *= _RATE_STEP
-        if not capacity.goodput_per_s:
-            raise Unavailable("no request ended well within the SLOs")
-        overload = await driver.run(settings.factor * capacity.goodput_per_s, settings.seconds)
-    return Overload(
-        capacity,
-        overload,
-        overload.goodput_per_s / capacity.goodput_per_s,
-        config.slo_ttft_s * 1e3,
-        config.slo_tpot_s * 1e3,
-    )
+        capacity = await _find_capacity(driver, settings) if before is None else before.capacity
+        most = capacity.goodput_per_s
+        rows = () if before is None else before.rows
+        for factor in settings.factors:
+            load = await driver.run(factor * most, settings.seconds)
+            rows += (Row(mode, factor, load, load.goodput_per_s / most),)
+    return Overload(capacity, rows, config.slo_ttft_s * 1e3, config.slo_tpot_s * 1e3)
+
+
+async def _find_capacity(driver: _Driver, settings: OverloadSettings) -> Load:
+    capacity, rate = None, _FIRST_RATE
+    while True:
+        load = await driver.run(rate, settings.probe_seconds)
+        if capacity is None or load.goodput_per_s > capacity.goodput_per_s:
+            capacity = load
+        if load.goodput_per_s < _FELL_BEHIND * load.offered_per_s:
+            break
+        rate *= _RATE_STEP
+    if not capacity.goodput_per_s:
+        raise Unavailable("no request ended well within the SLOs")
+    return capacity
 
 
 class _Driver:
@@ -310,15 +338,17 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def draw(found: Overload) -> Table:
-    """A line for each of the two loads."""
+    """A line for each load of each mode."""
     table = whole_table(
-        *("load", "offered/s", "good/s", "TTFT p50, ms", "p99", "TPOT p99, ms"),
+        *("mode", "of capacity", "offered/s", "good/s", "TTFT p50, ms", "p99", "TPOT p99, ms"),
         *("refused", "counted", "failed", "hung", "Retry-After p50, s"),
-        title="Goodput when more is asked than can be done",
+        title="Goodput and latency by admission mode and load",
     )
-    for name, load in (("capacity", found.capacity), ("overload", found.overload)):
+    for row in found.rows:
+        load = row.load
         table.add_row(
-            name,
+            row.mode,
+            f"{row.factor:g}",
             f"{load.offered_per_s:.1f}",
             f"{load.goodput_per_s:.1f}",
             f"{load.ttft_p50_ms:.0f}",

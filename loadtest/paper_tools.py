@@ -47,7 +47,7 @@ def quiet_config() -> Config:
     """Nobody is refused, nothing is computed locally: as the papers' systems."""
     return Config(
         local_prefill="never",
-        admission_slo_factor=0.0,
+        max_queue_s=1e9,
         max_waiting_requests=1_000_000,
         slo_ttft_s=_LONGEST_PROMPT,
         slo_tpot_s=1.0,

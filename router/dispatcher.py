@@ -24,8 +24,9 @@ from baton.registry import Registry
 from baton.request import TokenOutput
 from baton.tracing import begin_span, fail_span
 from baton.traffic_board import TrafficBoard
-from router.admission import Capacity
 from router.attempts import Attempts
+from router.capacity import Capacity
+from router.cost_model import Coefficients
 from router.generation import GenerationRequest, OutputDelta, without_answer
 from router.moves import Moves, poison_error
 from router.output_assembler import OutputAssembler
@@ -88,7 +89,7 @@ class ClusterDispatcher:
         )
         policy = make_policy(config.policy, route_settings(config))
         planner = Planner(policy, config.block_size, metrics.traffic.counts)
-        self._transfers = planner.transfers
+        self._planner = planner
         self._waiting_room = WaitingRoom(config, metrics, self._capacity)
         self._running: set[RunningRequest] = set()
         self._attempts = Attempts(self._links, planner, self._on_prefill_failed)
@@ -221,7 +222,7 @@ class ClusterDispatcher:
     @property
     def transfer_line(self) -> tuple[float, float]:
         """Of a usual pair of workers: see ``router.transfer_costs``."""
-        return self._transfers.usual
+        return self._planner.transfers.usual
 
     def health(self) -> tuple[str, str]:
         """``ok``, or ``down`` and why."""
@@ -294,7 +295,10 @@ class ClusterDispatcher:
         prefill, decode = self._links.up("prefill"), self._links.up("decode")
         if self._config.local_prefill != "never":
             prefill = prefill or decode
-        return _capacity(self._config.block_size, prefill, decode)
+        if not prefill or not decode:
+            return None
+        cost = self._planner.table.prefill_cost(prefill[0].record.role)
+        return _capacity(self._config.block_size, prefill, decode, cost)
 
     # A request's life
 
@@ -399,18 +403,19 @@ class ClusterDispatcher:
 
 
 def _capacity(
-    hash_block: int, prefill: Sequence[WorkerLink], decode: Sequence[WorkerLink]
-) -> Capacity | None:
-    """What the workers' snapshots show, in blocks of the prefix index; None without a role."""
-    if not prefill or not decode:
-        return None
+    hash_block: int,
+    prefill: Sequence[WorkerLink],
+    decode: Sequence[WorkerLink],
+    prefill_cost: Coefficients,
+) -> Capacity:
+    """What the workers' snapshots show, in blocks of the prefix index."""
     sizes = [max(1, link.record.geometry.block_size // hash_block) for link in decode]
     loads = [link.load for link in decode]
     return Capacity(
         block_size=hash_block,
         prefill_workers=len(prefill),
         decode_sequences=sum(load.running + load.waiting for load in loads),
-        most_sequences=sum(link.record.max_sequences for link in decode),
+        max_sequences=sum(link.record.max_sequences for link in decode),
         available_blocks=tuple(
             (load.free_blocks + load.cached_blocks) * size
             for load, size in zip(loads, sizes, strict=True)
@@ -419,4 +424,5 @@ def _capacity(
             link.record.total_blocks * size for link, size in zip(decode, sizes, strict=True)
         ),
         step_s=max(load.step_ms for load in loads) / 1e3,
+        prefill_cost=prefill_cost,
     )

@@ -143,17 +143,25 @@ class FairQueue(Generic[T]):
             self._turns.remove(flow)
             flow.deficit, flow.visited = 0.0, False
 
-    def tokens_ahead(self, tenant: str, order: float, tokens: int) -> int:
-        """What would be served before a newcomer of ``tokens``, if nobody else came.
+    def ahead(self, newcomer: Entry[T]) -> list[Entry[T]]:
+        """What would be served before a newcomer, if nothing else came; about in that order.
 
         Of its own tenant what comes before it; of others as much as their weights give them
         meanwhile.
         """
-        own = self._flows[tenant]
-        before = sum(entry.tokens for entry in own.entries if entry.order <= order)
-        turns = (before + tokens) / own.weight
-        others = (flow for flow in self._turns if flow is not own)
-        return before + int(sum(min(flow.tokens, turns * flow.weight) for flow in others))
+        own = self._flows[newcomer.tenant]
+        found = [entry for entry in own.entries if entry.order <= newcomer.order]
+        turns = (sum(entry.tokens for entry in found) + newcomer.tokens) / own.weight
+        for flow in self._turns:
+            if flow is own:
+                continue
+            left = turns * flow.weight
+            for entry in flow.entries:
+                left -= entry.tokens
+                if left < 0:
+                    break
+                found.append(entry)
+        return sorted(found, key=_order)
 
     def _skip_rounds(self) -> None:
         """Give at once the quanta of rounds in which nobody could afford anything."""

@@ -42,9 +42,10 @@ def arrival_of(
 
     ``name`` is the router's for the request. Raises InvalidRequest.
     """
-    left = context.time_remaining()
-    most_s = min(config.request_deadline_s, float("inf") if left is None else left)
-    return Arrival.of(name, at, metadata, most_s, caller)
+    left, most_s = context.time_remaining(), config.request_deadline_s
+    if left is None or left >= most_s:
+        return Arrival.of(name, at, metadata, most_s, caller)
+    return Arrival.of(name, at, metadata, left, caller, own_deadline=True)
 
 
 async def write_to(context: Context, message: Message, config: Config) -> None:

@@ -1,4 +1,4 @@
-"""How fast prompts are passed on, so that the tokens of those who were let in keep coming in time.
+"""How fast prompts are passed on, so that the tokens of running answers keep coming in time.
 
 Prefill takes time from decoding: by larger batches, and where both share cores or links. Plain
 Python; ``now`` is passed in.
@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 
-LEAST_SHARE = 0.5
+MIN_SHARE = 0.5
 """Where the SLO is missed whatever is done, no more is given up for it."""
 MISSES = 0.1
 """The share of answers that may miss the SLO."""
-CALM_ANSWERS = 60
-"""So many in time on end are no chance: the share then rises ``_FAST`` times as fast."""
-CALM_S = 20.0
-"""After so many seconds without a miss what was learned fades, by 1/e in as many."""
+MAX_CALM_S = 40.0
+"""After this long without a miss nothing is held back any more, however long misses went on."""
 _STEP = 0.03
-_FAST = 10.0
 
 
 class Pace:
@@ -26,35 +23,57 @@ class Pace:
     A quantile is tracked by stochastic approximation (H. Robbins and S. Monro, "A stochastic
     approximation method", Annals of Mathematical Statistics 22(3), 1951), in steps of the share's
     logarithm. By these alone it would take hundreds of answers to forget a decode side that was too
-    small for a minute.
+    small for a minute: so after the last miss nothing is held back for longer than misses went on.
+    The share stays for the first half of that time and rises to 1 in the second.
     """
 
     def __init__(self) -> None:
-        self.share = 1.0
-        """Read only."""
-        self._in_time = 0
-        """Answers since the last miss."""
-        self._missed_at = -math.inf
+        self._share = 1.0
+        self._since = self._until = -1e9
+        """When the first slow answer of this disturbance began, and the last one ended. One that
+        comes soon after prompts are no longer held back belongs to the same disturbance, and so
+        does one that comes before any in time."""
+        self._recovered = True
+        """Whether the last answer was in time."""
         self._now = -math.inf
 
-    def heard(self, *, in_time: bool, now: float) -> None:
-        """An answer has ended, and its time per token met the SLO or missed it."""
+    @property
+    def share(self) -> float:
+        """As of the last ``look``."""
+        return self._share
+
+    @property
+    def _calm_s(self) -> float:
+        """Seconds after the last miss for which prompts are held back."""
+        return min(MAX_CALM_S, max(0.0, self._until - self._since))
+
+    def heard(self, *, in_time: bool, took_s: float, now: float) -> None:
+        """An answer that took so long has ended; its time per token met the SLO or missed it."""
         self.look(now)
-        if in_time:
-            self._in_time += 1
-            step = MISSES * (_FAST if self._in_time > CALM_ANSWERS else 1.0)
-        else:
-            self._in_time, self._missed_at = 0, now
+        step = MISSES
+        if not in_time:
+            if self._recovered and now - took_s > self._until + 2 * self._calm_s:
+                self._since = now - took_s
+            self._until = now
             step = MISSES - 1.0
-        self.share = min(1.0, max(LEAST_SHARE, self.share * math.exp(_STEP * step)))
+        self._recovered = in_time
+        self._share = min(1.0, max(MIN_SHARE, self._share * math.exp(_STEP * step)))
 
     def look(self, now: float) -> None:
         """Before the share is asked for."""
-        calm_s = now - max(self._now, self._missed_at + CALM_S)
-        if self.share < 1.0 and calm_s > 0:
-            self.share **= math.exp(-calm_s / CALM_S)
-        self._now = max(now, self._now)
+        before, self._now = self._now, max(now, self._now)
+        if self._share == 1.0:
+            return
+        calm_s = self._calm_s
+        ends = self._until + calm_s
+        if now >= ends:
+            self.forget()
+            return
+        rises_from = max(before, ends - calm_s / 2)
+        if now > rises_from:
+            # The logarithm falls to 0 in a straight line, however often it is looked at.
+            self._share **= (ends - now) / (ends - rises_from)
 
     def forget(self) -> None:
-        """Nobody decodes: there is nobody to hold prompts back for."""
-        self.share, self._in_time = 1.0, 0
+        """Nothing decodes: there is no answer to hold prompts back for."""
+        self._share = 1.0

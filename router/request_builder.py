@@ -73,15 +73,19 @@ class Arrival:
         headers: Mapping[str, str],
         most_s: float,
         caller: Caller,
+        *,
+        own_deadline: bool = False,
     ) -> Arrival:
         """By the names of ``headers`` in lower case; ``most_s`` bounds ``DEADLINE_HEADER``.
+
+        ``own_deadline``: the client has set ``most_s``.
 
         Raises InvalidRequest.
         """
         given, session = headers.get(DEADLINE_HEADER, ""), headers.get(SESSION_HEADER, "")
         trace = TraceContext(headers.get("traceparent", ""), headers.get("tracestate", ""))
         if not given:
-            return cls(request_id, at, most_s, caller, session=session, trace=trace)
+            return cls(request_id, at, most_s, caller, own_deadline, session, trace)
         if not (given.isascii() and given.isdecimal() and len(given) <= 12 and int(given) > 0):
             raise InvalidRequest(
                 f"{DEADLINE_HEADER} must be a whole number of milliseconds, at least 1",

@@ -5,6 +5,7 @@ Owned by the router's event loop.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -128,7 +129,8 @@ class Routes:
             len(stage.token_ids),
             self._config.class_of(len(stage.request.prompt_ids)),
             stage.request.session,
-            left_ms,
+            # The operator's bound is no reason to refuse: what is predicted may be wrong.
+            left_ms if stage.request.own_deadline else math.inf,
             stage.choices,
             excluded,
         )

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from baton.config import Config
 from baton.errors import BatonError
 from baton.metrics import RouterMetrics
-from router.admission import Admission, Applicant, Capacity
+from router.admission import Admission, Applicant, slo_of
+from router.capacity import Capacity
 from router.generation import GenerationRequest
 
 TICK_S = 0.05
@@ -40,11 +41,8 @@ class WaitingRoom:
         self._tenants = config.tenant_weights
         self._admission = Admission(
             self._tenants,
-            config.max_waiting_requests,
-            config.priority_step_s,
-            config.slo_tpot_s if config.admission_slo_factor else math.inf,
+            config,
             self._refuse,
-            config.batch_most_in_flight,
         )
         self._turns: dict[str, asyncio.Future[None]] = {}
         self._capacity: Capacity | None = None
@@ -104,18 +102,15 @@ class WaitingRoom:
         tenant = request.principal.tenant
         self._tenants.setdefault(tenant, 1.0)
         prompt_tokens = len(request.prompt_ids)
-        slo_s = self._config.slo_ttft_of(self._config.class_of(prompt_tokens))
-        factor = self._config.admission_slo_factor
-        by_slo = factor > 0 and not request.own_deadline
         return Applicant(
             request_id=request.request_id,
             tenant=tenant,
             priority=request.priority,
             prompt_tokens=prompt_tokens,
             max_tokens=request.sampling.max_tokens,
-            first_token_s=slo_s * factor if by_slo else math.inf,
-            give_up_s=slo_s * max(1.0, factor) if by_slo else math.inf,
+            slo_s=slo_of(self._config, prompt_tokens),
             deadline_s=request.deadline_s,
+            own_deadline=request.own_deadline,
             choices=request.choices,
             background=request.background,
         )
@@ -126,7 +121,7 @@ class WaitingRoom:
             turn = self._turns[request_id]
             if not turn.done():
                 turn.set_result(None)
-        self._metrics.prefill_drain_rate.set(self._admission.tokens_per_s or 0.0)
+        self._metrics.prefill_speed.set(self._admission.speed or 0.0)
         if self._admission.waiting_requests and self._tick is None:
             self._tick = asyncio.get_running_loop().call_later(TICK_S, self._on_tick)
 

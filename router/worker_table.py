@@ -16,7 +16,13 @@ import numpy.typing as npt
 
 from baton.registry import WorkerRecord
 from baton.request import Geometry, LoadSnapshot
-from router.cost_model import CostModel, prefill_model, step_model
+from router.cost_model import (
+    PREFILL_DEFAULT,
+    Coefficients,
+    CostModel,
+    prefill_model,
+    step_model,
+)
 from router.rendezvous import hash_of
 
 Floats = npt.NDArray[np.float64]
@@ -258,6 +264,14 @@ class WorkerTable:
             share[members] = 1.0 / max(1, len(members))
             found = self._groups[role, pools] = Group(members, closed, share)
         return found
+
+    def prefill_cost(self, role: str) -> Coefficients:
+        """The mean of the prompt costs of a role's workers; the default where there is none."""
+        rows = self.group(role).rows
+        if not len(rows):
+            return PREFILL_DEFAULT
+        a, b, c = self.prefill_a[rows], self.prefill_b[rows], self.prefill_c[rows]
+        return float(a.mean()), float(b.mean()), float(c.mean())
 
     # What it does
 

@@ -263,7 +263,7 @@ async def mini_cluster(
         _pool("decode", decode, pool_fields | dict(decode_pool)),
     )
     # How busy the machine is must not decide which requests get in, nor who is gone.
-    usual = {"dtype": "float32", "local_prefill": "never", "admission_slo_factor": 0.0}
+    usual = {"dtype": "float32", "local_prefill": "never"}
     fields: dict[str, object] = usual | PATIENT | changes
     config = Config(pools=pools, **fields)  # type: ignore[arg-type]
     cluster = MiniCluster(config, model, redis_url, prefill_role)

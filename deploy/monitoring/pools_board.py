@@ -73,8 +73,8 @@ POOLS = Dashboard(
                     stacked=True,
                 ),
                 Panel(
-                    "What prefill workers finish while requests wait",
-                    (Query("sum(baton_prefill_drain_tokens_per_second)", "tokens/s"),),
+                    "What prefill workers do while requests wait",
+                    (Query("max(baton_prefill_speed_workers)", "in workers of the cost model"),),
                 ),
             ),
         ),

@@ -21,7 +21,8 @@ from loadtest.simulator.prefix_directory import PrefixDirectory
 from loadtest.simulator.simulated_request import SimulatedRequest
 from loadtest.simulator.simulated_worker import SimulatedWorker
 from loadtest.simulator.workers_side import WorkersSide
-from router.admission import Admission, Applicant, Capacity
+from router.admission import Admission, Applicant, slo_of
+from router.capacity import Capacity
 from router.planner import Planner
 from router.policy import Policy, RouteRequest
 
@@ -60,9 +61,7 @@ class SimulatedRouter:
         self._planner = Planner(policy, block_tokens, self.traffic.counts)
         self._admission = Admission(
             config.tenant_weights,
-            config.max_waiting_requests,
-            config.priority_step_s,
-            config.slo_tpot_s if config.admission_slo_factor else math.inf,
+            config,
             self._refused,
         )
         self._requests: dict[str, SimulatedRequest] = {}
@@ -142,16 +141,13 @@ class SimulatedRouter:
 
     def _applicant(self, request: SimulatedRequest) -> Applicant:
         config, tokens = self._config, request.traced.input_tokens
-        slo_s = self._slo_ttft(request)
-        factor = config.admission_slo_factor
         return Applicant(
             request_id=request.name,
             tenant=DEFAULT_TENANT,
             priority=0,
             prompt_tokens=tokens,
             max_tokens=request.output_tokens,
-            first_token_s=slo_s * factor if factor else math.inf,
-            give_up_s=slo_s * max(1.0, factor) if factor else math.inf,
+            slo_s=slo_of(config, tokens),
             deadline_s=config.request_deadline_s,
         )
 
@@ -192,9 +188,10 @@ class SimulatedRouter:
             decode_sequences=sum(
                 len(worker.scheduler.running) + len(worker.scheduler.waiting) for worker in decode
             ),
-            most_sequences=sum(worker.profile.max_sequences for worker in decode),
+            max_sequences=sum(worker.profile.max_sequences for worker in decode),
             available_blocks=tuple(worker.pool.available for worker in decode),
             total_blocks=tuple(worker.pool.total for worker in decode),
+            prefill_cost=self._planner.table.prefill_cost("prefill" if self._prefill else "decode"),
         )
 
     def _tell_generated(self, request: SimulatedRequest) -> None:
@@ -212,7 +209,7 @@ class SimulatedRouter:
         left_s = self._deadlines[request.name] - now
         tokens = len(request.token_ids)
         context_class = self._config.class_of(request.traced.input_tokens)
-        asked = RouteRequest(tokens, context_class, request.traced.session, left_s * 1e3)
+        asked = RouteRequest(tokens, context_class, request.traced.session, math.inf)
         self._refresh(now)
         hashes = request.hashes
         held = self._directory.lookup(hashes)
@@ -220,8 +217,6 @@ class SimulatedRouter:
             if left_s <= 0:
                 raise DeadlineExceeded("the request's deadline passed while it waited")
             decision = self._planner.decide(asked, hashes, held, now)
-            if decision.shed and not request.attempt:
-                raise Overloaded("the first token would come after the deadline")
         except BatonError as error:
             self._end(request, error.code or "unavailable")
             return

@@ -42,8 +42,6 @@ theirs and are handed back."""
 _CHUNK_TOKENS = 128
 """As many as usual, of the longest prompt, take a busy machine as long as a hang does."""
 _CONFIGURATION = f"""
-# How busy the machine is must not decide which requests get in.
-admission_slo_factor = 0.0
 # Every request is handed off while there is a prefill worker: by this policy local prefill is for
 # the time without one.
 local_prefill = "auto"

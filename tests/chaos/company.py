@@ -94,7 +94,7 @@ class Company:
         for worker in self.workers.values():
             await worker.ready()
         pools = tuple(PoolConfig(name=r, role=r, count=2) for r in ("prefill", "decode"))
-        fields = {"dtype": "float32", "local_prefill": "never", "admission_slo_factor": 0.0}
+        fields = {"dtype": "float32", "local_prefill": "never"}
         config = Config(pools=pools, **(fields | changes))  # type: ignore[arg-type]
         redis = redis_client(self._redis_url)
         metrics = RouterMetrics(CollectorRegistry())

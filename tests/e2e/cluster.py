@@ -23,13 +23,12 @@ BATON = str(Path(sys.executable).with_name("baton"))
 START_S = 240.0
 END_S = 120.0
 PATIENT = {
-    "BATON_ADMISSION_SLO_FACTOR": "0",
     "BATON_HANG_S": "20",
     "BATON_LEASE_S": "20",
     "BATON_REGISTRY_TTL_S": "20",
 }
-"""For clusters whose tests are about none of it: how busy the machine is decides not which requests
-get in, nor who is taken to hang or to be gone."""
+"""For clusters whose tests are about none of it: how busy the machine is does not decide which
+workers are taken to hang or to be gone."""
 
 
 class UpProcess:

@@ -31,13 +31,12 @@ interval_s = 1.0
 cooldown_s = 3.0
 """
 GROWS = (
-    CONFIG.replace("[autoscaler]", "admission_slo_factor = 0\n[autoscaler]")
+    CONFIG
     + """
 least_workers = 2
 most_workers = 3
 """
 )
-"""Nobody is refused."""
 LONG_ANSWERS = {"prompt": "a" * 20, "max_tokens": 100}
 LONG_PROMPTS = {"prompt": "a" * 1500, "max_tokens": 2}
 

@@ -26,7 +26,7 @@ async def processes(
     model: Path, redis_url: str, folder: Path
 ) -> AsyncIterator[tuple[MiniCluster, WorkerChild]]:
     """A dispatcher here, and a worker of each role in processes; yields the decode worker."""
-    config = Config(dtype="float32", local_prefill="never", admission_slo_factor=0.0)
+    config = Config(dtype="float32", local_prefill="never")
     cluster = MiniCluster(config, model, redis_url)
     jobs = [
         Job(role, f"{role}-0", "shm", str(model), redis_url, cluster.cluster_id) for role in ROLES

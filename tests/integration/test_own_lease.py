@@ -47,7 +47,7 @@ async def decode_record(cluster: MiniCluster, but: str = "") -> WorkerRecord:
 async def test_a_worker_that_was_stopped_wakes_in_another_life_with_what_it_had_cached(
     tiny_model: Path, redis_url: str, tmp_path: Path
 ) -> None:
-    config = Config(dtype="float32", local_prefill="never", admission_slo_factor=0.0, **BEATS)
+    config = Config(dtype="float32", local_prefill="never", **BEATS)
     cluster = MiniCluster(config, tiny_model, redis_url)
     children = [
         WorkerChild(

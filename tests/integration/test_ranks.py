@@ -100,7 +100,6 @@ async def test_the_class_of_long_prompts_has_such_workers(tiny_model: Path, redi
         ),
         dtype="float32",
         local_prefill="never",
-        admission_slo_factor=0.0,
     )
     cluster = MiniCluster(config, tiny_model, redis_url)
     try:

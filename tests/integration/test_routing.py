@@ -93,7 +93,6 @@ async def test_a_prompt_waits_for_room_where_it_is_to_be_computed(
         redis_url,
         kv_pool_mib=8,
         local_prefill="always",
-        admission_slo_factor=0.0,
         decode_pool={"max_sequences": 2},
     ) as cluster:
         monkeypatch.setattr(cluster.dispatcher._waiting_room, "turn", pass_on)

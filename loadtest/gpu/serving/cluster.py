@@ -107,7 +107,6 @@ class ClusterSettings:
             policy="round_robin",
             local_prefill=_LOCAL[route],
             # Nothing is refused because it would be late.
-            admission_slo_factor=0.0,
             data_dir=str(folder / "data"),
         )
         patience = {} if self.device == "cuda" else dict.fromkeys(_SILENCES, _PATIENT_S)

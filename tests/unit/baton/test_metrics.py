@@ -27,7 +27,7 @@ ROUTER = {
     "baton_queue_seconds": ("role",),
     "baton_grammar_compile_seconds": ("role",),
     "baton_waiting_requests": ("tenant",),
-    "baton_prefill_drain_tokens_per_second": (),
+    "baton_prefill_speed_workers": (),
     "baton_rate_limit_failures": (),
     "baton_slo_violations": ("class", "slo"),
     "baton_prefix_lookups": ("outcome",),

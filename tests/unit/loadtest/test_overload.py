@@ -13,7 +13,7 @@ from baton import errors
 from baton.config import Config
 from baton.request import FinishReason
 from loadtest import overload
-from loadtest.overload import Ending, Overload, draw, load_of, percentile
+from loadtest.overload import Ending, Overload, Row, draw, load_of, percentile
 from loadtest.peer_servers import SERVED_NAME
 from loadtest.traces import Trace, TracedRequest
 from router.generation import GenerationRequest, OutputDelta
@@ -40,7 +40,8 @@ def test_figures() -> None:
     assert counts == (12, 1, 1, 1, 1)
     assert load.ttft_p99_ms == 2500
     assert load.retry_after_p50_s == 1.5
-    table = draw(Overload(load, load, 1.0, 2000.0, 100.0))
+    rows = (Row("slo", 0.5, load, 1.0), Row("queue", 3.0, load, 1.0))
+    table = draw(Overload(load, rows, 2000.0, 100.0))
     assert table.row_count == 2
 
 

@@ -5,134 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import heapq
-import itertools
-import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import router.admission as admission_module
-from baton.errors import BatonError, DeadlineUnreachable, Overloaded
-from router.admission import GRACE, MOST_LEAD_S, Admission, Applicant, Capacity
-
-BLOCK = 16
-WEIGHTS = {"default": 1.0, "other": 1.0}
-
-
-@dataclass
-class Cluster:
-    """One prefill worker that takes prompts in turn, decode places, and a clock of its own."""
-
-    tokens_per_s: float = 2000.0
-    places: int = 64
-    blocks: int = 4000
-    token_s: float = 0.01
-    limit: int = 1000
-    slo_s: float = math.inf
-    slo_tpot_s: float = math.inf
-    strain: float = 0.0
-    """By how many milliseconds a token takes longer for each prompt of the last second."""
-    now: float = 0.0
-    free_at: float = 0.0
-    refused: dict[str, BatonError] = field(default_factory=dict)
-    begun: dict[str, float] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
-    tpots: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.admission = Admission(WEIGHTS, self.limit, 1.0, self.slo_tpot_s, self.refuse)
-        self.events: list[tuple[float, int, str, str]] = []
-        self.count = itertools.count()
-        self.wanted: dict[str, Applicant] = {}
-        self.running: dict[str, int] = {}
-        self.most_blocks = self.most_running = 0
-
-    def refuse(self, request_id: str, error: BatonError) -> None:
-        self.refused[request_id] = error
-
-    def capacity(self) -> Capacity:
-        used = sum(self.running.values())
-        return Capacity(
-            BLOCK, 1, len(self.running), self.places, (self.blocks - used,), (self.blocks,)
-        )
-
-    def offer(
-        self,
-        name: str,
-        prompt: int = 100,
-        answer: int = 10,
-        *,
-        tenant: str = "default",
-        priority: int = 0,
-        deadline_s: float = math.inf,
-    ) -> None:
-        slo_s = self.slo_s if deadline_s == math.inf else math.inf
-        applicant = Applicant(
-            name, tenant, priority, prompt, answer, slo_s, slo_s * 1.25, deadline_s
-        )
-        self.wanted[name] = applicant
-        self.admission.offer(applicant, self.capacity(), self.now)
-        self.pump()
-
-    def pump(self) -> None:
-        for name in self.admission.release(self.capacity(), self.now):
-            self.order.append(name)
-            self.free_at = max(self.free_at, self.now) + (
-                self.wanted[name].prompt_tokens / self.tokens_per_s
-            )
-            self.at(self.free_at, "first", name)
-
-    def at(self, when: float, what: str, name: str) -> None:
-        heapq.heappush(self.events, (when, next(self.count), what, name))
-
-    def until(self, when: float) -> None:
-        """Let the time pass."""
-        while self.events and self.events[0][0] <= when:
-            self.now, _, what, name = heapq.heappop(self.events)
-            wanted = self.wanted[name]
-            if what == "first":
-                self.begun[name] = self.now
-                total = -(-(wanted.prompt_tokens + wanted.max_tokens) // BLOCK)
-                self.running[name] = total
-                self.most_running = max(self.most_running, len(self.running))
-                self.most_blocks = max(self.most_blocks, sum(self.running.values()))
-                self.admission.first_token(name, self.now)
-                self.admission.generated(name, wanted.max_tokens)
-                recent = sum(at > self.now - 1.0 for at in self.begun.values())
-                token_s = self.token_s + self.strain * recent / 1e3
-                self.tpots[name] = token_s
-                self.at(self.now + token_s * wanted.max_tokens, "end", name)
-            else:
-                del self.running[name]
-                self.admission.left(name, self.now, finished=True)
-            self.pump()
-        self.now = max(self.now, when)
-
-    def finish(self) -> None:
-        while self.events:
-            self.until(self.events[0][0])
-
-    def flood(self, requests: int, prompt: int = 100, pause_s: float = 0.0) -> Overloaded:
-        """Offer up to so many at once, or with pauses; the first refusal."""
-        for number in range(requests):
-            try:
-                self.offer(f"r{number}", prompt)
-            except Overloaded as error:
-                del self.wanted[f"r{number}"]
-                return error
-            self.until(self.now + pause_s)
-        raise AssertionError("nobody was refused")
-
-    def learn(self) -> None:
-        """A second of load, so that the rates are known."""
-        for number in range(20 + int(self.tokens_per_s / 100)):
-            self.offer(f"learned-{number}")
-        self.finish()
-        assert self.admission.tokens_per_s is not None
-        self.now += 1.0
+from baton.config import Config
+from baton.errors import DeadlineUnreachable, Overloaded
+from router.admission import MAX_LEAD_S, Admission, Applicant
+from router.capacity import Capacity
+from tests.unit.router.admission_cluster import BLOCK, WEIGHTS, Cluster
 
 
 def check_retry_after(cluster: Cluster, error: Overloaded, refused_at: float) -> None:
@@ -143,46 +26,44 @@ def check_retry_after(cluster: Cluster, error: Overloaded, refused_at: float) ->
     assert true_wait / 2 <= error.retry_after <= true_wait * 2
 
 
-def test_before_anything_is_known_nobody_is_refused_for_time() -> None:
-    cluster = Cluster(slo_s=0.5)
-    for number in range(50):
-        cluster.offer(f"r{number}")
-    assert cluster.admission.waiting_requests > 0
-
-
 def test_the_drain_rate_is_learned() -> None:
     cluster = Cluster(tokens_per_s=3000.0)
     cluster.learn()
-    assert cluster.admission.tokens_per_s == pytest.approx(3000.0, rel=0.15)
+    assert cluster.admission.speed == pytest.approx(1.0, rel=0.15)
+
+
+@pytest.mark.parametrize("model_error", [0.2, 5.0])
+def test_a_cost_model_that_is_wrong_is_corrected_while_requests_wait(model_error: float) -> None:
+    """Of a second's load, half a second counts as the model's."""
+    cluster = Cluster(model_error=model_error)
+    cluster.learn()
+    assert cluster.admission.speed == pytest.approx(model_error, rel=0.25)
 
 
 def test_what_was_learned_of_few_prefill_workers_counts_for_each_of_many() -> None:
     """Where roles change, too low a rate would turn all away, and nobody would wait and tell."""
     cluster = Cluster(tokens_per_s=3000.0)
     cluster.learn()
-    learned = cluster.admission.tokens_per_s
+    learned = cluster.admission.speed
     assert learned is not None
     for workers in (4, 2, 1):
         capacity = dataclasses.replace(cluster.capacity(), prefill_workers=workers)
         cluster.admission.release(capacity, cluster.now)
-        assert cluster.admission.tokens_per_s == pytest.approx(workers * learned)
+        assert cluster.admission.speed == pytest.approx(workers * learned)
     cluster.admission.release(None, cluster.now)
-    assert cluster.admission.tokens_per_s == pytest.approx(learned)
+    assert cluster.admission.speed == pytest.approx(learned)
 
 
 def stand_still(cluster: Cluster, seconds: float) -> None:
     """The prefill worker computes nothing for so long, while four prompts lie there or wait."""
     for number in range(4):
         cluster.offer(f"held-{number}", 1000)
-    cluster.events = [
-        (when + seconds, number, what, name) for when, number, what, name in cluster.events
-    ]
-    cluster.free_at += seconds
+    cluster.stand_still(seconds)
     while cluster.events:
         cluster.until(cluster.now + 0.05)
         cluster.pump()
-    assert cluster.admission.tokens_per_s is not None
-    assert cluster.admission.tokens_per_s < 200
+    assert cluster.admission.speed is not None
+    assert cluster.admission.speed < 0.1
 
 
 def test_a_worker_that_stood_still_turns_nobody_away_for_ever() -> None:
@@ -198,7 +79,7 @@ def test_a_worker_that_stood_still_turns_nobody_away_for_ever() -> None:
             cluster.offer(f"r{number}", 1000)
         except DeadlineUnreachable:
             refused.append(number)
-    assert max(refused) < 10
+    assert max(refused, default=0) < 10
 
 
 def test_short_prompts_that_never_wait_do_not_keep_long_ones_locked_out() -> None:
@@ -213,7 +94,7 @@ def test_short_prompts_that_never_wait_do_not_keep_long_ones_locked_out() -> Non
             cluster.offer(f"r{number}", 1000 if number % 4 == 3 else 40)
         except DeadlineUnreachable:
             refused.append(number)
-    assert max(refused) < 60
+    assert max(refused, default=0) < 60
 
 
 def test_an_idle_clusters_rate_is_not_believed() -> None:
@@ -222,7 +103,7 @@ def test_an_idle_clusters_rate_is_not_believed() -> None:
     for number in range(50):
         cluster.offer(f"r{number}", 5)
         cluster.until(cluster.now + 1.0)
-    assert cluster.admission.tokens_per_s is None
+    assert cluster.admission.speed is None
 
 
 @pytest.mark.parametrize("tokens_per_s", [500.0, 2000.0, 20000.0])
@@ -233,7 +114,8 @@ def test_retry_after_is_within_a_factor_of_two_of_the_true_wait(tokens_per_s: fl
     error, began = cluster.flood(100_000, 130), cluster.now
     assert type(error) is DeadlineUnreachable
     check_retry_after(cluster, error, began)
-    assert error.retry_after == pytest.approx(2.0, rel=0.5)
+    # A burst is no overload before more has come than seconds can do.
+    assert 1.0 <= (error.retry_after or 0.0) <= 5.0
 
 
 def test_retry_after_of_a_full_queue_is_true_too() -> None:
@@ -249,7 +131,7 @@ def test_where_decode_places_are_short_their_ends_say_how_long_it_takes() -> Non
     for number in range(20):
         cluster.offer(f"learned-{number}")
     cluster.finish()
-    assert cluster.admission.tokens_per_s is None
+    assert cluster.admission.speed is None
     cluster.slo_s = 10.0
     error, began = cluster.flood(1000, pause_s=0.001), cluster.now
     assert type(error) is DeadlineUnreachable
@@ -271,52 +153,17 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     assert "patient" in cluster.begun
 
 
-def test_caution_is_for_those_who_wait_behind_others() -> None:
-    """A prompt that takes most of its SLO: alone it is let in, behind many it is not."""
-    cluster = Cluster(slo_s=1.6)
-    cluster.learn()
-    rate = cluster.admission.tokens_per_s
-    assert rate is not None
-    cluster.offer("alone", int(0.95 * 2.0 * rate))
-    cluster.finish()
-    assert "alone" in cluster.begun
-    behind = int(0.95 * 2.0 * rate) - 3100
-    for number in range(31):
-        cluster.offer(f"before-{number}", 100)
-    with pytest.raises(DeadlineUnreachable):
-        cluster.offer("behind", behind)
-    # The same predicted time, but nobody waits: it is all the prompt's own.
-    cluster.finish()
-    cluster.offer("not behind", behind + 3100)
-
-
-def test_who_waits_alone_has_some_grace_and_no_more() -> None:
-    cluster = Cluster(slo_s=1.6)
-    cluster.learn()
-    rate = cluster.admission.tokens_per_s
-    assert rate is not None
-    most = int(GRACE * 2.0 * rate)
-    with pytest.raises(DeadlineUnreachable):
-        cluster.offer("too long", most + 10)
-    cluster.offer("just", most - 10)
-    cluster.finish()
-    assert "just" in cluster.begun
-    # A deadline of its own is one.
-    with pytest.raises(DeadlineUnreachable):
-        cluster.offer("own deadline", most - 10, deadline_s=2.0)
-
-
 def test_a_full_queue_is_not_looked_through_for_each_that_leaves_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    looks, late = 0, admission_module._Request.late
+    looks, late = 0, Admission._is_late
 
     def counted(self: Any, *arguments: Any) -> bool:
         nonlocal looks
         looks += 1
         return late(self, *arguments)
 
-    monkeypatch.setattr(admission_module._Request, "late", counted)
+    monkeypatch.setattr(Admission, "_is_late", counted)
     cluster = Cluster(tokens_per_s=1e6, slo_s=60.0, places=10_000)
     for number in range(1000):
         cluster.offer(f"r{number}", 1024)
@@ -329,12 +176,15 @@ def test_a_full_queue_is_not_looked_through_for_each_that_leaves_it(
 def test_who_waited_too_long_after_all_is_refused_and_costs_nothing() -> None:
     cluster = Cluster(slo_s=2.0)
     cluster.learn()
-    for number in range(30):
-        cluster.offer(f"r{number}")
+    for number in range(180):
+        cluster.until(cluster.now + 0.03)
+        with contextlib.suppress(DeadlineUnreachable):
+            cluster.offer(f"r{number}")
+    at_once = set(cluster.refused)
     assert cluster.admission.waiting_requests
-    cluster.tokens_per_s = 50.0  # of a sudden
-    cluster.finish()
-    assert cluster.refused
+    cluster.stand_still(10.0)
+    cluster.until(cluster.now + 30.0, step_s=0.05)
+    assert set(cluster.refused) > at_once
     assert not set(cluster.refused) & set(cluster.begun)
     assert len(cluster.refused) + len(cluster.begun) == len(cluster.wanted)
     assert cluster.admission.waiting_requests == cluster.admission.in_flight_tokens == 0
@@ -342,7 +192,7 @@ def test_who_waited_too_long_after_all_is_refused_and_costs_nothing() -> None:
 
 def test_overload_keeps_what_is_admitted_within_its_time() -> None:
     """Three times more than can be served, for a minute."""
-    cluster = Cluster(slo_s=1.6)
+    cluster = Cluster(slo_s=2.0)
     cluster.learn()
     sent: dict[str, float] = {}
     start = cluster.now
@@ -357,9 +207,10 @@ def test_overload_keeps_what_is_admitted_within_its_time() -> None:
     cluster.finish()
     ttfts = [cluster.begun[name] - at for name, at in sent.items() if name in cluster.begun]
     # The cluster does 20 a second; next to nothing of it is lost.
-    assert len(ttfts) >= 0.95 * 60 * 20
-    assert max(ttfts) <= 2.0
-    assert len(ttfts) + len(cluster.refused) == len(sent)
+    in_time = [ttft for ttft in ttfts if ttft <= 2.0]
+    assert len(in_time) >= 0.95 * 60 * 20
+    assert len(in_time) >= 0.97 * len(ttfts)
+    assert len(cluster.begun) + len(cluster.refused) == len(cluster.wanted)
 
 
 def test_prompts_come_no_faster_than_tokens_allow() -> None:
@@ -376,6 +227,63 @@ def test_prompts_come_no_faster_than_tokens_allow() -> None:
     in_time = [name for name in late if cluster.tpots[name] * 10 / 9 <= 0.1]
     assert len(in_time) >= 0.75 * len(late)
     assert len(in_time) >= 0.75 * 13 * 40
+
+
+def test_nothing_is_refused_for_its_own_length_where_nothing_is_before_it() -> None:
+    """Refusing it would serve no other request; a client's deadline counts all the same."""
+    cluster = Cluster(slo_s=1.6)
+    cluster.learn()
+    cluster.offer("long", 100_000)
+    cluster.finish()
+    assert "long" in cluster.begun
+    with pytest.raises(DeadlineUnreachable):
+        cluster.offer("own deadline", 100_000, deadline_s=2.0)
+
+
+def test_below_capacity_a_late_answer_is_better_than_none() -> None:
+    """Three prompts of a second each, once in ten seconds."""
+    cluster = Cluster(slo_s=1.6)
+    for number in range(30):
+        cluster.offer(f"r{number}", 2000)
+        if number % 3 == 2:
+            cluster.until(cluster.now + 10.0)
+    assert cluster.refused == {}
+
+
+def test_a_wait_beyond_the_operators_bound_is_refused() -> None:
+    cluster = Cluster(max_queue_s=5.0)
+    error, began = cluster.flood(1000), cluster.now
+    assert type(error) is Overloaded
+    assert "max_queue_s is 5" in str(error)
+    waits = len(cluster.wanted) - 1 - len(cluster.order)
+    assert waits * 0.05 == pytest.approx(5.0, rel=0.15)
+    check_retry_after(cluster, error, began)
+
+
+def test_a_deadline_of_the_operator_ends_a_wait_and_refuses_nothing_before() -> None:
+    cluster = Cluster()
+    cluster.offer("first", 20_000)
+    late = Applicant("late", "default", 0, 2000, 10, deadline_s=5.0)
+    cluster.admission.offer(late, cluster.capacity(), cluster.now)
+    cluster.until(4.9, step_s=0.05)
+    assert cluster.refused == {}
+    cluster.until(5.1, step_s=0.05)
+    assert type(cluster.refused["late"]) is DeadlineUnreachable
+
+
+def test_while_requests_are_refused_for_time_one_is_let_through_now_and_then() -> None:
+    """The cost model is far off, and nothing but what is let through can correct it."""
+    cluster = Cluster(tokens_per_s=2000.0, model_error=50.0)
+    refused = []
+    for number in range(30):
+        cluster.until(number / 2)
+        try:
+            cluster.offer(f"r{number}", 400, deadline_s=5.0)
+        except DeadlineUnreachable:
+            refused.append(number)
+            continue
+        cluster.model_error = 1.0  # As the router's cost model does from the first timing on.
+    assert refused == list(range(20))
 
 
 def test_what_was_learned_of_slow_answers_is_forgotten_where_nobody_decodes() -> None:
@@ -398,11 +306,11 @@ def test_what_was_learned_of_slow_answers_is_forgotten_where_nobody_decodes() ->
 
 def test_a_long_prompt_leaves_the_other_prefill_workers_theirs() -> None:
     """One worker computes it: the others would have nothing to do until it is done."""
-    admission = Admission(WEIGHTS, 100, 1.0, math.inf, lambda name, error: None)
+    admission = Admission(WEIGHTS, Config(), lambda name, error: None)
     capacity = Capacity(BLOCK, 3, 0, 64, (100_000,), (100_000,))
     for number, tokens in enumerate((90_000, 2000, 2000, 2000)):
         name = f"r{number}"
-        applicant = Applicant(name, "default", 0, tokens, 10, math.inf, math.inf, math.inf)
+        applicant = Applicant(name, "default", 0, tokens, 10)
         admission.offer(applicant, capacity, 0.0)
     assert admission.release(capacity, 0.0) == ["r0", "r1", "r2"]
     admission.first_token("r1", 0.1)
@@ -412,13 +320,13 @@ def test_a_long_prompt_leaves_the_other_prefill_workers_theirs() -> None:
 def test_a_slow_reader_slows_nobody_down() -> None:
     cluster = Cluster(slo_tpot_s=0.1)
     cluster.learn()
-    rate = cluster.admission.tokens_per_s
+    rate = cluster.admission.speed
     for number in range(20):
         cluster.offer(f"r{number}")
         cluster.until(cluster.now + 0.06)
         cluster.admission.generated(f"r{number}", 10)
         cluster.admission.left(f"r{number}", cluster.now + 60.0, finished=True, held_s=60.0)
-    assert cluster.admission.tokens_per_s == pytest.approx(rate)
+    assert cluster.admission.speed == pytest.approx(rate)
 
 
 def test_a_lower_priority_number_goes_first_and_age_makes_up_for_it() -> None:
@@ -450,7 +358,7 @@ def test_nobody_starves(worst: int, others: list[int]) -> None:
         cluster.until(cluster.now + 0.5)
         cluster.offer(f"r{number}", 500, priority=others[number % len(others)])
     cluster.finish()
-    assert cluster.begun["mine"] <= 2 * MOST_LEAD_S + 5.0
+    assert cluster.begun["mine"] <= 2 * MAX_LEAD_S + 5.0
 
 
 def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
@@ -519,34 +427,3 @@ def test_without_workers_all_go_to_be_told_so() -> None:
     cluster.offer("b")
     assert cluster.order == ["a"]
     assert cluster.admission.release(None, 0.0) == ["b"]
-
-
-def test_what_was_computed_of_a_prompt_is_not_waited_for_again() -> None:
-    cluster = Cluster(slo_s=2.0)
-    cluster.learn()
-    rate = cluster.admission.tokens_per_s
-    assert rate is not None
-    long = int(1.5 * rate)
-    cluster.offer("first", long)
-    assert cluster.admission.ahead_tokens(cluster.now) == long
-    # Behind all of it the next one would take three seconds.
-    with pytest.raises(DeadlineUnreachable):
-        cluster.offer("too early", long)
-    cluster.until(cluster.now + 1.2)
-    assert cluster.admission.ahead_tokens(cluster.now) == pytest.approx(long - 1.2 * rate)
-    cluster.offer("second", long)
-    cluster.finish()
-    assert cluster.admission.ahead_tokens(cluster.now) == 0
-
-
-def test_a_worker_that_hangs_has_not_computed_what_waits_behind_its_prompt() -> None:
-    cluster = Cluster(slo_s=1e6)
-    cluster.learn()
-    rate = cluster.admission.tokens_per_s
-    assert rate is not None
-    long = int(1.5 * rate)
-    for name in ("first", "second"):
-        cluster.offer(name, long)
-    cluster.now += 1000.0
-    assert cluster.admission.ahead_tokens(cluster.now) <= cluster.admission.in_flight_tokens
-    assert cluster.admission.ahead_tokens(cluster.now) >= cluster.admission.in_flight_tokens - long

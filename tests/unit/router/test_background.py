@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission import BACKGROUND_TPOT_SHARE, Applicant, Capacity
 from router.background_share import HOLD_S, BackgroundShare
-from tests.unit.router.test_admission import BLOCK, Cluster
+from router.background_slack import MAX_TPOT_SHARE
+from tests.unit.router.admission_cluster import Cluster
 
 
 @dataclass
@@ -22,27 +21,15 @@ class Shared(Cluster):
     most_tokens: int = 0
     """Of prompts that lay at the prefill worker at a time."""
 
-    def capacity(self) -> Capacity:
-        used = sum(self.running.values())
-        step_s = self.token_s + self.per_sequence_s * len(self.running) if self.running else 0.0
-        return Capacity(
-            BLOCK, 1, len(self.running), self.places, (self.blocks - used,), (self.blocks,), step_s
-        )
+    def step_s(self) -> float:
+        return self.token_s + self.per_sequence_s * len(self.running) if self.running else 0.0
 
     def offer_background(self, name: str, prompt: int = 100, answer: int = 10) -> None:
-        applicant = Applicant(
-            name, "default", 0, prompt, answer, math.inf, math.inf, math.inf, background=True
-        )
-        self.wanted[name] = applicant
-        self.admission.offer(applicant, self.capacity(), self.now)
-        self.pump()
+        self.offer(name, prompt, answer, background=True)
 
     def pass_time(self, seconds: float, step_s: float = 0.05) -> None:
-        """As the waiting room does, which looks again and again while somebody waits."""
-        end = self.now + seconds
-        while self.now < end:
-            self.until(min(end, self.now + step_s))
-            self.pump()
+        """As the waiting room does, which looks again and again while a request waits."""
+        self.until(self.now + seconds, step_s)
 
     def pump(self) -> None:
         interactive = self.admission.waiting("default")
@@ -124,7 +111,7 @@ def test_steps_stay_well_under_the_slo() -> None:
         cluster.offer_background(f"b{number}", prompt=20, answer=100)
     cluster.pass_time(20.0)
     step_s = cluster.token_s + cluster.per_sequence_s * cluster.most_running
-    assert step_s <= BACKGROUND_TPOT_SHARE * 0.1 + 2 * cluster.per_sequence_s
+    assert step_s <= MAX_TPOT_SHARE * 0.1 + 2 * cluster.per_sequence_s
     cluster.pass_time(600.0)
     assert len(cluster.begun) == 300
 
@@ -134,8 +121,6 @@ def test_several_prompts_go_at_once_where_they_take_no_time(
     tokens_per_s: float, least: int, most: int
 ) -> None:
     cluster = Shared(tokens_per_s=tokens_per_s)
-    cluster.learn()
-    cluster.most_tokens = 0
     for number in range(200):
         cluster.offer_background(f"b{number}", prompt=100, answer=50)
     cluster.pass_time(30.0)

@@ -24,7 +24,7 @@ from baton.request import (
 )
 from baton.sampling_params import SamplingParams
 from router import dispatcher as dispatcher_module
-from router.admission import Capacity
+from router.capacity import Capacity
 from router.dispatcher import ClusterDispatcher, _capacity
 from router.generation import GenerationRequest
 from router.routes import Stage
@@ -92,12 +92,11 @@ async def test_workers_are_told_what_is_left_of_the_deadline(
 async def test_capacity_counts_in_hash_blocks() -> None:
     links = [WorkerLink(record_of(role, 32)) for role in ("prefill", "decode")]
     try:
-        seen = _capacity(HASH_BLOCK, links[:1], links[1:])
-        assert _capacity(HASH_BLOCK, [], links) is None
+        seen = _capacity(HASH_BLOCK, links[:1], links[1:], (1.0, 2.0, 3.0))
     finally:
         for link in links:
             await link.channel.close()
-    assert seen == Capacity(HASH_BLOCK, 1, 3, 8, (20,), (200,))
+    assert seen == Capacity(HASH_BLOCK, 1, 3, 8, (20,), (200,), prefill_cost=(1.0, 2.0, 3.0))
 
 
 async def test_whatever_goes_wrong_the_registry_is_followed(

@@ -117,14 +117,16 @@ def test_a_weight_of_two_may_hold_twice_as_much() -> None:
     assert queue.push(refused) is refused
 
 
-def test_tokens_ahead_of_a_newcomer() -> None:
+def test_what_is_ahead_of_a_newcomer() -> None:
     queue: FairQueue[int] = FairQueue({"a": 1.0, "b": 1.0}, 99)
-    for _ in range(10):
-        queue.push(entry("a", 1000, 5.0))
-    assert queue.tokens_ahead("a", 5.0, 100) == 10_000
-    assert queue.tokens_ahead("a", 4.0, 100) == 0
+    waiting = [entry("a", 1000, 5.0) for _ in range(10)]
+    for one in waiting:
+        queue.push(one)
+    assert queue.ahead(entry("a", 100, 5.0)) == waiting
+    assert queue.ahead(entry("a", 100, 4.0)) == []
     # Another tenant waits for its own weight's worth alone.
-    assert queue.tokens_ahead("b", 5.0, 100) == 100
+    assert queue.ahead(entry("b", 100, 5.0)) == []
+    assert queue.ahead(entry("b", 2500, 5.0)) == waiting[:2]
 
 
 class Machine(RuleBasedStateMachine):

@@ -142,7 +142,7 @@ async def test_grpc() -> None:
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=20, metadata=shown)
     first, second = front.dispatcher.requests
-    assert (first.principal.tenant, first.priority, first.own_deadline) == ("acme", 7, False)
+    assert (first.principal.tenant, first.priority, first.own_deadline) == ("acme", 7, True)
     # gRPC rounds timeouts up on the wire, by up to a hundredth.
     assert 1.5 < first.deadline_s <= 20 * 1.01
     assert (second.priority, second.own_deadline) == (0, True)

@@ -13,8 +13,9 @@ from baton.errors import DeadlineUnreachable, Overloaded
 from baton.metrics import RouterMetrics
 from baton.request import Principal
 from baton.sampling_params import SamplingParams
-from router.admission import LEAST_WINDOW_TOKENS, Capacity
+from router.capacity import Capacity
 from router.generation import GenerationRequest
+from router.prefill_forecast import MIN_WINDOW_TOKENS
 from router.waiting_room import WaitingRoom
 
 DEADLINE_S = 20.0
@@ -39,7 +40,7 @@ class Room:
     async def visit(self, name: str, tenant: str = "default", priority: int = 0) -> None:
         request = GenerationRequest(
             request_id=name,
-            prompt_ids=(1,) * LEAST_WINDOW_TOKENS,
+            prompt_ids=(1,) * MIN_WINDOW_TOKENS,
             sampling=SamplingParams(max_tokens=4),
             principal=Principal(tenant),
             deadline_s=30.0,

@@ -86,7 +86,7 @@ def test_the_search_looks_at_the_peak_and_serves_the_whole() -> None:
 
 
 def test_a_budget_that_is_too_small() -> None:
-    plan = small_plan(evaluation(trace(60, 0.01, prompt=500, answer=10)), Budget(gpus=4))
+    plan = small_plan(evaluation(trace(60, 0.01, prompt=500, answer=4)), Budget(gpus=4))
     assert not plan.is_met
     assert plan.chosen.gpus == 4
     assert plan.chosen.counts == (3, 1)

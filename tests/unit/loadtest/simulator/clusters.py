@@ -48,12 +48,13 @@ def shape(
 
 
 def config(
-    local_prefill: LocalPrefill = "never", *, deadline_s: float = 300.0, admission: float = 0.0
+    local_prefill: LocalPrefill = "never", *, deadline_s: float = 300.0, shed_after_s: float = 0.0
 ) -> Config:
-    """Nobody is refused unless ``admission`` says so."""
+    """``shed_after_s``: an SLO by which requests are refused; 0: none is."""
     return Config(
         local_prefill=local_prefill,
-        admission_slo_factor=admission,
+        admission="slo" if shed_after_s else "queue",
+        slo_ttft_s=shed_after_s or 2.0,
         request_deadline_s=deadline_s,
         slo_tpot_s=0.03,
         classes=(ContextClass(name="short", max_tokens=128), ContextClass(name="long")),

@@ -32,7 +32,7 @@ def run(
     asked = config(
         local,
         deadline_s=float(options.get("deadline_s", 300.0)),
-        admission=float(options.get("admission", 0.0)),
+        shed_after_s=float(options.get("shed_after_s", 0.0)),
     )
     return simulate(
         requests,
@@ -119,9 +119,9 @@ def test_a_leap_is_as_good_as_single_steps(
 def test_who_is_refused_is_refused_either_way(
     requests: list[TracedRequest], local: LocalPrefill
 ) -> None:
-    leapt = run(requests, 2, 1, local, admission=0.05)
+    leapt = run(requests, 2, 1, local, shed_after_s=0.1)
     assert_consistent(leapt, requests)
-    assert_equal(leapt, run(requests, 2, 1, local, admission=0.05, leaps=False))
+    assert_equal(leapt, run(requests, 2, 1, local, shed_after_s=0.1, leaps=False))
 
 
 def test_leaps_are_few_events_for_many_steps() -> None:

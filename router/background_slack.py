@@ -1,0 +1,79 @@
+"""Whether there is slack for background requests: what comes next may hardly feel them.
+
+Plain Python; ``now`` is passed in. Owned by one event loop.
+"""
+
+from __future__ import annotations
+
+from router.background_share import BackgroundShare
+from router.capacity import Capacity
+from router.decode_room import Answer, DecodeRoom
+from router.prefill_forecast import PrefillForecast
+
+RESERVE_SHARE = 0.25
+"""Of the decode workers' places and blocks, background requests leave so much to others."""
+MAX_TPOT_SHARE = 0.7
+"""They are let in while a decode step takes no more of the SLO's time than this."""
+WINDOW_S = 0.01
+"""Of their prompts more than one a worker lies at the prefill workers only where all of them take
+no longer than this. Measured (docs/batches.md): more of them hurt others, and gain little."""
+
+
+class BackgroundSlack:
+    """See the module's text."""
+
+    def __init__(
+        self, prefill: PrefillForecast, decode: DecodeRoom, slo_tpot_s: float, most: int
+    ) -> None:
+        """At most ``most`` background requests are with the workers at a time."""
+        self._prefill = prefill
+        self._decode = decode
+        self._slo_tpot_s = slo_tpot_s
+        self._share = BackgroundShare(most)
+        self._sent: set[str] = set()
+
+    def look(self, capacity: Capacity, now: float, *, others_wait: bool) -> None:
+        """Let fewer in where they are in another request's way."""
+        if self._sent and (others_wait or self._is_slow(capacity)):
+            self._share.hurt(now)
+
+    def takes(self, answer: Answer, work_s: float, capacity: Capacity, now: float) -> bool:
+        """Whether one more may go, of that much prefill work in seconds."""
+        if not self._share.allows(len(self._sent), now):
+            return False
+        if self._decode.is_empty and not capacity.decode_sequences:
+            return True
+        return self._prefill_has_slack(work_s, capacity) and self._decode_has_slack(
+            answer, capacity
+        )
+
+    def sent(self, request_id: str) -> None:
+        """One goes to the workers. ``left`` is to follow, once."""
+        self._sent.add(request_id)
+
+    def left(self, request_id: str, now: float, *, finished: bool) -> bool:
+        """A request has gone; whether it was one of these."""
+        if request_id not in self._sent:
+            return False
+        self._sent.remove(request_id)
+        if finished:
+            self._share.finished(now)
+        return True
+
+    def _is_slow(self, capacity: Capacity) -> bool:
+        return capacity.step_s > MAX_TPOT_SHARE * self._slo_tpot_s
+
+    def _prefill_has_slack(self, work_s: float, capacity: Capacity) -> bool:
+        # What lies at the prefill workers is what the next request waits for.
+        if self._prefill.prompts - self._sent:
+            return False
+        brief = self._prefill.takes(work_s) <= WINDOW_S
+        return brief or len(self._prefill.prompts) < capacity.prefill_workers
+
+    def _decode_has_slack(self, answer: Answer, capacity: Capacity) -> bool:
+        if self._is_slow(capacity):
+            return False
+        if self._decode.free_places(capacity) <= RESERVE_SHARE * capacity.max_sequences:
+            return False
+        reserve = RESERVE_SHARE * sum(capacity.total_blocks)
+        return self._decode.has_blocks(answer, capacity, reserve)
