@@ -31,7 +31,8 @@ class FakeWorker:
         self.stuck = False
 
     async def ready(self) -> dict[str, Any]:
-        return {"pid": 7, "started": 1.0, "pid_space": "elsewhere", "node": "ab", "other_ranks": []}
+        process = {"pid": 7, "start_ticks": 1, "space": "elsewhere"}
+        return {"process": process, "node": "ab", "other_ranks": []}
 
     async def ping(self, unlisted_s: float) -> Answer:
         if self.stuck:
