@@ -140,7 +140,7 @@ class BatchRunner:
     async def _tidy(self, now: float) -> None:
         if now - self._swept_at > SWEEP_S:
             self._swept_at = now
-            await self._store.sweep()
+            await self._store.sweep(now)
         if now - self._collected_at > COLLECT_S:
             self._collected_at = now
             await self._store.collect()

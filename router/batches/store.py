@@ -21,13 +21,14 @@ from typing import BinaryIO, Concatenate, ParamSpec, TypeVar
 
 from router.batches.batch import Batch, BatchStatus, StoredFile
 from router.batches.database import Database
+from router.batches.lease import LeaseWatch
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _COPY_BYTES = 1 << 20
 ORPHAN_S = 3600.0
-"""A file without a row is what a crash has left when it is as old as this."""
+"""A file that has had no row for so long, and did not change, is what a crash has left."""
 
 
 class BatchStore:
@@ -44,6 +45,8 @@ class BatchStore:
         self._most_bytes = most_bytes
         self._unix_clock = unix_clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        # A wall clock that is set forward makes no file old.
+        self._orphans = LeaseWatch(ORPHAN_S)
         self._database: Database | None = None
 
     @property
@@ -114,15 +117,18 @@ class BatchStore:
 
         await self._on_thread(work)
 
-    async def sweep(self) -> None:
-        """Remove what crashes have left."""
+    async def sweep(self, now: float) -> None:
+        """Remove what crashes have left. ``now`` is monotonic, in seconds."""
 
         def work() -> None:
             known = self._open().file_ids()
-            for path in (*self._files.iterdir(), *self._incoming.iterdir()):
+            paths = (*self._files.iterdir(), *self._incoming.iterdir())
+            strays = [path for path in paths if path.name not in known]
+            self._orphans.keep(path.name for path in strays)
+            for path in strays:
                 with contextlib.suppress(FileNotFoundError):
-                    old = time.time() - path.stat().st_mtime > ORPHAN_S
-                    if old and path.name not in known:
+                    stat = path.stat()
+                    if self._orphans.silent(path.name, (stat.st_mtime_ns, stat.st_size), now):
                         path.unlink()
 
         await self._on_thread(work)

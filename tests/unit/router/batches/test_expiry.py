@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -17,7 +18,7 @@ from router.batches.batch import Batch, BatchStatus
 from router.batches.database import Database
 from router.batches.desk import check_expiry
 from router.batches.runner import BatchRunner
-from router.batches.store import BatchStore
+from router.batches.store import ORPHAN_S, BatchStore
 from tests.unit.router.batches.test_runner import DEADLINE_S, Process, running
 
 TENANT = "acme"
@@ -144,3 +145,24 @@ def test_expiries_are_bounded(seconds: int) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_expiry(seconds, "x")
     assert caught.value.param == "x"
+
+
+async def test_what_a_crash_has_left_is_known_by_standing_still_and_not_by_its_date(
+    tmp_path: Path,
+) -> None:
+    async with stored(tmp_path, Clock()) as store:
+        kept = await store.add_file(io.BytesIO(b"x"), TENANT, "a", "batch")
+        left, written = (tmp_path / "incoming" / name for name in ("left", "written"))
+        for path in (left, written):
+            path.write_bytes(b"y")
+            os.utime(path, (0, 0))  # as if the wall clock had been set forward since
+        await store.sweep(0.0)
+        written.write_bytes(b"yy")
+        await store.sweep(ORPHAN_S - 1)
+        assert left.exists()
+        await store.sweep(ORPHAN_S)
+        assert not left.exists()
+        assert written.exists()
+        assert store.path(kept).exists()
+        await store.sweep(2 * ORPHAN_S)
+        assert not written.exists()
