@@ -106,12 +106,16 @@ class SupervisorActor:
         async with redis_client(settings.redis_url) as client:
             registry = Registry(client, settings.cluster_id)
 
-            async def roll() -> frozenset[str] | None:
+            async def roll() -> dict[str, dict[str, float]] | None:
                 try:
-                    records = await registry.all()
+                    records, leases = await registry.all(), await registry.leases()
                 except redis.RedisError:
                     return None
-                return frozenset(record.slot for record in records.values())
+                listed: dict[str, dict[str, float]] = {}
+                for incarnation in records.keys() & leases.keys():
+                    of_slot = listed.setdefault(records[incarnation].slot, {})
+                    of_slot[incarnation] = leases[incarnation]
+                return listed
 
             slots = SlotSettings(settings.workers)
             sizes = PoolSizes(client, settings.cluster_id)
