@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, Concatenate, ParamSpec, TypeVar
 
+from baton.silence import SilenceWatch
 from router.batches.batch import Batch, BatchStatus, StoredFile
 from router.batches.database import Database
-from router.batches.lease import LeaseWatch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class BatchStore:
         self._unix_clock = unix_clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         # A wall clock that is set forward makes no file old.
-        self._orphans = LeaseWatch(ORPHAN_S)
+        self._orphans = SilenceWatch[Path](ORPHAN_S)
         self._database: Database | None = None
 
     @property
@@ -123,13 +123,13 @@ class BatchStore:
         def work() -> None:
             known = self._open().file_ids()
             paths = (*self._files.iterdir(), *self._incoming.iterdir())
-            strays = [path for path in paths if path.name not in known]
-            self._orphans.keep(path.name for path in strays)
-            for path in strays:
+            strays = {}
+            for path in paths:
                 with contextlib.suppress(FileNotFoundError):
-                    stat = path.stat()
-                    if self._orphans.silent(path.name, (stat.st_mtime_ns, stat.st_size), now):
-                        path.unlink()
+                    if path.name not in known:
+                        strays[path] = (path.stat().st_mtime_ns, path.stat().st_size)
+            for path in self._orphans.tick(strays, now):
+                path.unlink(missing_ok=True)
 
         await self._on_thread(work)
 

@@ -17,8 +17,8 @@ from baton.errors import InvalidRequest, NotFound
 from router.batches.batch import Batch, BatchStatus
 from router.batches.database import Database
 from router.batches.desk import check_expiry
-from router.batches.runner import BatchRunner
-from router.batches.store import ORPHAN_S, BatchStore
+from router.batches.runner import SWEEP_S, BatchRunner
+from router.batches.store import BatchStore
 from tests.unit.router.batches.test_runner import DEADLINE_S, Process, running
 
 TENANT = "acme"
@@ -158,11 +158,12 @@ async def test_what_a_crash_has_left_is_known_by_standing_still_and_not_by_its_d
             os.utime(path, (0, 0))  # as if the wall clock had been set forward since
         await store.sweep(0.0)
         written.write_bytes(b"yy")
-        await store.sweep(ORPHAN_S - 1)
+        for number in range(1, 6):
+            await store.sweep(number * SWEEP_S)
         assert left.exists()
-        await store.sweep(ORPHAN_S)
+        written.write_bytes(b"yyy")
+        for number in range(6, 9):
+            await store.sweep(number * SWEEP_S)
         assert not left.exists()
         assert written.exists()
         assert store.path(kept).exists()
-        await store.sweep(2 * ORPHAN_S)
-        assert not written.exists()
