@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from baton.errors import BatonError, WorkerFailed
+from baton.silence import SilenceWatch
 from deploy.actor import Answer, WorkerActor
 from deploy.actor_process import end_other
 from deploy.actor_settings import ActorSettings
@@ -40,7 +41,7 @@ _LONGEST_GAP_S = 5.0
 """Between two looks at the registry no more is counted as time without an entry: the supervisor may
 have stood still itself."""
 
-_STALE_S = 10.0
+_STALE_S = 5.0
 """An entry that was not renewed for so long lists nobody: only a clock of Redis that was set back
 keeps it."""
 
@@ -69,7 +70,7 @@ class Fleet:
     def __init__(
         self,
         settings: Callable[[str], ActorSettings],
-        roll: Callable[[], Awaitable[Mapping[str, object] | None]],
+        roll: Callable[[], Awaitable[Mapping[str, Hashable] | None]],
         actor_class: type = WorkerActor,
     ) -> None:
         """``settings`` are those of a slot; ``roll`` tells whose workers the registry lists, each
@@ -79,6 +80,7 @@ class Fleet:
         self._settings = settings
         self._roll = roll
         self._listed: Collection[str] | None = None
+        self._renewals = SilenceWatch[str](_STALE_S)
         self._refreshed_at = time.monotonic()
         self._actor_class = actor_class
         self._thread = DaemonThread("fleet")
@@ -112,10 +114,8 @@ class Fleet:
         if entries is None:
             self._listed = None
         else:
-            for slot, life in self._lives.items():
-                life.see_entry(entries.get(slot), passed)
-            stale = {slot for slot, life in self._lives.items() if life.unrenewed_s >= _STALE_S}
-            self._listed = entries.keys() - stale
+            self._renewals.tick(entries, now)
+            self._listed = {slot for slot in entries if not self._renewals.is_silent(slot)}
         for slot, life in self._lives.items():
             # Where nobody is listed, the registry is to blame.
             lost = self._listed is not None and slot not in self._listed and len(self._listed) > 0
@@ -265,9 +265,6 @@ class _Life:
         self.failed_to_start = False
         self.unlisted_s = 0.0
         """For how long the registry has not listed it, though it lists others."""
-        self.unrenewed_s = 0.0
-        """For how long its entry in the registry has been the same."""
-        self._entry: object = None
         self.doubted = False
         """Whether Ray is being asked if it lives."""
         self.dead_since: float | None = None
@@ -293,12 +290,6 @@ class _Life:
         self._asked_at = now
         self._asking = asyncio.create_task(self._ask())
         return self._seen(silent=self._serves and now - self._heard_at > ANSWER_S)
-
-    def see_entry(self, entry: object, passed_s: float) -> None:
-        """What the registry has of it, so long after the last look."""
-        is_same = entry is not None and entry == self._entry
-        self.unrenewed_s = self.unrenewed_s + passed_s if is_same else 0.0
-        self._entry = entry
 
     def silent_s(self, now: float) -> float:
         """Seconds since its last answer."""

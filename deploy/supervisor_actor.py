@@ -106,15 +106,15 @@ class SupervisorActor:
         async with redis_client(settings.redis_url) as client:
             registry = Registry(client, settings.cluster_id)
 
-            async def roll() -> dict[str, dict[str, float]] | None:
+            async def roll() -> dict[str, frozenset[tuple[str, float]]] | None:
                 try:
                     records, leases = await registry.all(), await registry.leases()
                 except redis.RedisError:
                     return None
-                listed: dict[str, dict[str, float]] = {}
+                listed: dict[str, frozenset[tuple[str, float]]] = {}
                 for incarnation in records.keys() & leases.keys():
-                    of_slot = listed.setdefault(records[incarnation].slot, {})
-                    of_slot[incarnation] = leases[incarnation]
+                    slot, entry = records[incarnation].slot, (incarnation, leases[incarnation])
+                    listed[slot] = listed.get(slot, frozenset()) | {entry}
                 return listed
 
             slots = SlotSettings(settings.workers)

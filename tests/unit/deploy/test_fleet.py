@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Mapping
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +54,7 @@ class Scene:
         self.frozen: Collection[str] = ()
         self.workers = [FakeWorker("decode-0"), FakeWorker("decode-1")]
 
-    async def roll(self) -> Mapping[str, object] | None:
+    async def roll(self) -> Mapping[str, Hashable] | None:
         """Entries that are renewed with each look, but for those of ``frozen``."""
         if self.listed is None:
             return None
@@ -179,8 +179,8 @@ async def test_an_entry_that_nobody_renews_lists_no_worker(monkeypatch: pytest.M
         await fleet.refresh()
         assert (await fleet.look("decode-0")).sight is Sight.SERVING, "the registry has it"
         scene.frozen = ("decode-0",)
-        for _ in range(12):
-            scene.now += 1.0
+        for _ in range(24):
+            scene.now += 0.5
             await fleet.refresh()
         assert (await fleet.look("decode-0")).sight is Sight.SILENT
         scene.frozen = ()
