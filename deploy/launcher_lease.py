@@ -26,9 +26,14 @@ TTL_S = 15
 RENEW_S = 3.0
 GONE_S = 60.0
 _POLL_S = 2.0
+# A lease that lasts for longer than its TTL is one over which the server's clock was set back. It is
+# cut: a holder that lives renews it in time.
 _TAKE = """
 local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= ARGV[1] then return 0 end
+if holder and holder ~= ARGV[1] then
+  redis.call('EXPIRE', KEYS[1], ARGV[2], 'LT')
+  return 0
+end
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
 return 1
 """

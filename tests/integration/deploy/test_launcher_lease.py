@@ -45,6 +45,20 @@ async def test_one_launcher_has_it_at_a_time(
         await second.take()
 
 
+async def test_a_lease_lasts_no_longer_where_the_clock_of_redis_is_set_back(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = secrets.token_hex(4)
+    async with redis_client(redis_url) as client:
+        await LauncherLease(client, cluster, "a").take()
+        (key,) = await client.keys(f"*{cluster}*")
+        await client.expire(key, 3600 + TTL_S)
+        monkeypatch.setattr(lease_module, "TTL_S", 1)
+        # Nobody renews it: it is free after its TTL, and not in an hour.
+        await LauncherLease(client, cluster, "b").take()
+        assert await client.get(key) == b"b"
+
+
 async def test_a_launcher_that_lost_it_ends(redis_url: str) -> None:
     cluster = secrets.token_hex(4)
     async with redis_client(redis_url) as client:
