@@ -26,7 +26,7 @@ TTL_S = 15
 RENEW_S = 3.0
 GONE_S = 60.0
 _POLL_S = 2.0
-# A lease that lasts for longer than its TTL is one over which the server's clock was set back. It is
+# Where a lease lasts for longer than its TTL, the clock of the server was set back. What is left is
 # cut: a holder that lives renews it in time.
 _TAKE = """
 local holder = redis.call('GET', KEYS[1])
