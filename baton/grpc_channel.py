@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from baton.errors import ConfigError
+from baton.silence import STANDSTILL_S
 from baton.tls import PeerRole, Renewal, TlsFiles, role_name
 
 MESSAGE_LIMIT = 64 << 20
@@ -23,14 +24,17 @@ _CONNECT_MS, _HANDSHAKE_MS = 1_000, 2_000
 """How long a connection may take to be made, without TLS and with it: two more ways there and back,
 and some arithmetic. On a busy machine a tenth of a second is too short, and whoever asks is told
 that nobody is there; where nobody is, that is known at once all the same."""
+PING_TIMEOUT_MS = int(1.5 * STANDSTILL_S * 1e3)
+"""An end of a connection that answers no ping for this long has gone. One that stands still comes
+back: gRPC counts by the clock, on a timer that may be due before the answer is read, so that this
+is longer than any pause. A process that says nothing is found by ``SilenceWatch``, much sooner."""
 _CLIENT_OPTIONS = [
     *_OPTIONS,
-    # A peer that hangs, with its connections open, is noticed after 15 s at most. A ping's own
-    # timeout is a minute unless it is set, and a client that sends no data, because it waits for
-    # answers, may ping but once a minute unless that bound is lifted.
+    # A ping's own timeout is a minute unless it is set, and a client that sends no data, because it
+    # waits for answers, may ping but once a minute unless that bound is lifted.
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     # What its name hides: the time to connect in.
@@ -49,9 +53,9 @@ _SERVER_OPTIONS = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
-SERVER_PING_MS, SERVER_PING_TIMEOUT_MS = 30_000, 20_000
-"""A client whose machine has gone, or that reads nothing any more, is cut off after their sum: its
-calls would wait for it for ever."""
+SERVER_PING_MS = 30_000
+"""A client whose machine has gone, or that reads nothing any more, is cut off after this and
+``PING_TIMEOUT_MS``: its calls would wait for it for ever."""
 
 
 def open_channel(
@@ -144,8 +148,8 @@ def _server_options(*, shares_port: bool = False) -> list[tuple[str, int]]:
     return [
         *_SERVER_OPTIONS,
         ("grpc.keepalive_time_ms", SERVER_PING_MS),
-        ("grpc.keepalive_timeout_ms", SERVER_PING_TIMEOUT_MS),
-        ("grpc.http2.ping_timeout_ms", SERVER_PING_TIMEOUT_MS),
+        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.so_reuseport", int(shares_port)),
     ]

@@ -41,6 +41,13 @@ class PoolSizes:
             calls.expire(self._key, TTL_S)
             await calls.execute()
 
+    async def restore(self, pool: str, count: int) -> None:
+        """Write a size that was chosen earlier and lost, unless one has been chosen since."""
+        async with self._client.pipeline(transaction=True) as calls:
+            calls.hsetnx(self._key, pool, str(count))
+            calls.expire(self._key, TTL_S)
+            await calls.execute()
+
     async def clear(self) -> None:
         """The cluster ends."""
         await cast(Any, self._client.delete(self._key))

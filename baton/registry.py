@@ -64,6 +64,7 @@ class Registry:
     """
 
     def __init__(self, client: redis.asyncio.Redis, cluster_id: str) -> None:
+        self._client = client
         self._prefix = f"baton:{{{cluster_id}}}"
         state = f"{self._prefix}:registry"
         self._keys = [state, f"{state}:changed", f"{state}:until"]
@@ -115,6 +116,14 @@ class Registry:
         args: list[Any] = [f"{self._prefix}:worker:", view.epoch, view.version]
         epoch, version, *answer = await cast(Any, self._read(keys=self._keys, args=args))
         return (view if epoch == view.epoch else _View(epoch)).advanced(version, *answer)
+
+    async def leases(self) -> dict[str, float]:
+        """The server's time, in milliseconds, at which each listed incarnation is dead.
+
+        Each renewal changes it, whatever that clock shows.
+        """
+        listed = await cast(Any, self._client.zrange(self._keys[2], 0, -1, withscores=True))
+        return {name.decode(): until_ms for name, until_ms in listed}
 
     async def all(self) -> dict[str, WorkerRecord]:
         """The live records alone."""

@@ -13,20 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-import psutil
-
 from baton.logs import log_to_stream
 from baton.process_end import end_process
 from deploy.launcher_lease import lease_lost
-from deploy.launcher_life import LauncherLife
 from deploy.node_roll import NodeRoll
+from deploy.process_identity import ProcessIdentity
 
 _LAUNCHER_POLL_S = 2.0
 
 log = logging.getLogger(__name__)
 
 
-async def end_with(launcher: LauncherLife, redis_url: str, cluster_id: str) -> NoReturn:
+async def end_with(launcher: ProcessIdentity, redis_url: str, cluster_id: str) -> NoReturn:
     """End this process when the launcher has gone.
 
     The guardian of its machine ends orphans there; this is for the case that it was killed as well,
@@ -42,12 +40,10 @@ async def end_with(launcher: LauncherLife, redis_url: str, cluster_id: str) -> N
     end_process()
 
 
-def end_other(pid: int, started: float) -> None:
-    """SIGKILL for the process of that id that began then; whoever has gone has gone."""
-    with contextlib.suppress(psutil.Error, OSError):
-        process = psutil.Process(pid)
-        if process.create_time() == started:
-            process.kill()
+def end_other(process: ProcessIdentity) -> None:
+    """SIGKILL for a process, if it runs here; never raises."""
+    with contextlib.suppress(OSError):
+        process.send(signal.SIGKILL)
 
 
 def end_others(workers: Path, slot: str) -> None:
@@ -56,8 +52,8 @@ def end_others(workers: Path, slot: str) -> None:
     ``workers`` is the folder of the node's ``NodeRoll``, in which ``slot`` names it.
     """
     for other in NodeRoll(workers).living():
-        if other.slot == slot and other.pid != os.getpid():
-            end_other(other.pid, other.started)
+        if other.slot == slot and other.process.pid != os.getpid():
+            end_other(other.process)
 
 
 def take_sigterm(handler: Callable[[int, object], None]) -> None:

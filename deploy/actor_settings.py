@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from baton.config import Config, PoolConfig
-from deploy.launcher_life import LauncherLife
+from deploy.process_identity import ProcessIdentity
 
 
 class ActorSettings(BaseModel):
@@ -28,7 +28,7 @@ class ActorSettings(BaseModel):
     """On the launcher's machine."""
     redis_url: str
     cluster_id: str
-    launcher: LauncherLife
+    launcher: ProcessIdentity
     places: str = ""
     """The name of its ranks' placement group; empty where it has one rank."""
 

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from baton.client import BatchInfo, HttpClient
 from baton.errors import InvalidRequest, Unavailable
+from baton.silence import SilenceWatch
 from router.batches.line import BadLine, read_lines
 
 ALL_ANSWERED = 0
@@ -72,15 +73,15 @@ class BatchCommand:
             TextColumn("{task.fields[failed]}"),
             TimeElapsedColumn(),
         )
-        heard_at = time.monotonic()
+        silence, answers = SilenceWatch[str](self._away_s), 0
         with Progress(*columns, console=self._console, transient=True) as progress:
             task = progress.add_task("", total=None, failed="")
             while True:
                 try:
                     batch = self._client.batch(batch_id)
-                    heard_at = time.monotonic()
+                    answers += 1
                 except Unavailable:
-                    if time.monotonic() - heard_at > self._away_s:
+                    if silence.tick({batch_id: answers}, time.monotonic()):
                         raise
                     progress.update(task, description="no answer; waiting")
                 else:

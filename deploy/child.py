@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from deploy.cluster_mark import ClusterMark
+
+TAIL_BYTES = 64 << 10
+"""Of a log, for what its last lines say."""
 
 
 class Child:
@@ -95,11 +99,17 @@ class Child:
 
 
 def last_lines(log: Path, count: int = 5) -> str:
-    """The last lines of a log file that are not empty; nothing where there is no file."""
+    """The last lines of a log file that are not empty; nothing where there is no file.
+
+    No more than its last ``TAIL_BYTES`` are read, however long it has grown.
+    """
     try:
-        lines = log.read_text(errors="replace").splitlines()
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            tail = file.read(TAIL_BYTES)
     except OSError:
         return ""
+    lines = tail.decode(errors="replace").splitlines()
     return "\n".join([line for line in lines if line.strip()][-count:])
 
 

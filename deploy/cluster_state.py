@@ -7,9 +7,10 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
+from pydantic import TypeAdapter
 
 from baton.tls import TlsFiles
+from deploy.process_identity import ProcessIdentity
 from deploy.run_directory import PREFIX, parent_directory
 
 FILE_NAME = "cluster.json"
@@ -25,9 +26,7 @@ class ClusterState:
     http: str
     grpc: str
     redis_url: str
-    launcher: int
-    launcher_started: float
-    """When the launcher started, in Unix seconds: a process id alone may be another's by now."""
+    launcher: ProcessIdentity
     processes: dict[str, int]
     """Process ids by name: the router, the store, the workers by slot."""
     admin_http: str = ""
@@ -64,17 +63,17 @@ class ClusterState:
     @property
     def alive(self) -> bool:
         """Whether the launcher that wrote this still runs."""
-        try:
-            return psutil.Process(self.launcher).create_time() == self.launcher_started
-        except psutil.Error:
-            return False
+        return self.launcher.is_running
+
+
+_CLUSTER_STATE = TypeAdapter(ClusterState)
 
 
 def running_clusters() -> list[ClusterState]:
     """The clusters that this user runs on this machine, newest first."""
     files = parent_directory().glob(f"{PREFIX}*/{FILE_NAME}")
     states = [state for state in map(_read, files) if state is not None and state.alive]
-    return sorted(states, key=lambda state: state.launcher_started, reverse=True)
+    return sorted(states, key=lambda state: state.launcher.start_ticks, reverse=True)
 
 
 def _path(text: str) -> Path | None:
@@ -86,6 +85,6 @@ def _read(path: Path) -> ClusterState | None:
     try:
         if path.stat().st_uid != os.getuid():
             return None
-        return ClusterState(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        return _CLUSTER_STATE.validate_json(path.read_bytes())
+    except (OSError, ValueError):
         return None

@@ -13,11 +13,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine
-from dataclasses import dataclass, fields
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from baton.errors import BatonError, WorkerFailed
+from baton.silence import SilenceWatch
 from deploy.actor import Answer, WorkerActor
 from deploy.actor_process import end_other
 from deploy.actor_settings import ActorSettings
@@ -38,6 +41,10 @@ _LONGEST_GAP_S = 5.0
 """Between two looks at the registry no more is counted as time without an entry: the supervisor may
 have stood still itself."""
 
+_STALE_S = 5.0
+"""An entry that was not renewed for so long lists nobody: only a clock of Redis that was set back
+keeps it."""
+
 log = logging.getLogger(__name__)
 
 
@@ -54,7 +61,7 @@ class Seen:
 
 
 _NOBODY = Seen(Sight.NOBODY)
-_WHERE = tuple(field.name for field in fields(Whereabouts))
+_WHEREABOUTS = TypeAdapter(Whereabouts)
 
 
 class Fleet:
@@ -63,16 +70,17 @@ class Fleet:
     def __init__(
         self,
         settings: Callable[[str], ActorSettings],
-        roll: Callable[[], Awaitable[Collection[str] | None]],
+        roll: Callable[[], Awaitable[Mapping[str, Hashable] | None]],
         actor_class: type = WorkerActor,
     ) -> None:
-        """``settings`` are those of a slot; ``roll`` tells whose workers the registry lists, None
+        """``settings`` are those of a slot; ``roll`` tells whose workers the registry lists, each
 
-        where it cannot be asked.
+        with something that every renewal of its entry changes; None where it cannot be asked.
         """
         self._settings = settings
         self._roll = roll
         self._listed: Collection[str] | None = None
+        self._renewals = SilenceWatch[str](_STALE_S)
         self._refreshed_at = time.monotonic()
         self._actor_class = actor_class
         self._thread = DaemonThread("fleet")
@@ -99,10 +107,15 @@ class Fleet:
     async def refresh(self) -> None:
         """See whom the registry lists. A look at every slot follows."""
         self._death.clear()
-        self._listed = await self._roll()
+        entries = await self._roll()
         now = time.monotonic()
         passed = min(now - self._refreshed_at, _LONGEST_GAP_S)
         self._refreshed_at = now
+        if entries is None:
+            self._listed = None
+        else:
+            self._renewals.tick(entries, now)
+            self._listed = {slot for slot in entries if not self._renewals.is_silent(slot)}
         for slot, life in self._lives.items():
             # Where nobody is listed, the registry is to blame.
             lost = self._listed is not None and slot not in self._listed and len(self._listed) > 0
@@ -181,8 +194,8 @@ class Fleet:
 
     async def _kill(self, life: _Life) -> None:
         # Ray calls a worker dead that it could not end, because it was stopped (SIGSTOP).
-        if life.process is not None:
-            self._end_process(life.worker.slot, life.process)
+        if life.whereabouts is not None:
+            self._end_process(life.worker.slot, life.whereabouts)
         await self._clear(life, life.worker.kill)
 
     async def _clear(self, life: _Life, first: Callable[[], None] = lambda: None) -> None:
@@ -203,15 +216,15 @@ class Fleet:
 
         await self._thread.call(clear)
 
-    def _end_process(self, slot: str, process: Whereabouts) -> None:
-        if process.is_near:
-            end_other(process.pid, process.started)
+    def _end_process(self, slot: str, whereabouts: Whereabouts) -> None:
+        if whereabouts.process.is_near:
+            end_other(whereabouts.process)
         else:
-            self._in_background(self._end_far(slot, process))
+            self._in_background(self._end_far(slot, whereabouts))
 
-    async def _end_far(self, slot: str, process: Whereabouts) -> None:
+    async def _end_far(self, slot: str, whereabouts: Whereabouts) -> None:
         try:
-            await end_at(process.node, process.pid, process.started, self._far_ends)
+            await end_at(whereabouts, self._far_ends)
         except Exception as error:
             # Its node may be gone, and it with it.
             log.info("%s was not ended on its node: %s", slot, reason(error))
@@ -224,7 +237,7 @@ class Fleet:
     def _last_words(self, slot: str, life: _Life) -> str:
         """What a worker's log ends with, where it is on this node: an error, or a traceback."""
         settings = self._settings(slot)
-        is_near = life.process is not None and life.process.is_near
+        is_near = life.whereabouts is not None and life.whereabouts.process.is_near
         if not (is_near or settings.is_on_one_machine):
             return ""
         line = last_lines(run_directory_here(settings.cluster_id).log(slot), 1)
@@ -245,7 +258,7 @@ class _Life:
     def __init__(self, worker: RayWorker, tell_death: Callable[[], None]) -> None:
         self.worker = worker
         self._tell_death = tell_death
-        self.process: Whereabouts | None = None
+        self.whereabouts: Whereabouts | None = None
         """Once it serves."""
         self.other_ranks: list[Whereabouts] = []
         """Of a worker of several."""
@@ -298,15 +311,15 @@ class _Life:
             self._leaves = answer is Answer.LEAVING
             return
         self._serves, self.unlisted_s = True, 0.0
-        self.process = Whereabouts(**{name: answer[name] for name in _WHERE})
-        self.other_ranks = [Whereabouts(**rank) for rank in answer["other_ranks"]]
+        self.whereabouts = _WHEREABOUTS.validate_python(answer)
+        self.other_ranks = [_WHEREABOUTS.validate_python(rank) for rank in answer["other_ranks"]]
 
     def _seen(self, *, silent: bool) -> Seen:
         if not self._serves:
             return Seen(Sight.STARTING)
         sight = Sight.LEAVING if self._leaves else Sight.SERVING
-        assert self.process is not None, "it serves"
-        pid, node = self.process.pid, self.process.node
+        assert self.whereabouts is not None, "it serves"
+        pid, node = self.whereabouts.process.pid, self.whereabouts.node
         return Seen(Sight.SILENT if silent else sight, pid=pid, node=node)
 
     def close(self) -> None:

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn, Protocol
 
+from baton.silence import SilenceWatch
+
 SILENT_S = 15.0
 """Without an answer. It starts, and reads its store, in less."""
 _ASK_S = 2.0
@@ -31,24 +33,6 @@ class Gcs(Protocol):
 
     def kill(self) -> None:
         """SIGKILL; never raises."""
-
-
-class Silence:
-    """How long a process has not answered. Pure: time is passed in, in seconds."""
-
-    def __init__(self, most_s: float = SILENT_S) -> None:
-        self._most_s = most_s
-        self._pid = 0
-        self._heard = 0.0
-
-    def looks_dead(self, pid: int, answered: bool, now: float) -> bool:
-        """Whether it is time to end ``pid``; True once for each such time."""
-        if answered or pid != self._pid:
-            self._pid, self._heard = pid, now
-        if now - self._heard < self._most_s:
-            return False
-        self._heard = now
-        return True
 
 
 class GcsWatch:
@@ -69,24 +53,26 @@ class GcsWatch:
         self._ask = ask
         self._report = report
         self._most_s = most_s
-        self._silence = Silence(most_s)
+        self._silence = SilenceWatch[int](most_s)
+        self._answers = 0
 
     async def run(self) -> NoReturn:
         """Until it is cancelled."""
         while True:
-            answered = await self._answers()
-            if self._silence.looks_dead(self._gcs.pid, answered, time.monotonic()):
+            await self._ask_it()
+            # The next process has as long to start.
+            if self._silence.tick({self._gcs.pid: self._answers}, time.monotonic()):
                 self._report(f"gcs has not answered for {self._most_s:.0f} s; it is ended")
                 self._gcs.kill()
             await asyncio.sleep(_EACH_S)
 
-    async def _answers(self) -> bool:
+    async def _ask_it(self) -> None:
         try:
             await self._ask(_ASK_S)
         except Exception as error:
             log.debug("gcs: %s", error)
-            return False
-        return True
+        else:
+            self._answers += 1
 
 
 class FarGcsWatch:
@@ -105,15 +91,16 @@ class FarGcsWatch:
 
     async def run(self) -> NoReturn:
         """Until it is cancelled."""
-        heard, told = time.monotonic(), False
+        silence, answers, told = SilenceWatch[str](self._most_s), 0, False
         while True:
             try:
                 await self._ask(_ASK_S)
             except Exception as error:
                 log.debug("Ray's control store: %s", error)
             else:
-                heard = time.monotonic()
-            silent = time.monotonic() - heard > self._most_s
+                answers += 1
+            silence.tick({"gcs": answers}, time.monotonic())
+            silent = silence.is_silent("gcs")
             if silent != told:
                 told = silent
                 self._report(

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 import redis
 
 from baton.config import Config, PoolConfig
@@ -42,10 +41,10 @@ from deploy.gcs_watch import FarGcsWatch, GcsWatch
 from deploy.guardian import Guardian
 from deploy.joined_ray import JoinedRay
 from deploy.launcher_claim import LauncherClaim
-from deploy.launcher_life import LauncherLife
 from deploy.model_store import ResolvedModel
 from deploy.part_watch import GCS, SUPERVISOR, PartWatch
 from deploy.ports import choose_ports, reachable
+from deploy.process_identity import ProcessIdentity
 from deploy.progress import Progress
 from deploy.ray_cluster import RayCluster
 from deploy.ray_worker import RayWorker, find, find_all, is_known, place, reason
@@ -229,7 +228,7 @@ class Launcher:
             with self._progress.step("loading the model into the workers"):
                 self._parts.workers = await self._place_workers()
                 for record in await _together(worker.ready() for worker in self._parts.workers):
-                    self._worker_pids[record["slot"]] = record["pid"]
+                    self._worker_pids[record["slot"]] = record["process"]["pid"]
                 if not self._config.ray_address:
                     self._pids.update(self._worker_pids)
             with self._progress.step("waiting for the router"):
@@ -370,7 +369,7 @@ class Launcher:
             draft_model_path=self._draft_model_path,
             redis_url=self._redis_urls["worker"],
             cluster_id=self._mark.cluster_id,
-            launcher=LauncherLife.own(),
+            launcher=ProcessIdentity.own(),
         )
 
     def _watch(self, group: asyncio.TaskGroup, watch: PartWatch) -> None:
@@ -401,7 +400,7 @@ class Launcher:
             cluster_id=self._mark.cluster_id,
             log_level=self._config.log_level,
             log_format=self._config.log_format,
-            launcher=LauncherLife.own(),
+            launcher=ProcessIdentity.own(),
         )
         self._note_pid(SUPERVISOR, await self._start_supervisor(settings))
         async with redis_client(self._redis_urls["supervisor"]) as client:
@@ -450,8 +449,7 @@ class Launcher:
             http=reachable(self._config.http),
             grpc=reachable(self._config.grpc),
             redis_url=self._redis_urls["supervisor"],
-            launcher=os.getpid(),
-            launcher_started=psutil.Process().create_time(),
+            launcher=ProcessIdentity.own(),
             processes=dict(self._pids),
             admin_http=self._admin_http,
             tls=tls is not None,

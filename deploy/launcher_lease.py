@@ -20,14 +20,20 @@ import redis.asyncio
 
 from baton.errors import BatonError
 from baton.redis_client import redis_client
+from baton.silence import SilenceWatch
 
 TTL_S = 15
 RENEW_S = 3.0
 GONE_S = 60.0
 _POLL_S = 2.0
+# Where a lease lasts for longer than its TTL, the clock of the server was set back. What is left is
+# cut: a holder that lives renews it in time.
 _TAKE = """
 local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= ARGV[1] then return 0 end
+if holder and holder ~= ARGV[1] then
+  redis.call('EXPIRE', KEYS[1], ARGV[2], 'LT')
+  return 0
+end
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
 return 1
 """
@@ -82,35 +88,17 @@ class LauncherLease:
         return bool(held)
 
 
-class LeaseSight:
-    """What a watcher makes of its looks. Pure: time is passed in, monotonic, in seconds."""
-
-    def __init__(self, gone_s: float = GONE_S) -> None:
-        self._gone_s = gone_s
-        self._free_since: float | None = None
-
-    def look(self, now: float, *, held: bool | None) -> bool:
-        """Whether the launcher is gone. ``held`` is None where Redis did not say."""
-        if held is not False:
-            # While Redis was away the launcher could not renew it either.
-            self._free_since = None
-            return False
-        if self._free_since is None:
-            self._free_since = now
-        return now - self._free_since >= self._gone_s
-
-
 async def lease_lost(redis_url: str, cluster_id: str) -> None:
     """Return when the launcher of a cluster is gone, as its lease has it."""
-    sight = LeaseSight()
+    free = SilenceWatch[str](GONE_S)
     async with redis_client(redis_url) as client:
         while True:
-            held: bool | None
             try:
                 held = bool(await client.exists(_key(cluster_id)))
             except (redis.RedisError, OSError):
-                held = None
-            if sight.look(time.monotonic(), held=held):
+                # While Redis is away the launcher cannot renew it either.
+                held = True
+            if free.tick({} if held else {_key(cluster_id): 0}, time.monotonic()):
                 return
             await asyncio.sleep(_POLL_S)
 

@@ -1,10 +1,11 @@
 """Whether a worker's process is still of any use, as a thread beside its event loop sees it. Pure.
 
-It looks once in ``LOOK_S`` and counts its own looks, not the time: a process that was stopped
-(SIGSTOP), or got no core, has not looked either, and is not to blame.
+It looks once in ``LOOK_S``.
 """
 
 from __future__ import annotations
+
+from baton.silence import SilenceWatch
 
 LOOK_S = 1.0
 STUCK_S = 60.0
@@ -18,8 +19,7 @@ class LifeWatch:
     """Owned by the thread that looks."""
 
     def __init__(self) -> None:
-        self._beats = -1
-        self._looks = 0
+        self._silence = SilenceWatch[str](STUCK_S)
 
     def look(
         self, now: float, *, beats: int | None, ended: bool, leave_by: float | None
@@ -34,10 +34,6 @@ class LifeWatch:
             return "its thread has ended"
         if leave_by is not None:
             return "its drain does not end" if now > leave_by + END_S else None
-        if beats is None or beats != self._beats:
-            self._beats, self._looks = -1 if beats is None else beats, 0
-            return None
-        self._looks += 1
-        if self._looks * LOOK_S < STUCK_S:
-            return None
-        return f"its event loop has done nothing for {STUCK_S:.0f} s"
+        if self._silence.tick({} if beats is None else {"event loop": beats}, now):
+            return f"its event loop has done nothing for {STUCK_S:.0f} s"
+        return None

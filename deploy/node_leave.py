@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection
 
 from baton.errors import BatonError
 from deploy.actor_process import end_other
-from deploy.launcher_life import is_alive
 from deploy.node_roll import NodeRoll, NodeWorker
 from deploy.ray_node import refuse_work
 from deploy.run_directory import PREFIX, RunDirectory, parent_directory
@@ -62,13 +61,12 @@ async def leave(
             asked.add(worker)
             tell(f"{worker.slot} is told to leave")
             with contextlib.suppress(OSError):
-                if is_alive(worker.pid, worker.started):
-                    os.kill(worker.pid, signal.SIGTERM)
+                worker.process.send(signal.SIGTERM)
         allowed_s = longest_s + ENDING_S if deadline_s is None else deadline_s
         if time.monotonic() - began > allowed_s:
             for worker in workers:
                 tell(f"{worker.slot} has not left within {allowed_s:.0f} s, and is ended")
-                end_other(worker.pid, worker.started)
+                end_other(worker.process)
             return False
         await asyncio.sleep(_POLL_S)
 

@@ -13,7 +13,9 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
+from pydantic import TypeAdapter
+
+from deploy.process_identity import ProcessIdentity
 
 _MOST = 1 << 16
 
@@ -23,15 +25,16 @@ class NodeWorker:
     """A process that houses a worker."""
 
     slot: str
-    pid: int
-    started: float
-    """In Unix seconds."""
+    process: ProcessIdentity
     drain_s: float
     """How long it takes at most to leave, once it gets SIGTERM."""
     node: str = ""
     """Ray's id of its node."""
     gcs: str = ""
     """host:port of Ray's control store."""
+
+
+_NODE_WORKER = TypeAdapter(NodeWorker)
 
 
 class NodeRoll:
@@ -43,7 +46,7 @@ class NodeRoll:
     def sign(self, slot: str, drain_s: float, node: str = "", gcs: str = "") -> int:
         """The least number that nobody has; it is this process's until it ends. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        me = NodeWorker(slot, os.getpid(), psutil.Process().create_time(), drain_s, node, gcs)
+        me = NodeWorker(slot, ProcessIdentity.own(), drain_s, node, gcs)
         for number in range(_MOST):
             path = self._folder / str(number)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -60,11 +63,12 @@ class NodeRoll:
         """Those whose process lives."""
         found = []
         for path in sorted(self._folder.glob("[0-9]*")):
-            with contextlib.suppress(OSError, ValueError, TypeError):
+            with contextlib.suppress(OSError, ValueError):
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
                     if not _lock(descriptor):
-                        found.append(NodeWorker(**json.loads(os.pread(descriptor, 1 << 16, 0))))
+                        said = os.pread(descriptor, 1 << 16, 0)
+                        found.append(_NODE_WORKER.validate_json(said))
                 finally:
                     os.close(descriptor)
         return found

@@ -4,7 +4,7 @@ A slot is a place in a pool, ``prefill-0``; lives of workers follow one another 
 
     idle ─wanted, nobody there→ starting ─serves→ running ─serves for HEALTHY_S→ running, forgiven
     starting, running ─gone→ waiting (backing off, or in a crash loop) ─its pause is over→ starting
-    starting ─for START_S→ ending;  running ─silent for SILENCE_S→ ending
+    starting ─for START_S→ ending;  running ─silent for SILENCE_S, as its owner has looked→ ending
     ending ─gone→ waiting
     running ─it drains→ draining ─gone→ starting, at once: no death
     running ─not wanted→ leaving (drained; ended after LEAVE_S) ─gone→ forgotten
@@ -23,6 +23,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from baton.silence import SilenceWatch
 
 FIRST_PAUSE_S = 0.25
 """Before the next life of a worker that died once."""
@@ -117,6 +119,7 @@ class PoolKeeper:
         """``drain_s``: how long a worker that is not wanted may take to end what it runs."""
         self._leave_s = drain_s + LEAVE_S
         self._slots: dict[str, _Slot] = {}
+        self._silence = SilenceWatch[str](SILENCE_S)
         self._wanted: frozenset[str] = frozenset()
 
     def want(self, slots: Collection[str]) -> None:
@@ -173,6 +176,8 @@ class PoolKeeper:
 
     def decide(self, now: float) -> dict[str, Order]:
         """What to do now, by slot. Each order is given once, and again if nothing comes of it."""
+        silent = {name for name, slot in self._slots.items() if slot.sight is Sight.SILENT}
+        self._silence.tick(dict.fromkeys(silent), now)
         orders: dict[str, Order] = {}
         for name, slot in list(self._slots.items()):
             if name in self._wanted:
@@ -198,7 +203,7 @@ class PoolKeeper:
         if slot.sight is Sight.STARTING and now - slot.since >= START_S:
             slot.last_error = f"it did not serve within {START_S:.0f} s"
             return Order.END
-        if slot.sight is Sight.SILENT and now - slot.since >= SILENCE_S:
+        if self._silence.is_silent(name):
             slot.last_error = f"nothing was heard of it for {SILENCE_S:.0f} s"
             return Order.END
         return None

@@ -23,6 +23,7 @@ from deploy.rank_group_places import (
     give_places_back,
     in_place,
 )
+from deploy.whereabouts import Whereabouts
 
 SUPERVISOR_NAME = "supervisor"
 # ready, ping and stop must not wait for one another, whoever calls them.
@@ -109,18 +110,18 @@ def namespace(cluster_id: str) -> str:
     return f"baton-{cluster_id}"
 
 
-async def end_at(node: str, pid: int, started: float, submit: DaemonThread) -> None:
-    """End a process on a node, frozen or not, by a task there. Raises TimeoutError, or what Ray
+async def end_at(whereabouts: Whereabouts, submit: DaemonThread) -> None:
+    """End a process on its node, frozen or not, by a task there. Raises TimeoutError, or what Ray
 
     raises. ``submit`` makes the call, which blocks while Ray's control store is away.
     """
     import ray  # noqa: PLC0415
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415
 
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    there = NodeAffinitySchedulingStrategy(whereabouts.node, soft=False)
     task: Any = ray.remote(end_other).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
     async with asyncio.timeout(_END_S):
-        await result(await submit.call(lambda: task.remote(pid, started)))
+        await result(await submit.call(lambda: task.remote(whereabouts.process)))
 
 
 def find(slot: str) -> RayWorker | None:

@@ -147,7 +147,7 @@ class Supervisor:
         """Learn how many workers each pool is to have; what is lost in Redis is written again."""
         try:
             for pool, count in self._wanted.choose(await self._sizes.read()).items():
-                await self._sizes.write(pool, count)
+                await self._sizes.restore(pool, count)
         except redis.RedisError as error:
             log.info("the pools' sizes cannot be read: %s", error)
         self._keeper.want(self._wanted.slots())

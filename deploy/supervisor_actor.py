@@ -32,9 +32,9 @@ from deploy.actor_settings import ActorSettings
 from deploy.autoscaling import Autoscaling
 from deploy.cluster_look import ClusterLook
 from deploy.fleet import Fleet
-from deploy.launcher_life import LauncherLife
 from deploy.node_share import run_directory_here
 from deploy.ports import join_host_port
+from deploy.process_identity import ProcessIdentity
 from deploy.ray_place import RayPlace
 from deploy.ray_worker import SUPERVISOR_NAME
 from deploy.role_change import change_role
@@ -61,7 +61,7 @@ class SupervisorSettings(BaseModel):
     cluster_id: str
     log_level: str
     log_format: str
-    launcher: LauncherLife
+    launcher: ProcessIdentity
 
 
 class SupervisorActor:
@@ -106,12 +106,16 @@ class SupervisorActor:
         async with redis_client(settings.redis_url) as client:
             registry = Registry(client, settings.cluster_id)
 
-            async def roll() -> frozenset[str] | None:
+            async def roll() -> dict[str, frozenset[tuple[str, float]]] | None:
                 try:
-                    records = await registry.all()
+                    records, leases = await registry.all(), await registry.leases()
                 except redis.RedisError:
                     return None
-                return frozenset(record.slot for record in records.values())
+                listed: dict[str, frozenset[tuple[str, float]]] = {}
+                for incarnation in records.keys() & leases.keys():
+                    slot, entry = records[incarnation].slot, (incarnation, leases[incarnation])
+                    listed[slot] = listed.get(slot, frozenset()) | {entry}
+                return listed
 
             slots = SlotSettings(settings.workers)
             sizes = PoolSizes(client, settings.cluster_id)

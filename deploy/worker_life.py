@@ -20,9 +20,12 @@ import concurrent.futures
 import faulthandler
 import json
 import logging
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
@@ -47,10 +50,33 @@ nobody is connected, is of no use."""
 _STOP_S = 10.0
 _TELL_S = 2.0
 """How long a worker that was drained waits for the supervisor to ask."""
+_RESOLVER_THREADS = 2
 _ANSWER_S = 0.1
 """For an answer to leave this process."""
 
 log = logging.getLogger(__name__)
+
+
+class WorkerLoop(asyncio.SelectorEventLoop):
+    """An event loop that looks names up on threads of its own.
+
+    Of a resolver that hangs, each attempt to reach Redis by name leaves a thread behind for as long
+    as that takes. They must not be those on which grammars are compiled and transports close.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._resolver = ThreadPoolExecutor(_RESOLVER_THREADS, "resolver")
+
+    async def getaddrinfo(self, *args: Any, **options: Any) -> list[Any]:
+        """As ``socket.getaddrinfo``. A call that finds no thread waits; it may be cancelled."""
+        look_up = partial(socket.getaddrinfo, *args, **options)
+        return await self.run_in_executor(self._resolver, look_up)
+
+    def close(self) -> None:
+        """As of any loop. A thread that hangs is not waited for."""
+        super().close()
+        self._resolver.shutdown(wait=False, cancel_futures=True)
 
 
 class WorkerLife:
@@ -190,7 +216,8 @@ class WorkerLife:
         config = Config(**self._settings.config)
         start_tracing(config.otlp_endpoint, "baton-worker", self._settings.slot, config.trace_ratio)
         try:
-            asyncio.run(self._serve())
+            with asyncio.Runner(loop_factory=WorkerLoop) as runner:
+                runner.run(self._serve())
         except BaseException as error:
             if self._stopping:
                 return

@@ -22,6 +22,7 @@ from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
 from baton.registry import Registry
 from baton.request import TokenOutput
+from baton.silence import SilenceWatch
 from baton.tracing import begin_span, fail_span
 from baton.traffic_board import TrafficBoard
 from router.attempts import Attempts
@@ -38,7 +39,6 @@ from router.prefix_lookup import PrefixLookup
 from router.request_life import RequestLife
 from router.routes import Routes
 from router.running_request import Attempt, RunningRequest
-from router.silence import SilenceWatch
 from router.tokenizer import Tokenizer
 from router.traffic_report import TrafficReport
 from router.waiting_room import WaitingRoom
@@ -106,8 +106,8 @@ class ClusterDispatcher:
         )
         self._draining = False
         self._told_health = ("down", "")
-        self._dead_since: dict[str, float] = {}
-        """Since when the registry lists a worker as dead."""
+        self._dead = SilenceWatch[str](COLLECT_AFTER_S)
+        """Those that the registry lists as dead."""
         self._read_at = time.monotonic()
         """When the registry was read last; at first when it was to be."""
         self._has_view = False
@@ -191,12 +191,9 @@ class ClusterDispatcher:
         for link in self._links.all():
             if link.is_draining:
                 self._moves.worker_drains(link)
-        now = time.monotonic()
-        self._dead_since = {name: self._dead_since.get(name, now) for name in dead}
-        for incarnation, since in self._dead_since.items():
-            if now - since > COLLECT_AFTER_S:
-                await self._index.collect(incarnation)
-                await self._registry.forget(incarnation)
+        for incarnation in self._dead.tick(dict.fromkeys(dead), time.monotonic()):
+            await self._index.collect(incarnation)
+            await self._registry.forget(incarnation)
 
     def _tell_health(self) -> None:
         """In the log, where it has changed."""
@@ -387,11 +384,12 @@ class ClusterDispatcher:
             self._attempts.end(attempt)
 
     async def _watch(self) -> None:
-        words = SilenceWatch(self._config.hang_s)
-        steps = SilenceWatch(self._config.engine_hang_s)
+        words = SilenceWatch[str](self._config.hang_s)
+        steps = SilenceWatch[str](self._config.engine_hang_s)
         while True:
             await asyncio.sleep(WATCH_S)
             now = time.monotonic()
+            self._links.listen(now)
             for name in words.tick(self._attempts.expected_to_speak(), now):
                 if (link := self._links.get(name)) is not None:
                     log.warning("worker %s is silent", name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -11,6 +10,7 @@ from google.protobuf.message import Message
 
 from baton.config import Config
 from baton.errors import DeadlineExceeded, RequestTooLarge
+from baton.listening import listening
 from router.api_keys import Caller
 from router.request_builder import Arrival
 
@@ -53,9 +53,8 @@ async def write_to(context: Context, message: Message, config: Config) -> None:
 
     Raises DeadlineExceeded where it has none for ``slow_client_s``.
     """
-    timeout = asyncio.timeout(config.slow_client_s)
     try:
-        async with timeout:
+        async with listening(config.slow_client_s) as timeout:
             await context.write(message)
     except TimeoutError:
         if not timeout.expired():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -10,6 +9,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from baton.errors import InvalidRequest, RequestTooLarge
+from baton.listening import listening
 from router.http_errors import from_validation
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -23,7 +23,7 @@ async def read_object(request: Request, limit: int, deadline_s: float) -> dict[s
     """
     _check_headers(request, limit)
     try:
-        async with asyncio.timeout(deadline_s):
+        async with listening(deadline_s):
             body = await _read(request, limit)
     except TimeoutError:
         raise InvalidRequest("the body did not arrive in time") from None

@@ -27,6 +27,8 @@ from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from baton.listening import SilenceTimer
+
 log = logging.getLogger(__name__)
 
 _LATE = (
@@ -63,9 +65,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """How many there are of each client."""
     _counted_as: str | None = None
     _refused = False
-    _head: asyncio.TimerHandle | None = None
+    _head: SilenceTimer | None = None
     """The end of the time that a head has."""
-    _look: asyncio.TimerHandle | None = None
+    _look: SilenceTimer | None = None
     """The next look at a client that is held up."""
     _unfinished = 0
     """Bytes since the parser has last completed a head, a piece of a body or a message."""
@@ -101,7 +103,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._expect_head()
 
     def _expect_head(self) -> None:
-        self._head = self.loop.call_later(self.head_deadline_s, self._head_is_late)
+        self._head = SilenceTimer(self.head_deadline_s, self._head_is_late)
 
     def _expect_no_head(self) -> None:
         if self._head is not None:
@@ -117,6 +119,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self.transport.write(_LATE)
             self.transport.close()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.timeout_keep_alive_task is not None:
+            # uvicorn's own timer would close a connection whose next request waits to be read.
+            self.timeout_keep_alive_task.cancel()
+            idle = SilenceTimer(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+            self.timeout_keep_alive_task = idle  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -156,7 +166,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _look_later(self) -> None:
-        self._look = self.loop.call_later(self.slow_client_s, self._look_at, self._unread())
+        unread = self._unread()
+        self._look = SilenceTimer(self.slow_client_s, lambda: self._look_at(unread))
 
     def _look_no_more(self) -> None:
         if self._look is not None:

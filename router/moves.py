@@ -30,6 +30,7 @@ from baton.errors import (
     Unavailable,
     WorkerFailed,
 )
+from baton.listening import listening
 from baton.metrics import RouterMetrics
 from baton.request import TokenOutput
 from router.attempts import Attempts
@@ -154,7 +155,7 @@ class Moves:
             attempt.source.failed(time.monotonic())
         if isinstance(failure, Unavailable):
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(COMMIT_GRACE_S):
+                async with listening(COMMIT_GRACE_S):
                     await attempt.decode_began.wait()
         life = attempt.owner.life
         if attempt.decode_began.is_set() and not life.awaits_prompt:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from baton.errors import BatonError
+from baton.listening import listening
 from router.disconnect import unless_disconnected
 from router.http_errors import error_object
 
@@ -118,5 +119,5 @@ class EventStreamResponse(Response):
 async def _send_last(events: EventStream, words: bytes) -> None:
     # On a timeout the response stays incomplete, and the server closes the connection.
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_LAST_WORDS_S):
+        async with listening(_LAST_WORDS_S):
             await events.write(words, more=False)

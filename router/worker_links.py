@@ -29,9 +29,10 @@ from baton import convert
 from baton.background import end_tasks
 from baton.errors import BatonError, ConfigError, WorkerFailed
 from baton.grpc_channel import open_channel
-from baton.grpc_errors import call_errors, error_from_rpc
+from baton.grpc_errors import call_errors
 from baton.registry import DRAINING, WorkerRecord
 from baton.request import LoadSnapshot, TokenOutput
+from baton.silence import SilenceWatch
 from baton.tls import Renewal, TlsFiles
 from baton.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
 from router.breaker import Breaker
@@ -54,6 +55,11 @@ one that has nothing to do has nothing to say."""
 _MOST_OWED = 4096
 """Aborts that are kept for a worker that cannot be reached; those of sequences are bounded by its
 places, and by how often these can be filled meanwhile."""
+
+
+TokenStream = grpc.aio.UnaryStreamCall[
+    decode_pb2.StreamTokensRequest, decode_pb2.StreamTokensResponse
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,8 @@ class WorkerLink:
         """Since when neither the registry, which can be read, nor the stream of its prefills knows
         of a prefill worker. A decode worker's stream is always there."""
         self._heard_missing = 0
+        self.token_stream: TokenStream | None = None
+        """The one that is read now."""
         self.token_messages = 0
         """That have come on the token stream, those that say nothing included."""
         self.owed: deque[_Abort] = deque(maxlen=_MOST_OWED)
@@ -192,7 +200,7 @@ class WorkerLinks:
         self._router_id = router_id
         self._on_output = on_output
         self._on_broken = on_broken
-        self._silence_s = max(SILENCE_S, _SILENT_HEARTBEATS * heartbeat_s)
+        self._silence = SilenceWatch[TokenStream](max(SILENCE_S, _SILENT_HEARTBEATS * heartbeat_s))
         # A worker that lives renews its entry in this time, also after Redis was flushed.
         self._missing_s = _SILENT_HEARTBEATS * heartbeat_s
         self._links: dict[str, WorkerLink] = {}
@@ -255,6 +263,16 @@ class WorkerLinks:
             log.info("worker %s has left", incarnation)
             self._let_go(incarnation)
 
+    def listen(self, now: float) -> None:
+        """Break the token streams on which nothing comes; to be called several times a second."""
+        open_ones = {
+            link.token_stream: link.token_messages
+            for link in self._links.values()
+            if link.token_stream is not None
+        }
+        for stream in self._silence.tick(open_ones, now):
+            stream.cancel()
+
     def _let_go(self, incarnation: str) -> None:
         task = asyncio.create_task(self._close(self._links.pop(incarnation)))
         self._tasks.add(task)
@@ -290,28 +308,29 @@ class WorkerLinks:
             self._on_broken(incarnation, error_from_gone(incarnation))
 
     async def _read_stream(self, link: WorkerLink) -> BatonError:
+        """Read a token stream to its end; returns why it has ended."""
         stub = decode_pb2_grpc.DecodeServiceStub(link.channel)
         call = stub.StreamTokens(decode_pb2.StreamTokensRequest(router_id=self._router_id))
+        link.token_stream = call
         try:
-            while True:
-                # Not wait_for: before Python 3.12 it loses a cancellation that meets a message.
-                async with asyncio.timeout(self._silence_s):
-                    message = await call.read()
-                if not isinstance(message, decode_pb2.StreamTokensResponse):
-                    return error_from_gone(link.record.incarnation)
-                link.connected = True
-                link.token_messages += 1
-                if link.owed:
-                    self._send_owed(link)
-                link.load = convert.load_from_proto(message.load)
-                for output in message.outputs:
-                    self._on_output(convert.output_from_proto(output))
-        except grpc.aio.AioRpcError as error:
-            return error_from_rpc(error, link.record.incarnation)
-        except TimeoutError:
-            return error_from_gone(link.record.incarnation)
+            with call_errors(link.record.incarnation):
+                while isinstance(message := await call.read(), decode_pb2.StreamTokensResponse):
+                    self._take(link, message)
+        except BatonError as error:
+            return error
         finally:
+            link.token_stream = None
             call.cancel()
+        return error_from_gone(link.record.incarnation)
+
+    def _take(self, link: WorkerLink, message: decode_pb2.StreamTokensResponse) -> None:
+        link.connected = True
+        link.token_messages += 1
+        if link.owed:
+            self._send_owed(link)
+        link.load = convert.load_from_proto(message.load)
+        for output in message.outputs:
+            self._on_output(convert.output_from_proto(output))
 
     async def abort(
         self,

@@ -19,6 +19,7 @@ from typing import Protocol
 from baton.errors import BatonError, GrammarFailed, WorkerFailed
 from baton.process_end import Fail
 from baton.request import LoadSnapshot
+from baton.silence import SilenceWatch
 from engine.engine import Engine
 from engine.plan import StepPlan, StepResult
 from engine.sequence import Sequence
@@ -27,13 +28,15 @@ from worker.chunk_slack import ChunkSlack
 from worker.cores import CoreBoard
 from worker.device_fault import described, is_out_of_memory
 from worker.engine_thread import EngineThread
-from worker.engine_watch import EngineWatch
 from worker.failed_steps import FailedSteps
 from worker.gauges import WorkerGauges
 from worker.pace import Pace
 from worker.step_meter import StepMeter
 from worker.step_planner import StepPlanner
 
+ENGINE_HANG_S = 60.0
+"""A worker whose engine has work and has not ended its step after this is of no use any more.
+Routers leave it much sooner (``engine_hang_s``); a step of the slowest machine ends sooner."""
 STEP_TOKENS = 32
 """What a step costs beside its tokens, as so many of them: weights are read for one as for all."""
 _CPU_TOKEN_S = 1e-3
@@ -132,7 +135,7 @@ class ControlLoop:
         self._ended_at = 0.0
         """When the last one ended."""
         self._listener: SequenceListener | None = None
-        self._engine_watch = EngineWatch()
+        self._progress = SilenceWatch[str](ENGINE_HANG_S)
         self._next_id = 0
 
     def start(self, listener: SequenceListener) -> None:
@@ -179,7 +182,8 @@ class ControlLoop:
 
         To be called every ``heartbeat_s``. Raises WorkerFailed where the engine hangs.
         """
-        if self._engine_watch.tick(self.steps, self.scheduler.plans_in_flight, now):
+        computes = {"engine": self.steps} if self.scheduler.plans_in_flight else {}
+        if self._progress.tick(computes, now):
             raise WorkerFailed("the engine has not ended its step for a minute")
         self.pump()
 

@@ -22,7 +22,9 @@ from baton.background import end_tasks
 from baton.errors import BatonError, HandoffError, WorkerFailed
 from baton.grpc_channel import open_channel
 from baton.grpc_errors import as_baton_error, error_from_code, stream_ending, stream_errors
+from baton.listening import listening
 from baton.request import Geometry
+from baton.silence import SilenceWatch
 from baton.tls import TlsFiles
 from baton.v1 import rank_pb2, rank_pb2_grpc
 from kvtransfer.pair import Identity, PairLimits
@@ -75,12 +77,14 @@ class RankLink:
         self.listener: RankListener | None = None
         self.broken: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
         self._limits = limits
-        self._silence_s = silence_s
+        self._silence = SilenceWatch[int](silence_s)
         self._channel = open_channel(address, tls, "worker")
         self._call: Call | None = None
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._pushes: dict[str, RankPush] = {}
-        self._owed_since: float | None = None
+        self._owes = False
+        """Whether a beat of it is awaited."""
+        self._beats = 0
         self._tasks: list[asyncio.Task[None]] = []
 
     # Its life
@@ -94,13 +98,13 @@ class RankLink:
             rank=self.rank,
             window_bytes=self._limits.window_bytes,
             silence_ms=int(self._limits.silence_s * 1000),
-            lead_silence_ms=int(self._silence_s * 1000),
+            lead_silence_ms=int(self._silence.limit_s * 1000),
         )
         # A connection has a second to be made: on a very busy machine not the first one is.
         call: Call = rank_pb2_grpc.RankServiceStub(self._channel).Join(wait_for_ready=True)
         self._call = call
         try:
-            async with asyncio.timeout(self._silence_s), stream_errors(call, self._name):
+            async with listening(self._silence.limit_s), stream_errors(call, self._name):
                 await call.write(rank_pb2.JoinRequest(commands=[Command(begin=begin)]))
                 first = await call.read()
             if not isinstance(first, rank_pb2.JoinResponse):
@@ -108,7 +112,7 @@ class RankLink:
             if not first.events or not first.events[0].HasField("begun"):
                 raise HandoffError(f"{self._name} has not begun")
         except TimeoutError:
-            silent = WorkerFailed(f"{self._name} has not begun in {self._silence_s} s")
+            silent = WorkerFailed(f"{self._name} has not begun in {self._silence.limit_s} s")
             self._break(silent)
             raise silent from None
         except BaseException as error:
@@ -128,11 +132,11 @@ class RankLink:
         """Give the rank up where it owes an answer for too long."""
         if self.broken.done():
             return
-        if self._owed_since is None:
-            self._owed_since = now
+        if not self._owes:
+            self._owes = True
             self._commands.put_nowait(Command(beat=rank_pb2.RankBeat()))
-        elif now - self._owed_since >= self._silence_s:
-            self._break(WorkerFailed(f"{self._name} was silent for {now - self._owed_since:.1f} s"))
+        if self._silence.tick({self.rank: self._beats}, now):
+            self._break(WorkerFailed(f"{self._name} was silent for {self._silence.limit_s:.1f} s"))
 
     async def close(self) -> None:
         """End it; idempotent."""
@@ -186,7 +190,8 @@ class RankLink:
         listener = self.listener
         match event.WhichOneof("event"):
             case "beat":
-                self._owed_since = None
+                self._owes = False
+                self._beats += 1
             case "push_over":
                 over = event.push_over
                 push = self._pushes.pop(over.ticket_id, None)

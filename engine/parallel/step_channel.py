@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from baton.errors import WorkerFailed
+from baton.silence import SilenceWatch
 
 BEAT_S = 0.5
 SILENT_RANK_S = 5.0
@@ -38,6 +39,8 @@ its steps, and a worker that does not come up on a busy host is worse."""
 SILENT_LEAD_S = 60.0
 """Rank 0 may stand still for a while and go on, as a worker of one rank may. It is not there any
 more after this: its host has gone."""
+_LEAD_TICKS = 4
+"""The number of times in it that a rank looks whether it has heard rank 0."""
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 1 << 28
 _MOST_GREETING = 4096
@@ -171,21 +174,16 @@ class LeadChannel:
             self._server.shutdown(socket.SHUT_RDWR)
 
     def _watch(self) -> None:
-        heard = dict.fromkeys(self._peers, time.monotonic())
+        heard = dict.fromkeys(self._peers, 0)
         numbers = {peer: rank for rank, peer in self._peers.items()}
         heard_bytes = {rank: bytearray() for rank in self._peers}
-        looked = time.monotonic()
+        ready_ones, loading = SilenceWatch[int](SILENT_RANK_S), SilenceWatch[int](SILENT_LOADING_S)
         while not self._closed.is_set() and not self.lost.done():
             self._beat()
             try:
                 ready, _, _ = select.select(list(numbers), [], [], BEAT_S)
             except (OSError, ValueError):
                 return  # closed
-            now = time.monotonic()
-            if now - looked > SILENT_RANK_S / 2:
-                # This process stood still, and has not listened either.
-                heard = dict.fromkeys(heard, now)
-            looked = now
             for peer in ready:
                 rank = numbers[peer]
                 try:
@@ -195,12 +193,14 @@ class LeadChannel:
                 if not said:
                     self.fail(f"rank {rank} has ended")
                     return
-                heard[rank] = now
+                heard[rank] += 1
                 heard_bytes[rank] += said
                 self._take(rank, heard_bytes[rank])
-            for rank, at in heard.items():
-                if now - at > (SILENT_RANK_S if self._ready[rank].done() else SILENT_LOADING_S):
-                    self.fail(f"rank {rank} has said nothing for {now - at:.0f} s")
+            now = time.monotonic()
+            computing = {rank: n for rank, n in heard.items() if self._ready[rank].done()}
+            for watch, signs in (ready_ones, computing), (loading, heard):
+                for rank in watch.tick(signs, now):
+                    self.fail(f"rank {rank} has said nothing for {watch.limit_s:.0f} s")
                     return
             # Beats come at their own pace.
             self._closed.wait(BEAT_S / 2)
@@ -260,12 +260,14 @@ class RankChannel:
         try:
             self._socket = socket.create_connection((address.host, address.port), deadline_s)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket.settimeout(SILENT_LEAD_S)
+            self._socket.settimeout(SILENT_LEAD_S / _LEAD_TICKS)
             greeting = Greeting(address.token, rank, process)
             self._send(json.dumps(asdict(greeting)).encode())
         except OSError as error:
             raise WorkerFailed(f"rank {rank} cannot reach rank 0: {error}") from error
         self._closed = threading.Event()
+        self._silence = SilenceWatch[int](SILENT_LEAD_S)
+        self._frames = 0
 
     def _send(self, frame: bytes) -> None:
         with self._sending:
@@ -304,16 +306,26 @@ class RankChannel:
         Raises WorkerFailed where rank 0 says nothing for too long, or what no rank 0 says.
         """
         while True:
+            self._wait(0)
             try:
-                frame = _read_frame(self._socket, _MOST_BYTES)
+                frame = _read_frame(self._socket, _MOST_BYTES, self._wait)
             except ValueError as error:
                 raise WorkerFailed(f"rank 0 says what cannot be read: {error}") from error
             except TimeoutError as error:
                 raise WorkerFailed(f"rank 0 has said nothing for {SILENT_LEAD_S:.0f} s") from error
             except (OSError, EOFError):
                 return None
+            self._frames += 1
             if frame:
                 return frame
+
+    def _wait(self, read: int) -> None:
+        """Nothing came for a while, of a message of which ``read`` bytes are there.
+
+        Raises TimeoutError once that is silence.
+        """
+        if self._silence.tick({0: (self._frames, read)}, time.monotonic()):
+            raise TimeoutError
 
     def close(self) -> None:
         """Idempotent."""
@@ -323,19 +335,32 @@ class RankChannel:
         self._socket.close()
 
 
-def _read_frame(connection: socket.socket, most: int) -> bytes:
-    """Raises EOFError where the other end has closed, ValueError for more than ``most`` bytes."""
-    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+def _read_frame(
+    connection: socket.socket, most: int, wait: Callable[[int], None] | None = None
+) -> bytes:
+    """``wait`` is called when nothing has come in the connection's timeout; None: that is raised.
+
+    Raises EOFError where the other end has closed, ValueError for more than ``most`` bytes.
+    """
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, wait))
     if length > most:
         raise ValueError(f"a frame of {length} bytes")
-    return _exactly(connection, length)
+    return _exactly(connection, length, wait)
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _exactly(
+    connection: socket.socket, size: int, wait: Callable[[int], None] | None = None
+) -> bytes:
     """Raises EOFError where the other end has closed."""
     found = bytearray()
     while len(found) < size:
-        part = connection.recv(size - len(found))
+        try:
+            part = connection.recv(size - len(found))
+        except TimeoutError:
+            if wait is None:
+                raise
+            wait(len(found))
+            continue
         if not part:
             raise EOFError
         found += part

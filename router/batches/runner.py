@@ -24,15 +24,19 @@ from pathlib import Path
 from baton.background import end_tasks
 from baton.errors import BatonError, NotFound
 from baton.metrics import RouterMetrics
+from baton.silence import SilenceWatch
 from router.batches.batch import Batch, BatchStatus, LineResult, StoredFile
 from router.batches.database import Database, LeaseLost, StatusChanged
-from router.batches.lease import LEASE_S, LeaseWatch
 from router.batches.line import Fault, Line, find_faults, read_lines
 from router.batches.line_runner import expired_result
 from router.batches.store import BatchStore
 
 log = logging.getLogger(__name__)
 
+LEASE_S = 10.0
+"""An owner whose beat has not risen for this long is gone; it beats every second. Clock times of
+the database would be wrong after the machine's clock was set, and a monotonic one begins anew when
+the machine does: so each process watches the beats itself."""
 POLL_S = 1.0
 """How often the table is looked at, and an owner's beat rises."""
 SWEEP_S = 600.0
@@ -79,7 +83,7 @@ class BatchRunner:
         self._slots = asyncio.Semaphore(most_in_flight)
         self._most_line_bytes = most_line_bytes
         self._poll_s = poll_s
-        self._watch = LeaseWatch(lease_s)
+        self._silence = SilenceWatch[str](lease_s)
         self._unix_clock = unix_clock
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._woken = asyncio.Event()
@@ -125,7 +129,7 @@ class BatchRunner:
         if self._runs:
             await self._store.ask(Database.beat, self.owner)
         unfinished = await self._store.ask(Database.unfinished)
-        self._watch.keep(batch.id for batch in unfinished)
+        self._silence.tick({batch.id: (batch.owner, batch.beat) for batch in unfinished}, now)
         self._rest_until = {name: until for name, until in self._rest_until.items() if now < until}
         tenants = Counter(batch.tenant for batch in unfinished if batch.id in self._runs)
         for batch in unfinished:
@@ -140,14 +144,13 @@ class BatchRunner:
     async def _tidy(self, now: float) -> None:
         if now - self._swept_at > SWEEP_S:
             self._swept_at = now
-            await self._store.sweep()
+            await self._store.sweep(now)
         if now - self._collected_at > COLLECT_S:
             self._collected_at = now
             await self._store.collect()
 
     def _may_claim(self, batch: Batch, tenants: Counter[str], now: float) -> bool:
-        silent = self._watch.silent(batch.id, (batch.owner, batch.beat), now)
-        if batch.owner not in ("", self.owner) and not silent:
+        if batch.owner not in ("", self.owner) and not self._silence.is_silent(batch.id):
             return False
         if now < self._rest_until.get(batch.id, now):
             return False

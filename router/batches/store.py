@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, Concatenate, ParamSpec, TypeVar
 
+from baton.silence import SilenceWatch
 from router.batches.batch import Batch, BatchStatus, StoredFile
 from router.batches.database import Database
 
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 _COPY_BYTES = 1 << 20
 ORPHAN_S = 3600.0
-"""A file without a row is what a crash has left when it is as old as this."""
+"""A file that has had no row for so long, and did not change, is what a crash has left."""
 
 
 class BatchStore:
@@ -44,6 +45,8 @@ class BatchStore:
         self._most_bytes = most_bytes
         self._unix_clock = unix_clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        # A wall clock that is set forward makes no file old.
+        self._orphans = SilenceWatch[Path](ORPHAN_S)
         self._database: Database | None = None
 
     @property
@@ -114,16 +117,19 @@ class BatchStore:
 
         await self._on_thread(work)
 
-    async def sweep(self) -> None:
-        """Remove what crashes have left."""
+    async def sweep(self, now: float) -> None:
+        """Remove what crashes have left. ``now`` is monotonic, in seconds."""
 
         def work() -> None:
             known = self._open().file_ids()
-            for path in (*self._files.iterdir(), *self._incoming.iterdir()):
+            paths = (*self._files.iterdir(), *self._incoming.iterdir())
+            strays = {}
+            for path in paths:
                 with contextlib.suppress(FileNotFoundError):
-                    old = time.time() - path.stat().st_mtime > ORPHAN_S
-                    if old and path.name not in known:
-                        path.unlink()
+                    if path.name not in known:
+                        strays[path] = (path.stat().st_mtime_ns, path.stat().st_size)
+            for path in self._orphans.tick(strays, now):
+                path.unlink(missing_ok=True)
 
         await self._on_thread(work)
 

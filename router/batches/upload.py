@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from starlette.formparsers import MultiPartException
 from starlette.types import Message
 
 from baton.errors import InvalidRequest, RequestTooLarge
+from baton.listening import listening
 
 MOST_FIELDS = 16
 MOST_FIELD_BYTES = 4096
@@ -45,7 +45,7 @@ async def uploaded(request: Request, most_bytes: int, deadline_s: float) -> Asyn
     _check_headers(request, most_bytes)
     bounded = Request(request.scope, _Bounded(request, most_bytes).receive)
     try:
-        async with asyncio.timeout(deadline_s):
+        async with listening(deadline_s):
             form = await bounded.form(
                 max_files=1, max_fields=MOST_FIELDS, max_part_size=MOST_FIELD_BYTES
             )

@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from baton.config import Config
 from baton.errors import NotFound
+from baton.listening import listening
 from baton.metrics import RouterMetrics
 from router.access import Access
 from router.api_description import json_body
@@ -127,7 +128,7 @@ class ConsoleApi:
                 # Its key may have been revoked since.
                 self._access.check(headers, "metrics")
                 try:
-                    async with asyncio.timeout(SLOW_VIEWER_S):
+                    async with listening(SLOW_VIEWER_S):
                         await events.send([body])
                 except TimeoutError:
                     # The answer stays incomplete, and the server closes the connection.

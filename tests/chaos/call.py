@@ -18,8 +18,8 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.chaos.answer import AnswerSoFar, ChoiceSoFar
 from tests.chaos.questions import Question, Way
 
-GIVEN_UP_S = 60.0
-"""A call that is silent for so long is lost."""
+GIVEN_UP_S = 120.0
+"""A call that is silent for so long is lost: its router may have stood still for half of it."""
 RESET = "connection_reset"
 """The connection broke before the answer had ended: no word of the cluster's."""
 NO_END = "no_end"

@@ -1,4 +1,5 @@
-/* Adds an offset to what the wall clock shows; the monotonic clock is left alone.
+/* Adds an offset to what the wall clock shows, and to the time of the boot in /proc/stat, which the
+ * kernel computes of that clock; the monotonic clock is left alone.
  *
  * Loaded by LD_PRELOAD. The offset, in nanoseconds, is the first eight bytes of the file that
  * CHAOS_CLOCK names, which stays mapped: it may change at any time. The kernel knows nothing of it,
@@ -13,8 +14,11 @@
 #include <semaphore.h>
 #include <stdarg.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
 #include <time.h>
@@ -134,3 +138,61 @@ long syscall(long number, ...) {
   }
   return real(number, a[0], a[1], a[2], a[3], a[4], a[5]);
 }
+
+/* /proc/stat as it would be if the machine's clock had been set: a copy in memory, whose line
+ * "btime <seconds>" is turned. Answers a descriptor, or -1 where it cannot be made. */
+static int turned_stat(int flags) {
+  static const char LINE[] = "\nbtime ";
+  int source = (int)syscall(SYS_openat, AT_FDCWD, "/proc/stat", O_RDONLY | O_CLOEXEC, 0);
+  int copy = memfd_create("stat", flags & O_CLOEXEC ? MFD_CLOEXEC : 0);
+  char *text = NULL;
+  size_t size = 0;
+  FILE *made = source < 0 || copy < 0 ? NULL : open_memstream(&text, &size);
+  char piece[4096];
+  ssize_t got = 0;
+  while (made && (got = read(source, piece, sizeof piece)) > 0) fwrite(piece, 1, got, made);
+  int is_good = made && !fclose(made) && !got;
+  char *line = is_good ? strstr(text, LINE) : NULL;
+  char *end = NULL;
+  if (line) {
+    long long boot = strtoll(line + sizeof LINE - 1, &end, 10) + offset() / SECOND;
+    int begins = (int)(line - text);
+    is_good = dprintf(copy, "%.*s%s%lld%s", begins, text, LINE, boot, end) > 0;
+  }
+  free(text);
+  if (source >= 0) close(source);
+  if (line && is_good && !lseek(copy, 0, SEEK_SET)) return copy;
+  if (copy >= 0) close(copy);
+  return -1;
+}
+
+static int is_turned(const char *path, int flags) {
+  return offset() && (flags & O_ACCMODE) == O_RDONLY && !strcmp(path, "/proc/stat");
+}
+
+#define OPEN(name)                                                         \
+  int name(const char *path, int flags, ...) {                             \
+    static int (*real)(const char *, int, ...);                            \
+    if (!real) *(void **)&real = dlsym(RTLD_NEXT, #name);                  \
+    va_list given;                                                         \
+    va_start(given, flags);                                                \
+    mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(given, mode_t) : 0; \
+    va_end(given);                                                         \
+    int turned = is_turned(path, flags) ? turned_stat(flags) : -1;         \
+    return turned < 0 ? real(path, flags, mode) : turned;                  \
+  }
+
+OPEN(open)
+OPEN(open64)
+
+#define FOPEN(name)                                                     \
+  FILE *name(const char *restrict path, const char *restrict mode) {    \
+    static FILE *(*real)(const char *, const char *);                   \
+    if (!real) *(void **)&real = dlsym(RTLD_NEXT, #name);               \
+    int reads = mode[0] == 'r' && !strchr(mode, '+');                   \
+    int turned = reads && is_turned(path, O_RDONLY) ? turned_stat(0) : -1; \
+    return turned < 0 ? real(path, mode) : fdopen(turned, mode);        \
+  }
+
+FOPEN(fopen)
+FOPEN(fopen64)

@@ -1,4 +1,4 @@
-"""The wall clock of a cluster under test: it can be made to jump (clock.c)."""
+"""The wall clock of a cluster under test, and its boot time: they can be made to jump (clock.c)."""
 
 from __future__ import annotations
 

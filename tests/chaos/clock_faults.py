@@ -1,4 +1,4 @@
-"""The wall clock of every process jumps, and jumps back."""
+"""The wall clock of every process jumps, and jumps back; with it the time of the boot."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ Owned by one event loop; `baton up` is a child of this process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -139,6 +140,8 @@ class Cluster:
         trace: TracebackType | None,
     ) -> None:
         if self._up is not None:
+            # A fault that was not healed may have stopped some, and those would not end.
+            self.go_on()
             await asyncio.to_thread(self._up.__exit__, kind, error, trace)
         await self._pages.aclose()
         await self.wire.stop()
@@ -165,6 +168,30 @@ class Cluster:
     def processes(self) -> list[psutil.Process]:
         """All that belong to the cluster."""
         return processes_of(self._cluster_id)
+
+    def stand_still(self) -> None:
+        """SIGSTOP for every process: routers, workers, store, Ray's, supervisor and launcher."""
+        stopped: set[psutil.Process] = set()
+        # One that was just starting another is stopped before that one is seen.
+        while fresh := self._host() - stopped:
+            for process in fresh:
+                with contextlib.suppress(psutil.Error):
+                    process.suspend()
+            stopped |= fresh
+
+    def go_on(self) -> None:
+        """SIGCONT for every process, whatever has stopped it."""
+        for process in self._host():
+            with contextlib.suppress(psutil.Error):
+                process.resume()
+
+    def _host(self) -> set[psutil.Process]:
+        """Of the whole machine as the cluster's clients know it."""
+        found = set(self.processes())
+        for pid in (self.up.process.pid, *self.store.pids):
+            with contextlib.suppress(psutil.Error):
+                found.add(psutil.Process(pid))
+        return found
 
     async def workers(self) -> list[Worker]:
         """Those that are registered and whose process runs. Raises ``redis.RedisError``."""

@@ -22,6 +22,7 @@ FAULTS: dict[str, type[Fault]] = {
     "prefill stopped": signal_faults.Stopped,
     "decode stopped": signal_faults.Stopped,
     "router stopped": signal_faults.Stopped,
+    "host stopped": signal_faults.HostStopped,
     "store killed": store_faults.StoreKilled,
     "store stopped": store_faults.StoreStopped,
     "store flushed": store_faults.StoreFlushed,

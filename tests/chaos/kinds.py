@@ -21,6 +21,9 @@ class Kind:
     """Whether its victim may end by it, and is started again."""
     has_spare: bool = True
     """Whether others can do what its victims did: else requests may be refused meanwhile."""
+    is_standstill: bool = False
+    """Whether clients of its victims wait for its end, however long it lasts: their requests are
+    nowhere else. Nothing else is done meanwhile, and recovery is counted from its end."""
 
 
 KINDS = (
@@ -30,7 +33,9 @@ KINDS = (
     # Some are shorter than any lease, some longer than all.
     Kind("prefill stopped", "prefill", 1.5, 7.0, may_restart=True),
     Kind("decode stopped", "decode", 1.5, 7.0, may_restart=True),
-    Kind("router stopped", "router", 1.5, 4.0),
+    # Some are shorter than a worker's lease, some as long as a machine takes to move.
+    Kind("router stopped", "router", 1.5, 30.0, is_standstill=True),
+    Kind("host stopped", "cluster", 2.0, 60.0, is_standstill=True),
     Kind("store killed", "store", 1.0, 6.0),
     Kind("store stopped", "store", 2.0, 7.0),
     Kind("store flushed", "store"),

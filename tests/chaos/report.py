@@ -22,7 +22,9 @@ class RoundReport:
     seconds: float
     """How long the fault lasted."""
     streams_s: float
-    """From the strike until every request of that moment had got its next piece or ended."""
+    """From the strike until every request of that moment had got its next piece or ended. Of a
+
+    standstill, this and the next two are counted from its end."""
     answered_s: float
     """From the strike until a request that came later was answered."""
     whole_s: float

@@ -56,7 +56,7 @@ class _Struck:
 
 @dataclass(frozen=True, slots=True)
 class _Recovery:
-    """Seconds from the strike; see ``RoundReport``."""
+    """Seconds; see ``RoundReport``."""
 
     streams_s: float
     answered_s: float
@@ -133,9 +133,15 @@ class Run:
         # To strike may take a while: what came meanwhile came before.
         began = time.monotonic()
         has_spare = all(one.strike.kind.has_spare for one in struck)
-        feeling = asyncio.gather(until_streams_run(load, began), until_answered(load, began))
-        await asyncio.gather(*(self._heal(one, began) for one in struck))
-        whole_s = await until_whole(self.cluster, began, [one.fault for one in struck])
+        healing = asyncio.gather(*(self._heal(one, began) for one in struck))
+        if any(one.strike.kind.is_standstill for one in struck):
+            await healing
+            since = time.monotonic()
+        else:
+            since = began
+        feeling = asyncio.gather(until_streams_run(load, since), until_answered(load, since))
+        await healing
+        whole_s = await until_whole(self.cluster, since, [one.fault for one in struck])
         streams_s, answered_s = await feeling
         kinds = tuple(one.strike.kind.name for one in struck)
         self.ledger.phases.append(Phase(kinds, before, time.monotonic(), began, has_spare))

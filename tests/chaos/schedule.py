@@ -34,7 +34,7 @@ def rounds(seed: int, kinds: Sequence[Kind]) -> Iterator[Round]:
     """Rounds without end. Every kind comes once before any comes again.
 
     Two faults at once are never of one target: two dead workers of a role leave no spare, and then
-    there is nothing to be learnt but that.
+    there is nothing to be learnt but that. A standstill comes alone.
     """
     source = random.Random(seed)
     deck: list[Kind] = []
@@ -43,13 +43,23 @@ def rounds(seed: int, kinds: Sequence[Kind]) -> Iterator[Round]:
             deck = source.sample(kinds, len(kinds))
         drawn = [deck.pop()]
         if source.random() < _SIMULTANEOUS:
-            others = [kind for kind in deck if kind.target != drawn[0].target]
+            others = [kind for kind in deck if _may_meet(drawn[0], kind)]
             if others:
                 drawn.append(others[-1])
                 deck.remove(others[-1])
         yield Round(tuple(_strike(source, kind) for kind in drawn))
 
 
+def _may_meet(one: Kind, other: Kind) -> bool:
+    return one.target != other.target and not (one.is_standstill or other.is_standstill)
+
+
 def _strike(source: random.Random, kind: Kind) -> Strike:
-    seconds = round(source.uniform(kind.least_s, kind.most_s), 2)
+    """Of a standstill from 2 to 60 s, half last for less than 11 s: it costs the run its time."""
+    share = source.random()
+    if kind.is_standstill:
+        seconds = kind.least_s * (kind.most_s / kind.least_s) ** share
+    else:
+        seconds = kind.least_s + (kind.most_s - kind.least_s) * share
+    seconds = round(seconds, 2)
     return Strike(kind, seconds, source.randrange(1 << 16))

@@ -34,3 +34,13 @@ class Stopped(Fault):
 
     async def heal(self) -> None:
         self.cluster.signal(self.victim.pid, SIGCONT)
+
+
+class HostStopped(Fault):
+    """SIGSTOP for all that the machine runs of the cluster, its store too, and SIGCONT."""
+
+    async def strike(self) -> None:
+        self.cluster.stand_still()
+
+    async def heal(self) -> None:
+        self.cluster.go_on()

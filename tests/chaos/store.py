@@ -47,10 +47,9 @@ class Store:
         return redis_client(self.url(port), timeout_s=_LONGEST_S)
 
     @property
-    def pid(self) -> int:
-        """Of its present life."""
-        assert self._process is not None, "not started"
-        return self._process.pid
+    def pids(self) -> list[int]:
+        """Of its present life, and of its replica's."""
+        return [one.pid for one in (self._process, self._replica) if one is not None]
 
     async def start(self) -> None:
         """Begin a life, with nothing in it; returns once it answers. Raises TimeoutError."""

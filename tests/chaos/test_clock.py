@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.chaos.clock import Clock, NoClock
@@ -13,10 +14,14 @@ from tests.chaos.clock import Clock, NoClock
 HOUR_S = 3600
 SCRIPT = """
 import sys, threading, time
+import psutil
+from deploy.process_identity import ProcessIdentity
+own = ProcessIdentity.own()
 for _ in sys.stdin:
     monotonic = time.monotonic()
     threading.Event().wait(0.05)
-    print(time.time(), time.monotonic() - monotonic, flush=True)
+    waited = time.monotonic() - monotonic
+    print(time.time(), psutil.boot_time(), waited, int(own.is_running), flush=True)
 """
 
 
@@ -38,7 +43,10 @@ def test_the_wall_clock_jumps_and_the_monotonic_one_does_not(tmp_path: Path) -> 
             clock.jump(jump)
             child.stdin.write("\n")
             child.stdin.flush()
-            shown, waited = map(float, child.stdout.readline().split())
+            shown, boot, waited, is_running = map(float, child.stdout.readline().split())
             assert abs(shown - time.time() - jump) < HOUR_S / 2
+            # As the kernel has it, which computes the one of the other.
+            assert abs(boot - psutil.boot_time() - jump) < HOUR_S / 2
             assert 0 < waited < HOUR_S / 2
+            assert is_running, "it takes itself for another process"
         child.stdin.close()

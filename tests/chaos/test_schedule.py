@@ -41,6 +41,26 @@ def test_faults_at_once_are_of_several_targets_and_last_as_long_as_they_may(seed
             assert strike.kind.least_s <= strike.seconds <= strike.kind.most_s
 
 
+@given(SEEDS)
+def test_a_standstill_comes_alone(seed: int) -> None:
+    for one in first(seed):
+        if any(strike.kind.is_standstill for strike in one.strikes):
+            assert len(one.strikes) == 1
+
+
+def test_standstills_are_long_now_and_then_and_leave_the_run_its_time() -> None:
+    found: dict[str, list[float]] = {}
+    for strike in itertools.chain.from_iterable(one.strikes for one in first(5, 4000)):
+        if strike.kind.is_standstill:
+            found.setdefault(strike.kind.name, []).append(strike.seconds)
+    assert found.keys() == {"router stopped", "host stopped"}
+    for name, seconds in found.items():
+        longest = BY_NAME[name].most_s
+        assert min(seconds) < 4.0
+        assert max(seconds) > 0.8 * longest
+        assert sum(seconds) / len(seconds) < longest / 2
+
+
 def test_most_rounds_have_one_fault() -> None:
     counts = [len(one.strikes) for one in first(3, 400)]
     assert 0.7 < counts.count(1) / len(counts) < 0.9

@@ -90,7 +90,7 @@ class UpProcess:
     @property
     def state(self) -> ClusterState:
         """What the cluster says of itself: addresses, process ids, run directory."""
-        found = [state for state in running_clusters() if state.launcher == self.process.pid]
+        found = [state for state in running_clusters() if state.launcher.pid == self.process.pid]
         if found:
             self._state = found[0]
         assert self._state is not None, f"no state file; it printed:\n{self.text}"
@@ -121,7 +121,7 @@ class UpProcess:
     def wait_ready(self, deadline_s: float = START_S) -> Self:
         """Until it says that it is ready; fails when it ends or says nothing in time."""
         self.wait_for("ready", deadline_s)
-        assert self.state.launcher == self.process.pid
+        assert self.state.launcher.pid == self.process.pid
         return self
 
     def wait_for(self, start: str, deadline_s: float = START_S) -> str:

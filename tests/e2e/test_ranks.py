@@ -53,7 +53,7 @@ def cluster(model: Path) -> Iterator[UpProcess]:
 def rank_pids(up: UpProcess) -> dict[str, int]:
     """The process ids of workers and their other ranks, by their names."""
     living = NodeRoll(Path(up.state.run_directory) / "workers").living()
-    return {worker.slot: worker.pid for worker in living}
+    return {worker.slot: worker.process.pid for worker in living}
 
 
 def wait_for_all(

@@ -25,6 +25,18 @@ async def test_sizes_are_kept_while_somebody_reads_them(redis_url: str) -> None:
         assert await client.exists(KEY) == 0
 
 
+async def test_a_size_that_was_lost_is_restored_and_a_newer_choice_stays(redis_url: str) -> None:
+    async with redis_client(redis_url) as client:
+        sizes = PoolSizes(client, "sizes-test")
+        await sizes.restore("decode", 3)
+        assert await sizes.read() == {"decode": 3}
+        await sizes.write("decode", 5)  # an operator, after the supervisor has read
+        await sizes.restore("decode", 3)
+        assert await sizes.read() == {"decode": 5}
+        assert 0 < await client.ttl(KEY) <= TTL_S
+        await sizes.clear()
+
+
 async def test_the_supervisors_page_is_found_as_long_as_it_tells(redis_url: str) -> None:
     async with redis_client(redis_url) as client:
         board = SlotBoard(client, "page-test")

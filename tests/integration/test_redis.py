@@ -163,6 +163,18 @@ async def test_a_silent_worker_is_dead_after_its_ttl(store: Store) -> None:
     assert await store.registry.dead() == set()
 
 
+async def test_each_renewal_changes_a_lease_and_no_other_does(store: Store) -> None:
+    worker, other = record_of("w:1"), record_of("w:2")
+    await store.registry.put(worker, 30.0)
+    await store.registry.put(other, 30.0)
+    before = await store.registry.leases()
+    assert before.keys() == {"w:1", "w:2"}
+    await store.registry.put(worker, 60.0, renew=True)
+    after = await store.registry.leases()
+    assert after["w:1"] > before["w:1"]
+    assert after["w:2"] == before["w:2"]
+
+
 async def test_who_was_dead_while_others_lived_cannot_renew_its_record(store: Store) -> None:
     ttl_s = 1.0
     silent, alive = record_of("silent"), record_of("alive")

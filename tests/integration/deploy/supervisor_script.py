@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from baton.redis_client import redis_client
 from deploy.actor import Answer
 from deploy.actor_settings import ActorSettings
 from deploy.cluster_mark import RUN_VARIABLE, ClusterMark
-from deploy.launcher_life import LauncherLife, pid_space
 from deploy.pool_keeper import Phase
+from deploy.process_identity import ProcessIdentity
 from deploy.ray_cluster import RayCluster
 from deploy.ray_place import RayPlace
 from deploy.ray_worker import place
@@ -47,9 +48,7 @@ class LightWorker:
         if broken.exists():
             raise ValueError(broken.read_text())
         return {
-            "pid": os.getpid(),
-            "started": psutil.Process().create_time(),
-            "pid_space": pid_space(),
+            "process": asdict(ProcessIdentity.own()),
             "other_ranks": [],
             "node": RayPlace.own().node,
         }
@@ -97,7 +96,7 @@ class Stage:
             model_name="",
             redis_url=self.redis_url,
             cluster_id=self.mark.cluster_id,
-            launcher=LauncherLife.own(),
+            launcher=ProcessIdentity.own(),
         )
 
     def supervise(self) -> RaySupervisor:
@@ -108,7 +107,7 @@ class Stage:
             cluster_id=self.mark.cluster_id,
             log_level="info",
             log_format="text",
-            launcher=LauncherLife.own(),
+            launcher=ProcessIdentity.own(),
         )
         return RaySupervisor.place(settings, LightSupervisor)
 

@@ -19,25 +19,7 @@ from deploy.launcher_claim import (
     LauncherClaim,
     what_workers_are_told,
 )
-from deploy.launcher_lease import GONE_S, TTL_S, LauncherLease, LeaseSight, lease_lost
-
-
-def test_a_lease_that_is_free_for_long_enough_says_that_the_launcher_is_gone() -> None:
-    sight = LeaseSight()
-    assert not sight.look(0.0, held=True)
-    assert not sight.look(10.0, held=False)
-    assert not sight.look(10.0 + GONE_S - 1, held=False)
-    assert sight.look(10.0 + GONE_S, held=False)
-
-
-@pytest.mark.parametrize("between", [None, True])
-def test_redis_that_is_away_and_a_launcher_that_comes_begin_it_anew(between: bool | None) -> None:
-    sight = LeaseSight()
-    assert not sight.look(0.0, held=False)
-    assert not sight.look(GONE_S + 100, held=between)
-    assert not sight.look(GONE_S + 101, held=False)
-    assert not sight.look(2 * GONE_S + 100, held=False)
-    assert sight.look(2 * GONE_S + 101, held=False)
+from deploy.launcher_lease import TTL_S, LauncherLease, lease_lost
 
 
 async def test_one_launcher_has_it_at_a_time(
@@ -63,6 +45,20 @@ async def test_one_launcher_has_it_at_a_time(
         await second.take()
 
 
+async def test_a_lease_lasts_no_longer_where_the_clock_of_redis_is_set_back(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = secrets.token_hex(4)
+    async with redis_client(redis_url) as client:
+        await LauncherLease(client, cluster, "a").take()
+        (key,) = await client.keys(f"*{cluster}*")
+        await client.expire(key, 3600 + TTL_S)
+        monkeypatch.setattr(lease_module, "TTL_S", 1)
+        # Nobody renews it: it is free after its TTL, and not in an hour.
+        await LauncherLease(client, cluster, "b").take()
+        assert await client.get(key) == b"b"
+
+
 async def test_a_launcher_that_lost_it_ends(redis_url: str) -> None:
     cluster = secrets.token_hex(4)
     async with redis_client(redis_url) as client:
@@ -79,7 +75,7 @@ async def test_a_watcher_learns_that_it_is_free(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease_module, "_POLL_S", 0.01)
-    monkeypatch.setattr(lease_module, "LeaseSight", lambda: LeaseSight(0.05))
+    monkeypatch.setattr(lease_module, "GONE_S", 0.05)
     cluster = secrets.token_hex(4)
     async with redis_client(redis_url) as client, asyncio.timeout(60):
         lease = LauncherLease(client, cluster, "a")

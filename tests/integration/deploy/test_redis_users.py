@@ -71,6 +71,7 @@ async def work_as_a_cluster(url_of: Callable[[StoreUser], str]) -> None:
         assert await board.read() is not None
         assert await PoolSizes(supervisor, ID).read() == {"decode": 3}
         assert set(await Registry(supervisor, ID).all()) == {"w:1"}
+        assert "w:1" in await Registry(supervisor, ID).leases()
         assert set(await TrafficBoard(supervisor, ID).read()) == {"router-1"}
         await TrafficBoard(supervisor, ID).remove(["nobody"])
 

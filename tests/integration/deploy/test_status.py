@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from baton.redis_client import redis_client
@@ -14,6 +12,7 @@ from deploy import cluster_state
 from deploy.announcement import announcement
 from deploy.cluster_state import ClusterState, running_clusters
 from deploy.pool_keeper import Phase, SlotState
+from deploy.process_identity import ProcessIdentity
 from deploy.restarts import Restarts
 from deploy.run_directory import RunDirectory
 from deploy.slot_board import TTL_S, SlotBoard, SlotNews, Supervision
@@ -132,7 +131,7 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def state(run_directory: Path, started: float) -> ClusterState:
+def state(run_directory: Path, launcher: ProcessIdentity) -> ClusterState:
     run_directory.mkdir()
     return ClusterState(
         cluster_id="c",
@@ -141,16 +140,16 @@ def state(run_directory: Path, started: float) -> ClusterState:
         http="127.0.0.1:1",
         grpc="127.0.0.1:2",
         redis_url="redis://:secret@127.0.0.1:3/0",
-        launcher=os.getpid(),
-        launcher_started=started,
+        launcher=launcher,
         processes={"router": 1},
     )
 
 
 def test_a_running_cluster_is_found_and_a_dead_one_is_not(parent: Path) -> None:
-    alive = state(parent / "baton-a", psutil.Process().create_time())
+    own = ProcessIdentity.own()
+    alive = state(parent / "baton-a", own)
     alive.save()
-    state(parent / "baton-b", 1.0).save()  # the same pid, but of an older process
+    state(parent / "baton-b", replace(own, start_ticks=1)).save()  # an older process had the pid
     (parent / "baton-c").mkdir()
     (parent / "baton-c" / "cluster.json").write_text("{")
     assert running_clusters() == [alive]

@@ -12,8 +12,10 @@ from baton.errors import ConfigError, Unavailable
 from baton.registry import Registry
 from deploy.calibrate_command import local_prompts, the_decode_worker
 from deploy.cluster_state import ClusterState
+from deploy.process_identity import ProcessIdentity
 from tests.unit.loadtest.generator.fake_server import Asked, fake_server
 
+LAUNCHER = ProcessIdentity(1, 1, "nowhere")
 PAGE = """# TYPE baton_route_decisions counter
 baton_route_decisions_total{decision="local",reason="least_ttft"} 3.0
 baton_route_decisions_total{decision="local",reason="no_room"} 2.0
@@ -22,7 +24,7 @@ baton_route_decisions_total{decision="remote",reason="least_ttft"} 7.0
 
 
 def state(http: str = "127.0.0.1:1") -> ClusterState:
-    return ClusterState("id", "/nowhere", "m", http, "", "redis://127.0.0.1:1/0", 1, 0.0, {})
+    return ClusterState("id", "/nowhere", "m", http, "", "redis://127.0.0.1:1/0", LAUNCHER, {})
 
 
 def listed(monkeypatch: pytest.MonkeyPatch, *roles: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Mapping
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,8 @@ class FakeWorker:
         self.stuck = False
 
     async def ready(self) -> dict[str, Any]:
-        return {"pid": 7, "started": 1.0, "pid_space": "elsewhere", "node": "ab", "other_ranks": []}
+        process = {"pid": 7, "start_ticks": 1, "space": "elsewhere"}
+        return {"process": process, "node": "ab", "other_ranks": []}
 
     async def ping(self, unlisted_s: float) -> Answer:
         if self.stuck:
@@ -50,10 +51,14 @@ class Scene:
         self.now = 0.0
         self.listed: Collection[str] | None = ("decode-0", "decode-1")
         self.known: Collection[str] | None = ("decode-0", "decode-1")
+        self.frozen: Collection[str] = ()
         self.workers = [FakeWorker("decode-0"), FakeWorker("decode-1")]
 
-    async def roll(self) -> Collection[str] | None:
-        return self.listed
+    async def roll(self) -> Mapping[str, Hashable] | None:
+        """Entries that are renewed with each look, but for those of ``frozen``."""
+        if self.listed is None:
+            return None
+        return {slot: 0 if slot in self.frozen else object() for slot in self.listed}
 
     def is_known(self, slot: str) -> bool:
         """What Ray's control store says."""
@@ -164,3 +169,20 @@ async def test_a_worker_that_is_silent_while_ray_thinks_it_lives_is_no_sign_of_t
         await fleet.refresh()
         await _looks(scene, fleet, 60)
         assert (await fleet.look("decode-0")).sight is Sight.SILENT
+
+
+async def test_an_entry_that_nobody_renews_lists_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis keeps it for as long as its clock was set back."""
+    async with begun(monkeypatch) as (scene, fleet):
+        scene.workers[0].stuck = True
+        await _looks(scene, fleet, 8)
+        await fleet.refresh()
+        assert (await fleet.look("decode-0")).sight is Sight.SERVING, "the registry has it"
+        scene.frozen = ("decode-0",)
+        for _ in range(24):
+            scene.now += 0.5
+            await fleet.refresh()
+        assert (await fleet.look("decode-0")).sight is Sight.SILENT
+        scene.frozen = ()
+        await fleet.refresh()
+        assert (await fleet.look("decode-0")).sight is Sight.SERVING

@@ -8,31 +8,7 @@ import pytest
 
 from baton.background import end_tasks
 from deploy import gcs_watch
-from deploy.gcs_watch import SILENT_S, GcsWatch, Silence
-
-
-def test_silence_counts_from_the_last_answer() -> None:
-    silence = Silence()
-    assert not silence.looks_dead(1, answered=True, now=100.0)
-    assert not silence.looks_dead(1, answered=False, now=100.0 + SILENT_S / 2)
-    assert not silence.looks_dead(1, answered=True, now=99.0 + SILENT_S)
-    assert not silence.looks_dead(1, answered=False, now=101.0 + SILENT_S)
-    assert silence.looks_dead(1, answered=False, now=99.0 + 2 * SILENT_S)
-
-
-def test_who_has_just_been_started_has_time_to_start() -> None:
-    silence = Silence()
-    assert not silence.looks_dead(1, answered=True, now=0.0)
-    assert not silence.looks_dead(2, answered=False, now=SILENT_S)
-    assert not silence.looks_dead(2, answered=False, now=2 * SILENT_S - 0.1)
-    assert silence.looks_dead(2, answered=False, now=2 * SILENT_S)
-
-
-def test_one_that_was_ended_is_given_time_before_it_is_ended_again() -> None:
-    silence = Silence()
-    silence.looks_dead(1, answered=True, now=0.0)
-    ends = [now for now in range(100) if silence.looks_dead(1, answered=False, now=float(now))]
-    assert ends == [15, 30, 45, 60, 75, 90]
+from deploy.gcs_watch import FarGcsWatch, GcsWatch
 
 
 class Gcs:
@@ -63,3 +39,20 @@ async def test_a_silent_one_is_ended_once_and_that_is_said(monkeypatch: pytest.M
     assert gcs.kills == [7]
     assert len(lines) == 1
     assert lines[0].startswith("gcs has not answered")
+
+
+async def test_one_of_others_is_told_of_when_it_is_silent_and_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gcs_watch, "_EACH_S", 0.001)
+    gcs, lines = Gcs(), list[str]()
+    watching = asyncio.create_task(FarGcsWatch(gcs.ask, lines.append, most_s=0.05).run())
+    async with asyncio.timeout(60):
+        while not lines:
+            await asyncio.sleep(0.001)
+        gcs.kill()
+        while len(lines) < 2:
+            await asyncio.sleep(0.001)
+    await end_tasks([watching])
+    assert "does not answer" in lines[0]
+    assert lines[1:] == ["Ray's control store is back"]

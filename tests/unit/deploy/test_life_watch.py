@@ -21,26 +21,26 @@ def look(
 def test_who_beats_now_and_then_goes_on() -> None:
     watch = LifeWatch()
     for number in range(10 * LOOKS):
-        assert look(watch, beats=number // (LOOKS - 1)) is None
+        assert look(watch, number * LOOK_S, beats=number // (LOOKS - 1)) is None
 
 
-def test_who_does_nothing_for_long_ends_however_much_time_passes_between_looks() -> None:
+def test_who_does_nothing_for_long_ends_and_not_for_a_pause_of_the_process() -> None:
     watch = LifeWatch()
-    assert look(watch, now=0.0, beats=7) is None
-    for _ in range(LOOKS - 1):
-        assert look(watch, now=1e6, beats=7) is None
-    reason = look(watch, now=1e6, beats=7)
+    assert look(watch, 0.0, beats=7) is None
+    for number in range(LOOKS + 1):
+        assert look(watch, 1e6 + number * LOOK_S, beats=7) is None
+    reason = look(watch, 1e6 + (LOOKS + 1) * LOOK_S, beats=7)
     assert reason is not None
     assert "event loop" in reason
 
 
 def test_who_does_not_serve_yet_is_not_asked_for_beats() -> None:
     watch = LifeWatch()
-    for _ in range(10 * LOOKS):
-        assert look(watch) is None
-    for _ in range(LOOKS):
-        assert look(watch, beats=0) is None
-    assert look(watch, beats=0) is not None
+    for number in range(10 * LOOKS):
+        assert look(watch, number * LOOK_S) is None
+    for number in range(10 * LOOKS, 11 * LOOKS + 1):
+        assert look(watch, number * LOOK_S, beats=0) is None
+    assert look(watch, (11 * LOOKS + 1) * LOOK_S, beats=0) is not None
 
 
 def test_whose_thread_has_ended_ends() -> None:

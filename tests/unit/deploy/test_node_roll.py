@@ -43,7 +43,7 @@ def test_a_number_is_free_again_when_its_process_has_ended(tmp_path: Path) -> No
     try:
         assert [one.number for one in signers] == [0, 1, 2]
         found = {worker.slot: worker for worker in roll.living()}
-        assert {slot: one.pid for slot, one in found.items()} == {
+        assert {slot: one.process.pid for slot, one in found.items()} == {
             f"decode-{n}": one.process.pid for n, one in enumerate(signers)
         }
         assert (found["decode-1"].drain_s, found["decode-1"].node) == (5.0, "ab")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from baton.config import Config, PoolConfig
 from baton.errors import ConfigError
 from deploy.actor_settings import ActorSettings
 from deploy.cluster_mark import RUN_VARIABLE
-from deploy.launcher_life import LauncherLife
 from deploy.node_share import (
     CORE_LINES,
     PLACES_VARIABLE,
@@ -20,10 +20,11 @@ from deploy.node_share import (
     model_paths,
     run_directory_here,
 )
+from deploy.process_identity import ProcessIdentity
 from tests.models import make_tiny_model
 
-NEAR = LauncherLife.own()
-FAR = NEAR.model_copy(update={"pid_space": "another machine"})
+NEAR = ProcessIdentity.own()
+FAR = replace(NEAR, space="another machine")
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def settings(launcher: LauncherLife = NEAR, **config: Any) -> ActorSettings:
+def settings(launcher: ProcessIdentity = NEAR, **config: Any) -> ActorSettings:
     pools = (
         PoolConfig(name="prefill", role="prefill", count=2),
         PoolConfig(name="decode", role="decode", count=2, threads=config.pop("threads", 0)),

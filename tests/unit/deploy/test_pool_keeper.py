@@ -40,6 +40,11 @@ def die(keeper: PoolKeeper, now: float, error: str = "boom") -> None:
     keeper.see(SLOT, Sight.NOBODY, now, error)
 
 
+def look(keeper: PoolKeeper, sight: Sight, now: float) -> dict[str, Order]:
+    keeper.see(SLOT, sight, now)
+    return keeper.decide(now)
+
+
 def test_an_empty_slot_is_filled_at_once_and_only_once() -> None:
     keeper = keeper_of(SLOT)
     keeper.see(SLOT, Sight.NOBODY, 0.0)
@@ -125,15 +130,27 @@ def test_a_healthy_while_forgives() -> None:
 def test_who_is_silent_for_long_is_ended_and_replaced_and_who_wakes_in_time_is_not() -> None:
     keeper = keeper_of(SLOT)
     keeper.see(SLOT, Sight.SERVING, 0.0)
-    keeper.see(SLOT, Sight.SILENT, 1.0)
-    assert keeper.decide(SILENCE_S) == {}
-    keeper.see(SLOT, Sight.SERVING, SILENCE_S)
-    keeper.see(SLOT, Sight.SILENT, SILENCE_S + 1)
-    assert keeper.decide(2 * SILENCE_S) == {}
-    assert keeper.decide(2 * SILENCE_S + 1) == {SLOT: Order.END}
-    keeper.see(SLOT, Sight.NOBODY, 2 * SILENCE_S + 2, "killed")
-    assert "nothing was heard" in keeper.states(2 * SILENCE_S + 2)[SLOT].last_error
-    assert keeper.decide(2 * SILENCE_S + 3) == {SLOT: Order.START}
+    now = 1.0
+    for sight in (Sight.SILENT, Sight.SERVING, Sight.SILENT):
+        for _ in range(int(SILENCE_S / LOOK_S)):
+            assert look(keeper, sight, now) == {}
+            now += LOOK_S
+    look(keeper, Sight.SILENT, now)
+    assert look(keeper, Sight.SILENT, now + LOOK_S) == {SLOT: Order.END}
+    now += SILENCE_S
+    keeper.see(SLOT, Sight.NOBODY, now, "killed")
+    assert "nothing was heard" in keeper.states(now)[SLOT].last_error
+    assert keeper.decide(now + 1) == {SLOT: Order.START}
+
+
+def test_an_owner_that_stood_still_itself_ends_nobody_for_that() -> None:
+    keeper = keeper_of(SLOT)
+    keeper.see(SLOT, Sight.SERVING, 0.0)
+    assert look(keeper, Sight.SILENT, 1.0) == {}
+    # The whole host stands still; then the worker's answer is not read yet.
+    assert look(keeper, Sight.SILENT, 1.0 + 2 * SILENCE_S) == {}
+    assert look(keeper, Sight.SILENT, 1.0 + 2 * SILENCE_S + LOOK_S) == {}
+    assert look(keeper, Sight.SERVING, 1.0 + 2 * SILENCE_S + 2 * LOOK_S) == {}
 
 
 def test_who_does_not_come_to_serve_is_ended() -> None:

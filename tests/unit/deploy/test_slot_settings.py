@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deploy.actor_settings import ActorSettings
-from deploy.launcher_life import LauncherLife
+from deploy.process_identity import ProcessIdentity
 from deploy.slot_settings import SlotSettings
 
 
@@ -19,7 +19,7 @@ def settings(pool: str, place: int) -> ActorSettings:
         draft_model_path="",
         redis_url="",
         cluster_id="id",
-        launcher=LauncherLife.own(),
+        launcher=ProcessIdentity.own(),
     )
 
 

@@ -105,8 +105,8 @@ class FakeSizes:
             raise redis.ConnectionError
         return dict(self.sizes)
 
-    async def write(self, pool: str, count: int) -> None:
-        self.sizes[pool] = count
+    async def restore(self, pool: str, count: int) -> None:
+        self.sizes.setdefault(pool, count)
 
 
 class Play:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import os
 import socket
+import threading
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
+import redis
 
+from baton.redis_client import redis_client
 from deploy import worker_life as worker_life_module
 from deploy.node_share import NodeShare
 from deploy.run_directory import RunDirectory
-from deploy.worker_life import UNLISTED_S, WorkerLife
+from deploy.worker_life import UNLISTED_S, WorkerLife, WorkerLoop
 from tests.unit.deploy.test_slot_settings import settings
+
+DEADLINE_S = 20.0
 
 
 class Ended(Exception):
@@ -71,3 +78,29 @@ def test_who_leaves_says_so_whatever_the_registry_lists() -> None:
 def test_who_does_not_serve_yet_is_not_judged() -> None:
     life = life_of_nobody()
     assert not life.ask(10 * UNLISTED_S)
+
+
+def test_a_resolver_that_hangs_takes_no_thread_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+
+    def hang(*_: object, **__: object) -> NoReturn:
+        answers.wait(DEADLINE_S)
+        raise socket.gaierror
+
+    async def connect() -> None:
+        with pytest.raises((redis.ConnectionError, redis.TimeoutError)):
+            async with redis_client("redis://store.invalid:6379", timeout_s=0.05) as client:
+                await client.ping()
+
+    async def work() -> str:
+        # More than the threads of a default executor.
+        await asyncio.gather(*(connect() for _ in range(2 * ((os.cpu_count() or 1) + 4))))
+        async with asyncio.timeout(DEADLINE_S / 2):
+            return await asyncio.to_thread(lambda: "done")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    with asyncio.Runner(loop_factory=WorkerLoop) as runner:
+        try:
+            assert runner.run(work()) == "done"
+        finally:
+            answers.set()

@@ -230,6 +230,7 @@ async def serve(
     slow_client_s: float = 30.0,
     head_deadline_s: float = 10.0,
     connections_per_client: int = 0,
+    keep_alive_s: float = 5.0,
 ) -> AsyncIterator[str]:
     """``app`` behind a real uvicorn; gives its host:port."""
     config = uvicorn.Config(
@@ -239,6 +240,7 @@ async def serve(
         lifespan="off",
         ws="none",
         access_log=False,
+        timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]
     )
     server = uvicorn.Server(config)
     with closing(listening_socket()) as listener:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import time
 
 import pytest
+import uvloop
 
 from router.http_protocol import MOST_HEAD_BYTES, client_of
 from tests.unit.router.front_fakes import make_front, serve, silent_after_one
@@ -147,3 +150,37 @@ async def test_unless_told_otherwise_a_client_has_any_number() -> None:
 )
 def test_a_network_of_ipv6_is_one_client(address: str, client: str) -> None:
     assert client_of((address, 80)) == client
+
+
+@pytest.mark.parametrize("has_asked", [False, True], ids=["its first", "its next"])
+def test_a_request_that_came_while_the_router_stood_still_is_answered(*, has_asked: bool) -> None:
+    """In the loop that routers use, whose timers may run before what has come is read."""
+    asks = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+
+    async def ask_amid_a_pause() -> None:
+        loop = asyncio.get_running_loop()
+        here, there = socket.socketpair()
+        app = make_front().app()
+        async with serve(app, head_deadline_s=0.3, keep_alive_s=0.3) as address:
+            host, port = address.split(":")
+            client = socket.create_connection((host, int(port)))
+            client.setblocking(False)
+
+            def stand_still() -> None:
+                """While others of the sockets that were found to be ready are read."""
+                there.recv(1)
+                client.send(asks)
+                time.sleep(0.6)
+
+            with here, there, client:
+                loop.add_reader(there, stand_still)
+                async with asyncio.timeout(DEADLINE_S):
+                    if has_asked:
+                        client.send(asks)
+                        assert b" 200 " in await loop.sock_recv(client, 4096)
+                    await asyncio.sleep(0.05)
+                    here.send(b"x")
+                    assert b" 200 " in await loop.sock_recv(client, 4096)
+                loop.remove_reader(there)
+
+    uvloop.run(ask_amid_a_pause())

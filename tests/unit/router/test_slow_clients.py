@@ -181,7 +181,7 @@ async def test_a_connection_whose_client_answers_no_ping_is_closed(
 ) -> None:
     """Its machine has gone, or it reads nothing any more."""
     monkeypatch.setattr(grpc_channel, "SERVER_PING_MS", 200)
-    monkeypatch.setattr(grpc_channel, "SERVER_PING_TIMEOUT_MS", 200)
+    monkeypatch.setattr(grpc_channel, "PING_TIMEOUT_MS", 200)
     async with grpc_front(make_front()) as address, asyncio.timeout(DEADLINE_S):
         host, port = address.split(":")
         reader, writer = await asyncio.open_connection(host, int(port))

@@ -170,22 +170,46 @@ async def test_a_broken_stream_is_told_and_opened_again() -> None:
 
 
 async def test_a_silent_stream_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_links, "SILENCE_S", 0.1)
+    monkeypatch.setattr(worker_links, "SILENCE_S", 5.0)
     async with open_world() as world:
         world.links.update({"d": world.record})
+        await world.until(world.is_up)
+        for now in range(6):
+            world.links.listen(float(now))
+        await asyncio.sleep(0)
+        assert world.broken == []
+        world.links.listen(6.0)
         await world.until(lambda: world.broken)
         await world.until(lambda: world.decode.streams >= 2)
         await world.until(world.is_up)
 
 
-async def test_slow_heartbeats_are_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cluster whose heartbeats are configured to be far apart."""
-    monkeypatch.setattr(worker_links, "SILENCE_S", 0.05)
+async def test_a_router_that_stood_still_breaks_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_links, "SILENCE_S", 5.0)
     async with open_world() as world:
-        world.links = WorkerLinks("router", world.heard.append, world.on_broken, heartbeat_s=0.5)
         world.links.update({"d": world.record})
         await world.until(world.is_up)
-        await asyncio.sleep(0.3)  # silence is what is tested
+        for now in (0.0, 1.0, 2.0, 3.0, 4.0, 34.0, 35.0, 36.0):
+            world.links.listen(now)
+        world.decode.says.put_nowait(OUTPUTS[0])
+        await world.until(lambda: world.heard)
+        for now in (95.0, 96.0, 97.0):
+            world.links.listen(now)
+        assert world.is_up()
+        assert world.broken == []
+        assert world.decode.streams == 1
+
+
+async def test_slow_heartbeats_are_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster whose heartbeats are configured to be far apart."""
+    monkeypatch.setattr(worker_links, "SILENCE_S", 5.0)
+    async with open_world() as world:
+        world.links = WorkerLinks("router", world.heard.append, world.on_broken, heartbeat_s=10.0)
+        world.links.update({"d": world.record})
+        await world.until(world.is_up)
+        for now in range(30):
+            world.links.listen(float(now))
+        await asyncio.sleep(0)
         assert world.is_up()
         assert world.broken == []
 

@@ -189,16 +189,16 @@ async def test_a_prompt_is_chunked_by_what_the_others_can_bear(
 async def test_an_engine_that_ends_no_step_ends_the_worker(world: World) -> None:
     """Its event loop beats all the while."""
     world.add(spec_of(length=40))
-    for _ in range(59):
+    for _ in range(60):
         world.now += 1.0
         world.control.beat(world.now)
     assert world.control.load().steps_in_flight
     await world.step()
     assert world.control.load().engine_steps == 1
-    for _ in range(60):
-        world.now += 1.0
+    world.now += 3600.0
+    for _ in range(61):
         world.control.beat(world.now)
-    world.now += 1.0
+        world.now += 1.0
     with pytest.raises(WorkerFailed, match="engine"):
         world.control.beat(world.now)
 
@@ -277,7 +277,7 @@ async def test_an_engine_whose_steps_all_fail_makes_no_progress(world: World) ->
         world.thread.end(LookupError("a bug"))
         await settle()
 
-    for _ in range(60):
+    for _ in range(61):
         await one_second()
     with pytest.raises(WorkerFailed, match="engine"):
         await one_second()

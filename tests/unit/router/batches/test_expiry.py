@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -16,7 +17,7 @@ from baton.errors import InvalidRequest, NotFound
 from router.batches.batch import Batch, BatchStatus
 from router.batches.database import Database
 from router.batches.desk import check_expiry
-from router.batches.runner import BatchRunner
+from router.batches.runner import SWEEP_S, BatchRunner
 from router.batches.store import BatchStore
 from tests.unit.router.batches.test_runner import DEADLINE_S, Process, running
 
@@ -144,3 +145,25 @@ def test_expiries_are_bounded(seconds: int) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_expiry(seconds, "x")
     assert caught.value.param == "x"
+
+
+async def test_what_a_crash_has_left_is_known_by_standing_still_and_not_by_its_date(
+    tmp_path: Path,
+) -> None:
+    async with stored(tmp_path, Clock()) as store:
+        kept = await store.add_file(io.BytesIO(b"x"), TENANT, "a", "batch")
+        left, written = (tmp_path / "incoming" / name for name in ("left", "written"))
+        for path in (left, written):
+            path.write_bytes(b"y")
+            os.utime(path, (0, 0))  # as if the wall clock had been set forward since
+        await store.sweep(0.0)
+        written.write_bytes(b"yy")
+        for number in range(1, 6):
+            await store.sweep(number * SWEEP_S)
+        assert left.exists()
+        written.write_bytes(b"yyy")
+        for number in range(6, 9):
+            await store.sweep(number * SWEEP_S)
+        assert not left.exists()
+        assert written.exists()
+        assert store.path(kept).exists()

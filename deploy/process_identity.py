@@ -1,0 +1,90 @@
+"""Which process one is, whatever the wall clock says: by its pid, start ticks and boot id.
+
+The kernel counts the ticks at which a process starts from its own boot, so that no step of the wall
+clock moves them. The time since the epoch, which psutil computes of them, moves with each step.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_PROC = Path("/proc")
+_STATE, _START_TICKS = 0, 19
+"""Places in /proc/<pid>/stat of fields 3 and 22, counted from behind the name."""
+_ENDED = ("Z", "X")
+"""A zombie waits for its parent alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """One life of a process. It travels as JSON."""
+
+    pid: int
+    start_ticks: int
+    """Clock ticks from the boot to its start: a pid alone may be another's by now."""
+    space: str
+    """Where that pid means this process; see ``pid_space``."""
+
+    @classmethod
+    def own(cls) -> ProcessIdentity:
+        """That of this process. Raises OSError where the system does not tell."""
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessIdentity:
+        """That of the process that has a pid here now. Raises OSError where there is none."""
+        _, ticks = _look(pid)
+        return cls(pid, ticks, pid_space())
+
+    @property
+    def is_near(self) -> bool:
+        """Whether it can be seen from here."""
+        return self.space == pid_space()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is seen to run; False of one that cannot be seen from here."""
+        return self._is_seen_to(run=True)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is known to be: of one on another machine nothing can be seen."""
+        return self._is_seen_to(run=False)
+
+    def _is_seen_to(self, *, run: bool) -> bool:
+        if not self.is_near:
+            return False
+        try:
+            state, ticks = _look(self.pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return not run
+        except OSError:
+            return False  # where no file can be opened, nothing is seen
+        return run is (ticks == self.start_ticks and state not in _ENDED)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal, if it runs here. Raises OSError."""
+        if self.is_running:
+            os.kill(self.pid, number)
+
+
+@cache
+def pid_space() -> str:
+    """Names the boot of the machine, and the container, within which process ids mean the same."""
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{(_PROC / 'self/ns/pid').readlink()}"
+    except OSError:
+        return platform.node()
+
+
+def _look(pid: int) -> tuple[str, int]:
+    """State and start ticks. Raises OSError for a process that is not there."""
+    # The name is in brackets, and may contain anything.
+    fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b") ")[2].decode().split()
+    return fields[_STATE], int(fields[_START_TICKS])
