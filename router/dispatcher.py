@@ -98,7 +98,7 @@ class ClusterDispatcher:
             Routes(config, self._links, planner, self._prefixes, metrics),
             self._attempts,
             metrics,
-            self._links.is_up,
+            self._links,
         )
         self._report = (
             None if board is None else TrafficReport(board, self.router_id, metrics.traffic.counts)

@@ -107,6 +107,7 @@ class World:
             for n in range(2)
         }
         self.aborted: list[tuple[str, int, int | None]] = []
+        self.cut_off = False
         self.stages: list[Stage] = []
         self.metrics = RouterMetrics(CollectorRegistry())
         planner = SimpleNamespace(promise=lambda *_: SimpleNamespace(ended=lambda now: None))
@@ -117,7 +118,7 @@ class World:
             cast(Routes, self),
             self.attempts,
             self.metrics,
-            lambda link: cast(Any, link).is_up,
+            cast(WorkerLinks, self),
         )
 
     async def prefill_failed(self, attempt: Attempt, failure: BatonError, broke: bool) -> None:
@@ -132,6 +133,16 @@ class World:
         self, name: str, request_id: str, attempt: int, *, stop: bool, choice: int | None
     ) -> None:
         self.aborted.append((name, attempt, choice))
+
+    def is_up(self, link: Link) -> bool:
+        return link.is_up
+
+    def is_cut_off(self) -> bool:
+        return self.cut_off
+
+    async def returned(self, deadline: float) -> None:
+        while self.cut_off and time.monotonic() < deadline:
+            await asyncio.sleep(0)
 
     # As routes
 
@@ -629,3 +640,69 @@ async def test_workers_are_expected_to_speak_while_they_have_something_to_do() -
     assert world.attempts.expected_to_speak() == {"d0": 0}
     world.close(running)
     assert world.attempts.expected_to_speak() == {}
+
+
+async def test_requests_wait_for_workers_that_were_cut_off_together() -> None:
+    """Nobody is blamed, whatever a request had when each of its workers went away."""
+    world = World(move_budget_ratio=0.0, move_budget_per_s=0.0, move_budget_burst=1)
+    running = await world.run()
+    for name in ("d0", "d1", "d0"):
+        world.tell(running, 1)
+        world.cut_off = True
+        for link in world.links.values():
+            link.is_up = False
+        world.moves.worker_broken(name, GONE)
+        await world.settle()
+        assert running.attempts == set()
+        world.cut_off = False
+        for link in world.links.values():
+            link.is_up = True
+        await world.settle()
+        assert len(running.attempts) == 1
+    assert world.at(running) == [(3, "p0", "d1")]
+    assert all(link.breaker.openings == 0 for link in world.links.values())
+    assert not running.excluded
+    assert not world.moves.quarantine
+    world.close(running)
+
+
+async def test_the_only_worker_is_good_enough_once_it_is_back() -> None:
+    world = World()
+    del world.links["d1"]
+    running = await world.run()
+    world.tell(running, 2)
+    world.cut_off = True
+    world.moves.worker_broken("d0", GONE)
+    world.cut_off = False
+    await world.settle()
+    assert world.at(running) == [(1, "p0", "d0")]
+    world.close(running)
+
+
+async def test_waiting_for_workers_ends_with_the_deadline() -> None:
+    world = World()
+    running = await world.run()
+    running.deadline = time.monotonic() + 0.05
+    world.cut_off = True
+    world.moves.worker_broken("d0", GONE)
+    with pytest.raises(DeadlineExceeded):
+        await running.life.next_delta()
+
+
+async def test_a_prefill_stream_that_broke_with_all_others_blames_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    world = World()
+    del world.links["p1"]
+    running = await world.run()
+    world.cut_off = True
+    stream = world.links["p0"].prefills
+    stream.breaks += 1
+    stream.fail(GONE)
+    await asyncio.sleep(0.01)
+    world.cut_off = False
+    await world.settle()
+    assert world.at(running) == [(1, "p0", "d0")]
+    assert world.links["p0"].failed_at is None
+    world.close(running)

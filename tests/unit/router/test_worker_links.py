@@ -125,6 +125,7 @@ async def open_world(
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_links, "RECONNECT_S", 0.01)
+    monkeypatch.setattr(worker_links, "MOMENT_S", 0.01)
     monkeypatch.setattr(worker_links, "_COOL_DOWN_S", 0.0)
 
 
@@ -444,3 +445,42 @@ async def test_who_is_left_out_serves_where_nobody_else_does() -> None:
         other.suspect(now)
         assert world.links.up("decode") == [one]
         assert [world.links.is_up(link) for link in (one, other)] == [True, False]
+
+
+async def test_workers_that_went_away_together_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_links, "MOMENT_S", 0.2)
+    monkeypatch.setattr(worker_links, "RETURN_S", DEADLINE_S)
+    async with open_world() as one, open_world() as other:
+        links = one.links
+        records = {"d": one.record, "e": replace(other.record, incarnation="e")}
+        links.update(records)
+        await one.until(lambda: len(links.up("decode")) == 2)
+        assert not links.is_cut_off()
+        for world in (one, other):
+            world.decode.greets = False
+            world.decode.says.put_nowait(None)
+        await one.until(lambda: len(one.broken) == 2)
+        assert links.is_cut_off()
+        waiting = asyncio.create_task(links.returned(time.monotonic() + DEADLINE_S))
+        one.decode.says.put_nowait(OUTPUTS[0])
+        await one.until(lambda: links.up("decode"))
+        assert not waiting.done(), "the other may be back as well"
+        other.decode.says.put_nowait(OUTPUTS[1])
+        await waiting
+        assert len(links.up("decode")) == 2
+        assert not links.is_cut_off()
+
+
+async def test_one_worker_of_several_that_goes_away_is_not_awaited() -> None:
+    async with open_world() as one, open_world() as other:
+        one.links.update({"d": one.record, "e": replace(other.record, incarnation="e")})
+        await one.until(lambda: len(one.links.up("decode")) == 2)
+        one.decode.greets = False
+        one.decode.says.put_nowait(None)
+        await one.until(lambda: one.broken)
+        assert not one.links.is_cut_off()
+        await asyncio.sleep(0.02)
+        other.decode.greets = False
+        other.decode.says.put_nowait(None)
+        await one.until(lambda: len(one.broken) == 2)
+        assert not one.links.is_cut_off(), "they went one after the other"
