@@ -27,7 +27,7 @@ import grpc
 import grpc.aio
 
 from baton import convert
-from baton.background import end_tasks
+from baton.background import end_tasks, spawn
 from baton.errors import BatonError, ConfigError, WorkerFailed
 from baton.grpc_channel import open_channel
 from baton.grpc_errors import call_errors
@@ -198,18 +198,21 @@ class WorkerLinks:
         router_id: str,
         on_output: Callable[[TokenOutput], None],
         on_broken: Callable[[str, BatonError], None],
+        on_unheard: Callable[[str, int, Exception], None],
         *,
         heartbeat_s: float,
         tls: TlsFiles | None = None,
     ) -> None:
-        """``on_output`` hears each output; ``on_broken`` of an incarnation whose stream ended.
+        """``on_output`` hears each output; ``on_broken`` of an incarnation whose stream ended;
 
+        ``on_unheard`` of a request and its attempt, of which an output could not be taken in.
         ``tls``: what this router shows workers.
         """
         self._tls = tls
         self._router_id = router_id
         self._on_output = on_output
         self._on_broken = on_broken
+        self._on_unheard = on_unheard
         self._silence = SilenceWatch[TokenStream](max(SILENCE_S, _SILENT_HEARTBEATS * heartbeat_s))
         # A worker that lives renews its entry in this time, also after Redis was flushed.
         self._missing_s = _SILENT_HEARTBEATS * heartbeat_s
@@ -254,7 +257,7 @@ class WorkerLinks:
     async def returned(self, deadline: float) -> None:
         """Wait while the workers are cut off, until ``deadline`` on the monotonic clock."""
         # Links come up in many ways, and it is a matter of moments.
-        while self.is_cut_off() and time.monotonic() < deadline:
+        while self.is_cut_off() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_RETURN_POLL_S)
 
     def _note_break(self, broken: WorkerLink) -> None:
@@ -290,7 +293,7 @@ class WorkerLinks:
                 link.owed.extend(owed)
                 self._links[incarnation] = link
                 follow = self._read_tokens if record.role == "decode" else self._watch_channel
-                link.follower = asyncio.create_task(follow(link))
+                link.follower = spawn(follow(link), f"follow {incarnation}")
             link.record = record
             link.missing_since = None
             if record.role != "decode":
@@ -315,7 +318,7 @@ class WorkerLinks:
             stream.cancel()
 
     def _let_go(self, incarnation: str) -> None:
-        task = asyncio.create_task(self._close(self._links.pop(incarnation)))
+        task = spawn(self._close(self._links.pop(incarnation)), f"close {incarnation}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -346,11 +349,17 @@ class WorkerLinks:
                     link.broken_at = time.monotonic()
                     await asyncio.sleep(MOMENT_S)
                     self._note_break(link)
-                self._on_broken(incarnation, error)
+                self._tell_broken(incarnation, error)
                 await asyncio.sleep(RECONNECT_S)
         finally:
             link.connected = False
-            self._on_broken(incarnation, error_from_gone(incarnation))
+            self._tell_broken(incarnation, error_from_gone(incarnation))
+
+    def _tell_broken(self, incarnation: str, error: BatonError) -> None:
+        try:
+            self._on_broken(incarnation, error)
+        except Exception:
+            log.exception("worker %s: its end could not be told", incarnation)
 
     async def _read_stream(self, link: WorkerLink) -> BatonError:
         """Read a token stream to its end; returns why it has ended."""
@@ -363,6 +372,8 @@ class WorkerLinks:
                     self._take(link, message)
         except BatonError as error:
             return error
+        except Exception:
+            log.exception("worker %s: its stream cannot be read", link.record.incarnation)
         finally:
             link.token_stream = None
             call.cancel()
@@ -375,7 +386,12 @@ class WorkerLinks:
             self._send_owed(link)
         link.load = convert.load_from_proto(message.load)
         for output in message.outputs:
-            self._on_output(convert.output_from_proto(output))
+            try:
+                self._on_output(convert.output_from_proto(output))
+            except Exception as error:
+                # It costs this request at most.
+                log.exception("an output of request %s cannot be taken in", output.request_id)
+                self._on_unheard(output.request_id, output.attempt, error)
 
     async def abort(
         self,
@@ -415,6 +431,6 @@ class WorkerLinks:
         owed = list(link.owed)
         link.owed.clear()
         for abort in owed:
-            task = asyncio.create_task(self._abort(link, abort))
+            task = spawn(self._abort(link, abort), f"abort {abort.request_id}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -31,6 +31,12 @@ TOKENS = 400
 HANG_S = 0.4
 
 
+def say(what: object) -> None:
+    """One line."""
+    sys.stdout.write(f"{what}\n")
+    sys.stdout.flush()
+
+
 async def main(model: str, redis_url: str, cluster_id: str) -> None:
     """Run some requests."""
     worker_links.SILENCE_S = HANG_S
@@ -60,9 +66,9 @@ async def main(model: str, redis_url: str, cluster_id: str) -> None:
                 async for delta in dispatcher.generate(request):
                     count += len(delta.token_ids)
                     streaming[number].set()
-                print(count, flush=True)
+                say(count)
             except BatonError as error:
-                print(error, flush=True)
+                say(error)
             finally:
                 streaming[number].set()
 
@@ -71,8 +77,8 @@ async def main(model: str, redis_url: str, cluster_id: str) -> None:
                 group.create_task(one(number))
             for each in streaming:
                 await each.wait()
-            print("streaming", flush=True)
-        print(sum(link.breaker.openings for link in dispatcher.workers.all()), flush=True)
+            say("streaming")
+        say(sum(link.breaker.openings for link in dispatcher.workers.all()))
         await dispatcher.close()
 
 
