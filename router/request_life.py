@@ -103,8 +103,9 @@ class RequestLife:
         return [choice.number for choice in self._choices if choice.take_stopped()]
 
     def fail(self, error: BatonError) -> None:
-        """End the request with an error, unless it has ended."""
-        if self._error is None and not all(c.assembler.finished for c in self._choices):
+        """End the request with an error, unless all that was asked for is there."""
+        is_there = all(choice.assembler.finished for choice in self._choices)
+        if self._error is None and (self.awaits_prompt or not is_there):
             self._error = error
             self._changed.set()
 

@@ -706,3 +706,14 @@ async def test_a_prefill_stream_that_broke_with_all_others_blames_nobody(
     assert world.at(running) == [(1, "p0", "d0")]
     assert world.links["p0"].failed_at is None
     world.close(running)
+
+
+async def test_an_answer_whose_prompts_part_is_lost_fails() -> None:
+    world = World()
+    running = await world.run()
+    running.life.awaits_prompt = True
+    world.tell(running, 1, ends=True)
+    world.moves.worker_broken("d0", GONE)
+    with pytest.raises(WorkerFailed):
+        async with asyncio.timeout(60):
+            await running.life.next_delta()

@@ -242,3 +242,35 @@ async def test_nothing_is_given_before_the_prompts_embedding() -> None:
     life.accept(TokenOutput("r", 0, 0, (97,), STOP, embedding=(0.6, 0.8)))
     assert (await waiting).embedding == (0.6, 0.8)
     assert life.finished
+
+
+async def test_an_answer_that_awaits_its_prompts_part_can_fail() -> None:
+    """The token stream has brought all of it, and the stream of prefills breaks."""
+    life = make_choices(1, scores=True)
+    life.accept(choice_output(0, 0, "a", ends=True))
+    waiting = asyncio.ensure_future(life.next_delta())
+    await asyncio.sleep(0)
+    life.fail(WorkerFailed("the prefill worker died"))
+    with pytest.raises(WorkerFailed, match="the prefill worker died"):
+        async with asyncio.timeout(60):
+            await waiting
+
+
+async def test_a_prompts_part_that_is_there_leaves_nothing_to_fail() -> None:
+    """The stream of prefills comes first, and the token stream breaks once all is told."""
+    life = make_choices(1, scores=True)
+    life.accept(TokenOutput("r", 0, 0, (97,), embedding=(0.6, 0.8)))
+    life.accept(choice_output(0, 1, "b", ends=True))
+    life.fail(WorkerFailed("too late"))
+    delta = await life.next_delta()
+    assert (delta.text, delta.embedding) == ("ab", (0.6, 0.8))
+    assert life.finished
+
+
+async def test_a_prompts_part_without_an_answer_can_fail() -> None:
+    life = make_choices(1, scores=True)
+    life.accept(TokenOutput("r", 0, 0, (97,), prompt_logprobs=(TokenLogprobs(-1.0),)))
+    life.fail(WorkerFailed("the decode worker died"))
+    assert (await life.next_delta()).text == "a"
+    with pytest.raises(WorkerFailed, match="the decode worker died"):
+        await life.next_delta()
