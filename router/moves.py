@@ -93,6 +93,9 @@ class Moves:
         self._routes = routes
         self._attempts = attempts
         self._links = links
+        self._computes_locally = any(
+            (one.local_prefill or config.local_prefill) != "never" for one in config.classes
+        )
         self._moved = metrics.moved_requests
         self._left_out = metrics.left_out_workers
         self.budget = RetryBudget(
@@ -131,6 +134,8 @@ class Moves:
 
     def _leave_all(self, link: WorkerLink, what: str, decoding: str, computing: str) -> None:
         self._blame(link)
+        if not self._is_replaceable(link):
+            return
         name = link.record.incarnation
         failure = WorkerFailed(f"worker {name} {what}", retry_after=RETRY_AFTER_S)
         placed = [(attempt, decoding) for attempt in self._attempts.at(name)]
@@ -146,9 +151,23 @@ class Moves:
 
         To be called again: what is still on its way there is moved once it has come.
         """
+        if not self._is_replaceable(link):
+            return
         for attempt in self._attempts.at(link.record.incarnation):
             if attempt.decode_began.is_set() and not attempt.owner.moves:
                 self._in_background(attempt.owner, self._hand_over(attempt, link))
+
+    def _is_replaceable(self, link: WorkerLink) -> bool:
+        """Whether others can do what it does: to ask the index and the policy for each request
+
+        that runs there costs much, and is in vain else.
+        """
+        prefill = any(other is not link for other in self._links.up("prefill"))
+        decode = any(other is not link for other in self._links.up("decode"))
+        if link.record.role == "prefill":
+            # Its handoffs are for decode workers that are there already.
+            return prefill or (self._computes_locally and decode)
+        return decode and (prefill or self._computes_locally)
 
     async def prefill_failed(self, attempt: Attempt, failure: BatonError, broke: bool) -> None:
         """A prefill has ended without a handoff. ``broke``: the stream to its worker did."""

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
+from baton import hashing
 from baton.config import Config
 from baton.errors import (
     BatonError,
@@ -146,7 +147,10 @@ class World:
 
     # As routes
 
-    def up(self) -> list[str]:
+    def up(self, role: str) -> list[Link]:
+        return [link for link in self.links.values() if link.is_up and link.record.role == role]
+
+    def names_up(self) -> list[str]:
         return [name for name, link in self.links.items() if link.is_up]
 
     async def find(self, stage: Stage, *excluded: frozenset[str]) -> Route:
@@ -154,7 +158,7 @@ class World:
         await asyncio.sleep(0)
         for names in excluded:
             chosen = [
-                next((n for n in self.up() if n[0] == role and n not in names), None)
+                next((n for n in self.names_up() if n[0] == role and n not in names), None)
                 for role in "pd"
             ]
             source, target = chosen
@@ -717,3 +721,62 @@ async def test_an_answer_whose_prompts_part_is_lost_fails() -> None:
     with pytest.raises(WorkerFailed):
         async with asyncio.timeout(60):
             await running.life.next_delta()
+
+
+@pytest.mark.parametrize("way", ["worker_silent", "worker_stalled", "worker_drains"])
+async def test_a_worker_without_another_costs_nothing_for_each_request(way: str) -> None:
+    """It is asked about again and again."""
+    world = World()
+    world.links["d1"].is_up = False
+    running = await world.run()
+    world.tell(running, 5)
+    asked = len(world.stages)
+    for _ in range(3):
+        getattr(world.moves, way)(world.links["d0"])
+        await world.settle()
+    assert len(world.stages) == asked
+    assert world.at(running) == [(0, "p0", "d0")]
+    world.links["d1"].is_up = True
+    getattr(world.moves, way)(world.links["d0"])
+    await world.settle()
+    assert len(world.stages) == asked + 1
+    world.close(running)
+
+
+@pytest.mark.parametrize("local", ["never", "auto"])
+async def test_prompts_of_the_only_prefill_worker_can_go_to_decode_workers(local: str) -> None:
+    world = World(local_prefill=local)
+    world.links["p1"].is_up = False
+    running = await world.run()
+    asked = len(world.stages)
+    world.moves.worker_silent(cast(Any, world.links["p0"]))
+    await world.settle()
+    assert len(world.stages) == asked + (local == "auto")
+    world.close(running)
+
+
+async def test_a_sequence_is_hashed_once_however_often_it_is_placed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    running = await world.run()
+    chain = world.stages[-1].chain
+    before = chain.of(PROMPT, 1, b"key")
+    world.tell(running, 2)
+    world.moves.worker_broken("d0", GONE)
+    await world.settle()
+    assert world.stages[-1].chain is chain
+    hashed: list[int] = []
+
+    def block_hashes(tokens: Any, size: int, key: bytes, known: list[bytes]) -> list[bytes]:
+        hashed.append(len(tokens) - len(known))
+        return real(tokens, size, key, known)
+
+    real = hashing.block_hashes
+    monkeypatch.setattr(hashing, "block_hashes", block_hashes)
+    after = chain.of(world.stages[-1].token_ids, 1, b"key")
+    assert hashed == [2]
+    assert after == real(world.stages[-1].token_ids, 1, b"key")
+    assert after[:3] == before
+    assert chain.of(PROMPT, 1, b"another") == real(PROMPT, 1, b"another")
+    world.close(running)
