@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from baton.errors import ConfigError
 from baton.silence import STANDSTILL_S
 from baton.tls import PeerRole, Renewal, TlsFiles, role_name
 
+Part = TypeVar("Part", bound=Message)
+
 MESSAGE_LIMIT = 64 << 20
 """Bytes of one message, both ways; gRPC's own default of 4 MiB is too small for long prompts."""
+GATHERED_BYTES = 4 << 20
+"""The most that is gathered in one message: what waits behind a peer that stands still, or reads
+slowly, may be more than any message can hold. One part alone may be larger."""
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_LIMIT),
@@ -56,6 +62,20 @@ _SERVER_OPTIONS = [
 SERVER_PING_MS = 30_000
 """A client whose machine has gone, or that reads nothing any more, is cut off after this and
 ``PING_TIMEOUT_MS``: its calls would wait for it for ever."""
+
+
+def by_size(parts: Iterable[Part], most_bytes: int = GATHERED_BYTES) -> Iterator[list[Part]]:
+    """What goes into one message each, in order, none of it without a part."""
+    gathered: list[Part] = []
+    size = 0
+    for part in parts:
+        size += part.ByteSize()
+        if gathered and size > most_bytes:
+            yield gathered
+            gathered, size = [], part.ByteSize()
+        gathered.append(part)
+    if gathered:
+        yield gathered
 
 
 def open_channel(

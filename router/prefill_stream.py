@@ -17,6 +17,7 @@ import grpc.aio
 
 from baton.background import end_tasks, spawn
 from baton.errors import BatonError, WorkerFailed
+from baton.grpc_channel import by_size
 from baton.grpc_errors import error_from_code, error_from_rpc
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 
@@ -131,13 +132,14 @@ class PrefillStream:
                     waiting.put_nowait(event)
 
     async def _write(self, call: Call) -> None:
-        """All that has gathered, in one message at a time. Why it ends, reading tells."""
+        """All that has gathered, in as few messages as hold it. Why it ends, reading tells."""
         while True:
             await self._commanded.wait()
             self._commanded.clear()
             commands, self._commands = self._commands, []
             try:
-                await call.write(prefill_pb2.PrefillsRequest(commands=commands))
+                for some in by_size(commands):
+                    await call.write(prefill_pb2.PrefillsRequest(commands=some))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return
 

@@ -24,7 +24,6 @@ from baton.request import TokenOutput
 from router.generation import OutputDelta
 from router.output_assembler import OutputAssembler
 
-
 _PART = 64
 
 
