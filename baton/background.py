@@ -1,10 +1,10 @@
-"""Ending tasks that run in the background."""
+"""Tasks that run in the background: begun so that their death is logged, and ended."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -12,6 +12,18 @@ log = logging.getLogger(__name__)
 DEADLINE_S = 10.0
 """The longest that a task may take to clean up after its cancellation."""
 _AGAIN_S = 0.05
+
+
+def spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """Begin a task that nobody waits for; an error that ends it is logged."""
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(_log_death)
+    return task
+
+
+def _log_death(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("task %s has died", task.get_name(), exc_info=error)
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from baton.errors import ConfigError
 from baton.silence import STANDSTILL_S
 from baton.tls import PeerRole, Renewal, TlsFiles, role_name
 
+Part = TypeVar("Part", bound=Message)
+
 MESSAGE_LIMIT = 64 << 20
 """Bytes of one message, both ways; gRPC's own default of 4 MiB is too small for long prompts."""
+GATHERED_BYTES = 4 << 20
+"""The most that is gathered in one message: what waits behind a peer that stands still, or reads
+slowly, may be more than any message can hold. One part alone may be larger."""
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_LIMIT),
@@ -28,21 +34,6 @@ PING_TIMEOUT_MS = int(1.5 * STANDSTILL_S * 1e3)
 """An end of a connection that answers no ping for this long has gone. One that stands still comes
 back: gRPC counts by the clock, on a timer that may be due before the answer is read, so that this
 is longer than any pause. A process that says nothing is found by ``SilenceWatch``, much sooner."""
-_CLIENT_OPTIONS = [
-    *_OPTIONS,
-    # A ping's own timeout is a minute unless it is set, and a client that sends no data, because it
-    # waits for answers, may ping but once a minute unless that bound is lifted.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
-    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    # What its name hides: the time to connect in.
-    ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),
-]
 _SERVER_OPTIONS = [
     *_OPTIONS,
     # The bit of "identity" alone: a compressed message of some kB may unfold to gigabytes.
@@ -53,9 +44,23 @@ _SERVER_OPTIONS = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
-SERVER_PING_MS = 30_000
-"""A client whose machine has gone, or that reads nothing any more, is cut off after this and
-``PING_TIMEOUT_MS``: its calls would wait for it for ever."""
+CLIENT_PING_MS, SERVER_PING_MS = 10_000, 30_000
+"""A peer whose machine has gone, or that reads nothing any more, is cut off after this and
+``PING_TIMEOUT_MS``: calls would wait for it for ever."""
+
+
+def by_size(parts: Iterable[Part], most_bytes: int = GATHERED_BYTES) -> Iterator[list[Part]]:
+    """What goes into one message each, in order, none of it without a part."""
+    gathered: list[Part] = []
+    size = 0
+    for part in parts:
+        size += part.ByteSize()
+        if gathered and size > most_bytes:
+            yield gathered
+            gathered, size = [], part.ByteSize()
+        gathered.append(part)
+    if gathered:
+        yield gathered
 
 
 def open_channel(
@@ -66,7 +71,7 @@ def open_channel(
     ``peer``: the role that the server's certificate must name; otherwise it must name the host.
     """
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS)
+        return grpc.aio.insecure_channel(address, options=_client_options())
     return grpc.aio.secure_channel(address, _client_credentials(tls), options=_towards(peer))
 
 
@@ -75,7 +80,7 @@ def open_blocking_channel(
 ) -> grpc.Channel:
     """As ``open_channel``, for threads and programs without an event loop."""
     if tls is None:
-        return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
+        return grpc.insecure_channel(address, options=_client_options())
     return grpc.secure_channel(address, _client_credentials(tls), options=_towards(peer))
 
 
@@ -120,7 +125,7 @@ def _client_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
 
 def _towards(peer: PeerRole | None) -> list[tuple[str, Any]]:
     slower = {"grpc.min_reconnect_backoff_ms": _HANDSHAKE_MS}
-    options: list[tuple[str, Any]] = [*(dict(_CLIENT_OPTIONS) | slower).items()]
+    options: list[tuple[str, Any]] = [*(dict(_client_options()) | slower).items()]
     if peer is not None:
         options.append(("grpc.ssl_target_name_override", role_name(peer)))
     return options
@@ -142,6 +147,24 @@ def _server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
         return read() if renewal.came() else None
 
     return grpc.dynamic_ssl_server_credentials(read(), renewed, tls.authority is not None)
+
+
+def _client_options() -> list[tuple[str, int]]:
+    return [
+        *_OPTIONS,
+        # A ping's own timeout is a minute unless it is set, and a client that sends no data,
+        # because it waits for answers, may ping but once a minute unless that bound is lifted.
+        ("grpc.keepalive_time_ms", CLIENT_PING_MS),
+        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        # What its name hides: the time to connect in.
+        ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+    ]
 
 
 def _server_options(*, shares_port: bool = False) -> list[tuple[str, int]]:

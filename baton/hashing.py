@@ -44,6 +44,20 @@ def block_hashes(
     return hashes
 
 
+class HashChain:
+    """The hashes of a sequence's full blocks while it grows: each block is hashed once."""
+
+    def __init__(self) -> None:
+        self._key = b""
+        self._hashes: list[bytes] = []
+
+    def of(self, token_ids: Sequence[int], block_size: int, key: bytes) -> list[bytes]:
+        """See ``block_hashes``; ``token_ids`` begin with those of the last call."""
+        known = self._hashes if key == self._key else []
+        self._key, self._hashes = key, block_hashes(token_ids, block_size, key, known)
+        return self._hashes
+
+
 def last_hashes(hashes: Sequence[bytes], per_block: int) -> list[bytes]:
     """The hashes by which full blocks of ``per_block`` hash blocks each are found.
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import grpc.aio
 
 from baton import convert
+from baton.grpc_channel import by_size
 from baton.grpc_errors import grpc_boundary, guarded
 from baton.request import TokenOutput
-from baton.v1 import decode_pb2, decode_pb2_grpc
+from baton.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
 from decode_worker.handoff_stream import Context as HandoffsContext
 
 if TYPE_CHECKING:
@@ -52,19 +53,28 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         outbox = role.outbox(request.router_id)
         reader = outbox.open()
         try:
-            yield self._message([])
+            yield self._message()
             while not role.closing:
                 busy = role.has_work_of(request.router_id)
                 await outbox.wait(role.beats.next_s(busy=busy))
                 if not outbox.is_current(reader):
                     return
-                yield self._message(outbox.take())
-            yield self._message(outbox.take())
+                for message in self._messages(outbox.take()):
+                    yield message
+            for message in self._messages(outbox.take()):
+                yield message
         finally:
             outbox.close(reader, time.monotonic())
 
-    def _message(self, outputs: list[TokenOutput]) -> decode_pb2.StreamTokensResponse:
-        return decode_pb2.StreamTokensResponse(
-            outputs=[convert.output_to_proto(output) for output in outputs],
-            load=convert.load_to_proto(self._role.context.control.load()),
-        )
+    def _messages(self, outputs: list[TokenOutput]) -> Iterator[decode_pb2.StreamTokensResponse]:
+        """At least one: it says that the worker lives."""
+        if not outputs:
+            yield self._message()
+        for some in by_size(map(convert.output_to_proto, outputs)):
+            yield self._message(some)
+
+    def _message(
+        self, outputs: Sequence[worker_pb2.TokenOutput] = ()
+    ) -> decode_pb2.StreamTokensResponse:
+        load = convert.load_to_proto(self._role.context.control.load())
+        return decode_pb2.StreamTokensResponse(outputs=outputs, load=load)

@@ -20,6 +20,7 @@ from typing import Any
 from opentelemetry.trace import Span
 
 from baton import convert
+from baton.background import spawn
 from baton.errors import BatonError, NoRoom
 from baton.grpc_errors import as_baton_error
 from baton.request import SequenceSpec, TokenOutput
@@ -79,9 +80,7 @@ class Attempts:
             decode_incarnation=target.record.incarnation,
             source=self._prefix_source(decision),
         )
-        attempt.prefill = asyncio.create_task(
-            self._prefill(attempt, message), name=f"prefill {spec.request_id}"
-        )
+        attempt.prefill = spawn(self._prefill(attempt, message), f"prefill {spec.request_id}")
         return attempt
 
     def end(self, attempt: Attempt, moved: str = "") -> None:
@@ -113,7 +112,7 @@ class Attempts:
     def _abort(self, attempt: Attempt, *, stop: bool, choice: int | None = None) -> None:
         spec, decode = attempt.spec, attempt.target.record.incarnation
         work = self._links.abort(decode, spec.request_id, spec.attempt, stop=stop, choice=choice)
-        task = asyncio.create_task(work)
+        task = spawn(work, f"abort {spec.request_id}")
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
@@ -126,7 +125,11 @@ class Attempts:
 
     def find(self, output: TokenOutput) -> Attempt | None:
         """The attempt that an output is of; None where it has ended."""
-        return self._by_name.get((output.request_id, output.attempt))
+        return self.of(output.request_id, output.attempt)
+
+    def of(self, request_id: str, number: int) -> Attempt | None:
+        """The attempt ``number`` of a request; None where it has ended."""
+        return self._by_name.get((request_id, number))
 
     def at(self, decode: str) -> list[Attempt]:
         """Those that decode at a worker, or will."""
@@ -179,7 +182,11 @@ class Attempts:
                 attempt.source.breaker.ended_well(attempt.begun_at, time.monotonic())
         except Exception as error:
             failure = as_baton_error(error)
-            await self._on_prefill_failed(attempt, failure, stream.breaks != breaks)
+            try:
+                await self._on_prefill_failed(attempt, failure, stream.breaks != breaks)
+            except Exception:
+                log.exception("request %s could not be moved", attempt.spec.request_id)
+                attempt.owner.life.fail(failure)
 
     async def _follow(self, message: prefill_pb2.PrefillRequest, attempt: Attempt) -> None:
         """Raises BatonError where there is no first token, or no handoff after it.

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 import redis
 
-from baton.background import end_tasks
+from baton.background import end_tasks, spawn
 from baton.config import Config
 from baton.errors import BatonError, WorkerFailed
 from baton.grpc_errors import error_from_code
@@ -84,6 +84,7 @@ class ClusterDispatcher:
             self.router_id,
             self._on_output,
             self._on_broken,
+            self._on_unheard,
             heartbeat_s=config.heartbeat_s,
             tls=config.tls.of("router"),
         )
@@ -99,7 +100,7 @@ class ClusterDispatcher:
             Routes(config, self._links, planner, self._prefixes, metrics),
             self._attempts,
             metrics,
-            self._links.is_up,
+            self._links,
         )
         self._report = (
             None if board is None else TrafficReport(board, self.router_id, metrics.traffic.counts)
@@ -121,11 +122,11 @@ class ClusterDispatcher:
     async def start(self) -> None:
         """Begin to follow the registry, and to listen for silence."""
         self._tasks = [
-            asyncio.create_task(self._follow_registry(), name="registry"),
-            asyncio.create_task(self._watch(), name="silence"),
-            asyncio.create_task(
+            spawn(self._follow_registry(), "registry"),
+            spawn(self._watch(), "silence"),
+            spawn(
                 watch_loop(self._metrics.event_loop_lag_seconds.labels("router").observe),
-                name="loop-lag",
+                "loop-lag",
             ),
         ]
         if self._report is not None:
@@ -369,6 +370,12 @@ class ClusterDispatcher:
             if life.several:
                 self._end_stopped(attempt)
 
+    def _on_unheard(self, request_id: str, number: int, error: Exception) -> None:
+        """An output of this attempt is lost: its request cannot go on."""
+        attempt = self._attempts.of(request_id, number)
+        if attempt is not None:
+            attempt.owner.life.fail(BatonError(f"internal error: {type(error).__name__}"))
+
     def _end_stopped(self, attempt: Attempt) -> None:
         """End the choices that a stop string has ended, while others go on.
 
@@ -388,16 +395,22 @@ class ClusterDispatcher:
         steps = SilenceWatch[str](self._config.engine_hang_s)
         while True:
             await asyncio.sleep(WATCH_S)
-            now = time.monotonic()
-            self._links.listen(now)
-            for name in words.tick(self._attempts.expected_to_speak(), now):
-                if (link := self._links.get(name)) is not None:
-                    log.warning("worker %s is silent", name)
-                    self._moves.worker_silent(link)
-            for name in steps.tick(self._attempts.expected_to_step(), now):
-                if (link := self._links.get(name)) is not None:
-                    log.warning("the engine of worker %s stands still", name)
-                    self._moves.worker_stalled(link)
+            try:
+                self._look(words, steps, time.monotonic())
+            except Exception:
+                # A router that finds no silent worker any more would be worse than what this is.
+                log.exception("the workers could not be watched")
+
+    def _look(self, words: SilenceWatch[str], steps: SilenceWatch[str], now: float) -> None:
+        self._links.listen(now)
+        for name in words.tick(self._attempts.expected_to_speak(), now):
+            if (link := self._links.get(name)) is not None:
+                log.warning("worker %s is silent", name)
+                self._moves.worker_silent(link)
+        for name in steps.tick(self._attempts.expected_to_step(), now):
+            if (link := self._links.get(name)) is not None:
+                log.warning("the engine of worker %s stands still", name)
+                self._moves.worker_stalled(link)
 
 
 def _capacity(

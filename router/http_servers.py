@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from baton.background import end_tasks
+from baton.background import end_tasks, spawn
 from baton.config import Config, split_host_port
 from baton.tls import LiveContext, server_context
 from router.http_app import Apps
@@ -61,7 +61,7 @@ class HttpServers:
             for (server, _), there in zip(pairs, listening, strict=True)
         ]
         if self._certificate is not None:
-            self._renewing = asyncio.create_task(_take_up_renewals(self._certificate))
+            self._renewing = spawn(_take_up_renewals(self._certificate), "certificates")
         return self._tasks
 
     def leave(self) -> asyncio.Task[None]:

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ from router.poison import Quarantine, prompt_hash
 from router.retry_budget import RetryBudget
 from router.routes import Route, Routes
 from router.running_request import Attempt, RunningRequest
-from router.worker_links import WorkerLink
+from router.worker_links import WorkerLink, WorkerLinks
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,8 @@ class _Loss:
     """Whom the next attempt avoids, the first that leaves somebody."""
     culprit: str = ""
     """The worker that has failed under it, where that is known."""
+    is_cut_off: bool = False
+    """Whether all workers went away together, and are awaited: none of them has failed."""
 
 
 class Moves:
@@ -84,14 +86,16 @@ class Moves:
         routes: Routes,
         attempts: Attempts,
         metrics: RouterMetrics,
-        is_up: Callable[[WorkerLink], bool],
+        links: WorkerLinks,
     ) -> None:
-        """``is_up``: whether new requests may go to a worker."""
         self._router_id = router_id
         self._class_of = config.class_of
         self._routes = routes
         self._attempts = attempts
-        self._is_up = is_up
+        self._links = links
+        self._computes_locally = any(
+            (one.local_prefill or config.local_prefill) != "never" for one in config.classes
+        )
         self._moved = metrics.moved_requests
         self._left_out = metrics.left_out_workers
         self.budget = RetryBudget(
@@ -111,11 +115,11 @@ class Moves:
         failure = WorkerFailed(error.message, retry_after=RETRY_AFTER_S)
         attempts = self._attempts.at(name)
         ran = [attempt.target for attempt in attempts if attempt.touches(attempt.target)]
-        if ran:
+        is_cut_off = self._links.is_cut_off()
+        if ran and not is_cut_off:
             self._blame(ran[0], len(ran))
         for attempt in attempts:
-            tries = (frozenset({name}),)
-            loss = _Loss(DECODE_FAILED, failure, tries, name)
+            loss = _broken(DECODE_FAILED, failure, name, is_cut_off=is_cut_off)
             self._lost(attempt, loss, deadly=attempt.touches(attempt.target))
 
     def worker_silent(self, link: WorkerLink) -> None:
@@ -130,6 +134,8 @@ class Moves:
 
     def _leave_all(self, link: WorkerLink, what: str, decoding: str, computing: str) -> None:
         self._blame(link)
+        if not self._is_replaceable(link):
+            return
         name = link.record.incarnation
         failure = WorkerFailed(f"worker {name} {what}", retry_after=RETRY_AFTER_S)
         placed = [(attempt, decoding) for attempt in self._attempts.at(name)]
@@ -145,18 +151,33 @@ class Moves:
 
         To be called again: what is still on its way there is moved once it has come.
         """
+        if not self._is_replaceable(link):
+            return
         for attempt in self._attempts.at(link.record.incarnation):
             if attempt.decode_began.is_set() and not attempt.owner.moves:
                 self._in_background(attempt.owner, self._hand_over(attempt, link))
 
+    def _is_replaceable(self, link: WorkerLink) -> bool:
+        """Whether others can do what it does: to ask the index and the policy for each request
+
+        that runs there costs much, and is in vain else.
+        """
+        prefill = any(other is not link for other in self._links.up("prefill"))
+        decode = any(other is not link for other in self._links.up("decode"))
+        if link.record.role == "prefill":
+            # Its handoffs are for decode workers that are there already.
+            return prefill or (self._computes_locally and decode)
+        return decode and (prefill or self._computes_locally)
+
     async def prefill_failed(self, attempt: Attempt, failure: BatonError, broke: bool) -> None:
         """A prefill has ended without a handoff. ``broke``: the stream to its worker did."""
-        if broke:
-            attempt.source.failed(time.monotonic())
         if isinstance(failure, Unavailable):
             with contextlib.suppress(TimeoutError):
                 async with listening(COMMIT_GRACE_S):
                     await attempt.decode_began.wait()
+        is_cut_off = self._links.is_cut_off()
+        if broke and not is_cut_off:
+            attempt.source.failed(time.monotonic())
         life = attempt.owner.life
         if attempt.decode_began.is_set() and not life.awaits_prompt:
             return
@@ -165,14 +186,15 @@ class Moves:
             return
         source, target = attempt.source.record.incarnation, attempt.target.record.incarnation
         if broke:
-            self._blame(attempt.source)
-            loss = _Loss(PREFILL_FAILED, failure, (frozenset({source}),), source)
+            if not is_cut_off:
+                self._blame(attempt.source)
+            loss = _broken(PREFILL_FAILED, failure, source, is_cut_off=is_cut_off)
         else:
             # It lives and says so: either of the two may be at fault.
             down = {
                 link.record.incarnation
                 for link in (attempt.source, attempt.target)
-                if not self._is_up(link)
+                if not self._links.is_up(link)
             }
             if isinstance(failure, WorkerFailed | HandoffError):
                 self._doubt(attempt)
@@ -229,6 +251,8 @@ class Moves:
             # All is there, but for what was to be found of the prompt.
             if owner.life.awaits_prompt:
                 owner.life.fail(_with_retry(loss.failure))
+        elif loss.is_cut_off:
+            self._in_background(owner, self._place_all(owner, left, loss))
         elif self._is_poison(owner, loss, deadly=deadly):
             owner.life.fail(poison_error())
         elif owner.failures > MOST_FAILURES or not self.budget.take(time.monotonic()):
@@ -270,6 +294,7 @@ class Moves:
         *,
         scored: bool,
     ) -> None:
+        await self._links.returned(owner.deadline)
         stage = owner.stage(group, time.monotonic(), scored=scored)
         route = await self._routes.find(stage, *_avoided(owner, tries))
         self._begin(owner, group, route, scored=scored)
@@ -355,6 +380,16 @@ def poison_error(left_s: float = 0.0) -> PoisonRequest:
         "several workers have failed while they ran this prompt; it is not tried again for a while",
         retry_after=left_s or None,
     )
+
+
+def _broken(reason: str, failure: BatonError, name: str, *, is_cut_off: bool) -> _Loss:
+    """A worker's stream has ended. One that was ``cut_off`` with all others is not to blame, and is
+
+    good enough where nobody else comes back.
+    """
+    if is_cut_off:
+        return _Loss(reason, failure, (frozenset({name}), frozenset()), is_cut_off=True)
+    return _Loss(reason, failure, (frozenset({name}),), name)
 
 
 def _avoided(owner: RunningRequest, tries: tuple[Names, ...]) -> list[Names]:

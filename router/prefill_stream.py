@@ -15,8 +15,9 @@ from collections.abc import AsyncGenerator
 
 import grpc.aio
 
-from baton.background import end_tasks
+from baton.background import end_tasks, spawn
 from baton.errors import BatonError, WorkerFailed
+from baton.grpc_channel import by_size
 from baton.grpc_errors import error_from_code, error_from_rpc
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 
@@ -88,12 +89,12 @@ class PrefillStream:
     def open(self) -> None:
         """Open the stream, where it is closed: the worker says on it that it lives."""
         if self._life is None and not self._is_gone:
-            self._life = asyncio.create_task(self._live(), name=f"prefills {self._incarnation}")
+            self._life = spawn(self._live(), f"prefills {self._incarnation}")
 
     async def _live(self) -> None:
         """One life of the stream."""
         call = self._stub.Prefills()
-        writing = asyncio.create_task(self._write(call), name=f"commands {self._incarnation}")
+        writing = spawn(self._write(call), f"commands {self._incarnation}")
         failure: BatonError = self._ended()
         try:
             await self._read(call)
@@ -131,13 +132,14 @@ class PrefillStream:
                     waiting.put_nowait(event)
 
     async def _write(self, call: Call) -> None:
-        """All that has gathered, in one message at a time. Why it ends, reading tells."""
+        """All that has gathered, in as few messages as hold it. Why it ends, reading tells."""
         while True:
             await self._commanded.wait()
             self._commanded.clear()
             commands, self._commands = self._commands, []
             try:
-                await call.write(prefill_pb2.PrefillsRequest(commands=commands))
+                for some in by_size(commands):
+                    await call.write(prefill_pb2.PrefillsRequest(commands=some))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return
 

@@ -15,6 +15,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 from baton.errors import BatonError
 from baton.grpc_errors import error_from_code
@@ -22,6 +23,8 @@ from baton.logprobs import TokenLogprobs
 from baton.request import TokenOutput
 from router.generation import OutputDelta
 from router.output_assembler import OutputAssembler
+
+_PART = 64
 
 
 class RequestLife:
@@ -95,7 +98,7 @@ class RequestLife:
             self._prompt_logprobs = output.prompt_logprobs
             self._embedding = output.embedding
         choice.accept(output, cached_prompt_tokens)
-        if choice.delta is not None and not self.awaits_prompt:
+        if choice.unread and not self.awaits_prompt:
             self._changed.set()
 
     def take_stopped(self) -> list[int]:
@@ -103,15 +106,16 @@ class RequestLife:
         return [choice.number for choice in self._choices if choice.take_stopped()]
 
     def fail(self, error: BatonError) -> None:
-        """End the request with an error, unless it has ended."""
-        if self._error is None and not all(c.assembler.finished for c in self._choices):
+        """End the request with an error, unless all that was asked for is there."""
+        is_there = all(choice.assembler.finished for choice in self._choices)
+        if self._error is None and (self.awaits_prompt or not is_there):
             self._error = error
             self._changed.set()
 
     def _waiting(self) -> ChoiceLife | None:
         """The first choice that has something to tell."""
         for choice in self._choices:
-            if choice.delta is not None:
+            if choice.unread:
                 return choice
         return None
 
@@ -147,7 +151,13 @@ class ChoiceLife:
         self.preemptions = 0
         """How often a worker has handed it back."""
         self.token_ids: list[int] = []
-        self.delta: OutputDelta | None = None
+        self.unread: list[OutputDelta] = []
+        """What the client has not read: joined when it is, and before that in parts of ``_PART``
+
+        pieces, which take less room.
+        """
+        self._loose = 0
+        """How many pieces are not in such a part."""
         self.worker_finished = False
         self.is_over = False
         self._early: dict[int, TokenOutput] = {}
@@ -186,14 +196,22 @@ class ChoiceLife:
                 new, output.finish_reason, cached_prompt_tokens, output.logprobs[known:]
             )
             if delta is not None:
-                self.delta = delta if self.delta is None else _joined(self.delta, delta)
+                self._keep_unread(delta)
         if output.finish_reason is not None:
             self.worker_finished = True
 
+    def _keep_unread(self, delta: OutputDelta) -> None:
+        self.unread.append(delta)
+        self._loose += 1
+        if self._loose == _PART:
+            self.unread[-_PART:] = [_joined(self.unread[-_PART:])]
+            self._loose = 0
+
     def take(self) -> OutputDelta:
         """What has gathered."""
-        delta, self.delta = self.delta, None
-        assert delta is not None, "there is nothing"
+        pieces, self.unread, self._loose = self.unread, [], 0
+        assert pieces, "there is nothing"
+        delta = pieces[0] if len(pieces) == 1 else _joined(pieces)
         self.is_over = delta.finish_reason is not None
         return replace(delta, choice=self.number) if self.number else delta
 
@@ -204,12 +222,13 @@ class ChoiceLife:
         return wanted
 
 
-def _joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:
+def _joined(pieces: Sequence[OutputDelta]) -> OutputDelta:
+    last = pieces[-1]
     return OutputDelta(
-        first.text + second.text,
-        first.token_ids + second.token_ids,
-        second.finish_reason,
-        first.cached_prompt_tokens + second.cached_prompt_tokens,
-        scored=first.scored + second.scored,
-        stop_string=second.stop_string,
+        "".join(piece.text for piece in pieces),
+        tuple(chain.from_iterable(piece.token_ids for piece in pieces)),
+        last.finish_reason,
+        sum(piece.cached_prompt_tokens for piece in pieces),
+        scored=tuple(chain.from_iterable(piece.scored for piece in pieces)),
+        stop_string=last.stop_string,
     )

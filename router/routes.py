@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from baton.config import Config
 from baton.errors import ContextLengthExceeded, Overloaded, Unavailable
-from baton.hashing import block_hashes, hash_key
+from baton.hashing import HashChain, hash_key
 from baton.metrics import RouterMetrics
 from router.generation import GenerationRequest
 from router.planner import Planner
@@ -45,6 +45,8 @@ class Stage:
     """Seconds until the request must have ended."""
     is_scored: bool
     """Whether the prompt's log probabilities are still wanted: no cached block has them."""
+    chain: HashChain
+    """Of these tokens, as far as they are hashed."""
     is_moved: bool = False
     """It was admitted: it is not refused because it will be late."""
     holder: str = ""
@@ -122,7 +124,7 @@ class Routes:
                 f"is {longest}"
             )
         key = hash_key(self._roster.fingerprint, stage.request.cache_salt)
-        return block_hashes(stage.token_ids, self._config.block_size, key)
+        return stage.chain.of(stage.token_ids, self._config.block_size, key)
 
     def _asked(self, stage: Stage, left_ms: float, excluded: frozenset[str]) -> RouteRequest:
         return RouteRequest(

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from baton.errors import DeadlineExceeded
+from baton.hashing import HashChain
 from baton.request import LOWEST_PRIORITY, SequenceSpec
 from router.generation import GenerationRequest
 from router.planner import Promise
@@ -38,6 +40,8 @@ class RunningRequest:
     deaths: Deaths = field(default_factory=Deaths)
     failures: int = 0
     """How often it was to be moved because something failed."""
+    chains: defaultdict[int, HashChain] = field(default_factory=lambda: defaultdict(HashChain))
+    """Of each choice that was placed."""
     cache_told: bool = False
     """Whether it is known how much of the prompt was found in a cache."""
     moves: set[asyncio.Task[None]] = field(default_factory=set)
@@ -66,6 +70,7 @@ class RunningRequest:
             self._left_s(now),
             # An embedding is the last token's, which is computed in any case.
             scored and self.request.scores_prompt,
+            self.chains[group[0]],
             is_moved=self.next_attempt > 0,
             holder=holder,
         )

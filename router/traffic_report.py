@@ -11,7 +11,7 @@ import logging
 
 import redis
 
-from baton.background import end_tasks
+from baton.background import end_tasks, spawn
 from baton.traffic_board import TELL_S, TrafficBoard
 from baton.traffic_counts import ToldTraffic, TrafficCounts
 
@@ -31,7 +31,7 @@ class TrafficReport:
 
     def start(self) -> None:
         """Begin to tell."""
-        self._tasks = [asyncio.create_task(self._tell(), name="traffic")]
+        self._tasks = [spawn(self._tell(), "traffic")]
 
     async def close(self) -> None:
         """This router serves no more; does nothing where it never told."""

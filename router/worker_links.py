@@ -6,6 +6,7 @@ A link's states:
     connecting ─not in the registry→ closed
     up ─suspected of hanging→ suspected ─a message, SUSPECT_S→ up
     up ─its engine stands still→ stalled ─a step ends→ up
+    up ─all decode workers' streams break within a moment→ cut off ─back, RETURN_S→ up, connecting
     up ─streams break again and again→ left out, and tried (``router.breaker``) → up
 
 A prefill worker's link has no stream: it is up while its channel is connected. A worker that the
@@ -26,7 +27,7 @@ import grpc
 import grpc.aio
 
 from baton import convert
-from baton.background import end_tasks
+from baton.background import end_tasks, spawn
 from baton.errors import BatonError, ConfigError, WorkerFailed
 from baton.grpc_channel import open_channel
 from baton.grpc_errors import call_errors
@@ -42,6 +43,13 @@ log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.2
 """Between a broken token stream and the next try."""
+MOMENT_S = 0.05
+"""Streams that break within this time break together. What ran at a worker is placed elsewhere only
+then, so that the end of another worker by the same request is no part of it."""
+RETURN_S = 1.0
+"""Where the streams of all decode workers break together, the fault is on the way to them, or here:
+they may be back after this time, and requests wait for them."""
+_RETURN_POLL_S = 0.02
 SILENCE_S = 5.0
 """A token stream sends a message every heartbeat; one that is silent this long is broken, or for
 ``_SILENT_HEARTBEATS`` heartbeats where that is longer."""
@@ -101,6 +109,8 @@ class WorkerLink:
         self.owed: deque[_Abort] = deque(maxlen=_MOST_OWED)
         """Aborts that have not arrived: they are sent again when the worker is heard."""
         self.breaker = Breaker()
+        self.broken_at = float("-inf")
+        """When its token stream broke last that had been up."""
         self._suspected_until = float("-inf")
         self._suspected_at = 0
         self._stalled_at: int | None = None
@@ -188,22 +198,28 @@ class WorkerLinks:
         router_id: str,
         on_output: Callable[[TokenOutput], None],
         on_broken: Callable[[str, BatonError], None],
+        on_unheard: Callable[[str, int, Exception], None],
         *,
         heartbeat_s: float,
         tls: TlsFiles | None = None,
     ) -> None:
-        """``on_output`` hears each output; ``on_broken`` of an incarnation whose stream ended.
+        """``on_output`` hears each output; ``on_broken`` of an incarnation whose stream ended;
 
+        ``on_unheard`` of a request and its attempt, of which an output could not be taken in.
         ``tls``: what this router shows workers.
         """
         self._tls = tls
         self._router_id = router_id
         self._on_output = on_output
         self._on_broken = on_broken
+        self._on_unheard = on_unheard
         self._silence = SilenceWatch[TokenStream](max(SILENCE_S, _SILENT_HEARTBEATS * heartbeat_s))
         # A worker that lives renews its entry in this time, also after Redis was flushed.
         self._missing_s = _SILENT_HEARTBEATS * heartbeat_s
         self._links: dict[str, WorkerLink] = {}
+        self._cut_off: set[str] = set()
+        """Decode workers whose streams broke together, the last ones that were up."""
+        self._cut_off_at = float("-inf")
         self._tasks: set[asyncio.Task[None]] = set()
 
     def get(self, incarnation: str) -> WorkerLink | None:
@@ -229,6 +245,34 @@ class WorkerLinks:
     def all(self) -> list[WorkerLink]:
         return list(self._links.values())
 
+    def is_cut_off(self) -> bool:
+        """Whether all decode workers went away together just now, and may be back in a moment."""
+        if time.monotonic() - self._cut_off_at > RETURN_S:
+            return False
+        away = (link for name in self._cut_off if (link := self._links.get(name)) is not None)
+        prefill = [link for link in self._links.values() if link.record.role == "prefill"]
+        is_without_prefill = bool(prefill) and not any(link.connected for link in prefill)
+        return is_without_prefill or any(not link.connected for link in away)
+
+    async def returned(self, deadline: float) -> None:
+        """Wait while the workers are cut off, until ``deadline`` on the monotonic clock."""
+        # Links come up in many ways, and it is a matter of moments.
+        while self.is_cut_off() and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_RETURN_POLL_S)
+
+    def _note_break(self, broken: WorkerLink) -> None:
+        """See whether others have broken together with it, and none is left."""
+        decode = [link for link in self._links.values() if link.record.role == "decode"]
+        together = {
+            link.record.incarnation
+            for link in decode
+            if abs(link.broken_at - broken.broken_at) < MOMENT_S
+        }
+        # Where there is one worker only, it cannot be told from its end.
+        is_all = len(together) > 1 or len(decode) == 1
+        if is_all and not any(link.connected for link in decode):
+            self._cut_off, self._cut_off_at = together, time.monotonic()
+
     def update(self, records: dict[str, WorkerRecord]) -> None:
         """Take over the registry's view."""
         for incarnation, record in records.items():
@@ -249,7 +293,7 @@ class WorkerLinks:
                 link.owed.extend(owed)
                 self._links[incarnation] = link
                 follow = self._read_tokens if record.role == "decode" else self._watch_channel
-                link.follower = asyncio.create_task(follow(link))
+                link.follower = spawn(follow(link), f"follow {incarnation}")
             link.record = record
             link.missing_since = None
             if record.role != "decode":
@@ -274,7 +318,7 @@ class WorkerLinks:
             stream.cancel()
 
     def _let_go(self, incarnation: str) -> None:
-        task = asyncio.create_task(self._close(self._links.pop(incarnation)))
+        task = spawn(self._close(self._links.pop(incarnation)), f"close {incarnation}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -300,12 +344,22 @@ class WorkerLinks:
         try:
             while True:
                 error = await self._read_stream(link)
-                link.connected = False
-                self._on_broken(incarnation, error)
+                was_up, link.connected = link.connected, False
+                if was_up:
+                    link.broken_at = time.monotonic()
+                    await asyncio.sleep(MOMENT_S)
+                    self._note_break(link)
+                self._tell_broken(incarnation, error)
                 await asyncio.sleep(RECONNECT_S)
         finally:
             link.connected = False
-            self._on_broken(incarnation, error_from_gone(incarnation))
+            self._tell_broken(incarnation, error_from_gone(incarnation))
+
+    def _tell_broken(self, incarnation: str, error: BatonError) -> None:
+        try:
+            self._on_broken(incarnation, error)
+        except Exception:
+            log.exception("worker %s: its end could not be told", incarnation)
 
     async def _read_stream(self, link: WorkerLink) -> BatonError:
         """Read a token stream to its end; returns why it has ended."""
@@ -318,6 +372,8 @@ class WorkerLinks:
                     self._take(link, message)
         except BatonError as error:
             return error
+        except Exception:
+            log.exception("worker %s: its stream cannot be read", link.record.incarnation)
         finally:
             link.token_stream = None
             call.cancel()
@@ -330,7 +386,12 @@ class WorkerLinks:
             self._send_owed(link)
         link.load = convert.load_from_proto(message.load)
         for output in message.outputs:
-            self._on_output(convert.output_from_proto(output))
+            try:
+                self._on_output(convert.output_from_proto(output))
+            except Exception as error:
+                # It costs this request at most.
+                log.exception("an output of request %s cannot be taken in", output.request_id)
+                self._on_unheard(output.request_id, output.attempt, error)
 
     async def abort(
         self,
@@ -370,6 +431,6 @@ class WorkerLinks:
         owed = list(link.owed)
         link.owed.clear()
         for abort in owed:
-            task = asyncio.create_task(self._abort(link, abort))
+            task = spawn(self._abort(link, abort), f"abort {abort.request_id}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -26,6 +26,7 @@ import grpc.aio
 from baton import convert
 from baton.background import end_tasks
 from baton.errors import BatonError
+from baton.grpc_channel import by_size
 from baton.grpc_errors import as_baton_error
 from baton.request import LoadSnapshot
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
@@ -111,7 +112,8 @@ class _Prefills:
             self._happened.clear()
             events, self._events = self._events, []
             load = convert.load_to_proto(self._load())
-            await context.write(prefill_pb2.PrefillsResponse(events=events, load=load))
+            for some in by_size(events) if events else ([],):
+                await context.write(prefill_pb2.PrefillsResponse(events=some, load=load))
 
     def tell_no_more(self) -> None:
         """``tell`` returns once all that has happened is told."""

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
-from baton.background import end_tasks
+from baton.background import end_tasks, spawn
 from baton.errors import BatonError, NotFound
 from baton.metrics import RouterMetrics
 from baton.silence import SilenceWatch
@@ -93,7 +93,7 @@ class BatchRunner:
 
     async def start(self) -> None:
         """Begin to look for batches."""
-        self._follow = asyncio.create_task(self._look_again(), name="batches")
+        self._follow = spawn(self._look_again(), "batches")
 
     async def close(self) -> None:
         """Stop all lines, and leave the batches to others, or to the next start."""

@@ -8,7 +8,7 @@ import contextlib
 import pytest
 
 from baton import background
-from baton.background import end_tasks
+from baton.background import end_tasks, spawn
 
 
 async def forgetful(losses: int) -> None:
@@ -60,3 +60,15 @@ async def test_one_that_does_not_end_is_named(
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0)
+
+
+async def test_the_death_of_a_task_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def fails() -> None:
+        raise LookupError("a bug")
+
+    failing, cancelled = spawn(fails(), "failing"), spawn(forgetful(0), "cancelled")
+    await asyncio.wait([failing])
+    await end_tasks([cancelled])
+    (record,) = caplog.records
+    assert record.message == "task failing has died"
+    assert record.exc_info is not None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.config import Config
-from baton.errors import DeadlineExceeded
+from baton.errors import BatonError, DeadlineExceeded
 from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
@@ -25,10 +27,13 @@ from baton.request import (
 from baton.sampling_params import SamplingParams
 from router import dispatcher as dispatcher_module
 from router.capacity import Capacity
+from router.detokenizer import ByteDetokenizer
 from router.dispatcher import ClusterDispatcher, _capacity
 from router.generation import GenerationRequest
+from router.output_assembler import OutputAssembler
+from router.request_life import RequestLife
 from router.routes import Stage
-from router.running_request import RunningRequest
+from router.running_request import Attempt, RunningRequest
 from router.worker_links import WorkerLink
 from tests.unit.router.front_fakes import tiny_tokenizer
 
@@ -97,6 +102,56 @@ async def test_capacity_counts_in_hash_blocks() -> None:
         for link in links:
             await link.channel.close()
     assert seen == Capacity(HASH_BLOCK, 1, 3, 8, (20,), (200,), prefill_cost=(1.0, 2.0, 3.0))
+
+
+async def test_whatever_goes_wrong_the_workers_are_watched(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dispatcher_module, "WATCH_S", 0.001)
+    redis = redis_client("redis://127.0.0.1:1/0")
+    dispatcher = ClusterDispatcher(
+        Config(),
+        tiny_tokenizer(),
+        RouterMetrics(CollectorRegistry()),
+        Registry(redis, "c"),
+        PrefixIndex(redis, "c"),
+    )
+    failures: list[Exception] = [ValueError("a bug")]
+    watched = asyncio.Event()
+
+    def listen(now: float) -> None:
+        if failures:
+            raise failures.pop()
+        watched.set()
+
+    monkeypatch.setattr(dispatcher.workers, "listen", listen)
+    await dispatcher.start()
+    try:
+        async with asyncio.timeout(60):
+            await watched.wait()
+        assert "the workers could not be watched" in caplog.text
+    finally:
+        await dispatcher.close()
+        await redis.aclose()
+
+
+async def test_an_output_that_is_lost_ends_its_request() -> None:
+    redis = redis_client("redis://127.0.0.1:1/0")
+    dispatcher = ClusterDispatcher(
+        Config(),
+        tiny_tokenizer(),
+        RouterMetrics(CollectorRegistry()),
+        Registry(redis, "c"),
+        PrefixIndex(redis, "c"),
+    )
+    life = RequestLife("r", 0, OutputAssembler(ByteDetokenizer(lambda token: b"x")))
+    attempt = SimpleNamespace(owner=SimpleNamespace(life=life))
+    dispatcher._attempts._by_name["r", 0] = cast(Attempt, attempt)
+    dispatcher._on_unheard("another", 0, MemoryError())
+    dispatcher._on_unheard("r", 0, MemoryError())
+    with pytest.raises(BatonError, match="MemoryError"):
+        await life.next_delta()
+    await redis.aclose()
 
 
 async def test_whatever_goes_wrong_the_registry_is_followed(

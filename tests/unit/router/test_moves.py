@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
+from baton import hashing
 from baton.config import Config
 from baton.errors import (
     BatonError,
@@ -107,6 +108,7 @@ class World:
             for n in range(2)
         }
         self.aborted: list[tuple[str, int, int | None]] = []
+        self.cut_off = False
         self.stages: list[Stage] = []
         self.metrics = RouterMetrics(CollectorRegistry())
         planner = SimpleNamespace(promise=lambda *_: SimpleNamespace(ended=lambda now: None))
@@ -117,7 +119,7 @@ class World:
             cast(Routes, self),
             self.attempts,
             self.metrics,
-            lambda link: cast(Any, link).is_up,
+            cast(WorkerLinks, self),
         )
 
     async def prefill_failed(self, attempt: Attempt, failure: BatonError, broke: bool) -> None:
@@ -133,9 +135,22 @@ class World:
     ) -> None:
         self.aborted.append((name, attempt, choice))
 
+    def is_up(self, link: Link) -> bool:
+        return link.is_up
+
+    def is_cut_off(self) -> bool:
+        return self.cut_off
+
+    async def returned(self, deadline: float) -> None:
+        while self.cut_off and time.monotonic() < deadline:
+            await asyncio.sleep(0)
+
     # As routes
 
-    def up(self) -> list[str]:
+    def up(self, role: str) -> list[Link]:
+        return [link for link in self.links.values() if link.is_up and link.record.role == role]
+
+    def names_up(self) -> list[str]:
         return [name for name, link in self.links.items() if link.is_up]
 
     async def find(self, stage: Stage, *excluded: frozenset[str]) -> Route:
@@ -143,7 +158,7 @@ class World:
         await asyncio.sleep(0)
         for names in excluded:
             chosen = [
-                next((n for n in self.up() if n[0] == role and n not in names), None)
+                next((n for n in self.names_up() if n[0] == role and n not in names), None)
                 for role in "pd"
             ]
             source, target = chosen
@@ -629,3 +644,139 @@ async def test_workers_are_expected_to_speak_while_they_have_something_to_do() -
     assert world.attempts.expected_to_speak() == {"d0": 0}
     world.close(running)
     assert world.attempts.expected_to_speak() == {}
+
+
+async def test_requests_wait_for_workers_that_were_cut_off_together() -> None:
+    """Nobody is blamed, whatever a request had when each of its workers went away."""
+    world = World(move_budget_ratio=0.0, move_budget_per_s=0.0, move_budget_burst=1)
+    running = await world.run()
+    for name in ("d0", "d1", "d0"):
+        world.tell(running, 1)
+        world.cut_off = True
+        for link in world.links.values():
+            link.is_up = False
+        world.moves.worker_broken(name, GONE)
+        await world.settle()
+        assert running.attempts == set()
+        world.cut_off = False
+        for link in world.links.values():
+            link.is_up = True
+        await world.settle()
+        assert len(running.attempts) == 1
+    assert world.at(running) == [(3, "p0", "d1")]
+    assert all(link.breaker.openings == 0 for link in world.links.values())
+    assert not running.excluded
+    assert not world.moves.quarantine
+    world.close(running)
+
+
+async def test_the_only_worker_is_good_enough_once_it_is_back() -> None:
+    world = World()
+    del world.links["d1"]
+    running = await world.run()
+    world.tell(running, 2)
+    world.cut_off = True
+    world.moves.worker_broken("d0", GONE)
+    world.cut_off = False
+    await world.settle()
+    assert world.at(running) == [(1, "p0", "d0")]
+    world.close(running)
+
+
+async def test_waiting_for_workers_ends_with_the_deadline() -> None:
+    world = World()
+    running = await world.run()
+    running.deadline = time.monotonic() + 0.05
+    world.cut_off = True
+    world.moves.worker_broken("d0", GONE)
+    with pytest.raises(DeadlineExceeded):
+        await running.life.next_delta()
+
+
+async def test_a_prefill_stream_that_broke_with_all_others_blames_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    world = World()
+    del world.links["p1"]
+    running = await world.run()
+    world.cut_off = True
+    stream = world.links["p0"].prefills
+    stream.breaks += 1
+    stream.fail(GONE)
+    await asyncio.sleep(0.01)
+    world.cut_off = False
+    await world.settle()
+    assert world.at(running) == [(1, "p0", "d0")]
+    assert world.links["p0"].failed_at is None
+    world.close(running)
+
+
+async def test_an_answer_whose_prompts_part_is_lost_fails() -> None:
+    world = World()
+    running = await world.run()
+    running.life.awaits_prompt = True
+    world.tell(running, 1, ends=True)
+    world.moves.worker_broken("d0", GONE)
+    with pytest.raises(WorkerFailed):
+        async with asyncio.timeout(60):
+            await running.life.next_delta()
+
+
+@pytest.mark.parametrize("way", ["worker_silent", "worker_stalled", "worker_drains"])
+async def test_a_worker_without_another_costs_nothing_for_each_request(way: str) -> None:
+    """It is asked about again and again."""
+    world = World()
+    world.links["d1"].is_up = False
+    running = await world.run()
+    world.tell(running, 5)
+    asked = len(world.stages)
+    for _ in range(3):
+        getattr(world.moves, way)(world.links["d0"])
+        await world.settle()
+    assert len(world.stages) == asked
+    assert world.at(running) == [(0, "p0", "d0")]
+    world.links["d1"].is_up = True
+    getattr(world.moves, way)(world.links["d0"])
+    await world.settle()
+    assert len(world.stages) == asked + 1
+    world.close(running)
+
+
+@pytest.mark.parametrize("local", ["never", "auto"])
+async def test_prompts_of_the_only_prefill_worker_can_go_to_decode_workers(local: str) -> None:
+    world = World(local_prefill=local)
+    world.links["p1"].is_up = False
+    running = await world.run()
+    asked = len(world.stages)
+    world.moves.worker_silent(cast(Any, world.links["p0"]))
+    await world.settle()
+    assert len(world.stages) == asked + (local == "auto")
+    world.close(running)
+
+
+async def test_a_sequence_is_hashed_once_however_often_it_is_placed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    running = await world.run()
+    chain = world.stages[-1].chain
+    before = chain.of(PROMPT, 1, b"key")
+    world.tell(running, 2)
+    world.moves.worker_broken("d0", GONE)
+    await world.settle()
+    assert world.stages[-1].chain is chain
+    hashed: list[int] = []
+
+    def block_hashes(tokens: Any, size: int, key: bytes, known: list[bytes]) -> list[bytes]:
+        hashed.append(len(tokens) - len(known))
+        return real(tokens, size, key, known)
+
+    real = hashing.block_hashes
+    monkeypatch.setattr(hashing, "block_hashes", block_hashes)
+    after = chain.of(world.stages[-1].token_ids, 1, b"key")
+    assert hashed == [2]
+    assert after == real(world.stages[-1].token_ids, 1, b"key")
+    assert after[:3] == before
+    assert chain.of(PROMPT, 1, b"another") == real(PROMPT, 1, b"another")
+    world.close(running)

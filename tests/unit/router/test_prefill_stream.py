@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from baton.errors import BatonError, WorkerFailed
-from baton.grpc_channel import make_server, open_channel
+from baton.grpc_channel import MESSAGE_LIMIT, make_server, open_channel
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from router.prefill_stream import PrefillStream
 
@@ -103,6 +103,27 @@ async def test_what_is_asked_at_a_time_goes_in_one_message() -> None:
         assert worker.messages == 1
         worker.tell(*(event(str(name)) for name in range(20) for event in (token_event, end_event)))
         assert await asyncio.gather(*follows) == [1] * 20
+        assert worker.streams == 1
+
+
+async def test_what_is_too_much_for_one_message_goes_in_several() -> None:
+    """Long prompts have gathered behind a worker that stood still."""
+    async with open_stream() as (worker, stream):
+        sequence = worker_pb2.SequenceSpec(cache_salt=bytes(3 << 20))
+        count = 1 + MESSAGE_LIMIT // len(sequence.cache_salt)
+
+        async def run(name: str) -> None:
+            sequence.request_id = name
+            request = prefill_pb2.PrefillRequest(sequence=sequence)
+            async with asyncio.timeout(DEADLINE_S), aclosing(stream.run(request)) as responses:
+                assert [response async for response in responses] == []
+
+        runs = [asyncio.create_task(run(str(name))) for name in range(count)]
+        await heard(worker, count)
+        names = [command.start.sequence.request_id for command in worker.heard]
+        assert names == [str(name) for name in range(count)]
+        worker.tell(*(end_event(str(name)) for name in range(count)))
+        await asyncio.gather(*runs)
         assert worker.streams == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from baton.errors import BatonError, DeadlineExceeded, Unavailable, WorkerFailed
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, TokenOutput
 from router.detokenizer import ByteDetokenizer
+from router.generation import OutputDelta
 from router.output_assembler import OutputAssembler
 from router.request_life import RequestLife
 
@@ -242,3 +244,63 @@ async def test_nothing_is_given_before_the_prompts_embedding() -> None:
     life.accept(TokenOutput("r", 0, 0, (97,), STOP, embedding=(0.6, 0.8)))
     assert (await waiting).embedding == (0.6, 0.8)
     assert life.finished
+
+
+async def test_an_answer_that_awaits_its_prompts_part_can_fail() -> None:
+    """The token stream has brought all of it, and the stream of prefills breaks."""
+    life = make_choices(1, scores=True)
+    life.accept(choice_output(0, 0, "a", ends=True))
+    waiting = asyncio.ensure_future(life.next_delta())
+    await asyncio.sleep(0)
+    life.fail(WorkerFailed("the prefill worker died"))
+    with pytest.raises(WorkerFailed, match="the prefill worker died"):
+        async with asyncio.timeout(60):
+            await waiting
+
+
+async def test_a_prompts_part_that_is_there_leaves_nothing_to_fail() -> None:
+    """The stream of prefills comes first, and the token stream breaks once all is told."""
+    life = make_choices(1, scores=True)
+    life.accept(TokenOutput("r", 0, 0, (97,), embedding=(0.6, 0.8)))
+    life.accept(choice_output(0, 1, "b", ends=True))
+    life.fail(WorkerFailed("too late"))
+    delta = await life.next_delta()
+    assert (delta.text, delta.embedding) == ("ab", (0.6, 0.8))
+    assert life.finished
+
+
+async def test_a_prompts_part_without_an_answer_can_fail() -> None:
+    life = make_choices(1, scores=True)
+    life.accept(TokenOutput("r", 0, 0, (97,), prompt_logprobs=(TokenLogprobs(-1.0),)))
+    life.fail(WorkerFailed("the decode worker died"))
+    assert (await life.next_delta()).text == "a"
+    with pytest.raises(WorkerFailed, match="the decode worker died"):
+        await life.next_delta()
+
+
+async def test_what_is_unread_is_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much a slow client leaves: each token costs the same."""
+    made: list[int] = []
+    real = OutputDelta.__init__
+
+    def init(self: OutputDelta, text: str, *rest: Any, **more: Any) -> None:
+        made.append(len(text))
+        real(self, text, *rest, **more)
+
+    monkeypatch.setattr(OutputDelta, "__init__", init)
+    life = make_life()
+    for index in range(1000):
+        life.accept(
+            TokenOutput("r", 0, index, (97,), logprobs=(TokenLogprobs(-float(index)),)),
+            cached_prompt_tokens=16 if index == 0 else 0,
+        )
+    life.accept(output(1000, "b", STOP))
+    assert max(made) < 100
+    assert sum(made) <= 2 * 1001
+    delta = await life.next_delta()
+    assert (delta.text, delta.finish_reason) == (1000 * "a" + "b", STOP)
+    assert (len(delta.token_ids), delta.cached_prompt_tokens) == (1001, 16)
+    assert [scored.logprobs.logprob for scored in delta.scored[:1000]] == [
+        -float(index) for index in range(1000)
+    ]
+    assert made.count(1001) == 1

@@ -19,7 +19,7 @@ from tests.unit.router.workers import BLOCK, record
 @asynccontextmanager
 async def roster_of(*slots: str) -> AsyncIterator[tuple[Roster, Planner, WorkerLinks]]:
     """Links that nobody answers, said to be connected."""
-    links = WorkerLinks("r", lambda _: None, lambda *_: None, heartbeat_s=1.0)
+    links = WorkerLinks("r", lambda _: None, lambda *_: None, lambda *_: None, heartbeat_s=1.0)
     planner = Planner(make_policy("predictive", RouteSettings()), BLOCK)
     try:
         links.update({slot: record(slot) for slot in slots})

@@ -86,12 +86,25 @@ class World:
         )
         self.heard: list[TokenOutput] = []
         self.broken: list[tuple[str, BatonError]] = []
+        self.unheard: list[tuple[str, int, str]] = []
+        self.bugs: list[Exception] = []
+        """What is raised instead of hearing outputs, or of a broken stream."""
         self.links = WorkerLinks(
-            "router", self.heard.append, self.on_broken, heartbeat_s=0.01, tls=tls
+            "router", self.hear, self.on_broken, self.on_unheard, heartbeat_s=0.01, tls=tls
         )
+
+    def hear(self, output: TokenOutput) -> None:
+        if self.bugs:
+            raise self.bugs.pop()
+        self.heard.append(output)
+
+    def on_unheard(self, request_id: str, attempt: int, error: Exception) -> None:
+        self.unheard.append((request_id, attempt, type(error).__name__))
 
     def on_broken(self, incarnation: str, error: BatonError) -> None:
         self.broken.append((incarnation, error))
+        if self.bugs:
+            raise self.bugs.pop()
 
     def is_up(self) -> bool:
         return bool(self.links.up("decode"))
@@ -125,6 +138,7 @@ async def open_world(
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_links, "RECONNECT_S", 0.01)
+    monkeypatch.setattr(worker_links, "MOMENT_S", 0.01)
     monkeypatch.setattr(worker_links, "_COOL_DOWN_S", 0.0)
 
 
@@ -204,7 +218,9 @@ async def test_slow_heartbeats_are_no_silence(monkeypatch: pytest.MonkeyPatch) -
     """A cluster whose heartbeats are configured to be far apart."""
     monkeypatch.setattr(worker_links, "SILENCE_S", 5.0)
     async with open_world() as world:
-        world.links = WorkerLinks("router", world.heard.append, world.on_broken, heartbeat_s=10.0)
+        world.links = WorkerLinks(
+            "router", world.heard.append, world.on_broken, world.on_unheard, heartbeat_s=10.0
+        )
         world.links.update({"d": world.record})
         await world.until(world.is_up)
         for now in range(30):
@@ -444,3 +460,77 @@ async def test_who_is_left_out_serves_where_nobody_else_does() -> None:
         other.suspect(now)
         assert world.links.up("decode") == [one]
         assert [world.links.is_up(link) for link in (one, other)] == [True, False]
+
+
+async def test_workers_that_went_away_together_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_links, "MOMENT_S", 0.2)
+    monkeypatch.setattr(worker_links, "RETURN_S", DEADLINE_S)
+    async with open_world() as one, open_world() as other:
+        links = one.links
+        records = {"d": one.record, "e": replace(other.record, incarnation="e")}
+        links.update(records)
+        await one.until(lambda: len(links.up("decode")) == 2)
+        assert not links.is_cut_off()
+        for world in (one, other):
+            world.decode.greets = False
+            world.decode.says.put_nowait(None)
+        await one.until(lambda: len(one.broken) == 2)
+        assert links.is_cut_off()
+        waiting = asyncio.create_task(links.returned(time.monotonic() + DEADLINE_S))
+        one.decode.says.put_nowait(OUTPUTS[0])
+        await one.until(lambda: links.up("decode"))
+        assert not waiting.done(), "the other may be back as well"
+        other.decode.says.put_nowait(OUTPUTS[1])
+        await waiting
+        assert len(links.up("decode")) == 2
+        assert not links.is_cut_off()
+
+
+async def test_one_worker_of_several_that_goes_away_is_not_awaited() -> None:
+    async with open_world() as one, open_world() as other:
+        one.links.update({"d": one.record, "e": replace(other.record, incarnation="e")})
+        await one.until(lambda: len(one.links.up("decode")) == 2)
+        one.decode.greets = False
+        one.decode.says.put_nowait(None)
+        await one.until(lambda: one.broken)
+        assert not one.links.is_cut_off()
+        await asyncio.sleep(0.02)
+        other.decode.greets = False
+        other.decode.says.put_nowait(None)
+        await one.until(lambda: len(one.broken) == 2)
+        assert not one.links.is_cut_off(), "they went one after the other"
+
+
+async def test_an_output_that_cannot_be_taken_in_costs_its_request_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with open_world() as world:
+        world.links.update({"d": world.record})
+        await world.until(world.is_up)
+        world.bugs.append(MemoryError())
+        for output in OUTPUTS:
+            world.decode.says.put_nowait(output)
+        await world.until(lambda: len(world.heard) == 2)
+        assert world.unheard == [("r", 0, "MemoryError")]
+        assert "an output of request r cannot be taken in" in caplog.text
+        assert world.broken == []
+        assert world.decode.streams == 1
+
+
+async def test_a_stream_that_cannot_be_read_is_opened_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_world() as world:
+        world.links.update({"d": world.record})
+        await world.until(world.is_up)
+        with monkeypatch.context() as broken:
+            broken.setattr(convert, "load_from_proto", lambda load: 1 / 0)
+            # What is told of it may fail, too.
+            world.bugs.append(RuntimeError("a bug of what moves requests"))
+            world.decode.says.put_nowait(OUTPUTS[0])
+            await world.until(lambda: world.broken)
+        await world.until(world.is_up)
+        world.decode.says.put_nowait(OUTPUTS[1])
+        await world.until(lambda: world.heard)
+        assert "worker d: its stream cannot be read" in caplog.text
+        assert "worker d: its end could not be told" in caplog.text
