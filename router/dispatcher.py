@@ -290,7 +290,7 @@ class ClusterDispatcher:
                 raise poison_error(left_s)
 
     def _capacity(self) -> Capacity | None:
-        prefill, decode = self._links.up("prefill"), self._links.up("decode")
+        prefill, decode = self._links.usable("prefill"), self._links.usable("decode")
         if self._config.local_prefill != "never":
             prefill = prefill or decode
         if not prefill or not decode:

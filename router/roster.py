@@ -50,7 +50,7 @@ class Roster:
         if load is not link.load:
             table.set_load(name, link.load, now * 1e3)
         self._seen[name] = (record, link.load)
-        up = self._links.is_up(link)
+        up = self._links.is_usable(link)
         table.set_up(name, up, lends=link.lends(now))
         if up:
             self.fingerprint = record.fingerprint

@@ -158,7 +158,7 @@ class Routes:
             decision = self._planner.decide(asked, hashes, held, now)
             chosen = {decision.prefill, decision.decode}
             links = [link for name in chosen if (link := self._links.get(name)) is not None]
-            if len(links) == len(chosen) and all(map(self._links.is_up, links)):
+            if len(links) == len(chosen) and all(map(self._links.is_usable, links)):
                 return decision
         except Unavailable:
             pass

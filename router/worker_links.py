@@ -170,10 +170,14 @@ class WorkerLink:
 
     def is_up(self, now: float, missing_s: float) -> bool:
         """Whether new requests may go there; not to one that was missing for ``missing_s``."""
+        well = not self.hangs(now) and now - self._failed_at > _COOL_DOWN_S
+        return well and self.is_ready(now, missing_s)
+
+    def is_ready(self, now: float, missing_s: float) -> bool:
+        """Whether it is connected and takes requests, as far as it has said itself."""
         if self.missing_since is not None and now - self.missing_since > missing_s:
             return False
-        ready = self.record.state == "ready" and self.connected and not self.hangs(now)
-        return ready and now - self._failed_at > _COOL_DOWN_S
+        return self.record.state == "ready" and self.connected
 
     def lends(self, now: float) -> bool:
         """Whether its cached blocks may be fetched: also while it is drained."""
@@ -241,6 +245,23 @@ class WorkerLinks:
         links = [link for link in self._links.values() if link.record.role == role]
         ready = [link for link in links if link.is_up(now, self._missing_s)]
         return [link for link in ready if link.breaker.allows(now)] or ready
+
+    def usable(self, role: str) -> list[WorkerLink]:
+        """The links of a role at which requests are placed.
+
+        Where none is up, those that hang or have just failed: such a worker may go on in a moment,
+        and a request that waits for it has lost nothing.
+        """
+        now = time.monotonic()
+        return self.up(role) or [
+            link
+            for link in self._links.values()
+            if link.record.role == role and link.is_ready(now, self._missing_s)
+        ]
+
+    def is_usable(self, link: WorkerLink) -> bool:
+        """Whether it is among the ``usable`` ones of its role."""
+        return self.is_up(link) or link in self.usable(link.record.role)
 
     def all(self) -> list[WorkerLink]:
         return list(self._links.values())

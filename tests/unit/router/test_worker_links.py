@@ -462,6 +462,22 @@ async def test_who_is_left_out_serves_where_nobody_else_does() -> None:
         assert [world.links.is_up(link) for link in (one, other)] == [True, False]
 
 
+async def test_where_no_worker_is_up_requests_wait_for_one_that_hangs() -> None:
+    async with open_world() as world:
+        world.links.update({"d": world.record, "e": replace(world.record, incarnation="e")})
+        await world.until(lambda: len(world.links.up("decode")) == 2)
+        one, other = world.links.all()
+        one.suspect(time.monotonic())
+        assert world.links.usable("decode") == [other]
+        assert not world.links.is_usable(one)
+        other.suspect(time.monotonic())
+        assert world.links.up("decode") == []
+        assert world.links.usable("decode") == [one, other]
+        assert world.links.is_usable(one)
+        world.links.update({"d": replace(world.record, state="draining"), "e": other.record})
+        assert world.links.usable("decode") == [other]
+
+
 async def test_workers_that_went_away_together_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_links, "MOMENT_S", 0.2)
     monkeypatch.setattr(worker_links, "RETURN_S", DEADLINE_S)
