@@ -196,7 +196,7 @@ class LocalPrefill:
             raise
         # An attempt is placed once: whatever comes late for it is refused.
         attempt = (sequence.spec.request_id, sequence.spec.attempt)
-        self._receiver.blocks.book.bury(attempt, time.monotonic())
+        self._receiver.blocks.book.bury(attempt, self._receiver.blocks.clock())
         sequence.cached_tokens = len(leading) * self._context.engine.scheduler.limits.block_size
         self._keep(sequence)
         sequence.spare = pool.allocate(sequence.spec.choices - 1)

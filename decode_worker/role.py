@@ -60,6 +60,8 @@ class DecodeRole:
             incarnation=context.incarnation,
         )
         context.exchange.receiver.listeners.append(self)
+        self.clock = context.exchange.receiver.clock
+        """By which peers are gone; deadlines are on the monotonic clock."""
         self.closing = False
         self.local = LocalPrefill(
             context,
@@ -87,7 +89,7 @@ class DecodeRole:
     def outbox(self, router_id: str) -> Outbox:
         """A router's outbox, made when it is first needed."""
         if router_id not in self._outboxes:
-            self._outboxes[router_id] = Outbox(time.monotonic())
+            self._outboxes[router_id] = Outbox(self.clock())
         return self._outboxes[router_id]
 
     def has_work_of(self, router_id: str) -> bool:
@@ -119,7 +121,7 @@ class DecodeRole:
         if offer.spec.sampling.grammar is not None:
             self.context.grammars.begin(offer.spec.sampling.grammar)
         was_busy = self.has_work_of(offer.spec.router_id)
-        ticket = self.receiver.reserve(offer, time.monotonic())
+        ticket = self.receiver.reserve(offer, self.clock())
         if not was_busy:
             # From now on it is to say more often that it lives.
             self.outbox(offer.spec.router_id).hurry()
@@ -205,7 +207,7 @@ class DecodeRole:
         the bytes that crossed the wire.
         """
         now = time.monotonic()
-        receipt = self.receiver.commit(ticket_id, writer, now)
+        receipt = self.receiver.commit(ticket_id, writer, self.clock())
         spec = receipt.spec
         deadline = self._deadlines.pop((spec.request_id, spec.attempt))
         sequence = self.context.make_sequence(spec, arrived=now, deadline=deadline)
@@ -256,7 +258,7 @@ class DecodeRole:
     def abort(self, attempt: Attempt, choice: int | None = None) -> None:
         """End a request in whatever state it is, or one of its choices that runs; idempotent."""
         if choice is None:
-            self.receiver.blocks.abort(attempt, time.monotonic())
+            self.receiver.blocks.abort(attempt, self.clock())
             self.local.ended(attempt, TicketEnded("the request was aborted"))
         for sequence in self._forget(attempt, choice):
             self.context.control.remove(sequence)
@@ -268,7 +270,7 @@ class DecodeRole:
         A sequence that was committed runs on, since its writer may not know that it was: the
         router ends what runs.
         """
-        self.receiver.blocks.abort(attempt, time.monotonic())
+        self.receiver.blocks.abort(attempt, self.clock())
         self._deadlines.pop(attempt, None)
         self.context.control.pump()
 
@@ -376,7 +378,7 @@ class DecodeRole:
         for attempt, deadline in list(self._deadlines.items()):
             if deadline <= now:
                 self.abort(attempt)
-        self._drop_lost_routers(now)
+        self._drop_lost_routers(self.clock())
         self._hand_back()
         self._flush()
         self.context.control.beat(now)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -61,7 +60,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 yield self._message(outbox.take())
             yield self._message(outbox.take())
         finally:
-            outbox.close(reader, time.monotonic())
+            outbox.close(reader, role.clock())
 
     def _message(self, outputs: list[TokenOutput]) -> decode_pb2.StreamTokensResponse:
         return decode_pb2.StreamTokensResponse(

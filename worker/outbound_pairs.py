@@ -7,6 +7,7 @@ that comes back does so on another port. Owned by the control loop of the rank.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
@@ -32,8 +33,13 @@ class OutboundPairs:
         limits: PairLimits,
         executor: Executor,
         connect: Callable[[str], grpc.aio.Channel] = open_channel,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``transports`` are registered; ``executor`` reads blocks; ``connect`` makes channels."""
+        """``transports`` are registered; ``executor`` reads blocks; ``connect`` makes channels.
+
+        ``clock``: by which peers are silent; see ``baton.listening_clock``.
+        """
+        self._clock = clock
         self._identity = identity
         self._transports = transports
         self._limits = limits
@@ -79,14 +85,20 @@ class OutboundPairs:
         return pair if pair is not None and not pair.broken.done() else None
 
     async def _open(self, peer: Peer) -> Outbound:
-        pair = Outbound(self._identity, peer, self._transports, self._limits, self._executor)
-        try:
-            await pair.open(self.channel(peer.address), self._limits.silence_s)
-        except TimeoutError:
-            raise WorkerFailed(
-                f"{peer.incarnation} has not answered for {self._limits.silence_s} s"
-            ) from None
-        return pair
+        silence_s = self._limits.silence_s
+        while True:
+            pair = Outbound(self._identity, peer, self._transports, self._limits, self._executor)
+            began = self._clock()
+            try:
+                await pair.open(self.channel(peer.address), silence_s)
+            except TimeoutError:
+                # Where this process stood still, the peer may have answered all the same.
+                if self._clock() - began >= silence_s / 2:
+                    raise WorkerFailed(
+                        f"{peer.incarnation} has not answered for {silence_s} s"
+                    ) from None
+            else:
+                return pair
 
     def _opened(self, peer: Peer, done: asyncio.Task[Outbound]) -> None:
         self._opening.pop(peer, None)

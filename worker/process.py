@@ -6,14 +6,15 @@
     ready, draining ─a background task breaks, a rank is lost→ failed (run() raises)
     any after start() ─the device is lost, steps fail in a row, a rank is lost on a CUDA device→
         the process ends at once
-    ready ─its lease lapsed while it stood still→ ready, in another life
+    ready ─it stood still, and the registry says that its lease lapsed→ ready, in another life
     ready ─its lease lapsed while it could not renew it→ leaving
     leaving ─nothing runs any more, or LEAVE_S are over→ ready, in another life
 
 A life (``worker/life.py``) is what has an incarnation. What has an engine outlives it: weights,
 cached blocks and the tiers behind them, metrics.
 
-Everything but the engine's steps and the copying of blocks runs on one event loop.
+Everything but the engine's steps and the copying of blocks runs on one event loop. What keeps
+promises to peers (``_heartbeat``) never waits for Redis: that is a task of its own (``_register``).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from prometheus_client import CollectorRegistry
 from baton.background import end_tasks
 from baton.config import Config, PoolConfig
 from baton.errors import InvalidRequest, Unavailable, WorkerFailed
+from baton.listening_clock import ListeningClock
 from baton.loop_lag import watch_loop
 from baton.metrics import WorkerMetrics
 from baton.metrics_server import MetricsServer
@@ -77,6 +79,10 @@ there to refuse what they send: to somebody who finds nobody, it has died."""
 _TRANSFER_THREADS = 2
 _BEATS = 4
 """So many times in a heartbeat the event loop looks whether it stood still."""
+REGISTRY_S = 10.0
+"""The longest that a call to the registry may take, all of its round trips included. A connection
+that must be made takes some seven, each of which has a deadline of a second of its own."""
+_FAREWELL_S = 2.0
 _DRAIN_POLL_S = 0.02
 _REASON_S = 2.0
 
@@ -116,8 +122,12 @@ class WorkerProcess:
         self._lease = OwnLease(settings.config.registry_ttl_s, settings.config.heartbeat_s)
         self._leave_by: float | None = None
         """Until when this life may go on that has lost its entry; monotonic, in seconds."""
-        self._awake = asyncio.Event()
-        """Set when the process has stood still for too long."""
+        self._woken = asyncio.Event()
+        """Set when the process goes on after it has stood still: the registry is asked at once."""
+        self._condemned = asyncio.Event()
+        """Set when the registry has said that this life is over: it ends at once where it may."""
+        self._registering = asyncio.Lock()
+        """One call at a time, so that what is told last counts."""
         self._memory = PoolMemory(shared=settings.config.transport in ("auto", "shm"))
         self._next_check_at = 0.0
         self._tasks: list[asyncio.Task[None]] = []
@@ -172,6 +182,7 @@ class WorkerProcess:
             await self._make_tiers(control, costs, metrics),
             costs,
             self._transfers,
+            ListeningClock(2 * settings.config.heartbeat_s / _BEATS),
             self.lead.addresses() if self.lead is not None and settings.pool.tp > 1 else (),
         )
         await self._begin_life()
@@ -181,6 +192,7 @@ class WorkerProcess:
         await self._renew()
         self._tasks = [
             asyncio.create_task(self._heartbeat(), name="heartbeat"),
+            asyncio.create_task(self._register(), name="register"),
             asyncio.create_task(self._publish(), name="publish"),
             asyncio.create_task(self._watch_itself(), name="own-lease"),
             asyncio.create_task(watch_loop(self._show_lag), name="loop-lag"),
@@ -274,7 +286,7 @@ class WorkerProcess:
         self._stopped.set()
         await end_tasks(self._tasks)
         if self._started_life is not None:
-            await self.life.end(self._registry)
+            await self._end_life()
             if self._lasting.tiers is not None:
                 await self._lasting.tiers.stop(STOP_DEADLINE_S)
             await asyncio.to_thread(self._lasting.control.stop, STOP_DEADLINE_S)
@@ -300,29 +312,37 @@ class WorkerProcess:
         """Begin anew with the same engine. Raises TimeoutError where it cannot be freed."""
         old = self.life
         log.warning("%s ends: %s", old.context.incarnation, reason)
-        await old.end(self._registry)
+        await self._end_life()
         async with asyncio.timeout(STOP_DEADLINE_S):
             # Steps and copies that are under way tell the loop when they have ended.
             while not old.is_over:  # noqa: ASYNC110
                 await asyncio.sleep(_DRAIN_POLL_S)
         await self._begin_life()
 
+    async def _end_life(self) -> None:
+        """Leave the registry; whatever runs ends with an error, or has ended."""
+        # An entry that cannot be struck off in time lapses by itself.
+        with contextlib.suppress(redis.RedisError, TimeoutError):
+            async with asyncio.timeout(_FAREWELL_S), self._registering:
+                await self._registry.remove(self.life.context.incarnation)
+        await self.life.end()
+
     async def _live_on(self, now: float) -> None:
-        """In another life, where this one's lease has lapsed."""
-        self._awake.clear()
-        if self.drained:
+        """In another life, where the registry has said that this one is over."""
+        self._condemned.clear()
+        if self.drained or self._leave_by is None:
             return
-        if self._lease.lapsed:
-            await self._take_new_life("it stood still, and its lease lapsed")
-        elif self._leave_by is not None and (now >= self._leave_by or self.life.is_empty):
-            await self._take_new_life("its lease lapsed while Redis was away for it alone")
+        if now >= self._leave_by or self.life.is_empty:
+            await self._take_new_life("the registry says that its lease has lapsed")
 
     async def _watch_itself(self) -> None:
         """Notice that the process stood still, as soon as it goes on."""
         while True:
             await asyncio.sleep(self.settings.config.heartbeat_s / _BEATS)
-            if self._lease.beat(time.monotonic()) and not self._changing.locked():
-                self._awake.set()
+            self._lasting.clock.tick()
+            if self._lease.beat(time.monotonic()):
+                log.warning("%s stood still", self.life.context.incarnation)
+                self._woken.set()
 
     # Leaving, or coming back as another
 
@@ -412,7 +432,11 @@ class WorkerProcess:
     # What it does all the while
 
     async def _heartbeat(self) -> None:
-        config = self.settings.config
+        """Renew what was promised, and end what has expired. Never waits for Redis: a slow one, or
+
+        none, is no reason for a peer to take this worker for dead.
+        """
+        heartbeat_s = self.settings.config.heartbeat_s
         while True:
             began = time.monotonic()
             if not self._changing.locked():
@@ -424,12 +448,9 @@ class WorkerProcess:
             context.exchange.check_ranks()
             await self.life.role.heartbeat()
             self._refresh(context)
-            await self._renew()
             self._check_integrity(context)
             self.beats += 1
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, began + config.heartbeat_s - time.monotonic())):
-                    await self._awake.wait()
+            await _rest(began + heartbeat_s, self._condemned)
 
     def _refresh(self, context: WorkerContext) -> None:
         """Blocks are given back without a step, too."""
@@ -442,26 +463,48 @@ class WorkerProcess:
         # Another role has gauges of its own.
         self._gauges.loop_lag(late_s)
 
+    async def _register(self) -> None:
+        """Keep the registry's entry alive, however long Redis takes for it."""
+        heartbeat_s = self.settings.config.heartbeat_s
+        while True:
+            began = time.monotonic()
+            self._woken.clear()
+            await self._renew()
+            await _rest(began + heartbeat_s, self._woken)
+
     async def _renew(self) -> None:
-        """Say in the registry what this worker is and does."""
-        asked_at = time.monotonic()
-        life = self.life
-        record = replace(life.record, load=life.context.control.load())
-        renew = self._lease.registered and self._leave_by is None
-        try:
-            with self._gauges.registry_calls.one():
-                is_there = await self._registry.put(
-                    record, self.settings.config.registry_ttl_s, renew=renew
-                )
-        except redis.RedisError as error:
-            log.warning("the registry cannot be reached: %s", error)
+        """Say in the registry what this worker is and does.
+
+        The registry alone says whether this life is over; while it cannot be asked the life goes
+        on. That is safe for a worker that stood still, too: what others have placed elsewhere
+        meanwhile is another attempt, whose tokens alone their routers accept; what they promised to
+        this life has ended with their leases; and messages for another incarnation are refused.
+        And where all stood still, the registry as well, nobody has acted.
+        """
+        async with self._registering:
+            asked_at = time.monotonic()
+            life = self.life
+            record = replace(life.record, load=life.context.control.load())
+            renew = self._lease.registered and self._leave_by is None
+            try:
+                with self._gauges.registry_calls.one():
+                    async with asyncio.timeout(REGISTRY_S):
+                        is_there = await self._registry.put(
+                            record, self.settings.config.registry_ttl_s, renew=renew
+                        )
+            except (redis.RedisError, TimeoutError) as error:
+                log.warning("the registry cannot be reached: %s", error)
+                return
+        if life is not self.life:
             return
         if is_there:
             self._lease.renewed(asked_at)
             return
         log.warning("%s is dead to the registry: it takes nothing new", record.incarnation)
         self._take_nothing_more()
-        self._leave_by = asked_at + LEAVE_S
+        # Routers have given up one that stood still. One that did not was within their reach.
+        self._leave_by = asked_at + (0.0 if self._lease.stood_still else LEAVE_S)
+        self._condemned.set()
 
     def _check_integrity(self, context: WorkerContext) -> None:
         """When nothing runs, nothing is used."""
@@ -498,6 +541,13 @@ class WorkerProcess:
             # Where many workers keep the server busy, each asks for less of it.
             rest = min(_PUBLISH_REST * took, self.settings.config.heartbeat_s)
             await asyncio.sleep(max(PUBLISH_EVERY_S, rest))
+
+
+async def _rest(until: float, woken: asyncio.Event) -> None:
+    """Until that moment of the monotonic clock, or until it is woken."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(max(0.0, until - time.monotonic())):
+            await woken.wait()
 
 
 def _make_gauges(metrics: WorkerMetrics, settings: WorkerSettings) -> WorkerGauges:

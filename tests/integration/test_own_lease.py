@@ -157,3 +157,53 @@ async def test_a_redis_that_is_away_for_all_ends_no_life(tiny_model: Path) -> No
             # Long enough for each to have been judged.
             await asyncio.sleep(TTL_S)
             assert set(await cluster.registry.all()) == before
+
+
+async def test_a_host_that_stood_still_for_longer_than_leases_loses_nothing(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Workers, store and router (this process) alike: no life ends, and the answer goes on."""
+    config = Config(dtype="float32", local_prefill="never", admission_slo_factor=0.0, **BEATS)
+    with valkey() as url:
+        cluster = MiniCluster(config, tiny_model, url)
+        children = [
+            WorkerChild(
+                Job(
+                    role,
+                    f"{role}-0",
+                    "shm",
+                    str(tiny_model),
+                    url,
+                    cluster.cluster_id,
+                    registry_ttl_s=TTL_S,
+                ),
+                tmp_path / f"{role}.log",
+            )
+            for role in ROLES
+        ]
+        try:
+            for child in children:
+                await child.ready()
+            await cluster.dispatcher.start()
+            await cluster.until(lambda: cluster.dispatcher.health()[0] == "ok")
+            before = set(await cluster.registry.all())
+            prompt = prompt_of(30)
+            running = cluster.dispatcher.generate(cluster.request(prompt, LONG))
+            first = [*(await anext(running)).token_ids, *(await anext(running)).token_ids]
+            with stopped(url):
+                for child in children:
+                    child.send_signal(signal.SIGSTOP)
+                # Blocks the router, too.
+                time.sleep(2 * TTL_S)  # noqa: ASYNC251
+                for child in children:
+                    child.send_signal(signal.SIGCONT)
+            rest = await collect(running)
+            assert rest.finish_reason is FinishReason.LENGTH
+            assert (*first, *rest.token_ids) == local_answer(tiny_model, prompt, LONG)
+            async with asyncio.timeout(PATIENCE_S):
+                while set(await cluster.registry.all()) != before:
+                    await asyncio.sleep(0.05)
+        finally:
+            await cluster.stop()
+            for child in children:
+                child.end()

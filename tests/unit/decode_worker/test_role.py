@@ -87,7 +87,13 @@ class World:
         scheduler = Scheduler(self.pool, SchedulerLimits(4, 64, 8, 64))
         self.control = Control(scheduler, clock.monotonic)
         self.metrics = WorkerMetrics(CollectorRegistry())
-        self.blocks = BlockReceiver(self.pool, self.metrics, block_bytes=BLOCK_BYTES, lease_s=3.0)
+        self.blocks = BlockReceiver(
+            self.pool,
+            self.metrics,
+            block_bytes=BLOCK_BYTES,
+            lease_s=3.0,
+            clock=lambda: self.now,
+        )
         context = SimpleNamespace(
             settings=SimpleNamespace(config=Config(), slot="decode-0"),
             engine=SimpleNamespace(
