@@ -167,7 +167,9 @@ class DecodeRole:
         spec = self.receiver.promised(ticket_id)
         if spec is not None and spec.sampling.grammar is not None:
             deadline = self._deadlines[(spec.request_id, spec.attempt)]
-            await self.context.grammars.ready(spec.sampling.grammar, deadline)
+            # Compiling takes as long as it takes, and the caller says how long that may be.
+            with self.receiver.blocks.holding(ticket_id, writer):
+                await self.context.grammars.ready(spec.sampling.grammar, deadline)
         return self.commit(ticket_id, writer, first_token, logprobs=logprobs, others=others)
 
     async def _settled(self, ticket_id: str) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -292,6 +293,16 @@ class BlockReceiver(TicketReceiver):
         else:
             self._metrics.pulled_blocks.labels(transport=transport).inc(len(ticket.missing))
         return ticket
+
+    @contextmanager
+    def holding(self, ticket_id: str, writer: str) -> Iterator[None]:
+        """As long as a commit waits for this worker: see ``Ticket.hold``. Raises TicketEnded."""
+        ticket = self.book.get(ticket_id)
+        ticket.hold(writer)
+        try:
+            yield
+        finally:
+            ticket.let_go(self.clock())
 
     def abort(self, attempt: Attempt, now: float, outcome: str = "aborted") -> None:
         """End an attempt's ticket, or see that it never gets one; idempotent.
