@@ -26,6 +26,7 @@ from decode_worker.handoff_stream import HandoffStream
 from decode_worker.local_prefill import LocalPrefill
 from decode_worker.outbox import Outbox
 from decode_worker.receiver import HandoffReceiver, Offer
+from decode_worker.reserve_queue import ReserveQueue
 from decode_worker.sequence_spans import SequenceSpans
 from decode_worker.service import DecodeServicer
 from engine.sequence import Sequence
@@ -69,6 +70,7 @@ class DecodeRole:
             Fetcher(context, estimates or FetchEstimates()),
             keep=self._keep,
             end=self._end_local,
+            others_wait=lambda: len(self.reserves) > 0,
         )
         self._outboxes: dict[str, Outbox] = {}
         self._spans = SequenceSpans(context.settings.slot)
@@ -79,6 +81,9 @@ class DecodeRole:
         self.beats = Beats.of(context.settings.config)
         self._prefills = PrefillServicer(self.local.run, context.control.load, self.beats)
         self._streams: set[HandoffStream] = set()
+        self.reserves = ReserveQueue()
+        """Of writers that wait for room."""
+        self._serves_soon = False
         self._commits: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
 
     def mount(self, server: grpc.aio.Server) -> None:
@@ -92,9 +97,12 @@ class DecodeRole:
             self._outboxes[router_id] = Outbox(self.clock())
         return self._outboxes[router_id]
 
-    def has_work_of(self, router_id: str) -> bool:
-        """Whether a sequence of this router runs here, waits, or is being handed over."""
-        if self.receiver.promises(router_id):
+    def has_work_of(self, router_id: str, but: str = "") -> bool:
+        """Whether a sequence of this router runs here, waits, or is being handed over.
+
+        The ticket ``but`` does not count.
+        """
+        if self.receiver.promises(router_id, but):
             return True
         every = (choice for choices in self._sequences.values() for choice in choices.values())
         return any(sequence.spec.router_id == router_id for sequence in every)
@@ -115,19 +123,51 @@ class DecodeRole:
     def reserve(self, offer: Offer) -> Ticket:
         """See ``HandoffReceiver.reserve``. Its grammar is compiled while its blocks arrive.
 
-        Raises Unavailable where the worker takes nothing more.
+        Raises NoRoom, and Unavailable where the worker takes nothing more.
         """
         self.context.intake.check()
+        if offer.deadline is None:
+            offer.deadline = time.monotonic() + offer.spec.deadline_s
         if offer.spec.sampling.grammar is not None:
             self.context.grammars.begin(offer.spec.sampling.grammar)
-        was_busy = self.has_work_of(offer.spec.router_id)
         ticket = self.receiver.reserve(offer, self.clock())
-        if not was_busy:
+        if not self.has_work_of(offer.spec.router_id, but=ticket.ticket_id):
             # From now on it is to say more often that it lives.
             self.outbox(offer.spec.router_id).hurry()
-        self._deadlines[ticket.attempt] = time.monotonic() + offer.spec.deadline_s
+        self._deadlines[ticket.attempt] = offer.deadline
         self.context.control.pump_soon()
         return ticket
+
+    def ask(self, offer: Offer) -> asyncio.Future[Ticket]:
+        """``reserve``, as soon as there is room and it is its turn.
+
+        Who cancels the future waits no more. Raises what ``reserve`` does where it need not wait,
+        and NoRoom where too many wait.
+        """
+        asked: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
+        if self.receiver.blocks.book.find(offer.attempt) is not None:
+            # It was answered before, and the answer was lost.
+            asked.set_result(self.reserve(offer))
+            return asked
+        self.context.intake.check()
+        self.receiver.check_offer(offer)
+        offer.deadline = time.monotonic() + offer.spec.deadline_s
+        self.reserves.add(offer, asked)
+        asked.add_done_callback(self.reserves.leave)
+        self.reserves.serve(self.reserve)
+        if asked.done():
+            asked.result()
+        return asked
+
+    def _serve_soon(self) -> None:
+        """Blocks or places may have come back: whoever waits for them is served."""
+        if len(self.reserves) and not self._serves_soon:
+            self._serves_soon = True
+            asyncio.get_running_loop().call_soon(self._serve)
+
+    def _serve(self) -> None:
+        self._serves_soon = False
+        self.reserves.serve(self.reserve)
 
     def opened(self, ticket_id: str) -> asyncio.Future[None] | None:
         """See ``BlockReceiver.opened``."""
@@ -190,6 +230,7 @@ class DecodeRole:
 
     def released(self, ticket: Ticket, error: BatonError) -> None:
         """Its commit will not come."""
+        self._serve_soon()
         for waiting in self._commits.get(ticket.ticket_id, ()):
             if not waiting.done():
                 waiting.set_exception(error)
@@ -261,7 +302,8 @@ class DecodeRole:
         """End a request in whatever state it is, or one of its choices that runs; idempotent."""
         if choice is None:
             self.receiver.blocks.abort(attempt, self.clock())
-            self.local.ended(attempt, TicketEnded("the request was aborted"))
+            self.reserves.end(attempt, _aborted())
+            self.local.ended(attempt, _aborted())
         for sequence in self._forget(attempt, choice):
             self.context.control.remove(sequence)
         self.context.control.pump()
@@ -273,6 +315,7 @@ class DecodeRole:
         router ends what runs.
         """
         self.receiver.blocks.abort(attempt, self.clock())
+        self.reserves.end(attempt, _aborted())
         self._deadlines.pop(attempt, None)
         self.context.control.pump()
 
@@ -286,6 +329,7 @@ class DecodeRole:
             gone = [choices.pop(choice)] if choice in choices else []
         for sequence in gone:
             self._spans.end(sequence)
+        self._serve_soon()
         if not choices:
             self._deadlines.pop(attempt, None)
             self._sequences.pop(attempt, None)
@@ -302,6 +346,7 @@ class DecodeRole:
                     self._forget(_attempt(sequence), sequence.choice)
         self._hand_back()
         self._flush()
+        self._serve_soon()
 
     def _hand_back(self) -> None:
         """Tell of the sequences that have lost their blocks: behind all their tokens."""
@@ -384,6 +429,19 @@ class DecodeRole:
         self._hand_back()
         self._flush()
         self.context.control.beat(now)
+        self._mind_reserves()
+
+    def _mind_reserves(self) -> None:
+        """Some room comes back without a word: blocks that others read, prefixes that are held."""
+        try:
+            self.context.intake.check()
+        except Unavailable as draining:
+            self.reserves.close(draining)
+            return
+        head = self.reserves.head()
+        if head is not None:
+            head.least_blocks = 0
+            self._serve_soon()
 
     def _drop_lost_routers(self, now: float) -> None:
         for router_id, outbox in list(self._outboxes.items()):
@@ -400,6 +458,7 @@ class DecodeRole:
         self.closing = True
         for stream in list(self._streams):
             stream.end(_stopping())
+        self.reserves.close(_stopping())
         self.receiver.blocks.close()
         stopping = WorkerFailed("the decode worker is stopping")
         for choices in list(self._sequences.values()):
@@ -413,6 +472,10 @@ class DecodeRole:
 
 def _attempt(sequence: Sequence) -> Attempt:
     return sequence.spec.request_id, sequence.spec.attempt
+
+
+def _aborted() -> TicketEnded:
+    return TicketEnded("the request was aborted")
 
 
 def _stopping() -> Unavailable:

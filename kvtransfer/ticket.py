@@ -136,9 +136,9 @@ class Ticket:
             self.expires_at = now + self.lease_s
 
     def hold(self, writer: str) -> None:
-        """A commit waits for something that is the receiver's own affair: until ``let_go`` the lease
+        """A commit waits for the receiver itself: until ``let_go`` the lease does not lapse.
 
-        does not lapse. Raises TicketEnded where it is not open for that writer.
+        Raises TicketEnded where it is not open for that writer.
         """
         if not self.is_open or writer != self.writer:
             raise TicketEnded(f"ticket {self.ticket_id} is not open for {writer}")

@@ -174,7 +174,7 @@ async def living() -> AsyncIterator[Living]:
     living = Living()
     before = asyncio.all_tasks()
     yield living
-    await end_tasks(asyncio.all_tasks() - before - {asyncio.current_task()})  # type: ignore[arg-type]
+    await end_tasks(asyncio.all_tasks() - before - {asyncio.current_task()})
 
 
 async def test_what_was_promised_is_renewed_while_the_registry_never_answers(
