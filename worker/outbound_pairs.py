@@ -1,7 +1,7 @@
 """The pairs by which one rank of this worker sends, and the channels to its peers.
 
-A pair that has broken is forgotten, and the channel goes with the last pair at its address: a peer
-that comes back does so on another port. Owned by the control loop of the rank.
+A pair that has broken is forgotten, and a channel that nobody uses goes with the next heartbeat: a
+peer that comes back does so on another port. Owned by the control loop of the rank.
 """
 
 from __future__ import annotations
@@ -108,12 +108,16 @@ class OutboundPairs:
             self._leave(peer.address)
 
     def heartbeat(self, now: float) -> None:
-        """Renew leases, give up silent peers, forget those that have gone."""
+        """Renew leases, give up silent peers, forget those that have gone.
+
+        A channel without a pair stays until then: calls that follow one another share it.
+        """
         for peer, pair in list(self._pairs.items()):
             pair.heartbeat(now)
             if pair.broken.done():
                 del self._pairs[peer]
-                self._leave(peer.address)
+        for address in list(self._channels):
+            self._leave(address)
 
     def _leave(self, address: str) -> None:
         """Close a channel that nobody uses."""
@@ -151,6 +155,6 @@ class OutboundPairs:
 
     async def close_channels(self) -> None:
         """Close every channel."""
-        for channel in self._channels.values():
+        for channel in list(self._channels.values()):
             await channel.close()
         await asyncio.gather(*self._closing)
