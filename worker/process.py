@@ -49,6 +49,7 @@ from worker.control_loop import ControlLoop
 from worker.cores import CoreBoard
 from worker.device import DeviceWatch, use_device
 from worker.engine_start import Measure, StartEngine, core_board, measure, start_engine
+from worker.engine_watch import ENGINE_HANG_S
 from worker.gauges import WorkerGauges
 from worker.kv_tiers import KvTiers, make_storages
 from worker.life import Lasting, Life
@@ -424,9 +425,16 @@ class WorkerProcess:
         log.info("%s is a %s worker now", life.record.incarnation, name)
 
     async def _steps_ended(self, context: WorkerContext) -> None:
-        """What was ended by the deadline may be in a step that runs."""
-        end = time.monotonic() + STOP_DEADLINE_S
-        while not context.control.scheduler.is_idle() and time.monotonic() < end:  # noqa: ASYNC110
+        """What was ended by the deadline may be in a step that runs; the next role has none of it.
+
+        Raises WorkerFailed where the engine hangs: then the process ends.
+        """
+        end = time.monotonic() + ENGINE_HANG_S
+        while not context.control.scheduler.is_idle():
+            if time.monotonic() >= end:
+                reason = "its engine has not ended the steps of its last role"
+                self._end(reason)
+                raise WorkerFailed(reason)
             await asyncio.sleep(_DRAIN_POLL_S)
 
     # What it does all the while

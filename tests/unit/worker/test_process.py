@@ -242,3 +242,29 @@ async def test_a_worker_that_the_registry_alone_has_lost_ends_what_it_runs(livin
     assert living.life.record.state == DRAINING
     assert living.process._leave_by is not None
     assert living.process._leave_by > time.monotonic() + LEAVE_S / 2
+
+
+# Another role
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_role_changes_once_the_engine_has_ended_the_steps_of_the_last_one(
+    monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    monkeypatch.setattr("worker.process.ENGINE_HANG_S", 0.02 if hangs else 20.0)
+    monkeypatch.setattr("worker.process.STOP_DEADLINE_S", 0.0)
+    reasons: list[str] = []
+    looks = iter(range(1000))
+    scheduler = SimpleNamespace(is_idle=lambda: not hangs and next(looks) == 3)
+    process = WorkerProcess.__new__(WorkerProcess)
+    process._fail = reasons.append
+    process.settings = cast(WorkerSettings, SimpleNamespace(slot="decode-0"))
+    context = cast(WorkerContext, SimpleNamespace(control=SimpleNamespace(scheduler=scheduler)))
+    if not hangs:
+        await process._steps_ended(context)
+        assert next(looks) == 4, "it has waited for them"
+        assert not reasons
+        return
+    with pytest.raises(WorkerFailed, match="has not ended the steps"):
+        await process._steps_ended(context)
+    assert reasons == ["worker decode-0 ends: its engine has not ended the steps of its last role"]
