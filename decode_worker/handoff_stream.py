@@ -151,7 +151,7 @@ class HandoffStream:
     def _ask(self, request: decode_pb2.ReserveRequest) -> asyncio.Future[Ticket]:
         if self._role.closing:
             raise Unavailable("this decode worker is stopping")
-        return self._role.ask(
+        return self._role.reserves.ask(
             Offer(
                 fingerprint=request.fingerprint,
                 geometry=convert.geometry_from_proto(request.geometry),

@@ -26,7 +26,7 @@ from decode_worker.handoff_stream import HandoffStream
 from decode_worker.local_prefill import LocalPrefill
 from decode_worker.outbox import Outbox
 from decode_worker.receiver import HandoffReceiver, Offer
-from decode_worker.reserve_queue import ReserveQueue
+from decode_worker.reserves import Reserves
 from decode_worker.sequence_spans import SequenceSpans
 from decode_worker.service import DecodeServicer
 from engine.sequence import Sequence
@@ -81,9 +81,7 @@ class DecodeRole:
         self.beats = Beats.of(context.settings.config)
         self._prefills = PrefillServicer(self.local.run, context.control.load, self.beats)
         self._streams: set[HandoffStream] = set()
-        self.reserves = ReserveQueue()
-        """Of writers that wait for room."""
-        self._serves_soon = False
+        self.reserves = Reserves(self.receiver, context.intake, self.reserve)
         self._commits: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
 
     def mount(self, server: grpc.aio.Server) -> None:
@@ -137,37 +135,6 @@ class DecodeRole:
         self._deadlines[ticket.attempt] = offer.deadline
         self.context.control.pump_soon()
         return ticket
-
-    def ask(self, offer: Offer) -> asyncio.Future[Ticket]:
-        """``reserve``, as soon as there is room and it is its turn.
-
-        Who cancels the future waits no more. Raises what ``reserve`` does where it need not wait,
-        and NoRoom where too many wait.
-        """
-        asked: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
-        if self.receiver.blocks.book.find(offer.attempt) is not None:
-            # It was answered before, and the answer was lost.
-            asked.set_result(self.reserve(offer))
-            return asked
-        self.context.intake.check()
-        self.receiver.check_offer(offer)
-        offer.deadline = time.monotonic() + offer.spec.deadline_s
-        self.reserves.add(offer, asked)
-        asked.add_done_callback(self.reserves.leave)
-        self.reserves.serve(self.reserve)
-        if asked.done():
-            asked.result()
-        return asked
-
-    def _serve_soon(self) -> None:
-        """Blocks or places may have come back: whoever waits for them is served."""
-        if len(self.reserves) and not self._serves_soon:
-            self._serves_soon = True
-            asyncio.get_running_loop().call_soon(self._serve)
-
-    def _serve(self) -> None:
-        self._serves_soon = False
-        self.reserves.serve(self.reserve)
 
     def opened(self, ticket_id: str) -> asyncio.Future[None] | None:
         """See ``BlockReceiver.opened``."""
@@ -230,7 +197,7 @@ class DecodeRole:
 
     def released(self, ticket: Ticket, error: BatonError) -> None:
         """Its commit will not come."""
-        self._serve_soon()
+        self.reserves.serve_soon()
         for waiting in self._commits.get(ticket.ticket_id, ()):
             if not waiting.done():
                 waiting.set_exception(error)
@@ -329,7 +296,7 @@ class DecodeRole:
             gone = [choices.pop(choice)] if choice in choices else []
         for sequence in gone:
             self._spans.end(sequence)
-        self._serve_soon()
+        self.reserves.serve_soon()
         if not choices:
             self._deadlines.pop(attempt, None)
             self._sequences.pop(attempt, None)
@@ -346,7 +313,7 @@ class DecodeRole:
                     self._forget(_attempt(sequence), sequence.choice)
         self._hand_back()
         self._flush()
-        self._serve_soon()
+        self.reserves.serve_soon()
 
     def _hand_back(self) -> None:
         """Tell of the sequences that have lost their blocks: behind all their tokens."""
@@ -429,19 +396,7 @@ class DecodeRole:
         self._hand_back()
         self._flush()
         self.context.control.beat(now)
-        self._mind_reserves()
-
-    def _mind_reserves(self) -> None:
-        """Some room comes back without a word: blocks that others read, prefixes that are held."""
-        try:
-            self.context.intake.check()
-        except Unavailable as draining:
-            self.reserves.close(draining)
-            return
-        head = self.reserves.head()
-        if head is not None:
-            head.least_blocks = 0
-            self._serve_soon()
+        self.reserves.heartbeat()
 
     def _drop_lost_routers(self, now: float) -> None:
         for router_id, outbox in list(self._outboxes.items()):

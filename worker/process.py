@@ -14,7 +14,8 @@ A life (``worker/life.py``) is what has an incarnation. What has an engine outli
 cached blocks and the tiers behind them, metrics.
 
 Everything but the engine's steps and the copying of blocks runs on one event loop. What keeps
-promises to peers (``_heartbeat``) never waits for Redis: that is a task of its own (``_register``).
+promises to peers never waits for Redis: the registry entry has a task of its own
+(``worker/own_entry.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import redis
@@ -53,7 +55,7 @@ from worker.engine_watch import ENGINE_HANG_S
 from worker.gauges import WorkerGauges
 from worker.kv_tiers import KvTiers, make_storages
 from worker.life import Lasting, Life
-from worker.own_lease import OwnLease
+from worker.own_entry import OwnEntry
 from worker.pool_memory import PoolMemory
 from worker.process_tuning import keep_buffers, spare_the_interpreter
 from worker.role import RoleFactory, WorkerContext
@@ -80,10 +82,6 @@ there to refuse what they send: to somebody who finds nobody, it has died."""
 _TRANSFER_THREADS = 2
 _BEATS = 4
 """So many times in a heartbeat the event loop looks whether it stood still."""
-REGISTRY_S = 10.0
-"""The longest that a call to the registry may take, all of its round trips included. A connection
-that must be made takes some seven, each of which has a deadline of a second of its own."""
-_FAREWELL_S = 2.0
 _DRAIN_POLL_S = 0.02
 _REASON_S = 2.0
 
@@ -119,16 +117,18 @@ class WorkerProcess:
         self._ending: asyncio.Task[None] | None = None
         self._left_nothing = False
         self._redis = redis_client(settings.redis_url)
-        self._registry = Registry(self._redis, settings.cluster_id)
-        self._lease = OwnLease(settings.config.registry_ttl_s, settings.config.heartbeat_s)
+        self._entry = OwnEntry(
+            Registry(self._redis, settings.cluster_id),
+            ttl_s=settings.config.registry_ttl_s,
+            heartbeat_s=settings.config.heartbeat_s,
+            record=self._present_record,
+            timed=self._timed_call,
+            lost=self._lost_entry,
+        )
         self._leave_by: float | None = None
         """Until when this life may go on that has lost its entry; monotonic, in seconds."""
-        self._woken = asyncio.Event()
-        """Set when the process goes on after it has stood still: the registry is asked at once."""
         self._condemned = asyncio.Event()
         """Set when the registry has said that this life is over: it ends at once where it may."""
-        self._registering = asyncio.Lock()
-        """One call at a time, so that what is told last counts."""
         self._memory = PoolMemory(shared=settings.config.transport in ("auto", "shm"))
         self._next_check_at = 0.0
         self._tasks: list[asyncio.Task[None]] = []
@@ -190,10 +190,10 @@ class WorkerProcess:
         control.start(self.life.role)
         if self._lasting.tiers is not None:
             self._lasting.tiers.start()
-        await self._renew()
+        await self._entry.tell()
         self._tasks = [
             asyncio.create_task(self._heartbeat(), name="heartbeat"),
-            asyncio.create_task(self._register(), name="register"),
+            asyncio.create_task(self._entry.keep(), name="registry-entry"),
             asyncio.create_task(self._publish(), name="publish"),
             asyncio.create_task(self._watch_itself(), name="own-lease"),
             asyncio.create_task(watch_loop(self._show_lag), name="loop-lag"),
@@ -306,7 +306,7 @@ class WorkerProcess:
         self._started_life = await Life.begin(
             self.settings, self._lasting, self._roles, self, self._redis
         )
-        self._lease.begin()
+        self._entry.begin()
         self._leave_by = None
 
     async def _take_new_life(self, reason: str) -> None:
@@ -322,10 +322,7 @@ class WorkerProcess:
 
     async def _end_life(self) -> None:
         """Leave the registry; whatever runs ends with an error, or has ended."""
-        # An entry that cannot be struck off in time lapses by itself.
-        with contextlib.suppress(redis.RedisError, TimeoutError):
-            async with asyncio.timeout(_FAREWELL_S), self._registering:
-                await self._registry.remove(self.life.context.incarnation)
+        await self._entry.strike_off()
         await self.life.end()
 
     async def _live_on(self, now: float) -> None:
@@ -341,9 +338,7 @@ class WorkerProcess:
         while True:
             await asyncio.sleep(self.settings.config.heartbeat_s / _BEATS)
             self._lasting.clock.tick()
-            if self._lease.beat(time.monotonic()):
-                log.warning("%s stood still", self.life.context.incarnation)
-                self._woken.set()
+            self._entry.beat(time.monotonic())
 
     # Leaving, or coming back as another
 
@@ -396,7 +391,7 @@ class WorkerProcess:
         """Whether nothing is left by the deadline, which may change, of what was taken before."""
         life = self.life
         self._take_nothing_more()
-        await self._renew()
+        await self._entry.tell()
         seen_at = time.monotonic() + at_least_s
         # Sequences, tickets, calls and readers end in many places, and nobody hurries.
         while (now := time.monotonic()) < deadline():
@@ -421,7 +416,7 @@ class WorkerProcess:
         life.context.control.turn(life.role, self._gauges)
         if self._cores is not None:
             self._cores.take_turn(yields=name == "prefill")
-        await self._renew()
+        await self._entry.tell()
         log.info("%s is a %s worker now", life.record.incarnation, name)
 
     async def _steps_ended(self, context: WorkerContext) -> None:
@@ -458,7 +453,9 @@ class WorkerProcess:
             self._refresh(context)
             self._check_integrity(context)
             self.beats += 1
-            await _rest(began + heartbeat_s, self._condemned)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(began + heartbeat_s - time.monotonic()):
+                    await self._condemned.wait()
 
     def _refresh(self, context: WorkerContext) -> None:
         """Blocks are given back without a step, too."""
@@ -471,47 +468,19 @@ class WorkerProcess:
         # Another role has gauges of its own.
         self._gauges.loop_lag(late_s)
 
-    async def _register(self) -> None:
-        """Keep the registry's entry alive, however long Redis takes for it."""
-        heartbeat_s = self.settings.config.heartbeat_s
-        while True:
-            began = time.monotonic()
-            self._woken.clear()
-            await self._renew()
-            await _rest(began + heartbeat_s, self._woken)
+    def _present_record(self) -> WorkerRecord:
+        life = self.life
+        return replace(life.record, load=life.context.control.load())
 
-    async def _renew(self) -> None:
-        """Say in the registry what this worker is and does.
+    def _timed_call(self) -> AbstractContextManager[None]:
+        # Another role has gauges of its own.
+        return self._gauges.registry_calls.one()
 
-        The registry alone says whether this life is over; while it cannot be asked the life goes
-        on. That is safe for a worker that stood still, too: what others have placed elsewhere
-        meanwhile is another attempt, whose tokens alone their routers accept; what they promised to
-        this life has ended with their leases; and messages for another incarnation are refused.
-        And where all stood still, the registry as well, nobody has acted.
-        """
-        async with self._registering:
-            asked_at = time.monotonic()
-            life = self.life
-            record = replace(life.record, load=life.context.control.load())
-            renew = self._lease.registered and self._leave_by is None
-            try:
-                with self._gauges.registry_calls.one():
-                    async with asyncio.timeout(REGISTRY_S):
-                        is_there = await self._registry.put(
-                            record, self.settings.config.registry_ttl_s, renew=renew
-                        )
-            except (redis.RedisError, TimeoutError) as error:
-                log.warning("the registry cannot be reached: %s", error)
-                return
-        if life is not self.life:
-            return
-        if is_there:
-            self._lease.renewed(asked_at)
-            return
-        log.warning("%s is dead to the registry: it takes nothing new", record.incarnation)
+    def _lost_entry(self, stood_still: bool) -> None:
+        """To all others this life is over."""
         self._take_nothing_more()
         # Routers have given up one that stood still. One that did not was within their reach.
-        self._leave_by = asked_at + (0.0 if self._lease.stood_still else LEAVE_S)
+        self._leave_by = time.monotonic() + (0.0 if stood_still else LEAVE_S)
         self._condemned.set()
 
     def _check_integrity(self, context: WorkerContext) -> None:
@@ -549,13 +518,6 @@ class WorkerProcess:
             # Where many workers keep the server busy, each asks for less of it.
             rest = min(_PUBLISH_REST * took, self.settings.config.heartbeat_s)
             await asyncio.sleep(max(PUBLISH_EVERY_S, rest))
-
-
-async def _rest(until: float, woken: asyncio.Event) -> None:
-    """Until that moment of the monotonic clock, or until it is woken."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(max(0.0, until - time.monotonic())):
-            await woken.wait()
 
 
 def _make_gauges(metrics: WorkerMetrics, settings: WorkerSettings) -> WorkerGauges:

@@ -121,8 +121,8 @@ async def test_who_alone_lost_redis_ends_what_it_runs_and_begins_another_life(
             raise redis.ConnectionError("away")
 
         with monkeypatch.context() as patched:
-            patched.setattr(worker._registry, "put", away)
-            await cluster.until(lambda: worker._lease.registered)
+            patched.setattr(worker._entry._registry, "put", away)
+            await cluster.until(lambda: worker._entry.is_known)
             async with asyncio.timeout(PATIENCE_S):
                 while old not in await cluster.registry.dead():
                     await asyncio.sleep(0.05)

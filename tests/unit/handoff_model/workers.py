@@ -357,6 +357,7 @@ class Worker(Process):
 
 TIMED_MODULES = (
     "decode_worker.local_prefill",
+    "decode_worker.reserves",
     "decode_worker.role",
     "kvtransfer.outbound",
     "prefill_worker.handoff",

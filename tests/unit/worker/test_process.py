@@ -20,9 +20,9 @@ from baton.errors import WorkerFailed
 from baton.registry import DRAINING, Registry
 from engine.block_pool import BlockPool
 from engine.parallel.ranks import LeadRank
-from worker.gauges import WorkerGauges
 from worker.intake import Intake
 from worker.life import Life
+from worker.own_entry import OwnEntry
 from worker.own_lease import OwnLease
 from worker.process import LEAVE_S, WorkerProcess
 from worker.role import WorkerContext
@@ -142,18 +142,20 @@ class Living:
         process = self.process = WorkerProcess.__new__(WorkerProcess)
         config = SimpleNamespace(heartbeat_s=heartbeat_s, registry_ttl_s=4.0)
         process.settings = cast(WorkerSettings, SimpleNamespace(config=config, slot="decode-0"))
-        process._registry = cast(Registry, self.registry)
-        process._lease = OwnLease(4.0, 1.0)
-        process._gauges = cast(
-            WorkerGauges,
-            SimpleNamespace(registry_calls=SimpleNamespace(one=contextlib.nullcontext)),
+        process._entry = OwnEntry(
+            cast(Registry, self.registry),
+            ttl_s=4.0,
+            heartbeat_s=heartbeat_s,
+            record=process._present_record,
+            timed=contextlib.nullcontext,
+            lost=process._lost_entry,
         )
+        process._entry._lease = OwnLease(4.0, 1.0)
         process._started_life = cast(Life, self.life)
         process._leave_by = process.leave_by = None
         process.beats = 0
         process.drained = False
-        process._changing, process._registering = asyncio.Lock(), asyncio.Lock()
-        process._woken, process._condemned = asyncio.Event(), asyncio.Event()
+        process._changing, process._condemned = asyncio.Lock(), asyncio.Event()
         process._refresh = process._check_integrity = lambda context: None  # type: ignore[method-assign]
 
     def _beat(self) -> None:
@@ -161,7 +163,7 @@ class Living:
 
     def stand_still(self) -> None:
         """For longer than the entry lives."""
-        lease = self.process._lease
+        lease = self.process._entry._lease
         now = time.monotonic()
         lease.beat(now - 60.0)
         lease.renewed(now - 60.0)
@@ -181,7 +183,7 @@ async def test_what_was_promised_is_renewed_while_the_registry_never_answers(
     living: Living,
 ) -> None:
     process = living.process
-    register = asyncio.create_task(process._register())
+    register = asyncio.create_task(process._entry.keep())
     heartbeat = asyncio.create_task(process._heartbeat())
     async with asyncio.timeout(20.0):
         while living.beats < 20 or not living.registry.calls:
@@ -193,13 +195,13 @@ async def test_what_was_promised_is_renewed_while_the_registry_never_answers(
 async def test_a_call_to_the_registry_has_one_deadline(
     living: Living, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.process.REGISTRY_S", 0.01)
+    monkeypatch.setattr("worker.own_entry.CALL_S", 0.01)
     async with asyncio.timeout(20.0):
-        await living.process._renew()
-    assert not living.process._lease.registered
+        await living.process._entry.tell()
+    assert not living.process._entry._lease.registered
     living.registry.answer = True
-    await living.process._renew()
-    assert living.process._lease.registered
+    await living.process._entry.tell()
+    assert living.process._entry._lease.registered
 
 
 @pytest.mark.parametrize("answer", [True, redis.ConnectionError("away")])
@@ -208,11 +210,11 @@ async def test_a_worker_that_stood_still_lives_on_unless_the_registry_says_other
 ) -> None:
     living.stand_still()
     living.registry.answer = answer
-    await living.process._renew()
+    await living.process._entry.tell()
     assert living.process._leave_by is None
     assert not living.process._condemned.is_set()
     assert living.intake.is_open
-    assert living.process._lease.stood_still is (answer is not True)
+    assert living.process._entry._lease.stood_still is (answer is not True)
 
 
 async def test_a_worker_that_stood_still_alone_ends_its_life_at_once(living: Living) -> None:
@@ -226,9 +228,9 @@ async def test_a_worker_that_stood_still_alone_ends_its_life_at_once(living: Liv
     process._take_new_life = take_new_life  # type: ignore[method-assign]
     living.stand_still()
     living.registry.answer = redis.ConnectionError("away")
-    await process._renew()
+    await process._entry.tell()
     living.registry.answer = False
-    await process._renew()
+    await process._entry.tell()
     assert process._condemned.is_set()
     assert not living.intake.is_open
     await process._live_on(time.monotonic())
@@ -236,9 +238,9 @@ async def test_a_worker_that_stood_still_alone_ends_its_life_at_once(living: Liv
 
 
 async def test_a_worker_that_the_registry_alone_has_lost_ends_what_it_runs(living: Living) -> None:
-    living.process._lease.renewed(time.monotonic())
+    living.process._entry._lease.renewed(time.monotonic())
     living.registry.answer = False
-    await living.process._renew()
+    await living.process._entry.tell()
     assert living.life.record.state == DRAINING
     assert living.process._leave_by is not None
     assert living.process._leave_by > time.monotonic() + LEAVE_S / 2
