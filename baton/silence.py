@@ -11,6 +11,8 @@ still, or got no core, has heard no peer meanwhile, and learns nothing from the 
 - A listener that was held up for a whole period grants each peer another one. It does so once in
   each silence: a listener that is always late finds a silent peer all the same.
 
+Leases of what was promised to peers follow the same rule (``baton.listening_clock``).
+
 So a peer is never found whose signs are less than ``limit_s`` apart, as the listener counts time;
 and one that has fallen silent is found after at most ``2 * limit_s`` of counted time and two ticks.
 

@@ -2,7 +2,8 @@
 
     open ─the writer leaves, end()→ ended
 
-A commit waits for bytes, and a reserve for the other ranks of this worker, beside the other calls.
+A commit waits for bytes, and a reserve for room and for the other ranks of this worker, beside the
+other calls.
 What waits when the stream ends is given up: it has done nothing yet. Owned by the control loop.
 """
 
@@ -20,6 +21,7 @@ from baton.errors import BatonError, DeadlineExceeded, HandoffError, Unavailable
 from baton.grpc_errors import as_baton_error
 from baton.v1 import decode_pb2
 from decode_worker.receiver import Offer
+from kvtransfer.ticket import Ticket
 
 if TYPE_CHECKING:
     from decode_worker.role import DecodeRole
@@ -64,22 +66,42 @@ class HandoffStream:
                 self._waiting.add(commit)
                 commit.add_done_callback(self._waiting.discard)
                 continue
-            response = self._answer(request)
-            opened = self._role.opened(response.reserve.ticket_id)
-            if opened is None:
-                await self._write(response)
-                continue
-            answer = asyncio.create_task(self._answer_once(opened, response), name="reserve")
-            self._waiting.add(answer)
-            answer.add_done_callback(self._waiting.discard)
+            if request.HasField("reserve"):
+                # Asked at once: what comes behind it on the stream may be its abort.
+                await self._reserve(request)
+            else:
+                await self._write(self._answer(request))
 
-    async def _answer_once(self, opened: asyncio.Future[None], response: Response) -> None:
-        """A reserve is answered once all ranks of this worker let its writer in."""
+    async def _reserve(self, request: Request) -> None:
+        response = Response(call=request.call)
         try:
-            # Others may ask for the same ticket.
-            await asyncio.shield(opened)
-        except BatonError as failure:
-            response.ClearField("reserve")
+            asked = self._ask(request.reserve)
+        except Exception as failure:
+            _refuse(response, failure)
+            await self._write(response)
+            return
+        if asked.done() and self._role.opened(asked.result().ticket_id) is None:
+            self._promise(asked.result(), response.reserve)
+            await self._write(response)
+            return
+        answer = asyncio.create_task(self._reserve_in_time(request, asked), name="reserve")
+        self._waiting.add(answer)
+        answer.add_done_callback(self._waiting.discard)
+
+    async def _reserve_in_time(self, request: Request, asked: asyncio.Future[Ticket]) -> None:
+        """Answered once there is room, and all ranks of this worker let the writer in."""
+        response = Response(call=request.call)
+        try:
+            async with asyncio.timeout(request.timeout_ms / 1000):
+                ticket = await asked
+                opened = self._role.opened(ticket.ticket_id)
+                if opened is not None:
+                    # Others may ask for the same ticket.
+                    await asyncio.shield(opened)
+            self._promise(ticket, response.reserve)
+        except TimeoutError:
+            _refuse(response, DeadlineExceeded("there was no room in time"))
+        except Exception as failure:
             _refuse(response, failure)
         await self._write(response)
 
@@ -91,8 +113,6 @@ class HandoffStream:
         response = Response(call=request.call)
         try:
             match request.WhichOneof("call_kind"):
-                case "reserve":
-                    self._reserve(request.reserve, response.reserve)
                 case "commit":
                     commit = request.commit
                     response.commit.bytes = self._role.commit(
@@ -128,12 +148,10 @@ class HandoffStream:
             _refuse(response, failure)
         await self._write(response)
 
-    def _reserve(
-        self, request: decode_pb2.ReserveRequest, answer: decode_pb2.ReserveResponse
-    ) -> None:
+    def _ask(self, request: decode_pb2.ReserveRequest) -> asyncio.Future[Ticket]:
         if self._role.closing:
             raise Unavailable("this decode worker is stopping")
-        ticket = self._role.reserve(
+        return self._role.reserves.ask(
             Offer(
                 fingerprint=request.fingerprint,
                 geometry=convert.geometry_from_proto(request.geometry),
@@ -142,6 +160,8 @@ class HandoffStream:
                 spec=convert.sequence_from_proto(request.sequence),
             )
         )
+
+    def _promise(self, ticket: Ticket, answer: decode_pb2.ReserveResponse) -> None:
         answer.ticket_id = ticket.ticket_id
         answer.pinned_blocks = len(ticket.pinned)
         answer.missing_blocks = len(ticket.missing)

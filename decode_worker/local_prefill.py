@@ -20,6 +20,7 @@ from baton.hashing import last_hashes
 from baton.request import FirstToken, SequenceSpec
 from baton.v1 import prefill_pb2
 from decode_worker.receiver import HandoffReceiver
+from decode_worker.room import RETRY_AFTER_S
 from engine.sequence import Sequence
 from engine.sequence_update import SequenceUpdate
 from kvtransfer.ticket import Attempt
@@ -39,11 +40,13 @@ class LocalPrefill:
         *,
         keep: Callable[[Sequence], None],
         end: Callable[[Sequence], None],
+        others_wait: Callable[[], bool],
     ) -> None:
         """``keep`` is told of each sequence before it is queued; ``end`` takes it off again, if it
 
-        is there.
+        is there. ``others_wait``: whether writers wait for room.
         """
+        self._others_wait = others_wait
         self._context = context
         self._receiver = receiver
         self._keep = keep
@@ -123,6 +126,7 @@ class LocalPrefill:
         first: asyncio.Future[FirstToken | BatonError],
     ) -> None:
         """Take the prompt's blocks, with those that pay to bring, and queue it."""
+        self._check_turn(sequence.spec)
         tiers = self._context.tiers
         if tiers is None:
             await self._place_behind(sequence, source, first)
@@ -153,6 +157,12 @@ class LocalPrefill:
         self._check_room(sequence, held)
         self._context.engine.pool.pin(held)
         self._queue(sequence, held, first)
+
+    def _check_turn(self, spec: SequenceSpec) -> None:
+        """What can be said before the prompt is hashed. Raises NoRoom."""
+        if self._others_wait() and not spec.preemptions:
+            raise NoRoom("others wait for room here", retry_after=RETRY_AFTER_S)
+        self._receiver.check_count(spec.choices - 1, spec, time.monotonic())
 
     def _held(self, sequence: Sequence) -> list[int]:
         """The cached blocks before the last token, whose logits are needed in any case.
@@ -196,7 +206,7 @@ class LocalPrefill:
             raise
         # An attempt is placed once: whatever comes late for it is refused.
         attempt = (sequence.spec.request_id, sequence.spec.attempt)
-        self._receiver.blocks.book.bury(attempt, time.monotonic())
+        self._receiver.blocks.book.bury(attempt, self._receiver.blocks.clock())
         sequence.cached_tokens = len(leading) * self._context.engine.scheduler.limits.block_size
         self._keep(sequence)
         sequence.spare = pool.allocate(sequence.spec.choices - 1)

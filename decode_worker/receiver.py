@@ -14,19 +14,33 @@ from decode_worker.room import Room
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
 from kvtransfer.pair import Identity, check_peer
-from kvtransfer.ticket import Ticket
+from kvtransfer.ticket import Attempt, Ticket
 from worker.block_receiver import BlockReceiver
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Offer:
-    """What a writer says of itself and of the sequence that it wants to hand over."""
+    """What a writer says of itself and of the sequence that it wants to hand over.
+
+    One that waits for room keeps what was found out about it, so that it is found out once.
+    """
 
     fingerprint: str
     geometry: Geometry
     incarnation: str
     writer: str
     spec: SequenceSpec
+    deadline: float | None = None
+    """The request's, on this worker's monotonic clock; None: it counts from the promise."""
+    hashes: list[bytes] | None = None
+    """Of the full hash blocks of its tokens, once they were needed."""
+    least_blocks: int = 0
+    """How many must be available before it is worth while to look what of it is held."""
+
+    @property
+    def attempt(self) -> Attempt:
+        """Which one of its request."""
+        return self.spec.request_id, self.spec.attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,37 +84,54 @@ class HandoffReceiver:
         self._geometry = geometry
         self._incarnation = incarnation
         self._promised: dict[str, _Promised] = {}
+        self._spare = 0
+        """Blocks, and places, promised to siblings."""
         self._room = Room(scheduler)
         blocks.listeners.append(self)
 
     def reserve(self, offer: Offer, now: float) -> Ticket:
-        """Promise blocks. Raises HandoffError, NoRoom or ContextLengthExceeded."""
-        self._check_offer(offer)
-        spec = offer.spec
-        attempt = (spec.request_id, spec.attempt)
-        book = self.blocks.book
-        book.check_alive(attempt)
-        known = book.find(attempt)
+        """Promise blocks. Raises HandoffError, NoRoom or ContextLengthExceeded.
+
+        Without room by count alone it costs nothing of the prompt's length, and what it has hashed
+        once is kept in the offer.
+        """
+        self.check_offer(offer)
+        spec, attempt = offer.spec, offer.attempt
+        known = self.blocks.book.find(attempt)
         if known is not None:
             if known.writer == offer.writer and known.is_open:
                 known.renew(now)
                 return known
             raise TicketEnded(f"request {spec.request_id} attempt {spec.attempt} has a ticket")
         limits = self._scheduler.limits
-        key = hash_key(self._fingerprint, spec.cache_salt)
-        hashes = block_hashes(spec.token_ids, limits.hash_block, key)
+        self.check_count(max(offer.least_blocks, spec.choices - 1), spec, now)
+        if offer.hashes is None:
+            key = hash_key(self._fingerprint, spec.cache_salt)
+            offer.hashes = block_hashes(spec.token_ids, limits.hash_block, key)
+        hashes = offer.hashes
         pinned = self._pool.match(last_hashes(hashes, limits.hashes_per_block))
-        count = -(-len(spec.token_ids) // limits.block_size) - len(pinned)
-        self.check_room(count + spec.choices - 1, pinned, spec, now)
+        wanted = self._blocks(spec) - len(pinned)
+        offer.least_blocks = wanted + self._pool.evictable(pinned)
+        self.check_room(wanted, pinned, spec, now)
         ticket = self.blocks.promise(
-            attempt, offer.writer, missing=count, pinned=pinned, now=now, geometry=offer.geometry
+            attempt,
+            offer.writer,
+            missing=wanted - (spec.choices - 1),
+            pinned=pinned,
+            now=now,
+            geometry=offer.geometry,
         )
         # Nobody but this worker ever writes to these: they need no quarantine.
         spare = self._pool.allocate(spec.choices - 1)
         self._promised[ticket.ticket_id] = _Promised(spec, hashes, spare)
+        self._spare += len(spare)
         return ticket
 
-    def _check_offer(self, offer: Offer) -> None:
+    def check_offer(self, offer: Offer) -> None:
+        """Whether it could be taken if there were room. Raises HandoffError, TicketEnded after an
+
+        abort, ContextLengthExceeded.
+        """
         own = Identity(self._incarnation, self._fingerprint, self._geometry)
         check_peer(
             own, Identity(offer.writer, offer.fingerprint, offer.geometry), offer.incarnation
@@ -114,25 +145,43 @@ class HandoffReceiver:
             )
         if len(spec.token_ids) + 1 - spec.prompt_length >= spec.sampling.max_tokens:
             raise HandoffError("the first token is the last: nothing is left to generate here")
+        self._room.check_ever(self._blocks(spec))
+        self.blocks.book.check_alive(offer.attempt)
+
+    def _blocks(self, spec: SequenceSpec) -> int:
+        """Of its tokens, and those that its siblings write first."""
+        return -(-len(spec.token_ids) // self._scheduler.limits.block_size) + spec.choices - 1
 
     def check_room(self, count: int, pinned: list[int], spec: SequenceSpec, now: float) -> None:
         """See ``Room.check``. Raises NoRoom, HandoffError."""
-        spare = sum(len(promised.spare) for promised in self._promised.values())
-        self._room.check(count, pinned, spec, promised=len(self.blocks.book) + spare, now=now)
+        self._room.check(count, pinned, spec, promised=self._places, now=now)
+
+    def check_count(self, count: int, spec: SequenceSpec, now: float) -> None:
+        """Whether there may be room, whatever of the prompt is held: see ``Room.check_count``."""
+        self._room.check_count(count, spec, promised=self._places, now=now)
+
+    @property
+    def _places(self) -> int:
+        """Places that are promised."""
+        return len(self.blocks.book) + self._spare
 
     def promised(self, ticket_id: str) -> SequenceSpec | None:
         """What an open ticket is for."""
         found = self._promised.get(ticket_id)
         return None if found is None else found.spec
 
-    def promises(self, router_id: str) -> bool:
-        """Whether a ticket is open for a sequence of this router."""
-        return any(promised.spec.router_id == router_id for promised in self._promised.values())
+    def promises(self, router_id: str, but: str = "") -> bool:
+        """Whether a ticket is open for a sequence of this router, beside the ticket ``but``."""
+        return any(
+            promised.spec.router_id == router_id and ticket_id != but
+            for ticket_id, promised in self._promised.items()
+        )
 
     def commit(self, ticket_id: str, writer: str, now: float) -> Receipt:
         """The sequence may run. Raises HandoffError where something is missing."""
         ticket = self.blocks.commit(ticket_id, writer, now)
         promised = self._promised.pop(ticket_id)
+        self._spare -= len(promised.spare)
         blocks = ticket.pinned + ticket.missing
         return Receipt(
             promised.spec, promised.hashes, blocks, ticket.expected_bytes, promised.spare
@@ -147,4 +196,5 @@ class HandoffReceiver:
         """It has ended."""
         promised = self._promised.pop(ticket.ticket_id, None)
         if promised is not None:
+            self._spare -= len(promised.spare)
             self._pool.release(promised.spare)

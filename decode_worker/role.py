@@ -26,6 +26,7 @@ from decode_worker.handoff_stream import HandoffStream
 from decode_worker.local_prefill import LocalPrefill
 from decode_worker.outbox import Outbox
 from decode_worker.receiver import HandoffReceiver, Offer
+from decode_worker.reserves import Reserves
 from decode_worker.sequence_spans import SequenceSpans
 from decode_worker.service import DecodeServicer
 from engine.sequence import Sequence
@@ -60,6 +61,8 @@ class DecodeRole:
             incarnation=context.incarnation,
         )
         context.exchange.receiver.listeners.append(self)
+        self.clock = context.exchange.receiver.clock
+        """By which peers are gone; deadlines are on the monotonic clock."""
         self.closing = False
         self.local = LocalPrefill(
             context,
@@ -67,6 +70,7 @@ class DecodeRole:
             Fetcher(context, estimates or FetchEstimates()),
             keep=self._keep,
             end=self._end_local,
+            others_wait=lambda: len(self.reserves) > 0,
         )
         self._outboxes: dict[str, Outbox] = {}
         self._spans = SequenceSpans(context.settings.slot)
@@ -77,6 +81,7 @@ class DecodeRole:
         self.beats = Beats.of(context.settings.config)
         self._prefills = PrefillServicer(self.local.run, context.control.load, self.beats)
         self._streams: set[HandoffStream] = set()
+        self.reserves = Reserves(self.receiver, context.intake, self.reserve)
         self._commits: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
 
     def mount(self, server: grpc.aio.Server) -> None:
@@ -87,12 +92,15 @@ class DecodeRole:
     def outbox(self, router_id: str) -> Outbox:
         """A router's outbox, made when it is first needed."""
         if router_id not in self._outboxes:
-            self._outboxes[router_id] = Outbox(time.monotonic())
+            self._outboxes[router_id] = Outbox(self.clock())
         return self._outboxes[router_id]
 
-    def has_work_of(self, router_id: str) -> bool:
-        """Whether a sequence of this router runs here, waits, or is being handed over."""
-        if self.receiver.promises(router_id):
+    def has_work_of(self, router_id: str, but: str = "") -> bool:
+        """Whether a sequence of this router runs here, waits, or is being handed over.
+
+        The ticket ``but`` does not count.
+        """
+        if self.receiver.promises(router_id, but):
             return True
         every = (choice for choices in self._sequences.values() for choice in choices.values())
         return any(sequence.spec.router_id == router_id for sequence in every)
@@ -113,17 +121,18 @@ class DecodeRole:
     def reserve(self, offer: Offer) -> Ticket:
         """See ``HandoffReceiver.reserve``. Its grammar is compiled while its blocks arrive.
 
-        Raises Unavailable where the worker takes nothing more.
+        Raises NoRoom, and Unavailable where the worker takes nothing more.
         """
         self.context.intake.check()
+        if offer.deadline is None:
+            offer.deadline = time.monotonic() + offer.spec.deadline_s
         if offer.spec.sampling.grammar is not None:
             self.context.grammars.begin(offer.spec.sampling.grammar)
-        was_busy = self.has_work_of(offer.spec.router_id)
-        ticket = self.receiver.reserve(offer, time.monotonic())
-        if not was_busy:
+        ticket = self.receiver.reserve(offer, self.clock())
+        if not self.has_work_of(offer.spec.router_id, but=ticket.ticket_id):
             # From now on it is to say more often that it lives.
             self.outbox(offer.spec.router_id).hurry()
-        self._deadlines[ticket.attempt] = time.monotonic() + offer.spec.deadline_s
+        self._deadlines[ticket.attempt] = offer.deadline
         self.context.control.pump_soon()
         return ticket
 
@@ -165,7 +174,9 @@ class DecodeRole:
         spec = self.receiver.promised(ticket_id)
         if spec is not None and spec.sampling.grammar is not None:
             deadline = self._deadlines[(spec.request_id, spec.attempt)]
-            await self.context.grammars.ready(spec.sampling.grammar, deadline)
+            # Compiling takes as long as it takes, and the caller says how long that may be.
+            with self.receiver.blocks.holding(ticket_id, writer):
+                await self.context.grammars.ready(spec.sampling.grammar, deadline)
         return self.commit(ticket_id, writer, first_token, logprobs=logprobs, others=others)
 
     async def _settled(self, ticket_id: str) -> None:
@@ -186,6 +197,7 @@ class DecodeRole:
 
     def released(self, ticket: Ticket, error: BatonError) -> None:
         """Its commit will not come."""
+        self.reserves.serve_soon()
         for waiting in self._commits.get(ticket.ticket_id, ()):
             if not waiting.done():
                 waiting.set_exception(error)
@@ -205,7 +217,7 @@ class DecodeRole:
         the bytes that crossed the wire.
         """
         now = time.monotonic()
-        receipt = self.receiver.commit(ticket_id, writer, now)
+        receipt = self.receiver.commit(ticket_id, writer, self.clock())
         spec = receipt.spec
         deadline = self._deadlines.pop((spec.request_id, spec.attempt))
         sequence = self.context.make_sequence(spec, arrived=now, deadline=deadline)
@@ -256,8 +268,9 @@ class DecodeRole:
     def abort(self, attempt: Attempt, choice: int | None = None) -> None:
         """End a request in whatever state it is, or one of its choices that runs; idempotent."""
         if choice is None:
-            self.receiver.blocks.abort(attempt, time.monotonic())
-            self.local.ended(attempt, TicketEnded("the request was aborted"))
+            self.receiver.blocks.abort(attempt, self.clock())
+            self.reserves.end(attempt, _aborted())
+            self.local.ended(attempt, _aborted())
         for sequence in self._forget(attempt, choice):
             self.context.control.remove(sequence)
         self.context.control.pump()
@@ -268,7 +281,8 @@ class DecodeRole:
         A sequence that was committed runs on, since its writer may not know that it was: the
         router ends what runs.
         """
-        self.receiver.blocks.abort(attempt, time.monotonic())
+        self.receiver.blocks.abort(attempt, self.clock())
+        self.reserves.end(attempt, _aborted())
         self._deadlines.pop(attempt, None)
         self.context.control.pump()
 
@@ -282,6 +296,7 @@ class DecodeRole:
             gone = [choices.pop(choice)] if choice in choices else []
         for sequence in gone:
             self._spans.end(sequence)
+        self.reserves.serve_soon()
         if not choices:
             self._deadlines.pop(attempt, None)
             self._sequences.pop(attempt, None)
@@ -298,6 +313,7 @@ class DecodeRole:
                     self._forget(_attempt(sequence), sequence.choice)
         self._hand_back()
         self._flush()
+        self.reserves.serve_soon()
 
     def _hand_back(self) -> None:
         """Tell of the sequences that have lost their blocks: behind all their tokens."""
@@ -376,10 +392,11 @@ class DecodeRole:
         for attempt, deadline in list(self._deadlines.items()):
             if deadline <= now:
                 self.abort(attempt)
-        self._drop_lost_routers(now)
+        self._drop_lost_routers(self.clock())
         self._hand_back()
         self._flush()
         self.context.control.beat(now)
+        self.reserves.heartbeat()
 
     def _drop_lost_routers(self, now: float) -> None:
         for router_id, outbox in list(self._outboxes.items()):
@@ -396,6 +413,7 @@ class DecodeRole:
         self.closing = True
         for stream in list(self._streams):
             stream.end(_stopping())
+        self.reserves.close(_stopping())
         self.receiver.blocks.close()
         stopping = WorkerFailed("the decode worker is stopping")
         for choices in list(self._sequences.values()):
@@ -409,6 +427,10 @@ class DecodeRole:
 
 def _attempt(sequence: Sequence) -> Attempt:
     return sequence.spec.request_id, sequence.spec.attempt
+
+
+def _aborted() -> TicketEnded:
+    return TicketEnded("the request was aborted")
 
 
 def _stopping() -> Unavailable:

@@ -34,23 +34,34 @@ class Room:
         Those that have lost their blocks before come first, in the order in which they ask. Raises
         NoRoom, and HandoffError where there will never be any.
         """
+        self.check_ever(count + len(pinned))
+        self.check_count(
+            count + self._scheduler.pool.evictable(pinned), spec, promised=promised, now=now
+        )
+        self._claims.drop((spec.request_id, spec.attempt))
+
+    def check_ever(self, count: int) -> None:
+        """Whether there are so many blocks at all. Raises HandoffError."""
         total = self._scheduler.pool.total
-        if count + len(pinned) > total:
-            raise HandoffError(f"{count + len(pinned)} blocks wanted: this worker has {total}")
+        if count > total:
+            raise HandoffError(f"{count} blocks wanted: this worker has {total}")
+
+    def check_count(self, count: int, spec: SequenceSpec, *, promised: int, now: float) -> None:
+        """``check`` without a look at blocks: ``count`` must be available.
+
+        It promises nothing, and claims as ``check`` does. Raises NoRoom.
+        """
         attempt = (spec.request_id, spec.attempt)
-        if not self._claims.may_go(attempt, now):
-            if spec.preemptions:
-                self._claims.make(attempt, now)
-            raise NoRoom("preempted sequences come first", retry_after=RETRY_AFTER_S)
         try:
-            self._check(count, pinned, spec.choices, promised)
+            if not self._claims.may_go(attempt, now):
+                raise NoRoom("preempted sequences come first", retry_after=RETRY_AFTER_S)
+            self._check(count, spec.choices, promised)
         except NoRoom:
             if spec.preemptions:
                 self._claims.make(attempt, now)
             raise
-        self._claims.drop(attempt)
 
-    def _check(self, count: int, pinned: list[int], choices: int, promised: int) -> None:
+    def _check(self, count: int, choices: int, promised: int) -> None:
         """A sequence that becomes ``choices`` sequences need not have a place for all at once, or a
 
         request for many would wait until nothing else runs: beyond a share of the places they take
@@ -65,7 +76,6 @@ class Room:
         if scheduler.has_preempted:
             raise NoRoom("preempted sequences come first", retry_after=RETRY_AFTER_S)
         # One block more for each sequence, so that a new one does not preempt the running ones.
-        pool = scheduler.pool
-        available = pool.available - pool.evictable(pinned)
+        available = scheduler.pool.available
         if count + sequences > available:
             raise NoRoom(f"{count} blocks wanted, {available} available", retry_after=RETRY_AFTER_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -64,7 +63,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             for message in self._messages(outbox.take()):
                 yield message
         finally:
-            outbox.close(reader, time.monotonic())
+            outbox.close(reader, role.clock())
 
     def _messages(self, outputs: list[TokenOutput]) -> Iterator[decode_pb2.StreamTokensResponse]:
         """At least one: it says that the worker lives."""

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,6 +56,10 @@ _WITHOUT_STAGING = 4
 
 class TicketKeeper(Protocol):
     """Owns the tickets; all its methods run on the control loop."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """By which leases lapse, and peers are silent; in seconds."""
 
     def begin_copy(
         self,
@@ -135,7 +138,7 @@ class Inbound:
                 pair.close()
                 if self._pairs.get(key) is pair:
                     del self._pairs[key]
-                    self.keeper.writer_gone(pair.writer, time.monotonic())
+                    self.keeper.writer_gone(pair.writer, self.keeper.clock())
 
     def _open(self, message: transfer_pb2.OpenPair) -> tuple[InboundPair, Response]:
         geometry = convert.geometry_from_proto(message.geometry)
@@ -259,7 +262,7 @@ class InboundPair:
         """Batches that have not landed, oldest first, and since when."""
         self._copies: dict[int, _Copy] = {}
         """Batches that were let in and have not landed."""
-        self._heard_at = time.monotonic()
+        self._heard_at = inbound.keeper.clock()
 
     async def run(
         self, requests: AsyncIterator[transfer_pb2.TransferRequest], context: Context
@@ -313,7 +316,7 @@ class InboundPair:
 
     async def _read(self, requests: AsyncIterator[transfer_pb2.TransferRequest]) -> None:
         async for request in requests:
-            self._heard_at = time.monotonic()
+            self._heard_at = self._inbound.keeper.clock()
             if request.HasField("open"):
                 raise HandoffError("a pair is opened once")
             for announced in request.announced:
@@ -410,7 +413,8 @@ class InboundPair:
 
     def _failed(self, copy: _Copy, error: BatonError) -> None:
         self._end_copy(copy, error)
-        self._inbound.keeper.fail_copy(copy.ticket_id, error, time.monotonic())
+        keeper = self._inbound.keeper
+        keeper.fail_copy(copy.ticket_id, error, keeper.clock())
         if not isinstance(error, ChecksumMismatch) and not self._ended.done():
             # The link can carry nothing more.
             self.end(error)

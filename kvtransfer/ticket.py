@@ -80,6 +80,8 @@ class Ticket:
         self.expires_at = now + lease_s
         self.state = TicketState.RESERVED
         self.copies = 0
+        self._holds = 0
+        """Commits that wait; their writer renews nothing any more, for all has landed."""
         self._shares = {share.share.source_rank: share for share in shares}
         self._awaited = {rank: self._all_of(rank) for rank in self._shares or (0,)}
         """By the writer's rank: of each missing block the runs of bytes, (start, end), that nobody
@@ -133,8 +135,22 @@ class Ticket:
         if self.is_open:
             self.expires_at = now + self.lease_s
 
+    def hold(self, writer: str) -> None:
+        """A commit waits for the receiver itself: until ``let_go`` the lease does not lapse.
+
+        Raises TicketEnded where it is not open for that writer.
+        """
+        if not self.is_open or writer != self.writer:
+            raise TicketEnded(f"ticket {self.ticket_id} is not open for {writer}")
+        self._holds += 1
+
+    def let_go(self, now: float) -> None:
+        """The commit waits no longer: a whole lease begins."""
+        self._holds -= 1
+        self.renew(now)
+
     def has_expired(self, now: float) -> bool:
-        return self.is_open and now >= self.expires_at
+        return self.is_open and not self._holds and now >= self.expires_at
 
     @property
     def awaited_bytes(self) -> int:

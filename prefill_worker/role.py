@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import grpc.aio
 from opentelemetry.trace import Span
@@ -52,6 +53,8 @@ class PrefillRole:
             self.run, context.control.load, Beats.of(context.settings.config)
         )
         self._places = asyncio.Semaphore(context.settings.pool.max_sequences)
+        self._lines: WeakValueDictionary[Peer, asyncio.Semaphore] = WeakValueDictionary()
+        """By receiver, while any handoff to it is under way."""
 
     def mount(self, server: grpc.aio.Server) -> None:
         """Add PrefillService."""
@@ -105,22 +108,33 @@ class PrefillRole:
         self.context.check_prompt(spec)
         if spec.sampling.grammar is not None:
             await self.context.grammars.ready(spec.sampling.grammar, deadline)
-        try:
-            async with asyncio.timeout(spec.deadline_s):
-                await self._places.acquire()
-        except TimeoutError:
-            raise DeadlineExceeded("the request's deadline passed before its prefill") from None
-        try:
-            handoff = None
-            if spec.sampling.max_tokens - (len(spec.token_ids) - spec.prompt_length) > 1:
-                handoff = Handoff(self.context, spec, peer, self._staging, deadline=deadline)
-            sequence = self.context.make_sequence(
-                spec, arrived=arrived, deadline=deadline, prefill_only=True
-            )
-            async for response in self._run(sequence, handoff, source, deadline):
+        sequence = self.context.make_sequence(
+            spec, arrived=arrived, deadline=deadline, prefill_only=True
+        )
+        if spec.sampling.max_tokens - (len(spec.token_ids) - spec.prompt_length) <= 1:
+            async with aclosing(self._run(sequence, None, source, deadline)) as responses:
+                async for response in responses:
+                    yield response
+            return
+        handoff = Handoff(self.context, spec, peer, self._staging, deadline=deadline)
+        async with (
+            _taken(self._line(peer), deadline),
+            aclosing(self._run(sequence, handoff, source, deadline)) as responses,
+        ):
+            async for response in responses:
                 yield response
-        finally:
-            self._places.release()
+
+    def _line(self, peer: Peer) -> asyncio.Semaphore:
+        """What bounds the handoffs to one receiver, those that wait for its room included.
+
+        Each receiver has a line of its own: one without room holds up no prompt for another. And
+        no more of its blocks are promised ahead of the prompts' computing than one batch takes.
+        """
+        line = self._lines.get(peer)
+        if line is None:
+            line = asyncio.Semaphore(self.context.settings.pool.max_sequences)
+            self._lines[peer] = line
+        return line
 
     async def _run(
         self,
@@ -130,11 +144,17 @@ class PrefillRole:
         deadline: float,
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         choices = (sequence, *sequence.siblings)
+        place = AsyncExitStack()
         try:
             if handoff is not None:
-                # Never computed without blocks that wait for it.
+                # Never computed without blocks that wait for it, and no place is taken until then:
+                # whoever has one waits for nothing but its prompt, so that places come free.
                 await handoff.reserve()
                 sequence.takes_prompt = not handoff.without_drafter
+            await place.enter_async_context(_taken(self._places, deadline))
+            if handoff is not None:
+                # Its ticket may have ended while it waited for the place.
+                handoff.check()
             blocks = await self._held_elsewhere(sequence, source, deadline)
             firsts = await self._compute(sequence, blocks, handoff, deadline)
             computed_at = time.monotonic()
@@ -165,7 +185,7 @@ class PrefillRole:
         finally:
             for choice in choices:
                 self._listeners.pop(choice.sequence_id, None)
-            await asyncio.shield(self._end(sequence, handoff))
+            await asyncio.shield(self._end(sequence, handoff, place))
 
     async def _held_elsewhere(
         self, sequence: Sequence, source: PrefixSource | None, deadline: float
@@ -188,11 +208,14 @@ class PrefillRole:
         self.context.engine.pool.release(own)
         return fetched
 
-    async def _end(self, sequence: Sequence, handoff: Handoff | None) -> None:
-        """Its blocks are given back once nobody reads them here."""
+    async def _end(
+        self, sequence: Sequence, handoff: Handoff | None, place: AsyncExitStack
+    ) -> None:
+        """Its blocks, and its place, are given back once nobody reads them here."""
         if handoff is not None:
             await handoff.close()
         self.context.control.remove(sequence)
+        await place.aclose()
 
     async def _compute(
         self, sequence: Sequence, blocks: list[int], handoff: Handoff | None, deadline: float
@@ -295,6 +318,20 @@ class PrefillRole:
         for listener in self._listeners.values():
             listener.put_nowait(WorkerFailed("the prefill worker is stopping"))
         self._service.close()
+
+
+@asynccontextmanager
+async def _taken(places: asyncio.Semaphore, deadline: float) -> AsyncIterator[None]:
+    """One of some places, as long as this lasts. Raises DeadlineExceeded."""
+    try:
+        async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+            await places.acquire()
+    except TimeoutError:
+        raise DeadlineExceeded("the request's deadline passed before its prefill") from None
+    try:
+        yield
+    finally:
+        places.release()
 
 
 def _note(span: Span, response: prefill_pb2.PrefillResponse) -> None:

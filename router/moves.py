@@ -198,8 +198,10 @@ class Moves:
             }
             if isinstance(failure, WorkerFailed | HandoffError):
                 self._doubt(attempt)
-            each = (frozenset({source, target}), frozenset({target}), frozenset({source}))
-            loss = _Loss(HANDOFF_FAILED, failure, (frozenset(down),) if down else each)
+            # Both are well, as far as is known: where nobody else is there they try once more.
+            each = ({source, target}, {target}, {source}, set[str]())
+            tries = (frozenset(down),) if down else tuple(map(frozenset, each))
+            loss = _Loss(HANDOFF_FAILED, failure, tries)
         self._lost(attempt, loss, deadly=attempt.touches(attempt.source))
 
     def worker_reported(self, attempt: Attempt, output: TokenOutput, failure: BatonError) -> None:

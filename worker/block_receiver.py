@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -77,14 +78,15 @@ class BlockReceiver(TicketReceiver):
         worker: str = "",
         geometry: Geometry | None = None,
         ranks: TicketRanks | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``lease_s``: a ticket whose writer is silent for this long ends.
 
         ``block_bytes`` are those of this rank's blocks, ``geometry`` is the worker's, needed where
         it or a writer has several ranks; ``ranks`` are its other ones, if there are any.
-        ``worker``: the slot's name, as metrics have it.
+        ``worker``: the slot's name, as metrics have it. ``clock``: see ``TicketReceiver``.
         """
-        super().__init__()
+        super().__init__(clock)
         self.listeners: list[TicketListener] = []
         self.pool = pool
         self._metrics = metrics
@@ -243,7 +245,7 @@ class BlockReceiver(TicketReceiver):
         """Bytes were damaged there, or will not come: the ticket ends."""
         ticket = self.book.find_id(ticket_id)
         if ticket is not None and ticket.is_open:
-            self.book.bury(ticket.attempt, time.monotonic())
+            self.book.bury(ticket.attempt, self.clock())
             outcome = "checksum" if isinstance(error, ChecksumMismatch) else "error"
             self._release(ticket, outcome, error)
 
@@ -291,6 +293,16 @@ class BlockReceiver(TicketReceiver):
         else:
             self._metrics.pulled_blocks.labels(transport=transport).inc(len(ticket.missing))
         return ticket
+
+    @contextmanager
+    def holding(self, ticket_id: str, writer: str) -> Iterator[None]:
+        """As long as a commit waits for this worker: see ``Ticket.hold``. Raises TicketEnded."""
+        ticket = self.book.get(ticket_id)
+        ticket.hold(writer)
+        try:
+            yield
+        finally:
+            ticket.let_go(self.clock())
 
     def abort(self, attempt: Attempt, now: float, outcome: str = "aborted") -> None:
         """End an attempt's ticket, or see that it never gets one; idempotent.

@@ -6,7 +6,6 @@ Owned by the control loop.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import Protocol
@@ -65,7 +64,9 @@ class Exchange:
         self._transports = transports
         self._tls = tls
         self._pool = receiver.pool
-        self._pairs = OutboundPairs(identity, transports, limits, executor, self._connect)
+        self._pairs = OutboundPairs(
+            identity, transports, limits, executor, self._connect, receiver.clock
+        )
         self._sender = RankSender(identity, self._pairs)
         self._ranks = ranks
         if ranks is not None:
@@ -195,7 +196,7 @@ class Exchange:
 
     def heartbeat(self) -> None:
         """Renew leases, give up silent peers, end what has expired."""
-        now = time.monotonic()
+        now = self.receiver.clock()
         self._pairs.heartbeat(now)
         if self._ranks is not None:
             self._ranks.heartbeat(now)

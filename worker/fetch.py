@@ -112,7 +112,7 @@ class Fetcher:
             return []
         finally:
             # Does nothing to what was committed, or has ended already.
-            self._receiver.abort(ticket.attempt, time.monotonic(), outcome)
+            self._receiver.abort(ticket.attempt, self._receiver.clock(), outcome)
 
     def _choose(self, sequence: Sequence, source: PrefixSource, deadline: float) -> _Fetch | None:
         """What to fetch, None where nothing can be or where computing is faster.
@@ -161,17 +161,19 @@ class Fetcher:
             fetch.holder.incarnation,
             missing=len(fetch.hashes),
             pinned=fetch.own,
-            now=time.monotonic(),
+            now=self._receiver.clock(),
             purpose=Purpose.PULL,
             geometry=fetch.geometry,
         )
 
     def _take(self, ticket: Ticket, fetch: _Fetch, began: float) -> list[int]:
         """The blocks that have come, behind those held. Raises BatonError."""
-        now = time.monotonic()
-        self._receiver.commit(ticket.ticket_id, fetch.holder.incarnation, now)
+        self._receiver.commit(ticket.ticket_id, fetch.holder.incarnation, self._receiver.clock())
         self._estimates.succeeded(
-            fetch.holder.incarnation, fetch.transport, ticket.expected_bytes, now - began
+            fetch.holder.incarnation,
+            fetch.transport,
+            ticket.expected_bytes,
+            time.monotonic() - began,
         )
         return ticket.pinned + ticket.missing
 

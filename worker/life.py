@@ -11,22 +11,21 @@ Owned by the control loop.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-import redis
 import redis.asyncio
 
 from baton.config import MIB
 from baton.grpc_channel import listen, make_server
+from baton.listening_clock import ListeningClock
 from baton.metrics import WorkerMetrics
 from baton.peer_roles import PeerRoles
 from baton.prefix_index import PrefixIndex
-from baton.registry import Registry, WorkerRecord
+from baton.registry import WorkerRecord
 from baton.v1 import cache_pb2_grpc, control_pb2_grpc, transfer_pb2_grpc
 from engine.engine import Engine
 from engine.parallel.step_channel import SILENT_RANK_S
@@ -62,6 +61,8 @@ class Lasting:
     tiers: KvTiers | None
     costs: StepCosts
     transfers: ThreadPoolExecutor
+    clock: ListeningClock
+    """By which leases lapse; somebody ticks it."""
     ranks: tuple[str, ...] = ()
     """Addresses of the worker's other ranks, from 1 on, where these exchange blocks: of ranks that
     divide prompts rank 0 has all of a block."""
@@ -152,10 +153,8 @@ class Life:
         pool = settings.pool
         self.record = replace(self.record, state="ready", role=pool.role, pool=pool.name)
 
-    async def end(self, registry: Registry) -> None:
-        """Leave the registry; whatever runs ends with an error, or has ended."""
-        with contextlib.suppress(redis.RedisError):
-            await registry.remove(self.context.incarnation)
+    async def end(self) -> None:
+        """Whatever runs ends with an error, or has ended."""
         await self.role.close()
         await self.context.exchange.close()
         await self.server.stop(grace=1.0)
@@ -194,6 +193,7 @@ async def _exchange(settings: WorkerSettings, lasting: Lasting, incarnation: str
         worker=settings.slot,
         geometry=engine.cache.geometry(),
         ranks=ranks,
+        clock=lasting.clock,
     )
     transports = make_transports(config, memory, incarnation, settings.host, lasting.transfers)
     exchange = Exchange(identity, transports, receiver, limits, lasting.transfers, ranks, tls)

@@ -1,12 +1,13 @@
 """The pairs by which one rank of this worker sends, and the channels to its peers.
 
-A pair that has broken is forgotten, and the channel goes with the last pair at its address: a peer
-that comes back does so on another port. Owned by the control loop of the rank.
+A pair that has broken is forgotten, and a channel that nobody uses goes with the next heartbeat: a
+peer that comes back does so on another port. Owned by the control loop of the rank.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
@@ -32,8 +33,13 @@ class OutboundPairs:
         limits: PairLimits,
         executor: Executor,
         connect: Callable[[str], grpc.aio.Channel] = open_channel,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``transports`` are registered; ``executor`` reads blocks; ``connect`` makes channels."""
+        """``transports`` are registered; ``executor`` reads blocks; ``connect`` makes channels.
+
+        ``clock``: by which peers are silent; see ``baton.listening_clock``.
+        """
+        self._clock = clock
         self._identity = identity
         self._transports = transports
         self._limits = limits
@@ -79,14 +85,20 @@ class OutboundPairs:
         return pair if pair is not None and not pair.broken.done() else None
 
     async def _open(self, peer: Peer) -> Outbound:
-        pair = Outbound(self._identity, peer, self._transports, self._limits, self._executor)
-        try:
-            await pair.open(self.channel(peer.address), self._limits.silence_s)
-        except TimeoutError:
-            raise WorkerFailed(
-                f"{peer.incarnation} has not answered for {self._limits.silence_s} s"
-            ) from None
-        return pair
+        silence_s = self._limits.silence_s
+        while True:
+            pair = Outbound(self._identity, peer, self._transports, self._limits, self._executor)
+            began = self._clock()
+            try:
+                await pair.open(self.channel(peer.address), silence_s)
+            except TimeoutError:
+                # Where this process stood still, the peer may have answered all the same.
+                if self._clock() - began >= silence_s / 2:
+                    raise WorkerFailed(
+                        f"{peer.incarnation} has not answered for {silence_s} s"
+                    ) from None
+            else:
+                return pair
 
     def _opened(self, peer: Peer, done: asyncio.Task[Outbound]) -> None:
         self._opening.pop(peer, None)
@@ -96,12 +108,16 @@ class OutboundPairs:
             self._leave(peer.address)
 
     def heartbeat(self, now: float) -> None:
-        """Renew leases, give up silent peers, forget those that have gone."""
+        """Renew leases, give up silent peers, forget those that have gone.
+
+        A channel without a pair stays until then: calls that follow one another share it.
+        """
         for peer, pair in list(self._pairs.items()):
             pair.heartbeat(now)
             if pair.broken.done():
                 del self._pairs[peer]
-                self._leave(peer.address)
+        for address in list(self._channels):
+            self._leave(address)
 
     def _leave(self, address: str) -> None:
         """Close a channel that nobody uses."""
@@ -139,6 +155,6 @@ class OutboundPairs:
 
     async def close_channels(self) -> None:
         """Close every channel."""
-        for channel in self._channels.values():
+        for channel in list(self._channels.values()):
             await channel.close()
         await asyncio.gather(*self._closing)

@@ -1,9 +1,10 @@
-"""Whether this worker's registry entry lapsed because the worker itself stood still.
+"""Whether this worker stood still for so long that its registry entry may have lapsed by that.
 
-A process that was stopped (SIGSTOP, a suspended machine), or whose event loop was blocked, for
-longer than its entry lives was dead to everybody else meanwhile: its requests may run elsewhere,
-and its promises are void. Only its own clock tells: the registry may have been away as well, which
-condemns nobody.
+    renewed ─stood still for longer than the entry lives→ in doubt ─renewed since→ renewed
+
+A process that was stopped (SIGSTOP, a suspended machine), or whose event loop was blocked, may be
+dead to all others: or they stood still with it. Its own clock does not tell which. The registry
+does, and is asked at once. Where the registry was away before, the worker is not to blame.
 
 Pure: ``now`` is monotonic, in seconds.
 """
@@ -20,31 +21,37 @@ class OwnLease:
         self._heartbeat_s = heartbeat_s
         self._beaten_at: float | None = None
         self._renewed_at: float | None = None
-        self.lapsed = False
-        """Whether it has. Stays so until ``begin``."""
+        self._woke_at: float | None = None
 
     def begin(self) -> None:
         """Another life begins, with no entry yet."""
-        self._renewed_at = None
-        self.lapsed = False
+        self._renewed_at = self._woke_at = None
 
     @property
     def registered(self) -> bool:
         """Whether this life has an entry to renew."""
         return self._renewed_at is not None
 
+    @property
+    def stood_still(self) -> bool:
+        """Whether the entry may have lapsed by that, and was not renewed since."""
+        return self._woke_at is not None
+
     def renewed(self, asked_at: float) -> None:
         """The entry was renewed, by a call that began at ``asked_at``."""
         self._renewed_at = asked_at
+        if self._woke_at is not None and asked_at >= self._woke_at:
+            self._woke_at = None
 
     def beat(self, now: float) -> bool:
-        """The event loop runs. Returns ``lapsed``."""
+        """The event loop runs. Returns whether it stood still until now: see the module's text."""
         stood_since, self._beaten_at = self._beaten_at, now
         if stood_since is None or self._renewed_at is None:
-            return self.lapsed
+            return False
         stood_still = now - stood_since > self._heartbeat_s
         # Until then it was renewed as usual: else the registry is to blame.
         was_alive = stood_since - self._renewed_at <= 2 * self._heartbeat_s
-        if stood_still and was_alive and now - self._renewed_at > self._ttl_s:
-            self.lapsed = True
-        return self.lapsed
+        if not (stood_still and was_alive and now - self._renewed_at > self._ttl_s):
+            return False
+        self._woke_at = now
+        return True

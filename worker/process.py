@@ -6,14 +6,16 @@
     ready, draining ─a background task breaks, a rank is lost→ failed (run() raises)
     any after start() ─the device is lost, steps fail in a row, a rank is lost on a CUDA device→
         the process ends at once
-    ready ─its lease lapsed while it stood still→ ready, in another life
+    ready ─it stood still, and the registry says that its lease lapsed→ ready, in another life
     ready ─its lease lapsed while it could not renew it→ leaving
     leaving ─nothing runs any more, or LEAVE_S are over→ ready, in another life
 
 A life (``worker/life.py``) is what has an incarnation. What has an engine outlives it: weights,
 cached blocks and the tiers behind them, metrics.
 
-Everything but the engine's steps and the copying of blocks runs on one event loop.
+Everything but the engine's steps and the copying of blocks runs on one event loop. What keeps
+promises to peers never waits for Redis: the registry entry has a task of its own
+(``worker/own_entry.py``).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import redis
@@ -33,6 +36,7 @@ from prometheus_client import CollectorRegistry
 from baton.background import end_tasks
 from baton.config import Config, PoolConfig
 from baton.errors import InvalidRequest, Unavailable, WorkerFailed
+from baton.listening_clock import ListeningClock
 from baton.loop_lag import watch_loop
 from baton.metrics import WorkerMetrics
 from baton.metrics_server import MetricsServer
@@ -43,14 +47,14 @@ from engine.engine import Engine
 from engine.parallel.ranks import LeadRank
 from engine.roofline import Ceilings
 from worker.chunk_slack import ChunkSlack
-from worker.control_loop import ControlLoop
+from worker.control_loop import ENGINE_HANG_S, ControlLoop
 from worker.cores import CoreBoard
 from worker.device import DeviceWatch, use_device
 from worker.engine_start import Measure, StartEngine, core_board, measure, start_engine
 from worker.gauges import WorkerGauges
 from worker.kv_tiers import KvTiers, make_storages
 from worker.life import Lasting, Life
-from worker.own_lease import OwnLease
+from worker.own_entry import OwnEntry
 from worker.pool_memory import PoolMemory
 from worker.process_tuning import keep_buffers, spare_the_interpreter
 from worker.role import RoleFactory, WorkerContext
@@ -112,12 +116,18 @@ class WorkerProcess:
         self._ending: asyncio.Task[None] | None = None
         self._left_nothing = False
         self._redis = redis_client(settings.redis_url)
-        self._registry = Registry(self._redis, settings.cluster_id)
-        self._lease = OwnLease(settings.config.registry_ttl_s, settings.config.heartbeat_s)
+        self._entry = OwnEntry(
+            Registry(self._redis, settings.cluster_id),
+            ttl_s=settings.config.registry_ttl_s,
+            heartbeat_s=settings.config.heartbeat_s,
+            record=self._present_record,
+            timed=self._timed_call,
+            lost=self._lost_entry,
+        )
         self._leave_by: float | None = None
         """Until when this life may go on that has lost its entry; monotonic, in seconds."""
-        self._awake = asyncio.Event()
-        """Set when the process has stood still for too long."""
+        self._condemned = asyncio.Event()
+        """Set when the registry has said that this life is over: it ends at once where it may."""
         self._memory = PoolMemory(shared=settings.config.transport in ("auto", "shm"))
         self._next_check_at = 0.0
         self._tasks: list[asyncio.Task[None]] = []
@@ -172,15 +182,17 @@ class WorkerProcess:
             await self._make_tiers(control, costs, metrics),
             costs,
             self._transfers,
+            ListeningClock(2 * settings.config.heartbeat_s / _BEATS),
             self.lead.addresses() if self.lead is not None and settings.pool.tp > 1 else (),
         )
         await self._begin_life()
         control.start(self.life.role)
         if self._lasting.tiers is not None:
             self._lasting.tiers.start()
-        await self._renew()
+        await self._entry.tell()
         self._tasks = [
             asyncio.create_task(self._heartbeat(), name="heartbeat"),
+            asyncio.create_task(self._entry.keep(), name="registry-entry"),
             asyncio.create_task(self._publish(), name="publish"),
             asyncio.create_task(self._watch_itself(), name="own-lease"),
             asyncio.create_task(watch_loop(self._show_lag), name="loop-lag"),
@@ -274,7 +286,7 @@ class WorkerProcess:
         self._stopped.set()
         await end_tasks(self._tasks)
         if self._started_life is not None:
-            await self.life.end(self._registry)
+            await self._end_life()
             if self._lasting.tiers is not None:
                 await self._lasting.tiers.stop(STOP_DEADLINE_S)
             await asyncio.to_thread(self._lasting.control.stop, STOP_DEADLINE_S)
@@ -293,36 +305,39 @@ class WorkerProcess:
         self._started_life = await Life.begin(
             self.settings, self._lasting, self._roles, self, self._redis
         )
-        self._lease.begin()
+        self._entry.begin()
         self._leave_by = None
 
     async def _take_new_life(self, reason: str) -> None:
         """Begin anew with the same engine. Raises TimeoutError where it cannot be freed."""
         old = self.life
         log.warning("%s ends: %s", old.context.incarnation, reason)
-        await old.end(self._registry)
+        await self._end_life()
         async with asyncio.timeout(STOP_DEADLINE_S):
             # Steps and copies that are under way tell the loop when they have ended.
             while not old.is_over:  # noqa: ASYNC110
                 await asyncio.sleep(_DRAIN_POLL_S)
         await self._begin_life()
 
+    async def _end_life(self) -> None:
+        """Leave the registry; whatever runs ends with an error, or has ended."""
+        await self._entry.strike_off()
+        await self.life.end()
+
     async def _live_on(self, now: float) -> None:
-        """In another life, where this one's lease has lapsed."""
-        self._awake.clear()
-        if self.drained:
+        """In another life, where the registry has said that this one is over."""
+        self._condemned.clear()
+        if self.drained or self._leave_by is None:
             return
-        if self._lease.lapsed:
-            await self._take_new_life("it stood still, and its lease lapsed")
-        elif self._leave_by is not None and (now >= self._leave_by or self.life.is_empty):
-            await self._take_new_life("its lease lapsed while Redis was away for it alone")
+        if now >= self._leave_by or self.life.is_empty:
+            await self._take_new_life("the registry says that its lease has lapsed")
 
     async def _watch_itself(self) -> None:
         """Notice that the process stood still, as soon as it goes on."""
         while True:
             await asyncio.sleep(self.settings.config.heartbeat_s / _BEATS)
-            if self._lease.beat(time.monotonic()) and not self._changing.locked():
-                self._awake.set()
+            self._lasting.clock.tick()
+            self._entry.beat(time.monotonic())
 
     # Leaving, or coming back as another
 
@@ -375,7 +390,7 @@ class WorkerProcess:
         """Whether nothing is left by the deadline, which may change, of what was taken before."""
         life = self.life
         self._take_nothing_more()
-        await self._renew()
+        await self._entry.tell()
         seen_at = time.monotonic() + at_least_s
         # Sequences, tickets, calls and readers end in many places, and nobody hurries.
         while (now := time.monotonic()) < deadline():
@@ -400,19 +415,30 @@ class WorkerProcess:
         life.context.control.turn(life.role, self._gauges)
         if self._cores is not None:
             self._cores.take_turn(yields=name == "prefill")
-        await self._renew()
+        await self._entry.tell()
         log.info("%s is a %s worker now", life.record.incarnation, name)
 
     async def _steps_ended(self, context: WorkerContext) -> None:
-        """What was ended by the deadline may be in a step that runs."""
-        end = time.monotonic() + STOP_DEADLINE_S
-        while not context.control.scheduler.is_idle() and time.monotonic() < end:  # noqa: ASYNC110
+        """What was ended by the deadline may be in a step that runs; the next role has none of it.
+
+        Raises WorkerFailed where the engine hangs: then the process ends.
+        """
+        end = time.monotonic() + ENGINE_HANG_S
+        while not context.control.scheduler.is_idle():
+            if time.monotonic() >= end:
+                reason = "its engine has not ended the steps of its last role"
+                self._end(reason)
+                raise WorkerFailed(reason)
             await asyncio.sleep(_DRAIN_POLL_S)
 
     # What it does all the while
 
     async def _heartbeat(self) -> None:
-        config = self.settings.config
+        """Renew what was promised, and end what has expired. Never waits for Redis: a slow one, or
+
+        none, is no reason for a peer to take this worker for dead.
+        """
+        heartbeat_s = self.settings.config.heartbeat_s
         while True:
             began = time.monotonic()
             if not self._changing.locked():
@@ -424,12 +450,11 @@ class WorkerProcess:
             context.exchange.check_ranks()
             await self.life.role.heartbeat()
             self._refresh(context)
-            await self._renew()
             self._check_integrity(context)
             self.beats += 1
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, began + config.heartbeat_s - time.monotonic())):
-                    await self._awake.wait()
+                async with asyncio.timeout(began + heartbeat_s - time.monotonic()):
+                    await self._condemned.wait()
 
     def _refresh(self, context: WorkerContext) -> None:
         """Blocks are given back without a step, too."""
@@ -442,26 +467,20 @@ class WorkerProcess:
         # Another role has gauges of its own.
         self._gauges.loop_lag(late_s)
 
-    async def _renew(self) -> None:
-        """Say in the registry what this worker is and does."""
-        asked_at = time.monotonic()
+    def _present_record(self) -> WorkerRecord:
         life = self.life
-        record = replace(life.record, load=life.context.control.load())
-        renew = self._lease.registered and self._leave_by is None
-        try:
-            with self._gauges.registry_calls.one():
-                is_there = await self._registry.put(
-                    record, self.settings.config.registry_ttl_s, renew=renew
-                )
-        except redis.RedisError as error:
-            log.warning("the registry cannot be reached: %s", error)
-            return
-        if is_there:
-            self._lease.renewed(asked_at)
-            return
-        log.warning("%s is dead to the registry: it takes nothing new", record.incarnation)
+        return replace(life.record, load=life.context.control.load())
+
+    def _timed_call(self) -> AbstractContextManager[None]:
+        # Another role has gauges of its own.
+        return self._gauges.registry_calls.one()
+
+    def _lost_entry(self, stood_still: bool) -> None:
+        """To all others this life is over."""
         self._take_nothing_more()
-        self._leave_by = asked_at + LEAVE_S
+        # Routers have given up one that stood still. One that did not was within their reach.
+        self._leave_by = time.monotonic() + (0.0 if stood_still else LEAVE_S)
+        self._condemned.set()
 
     def _check_integrity(self, context: WorkerContext) -> None:
         """When nothing runs, nothing is used."""

@@ -10,6 +10,7 @@ passed in.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from baton import convert
@@ -32,9 +33,13 @@ class RankReceiver(TicketReceiver):
         identity: Identity,
         tell: Callable[[Event], None],
         released: Callable[[Ticket, BatonError], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``tell`` rank 0; ``released`` is told of every ticket that has ended unfilled."""
-        super().__init__()
+        """``tell`` rank 0; ``released`` is told of every ticket that has ended unfilled.
+
+        ``clock``: see ``TicketReceiver``.
+        """
+        super().__init__(clock)
         self._identity = identity
         self._tell = tell
         self._released = released

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 
@@ -24,6 +23,7 @@ from baton.background import end_tasks
 from baton.errors import BatonError, HandoffError, Unavailable, WorkerFailed
 from baton.grpc_channel import listen, make_server, open_channel
 from baton.grpc_errors import grpc_boundary
+from baton.listening_clock import ListeningClock
 from baton.peer_roles import PeerRoles
 from baton.tls import TlsFiles
 from baton.v1 import rank_pb2, rank_pb2_grpc, transfer_pb2, transfer_pb2_grpc
@@ -126,7 +126,10 @@ class RankLife:
         self._beat_s = min(self._silence_s, limits.silence_s) / _BEATS
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._transports = make_transports(begin.incarnation)
-        self._keeper = RankReceiver(self.identity, self._events.put_nowait, self._released)
+        self._clock = ListeningClock(2 * self._beat_s)
+        self._keeper = RankReceiver(
+            self.identity, self._events.put_nowait, self._released, self._clock
+        )
         self.inbound = Inbound(self.identity, self._transports, self._keeper, limits)
         self._pairs = OutboundPairs(
             self.identity,
@@ -134,10 +137,11 @@ class RankLife:
             limits,
             executor,
             lambda address: open_channel(address, tls, "worker"),
+            self._clock,
         )
         self._sender = RankSender(self.identity, self._pairs)
         self._pushes: dict[str, PushFan] = {}
-        self._heard_at = time.monotonic()
+        self._heard_at = self._clock()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ending: asyncio.Task[None] | None = None
         self._events.put_nowait(Event(begun=rank_pb2.RankBegun()))
@@ -183,7 +187,7 @@ class RankLife:
 
     async def _read(self, requests: AsyncIterator[rank_pb2.JoinRequest]) -> None:
         async for request in requests:
-            self._heard_at = time.monotonic()
+            self._heard_at = self._clock()
             self.take(request.commands)
 
     async def _answer(self, context: JoinContext) -> None:
@@ -196,7 +200,8 @@ class RankLife:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._beat_s)
-            now = time.monotonic()
+            self._clock.tick()
+            now = self._clock()
             if now - self._heard_at > self._silence_s:
                 raise WorkerFailed(f"{self.identity.name}: rank 0 is silent")
             self._pairs.heartbeat(now)
@@ -210,7 +215,7 @@ class RankLife:
         for each in commands:
             match each.WhichOneof("command"):
                 case "open_ticket":
-                    self._keeper.open(each.open_ticket, time.monotonic())
+                    self._keeper.open(each.open_ticket, self._clock())
                 case "close_ticket":
                     self._keeper.close(each.close_ticket.ticket_id)
                 case "shorten_ticket":

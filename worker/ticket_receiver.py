@@ -1,11 +1,13 @@
 """What rank 0 and the other ranks of a worker have in common where they receive: a book of tickets,
 
-whose writers alone bring bytes and are heard of. Owned by the control loop; ``now`` is passed in.
+whose writers alone bring bytes and are heard of. Owned by the control loop; ``now`` is passed in,
+as ``clock`` has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from baton.errors import TicketEnded
 from kvtransfer.ticket_book import TicketBook
@@ -14,7 +16,9 @@ from kvtransfer.ticket_book import TicketBook
 class TicketReceiver:
     """The shared part of ``kvtransfer.inbound.TicketKeeper``."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock``: by which leases lapse; see ``baton.listening_clock``."""
+        self.clock = clock
         self.book = TicketBook()
         self._transports: dict[str, str] = {}
         """By what the bytes of a ticket came last."""

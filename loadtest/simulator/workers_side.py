@@ -43,14 +43,39 @@ class RouterSide(Protocol):
         """It has ended without all its tokens."""
 
 
+class _Line:
+    """Some places, and those that wait for one."""
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+        self.waiting: deque[Attempt] = deque()
+
+    def enter(self, attempt: Attempt) -> bool:
+        """Whether there is a place; else it waits."""
+        if self.places:
+            self.places -= 1
+            return True
+        self.waiting.append(attempt)
+        return False
+
+    def leave(self) -> Attempt | None:
+        """A place comes free. Returns the attempt that has it now."""
+        if self.waiting:
+            return self.waiting.popleft()
+        self.places += 1
+        return None
+
+
 class _Seat:
     """What of a worker is not its engine's: tickets and places."""
 
     def __init__(self, worker: SimulatedWorker) -> None:
         self.room = Room(worker.scheduler)
         self.tickets = 0
-        self.places = worker.profile.max_sequences
-        self.line: deque[Attempt] = deque()
+        self.batch = _Line(worker.profile.max_sequences)
+        """Places in the prefill batch, which are taken after the ticket."""
+        self.handoffs: dict[str, _Line] = {}
+        """By receiver: handoffs under way, as ``prefill_worker.role`` bounds them."""
 
 
 class WorkersSide:
@@ -79,36 +104,54 @@ class WorkersSide:
             self._fail(attempt, ContextLengthExceeded(text))
         elif attempt.is_local:
             self._place(attempt)
+        elif not attempt.needs_handoff:
+            self._take_place(attempt)
+        elif self._handoffs(attempt).enter(attempt):
+            self._reserve(attempt)
         else:
-            seat = self._seat(attempt.source)
-            if seat.places:
-                seat.places -= 1
-                self._reserve(attempt)
-            else:
-                seat.line.append(attempt)
-                self._events.at(attempt.deadline, lambda: self._give_up(attempt))
+            self._events.at(attempt.deadline, lambda: self._give_up(attempt))
+
+    def _handoffs(self, attempt: Attempt) -> _Line:
+        lines, source = self._seat(attempt.source).handoffs, attempt.source
+        if attempt.target.name not in lines:
+            lines[attempt.target.name] = _Line(source.profile.max_sequences)
+        return lines[attempt.target.name]
 
     def _give_up(self, attempt: Attempt) -> None:
-        line = self._seat(attempt.source).line
-        if attempt in line:
-            line.remove(attempt)
+        if attempt in self._handoffs(attempt).waiting:
+            self._handoffs(attempt).waiting.remove(attempt)
+            self._fail(attempt, _expired())
+
+    def _reserve(self, attempt: Attempt) -> None:
+        """Ask the target for room."""
+        self._events.after(attempt.source.profile.call_s, lambda: self._promise(attempt))
+
+    def _leave_handoff(self, attempt: Attempt) -> None:
+        following = self._handoffs(attempt).leave() if attempt.needs_handoff else None
+        if following is not None:
+            self._reserve(following)
+
+    def _take_place(self, attempt: Attempt) -> None:
+        """In the batch of the source, once the blocks at the target wait for it."""
+        if self._seat(attempt.source).batch.enter(attempt):
+            self._compute(attempt)
+        else:
+            self._events.at(attempt.deadline, lambda: self._give_place_up(attempt))
+
+    def _give_place_up(self, attempt: Attempt) -> None:
+        waiting = self._seat(attempt.source).batch.waiting
+        if attempt in waiting:
+            waiting.remove(attempt)
+            self._end_ticket(attempt)
+            self._leave_handoff(attempt)
             self._fail(attempt, _expired())
 
     def _leave_place(self, attempt: Attempt) -> None:
         """Whoever is next in line at a prefill worker may come."""
-        seat = self._seat(attempt.source)
-        if seat.line:
-            self._reserve(seat.line.popleft())
-        else:
-            seat.places += 1
-
-    def _reserve(self, attempt: Attempt) -> None:
-        """Ask the target for room, if it will be needed."""
-        if attempt.needs_handoff:
-            call_s = attempt.source.profile.call_s
-            self._events.after(call_s, lambda: self._promise(attempt))
-        else:
-            self._compute(attempt)
+        following = self._seat(attempt.source).batch.leave()
+        if following is not None:
+            self._compute(following)
+        self._leave_handoff(attempt)
 
     def _promise(self, attempt: Attempt) -> None:
         """At the target: take blocks, or ask again later."""
@@ -124,7 +167,7 @@ class WorkersSide:
             self._ask_again(attempt, full, lambda: self._promise(attempt), 2 * call_s)
             return
         except BatonError as error:
-            self._leave_place(attempt)
+            self._leave_handoff(attempt)
             self._fail(attempt, error)
             return
         pool.pin(pinned)
@@ -132,7 +175,7 @@ class WorkersSide:
         attempt.sent_blocks = len(pinned)
         seat.tickets += 1
         target.settle()
-        self._events.after(call_s, lambda: self._compute(attempt))
+        self._events.after(call_s, lambda: self._take_place(attempt))
 
     def _ask_again(
         self, attempt: Attempt, full: NoRoom, ask: Callable[[], None], calls_s: float
@@ -143,7 +186,7 @@ class WorkersSide:
             self._events.after(wait, ask)
             return
         if not attempt.is_local:
-            self._leave_place(attempt)
+            self._leave_handoff(attempt)
         self._events.after(max(0.0, left), lambda: self._fail(attempt, _expired()))
 
     def _compute(self, attempt: Attempt) -> None:
@@ -309,8 +352,10 @@ class WorkersSide:
                 worker.remove(sequence)
                 self._hand_back(worker, sequence)
         seat = self._seat(worker)
-        here = (*scheduler.running, *scheduler.waiting, *scheduler.held, *seat.line)
-        return not here and not seat.tickets and seat.places == worker.profile.max_sequences
+        here = (*scheduler.running, *scheduler.waiting, *scheduler.held)
+        most = worker.profile.max_sequences
+        lines = (seat.batch, *seat.handoffs.values())
+        return not here and not seat.tickets and all(line.places == most for line in lines)
 
     # Ends before their time
 

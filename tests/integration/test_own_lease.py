@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import redis
 
 from baton.config import Config, Role
@@ -121,8 +123,8 @@ async def test_who_alone_lost_redis_ends_what_it_runs_and_begins_another_life(
             raise redis.ConnectionError("away")
 
         with monkeypatch.context() as patched:
-            patched.setattr(worker._registry, "put", away)
-            await cluster.until(lambda: worker._lease.registered)
+            patched.setattr(worker._entry._registry, "put", away)
+            await cluster.until(lambda: worker._entry.is_known)
             async with asyncio.timeout(PATIENCE_S):
                 while old not in await cluster.registry.dead():
                     await asyncio.sleep(0.05)
@@ -157,3 +159,55 @@ async def test_a_redis_that_is_away_for_all_ends_no_life(tiny_model: Path) -> No
             # Long enough for each to have been judged.
             await asyncio.sleep(TTL_S)
             assert set(await cluster.registry.all()) == before
+
+
+@pytest.mark.parametrize("pause_s", [2 * TTL_S, pytest.param(60.0, marks=pytest.mark.long)])
+async def test_a_host_that_stood_still_for_longer_than_leases_loses_nothing(
+    tiny_model: Path, tmp_path: Path, pause_s: float
+) -> None:
+    """Workers, store and router (this process) alike: no life ends, and the answer goes on."""
+    config = Config(dtype="float32", local_prefill="never", **BEATS)
+    with valkey() as url:
+        cluster = MiniCluster(config, tiny_model, url)
+        children = [
+            WorkerChild(
+                Job(
+                    role,
+                    f"{role}-0",
+                    "shm",
+                    str(tiny_model),
+                    url,
+                    cluster.cluster_id,
+                    registry_ttl_s=TTL_S,
+                ),
+                tmp_path / f"{role}.log",
+            )
+            for role in ROLES
+        ]
+        try:
+            for child in children:
+                await child.ready()
+            await cluster.dispatcher.start()
+            await cluster.until(lambda: cluster.dispatcher.health()[0] == "ok")
+            before = set(await cluster.registry.all())
+            prompt = prompt_of(30)
+            request = replace(cluster.request(prompt, LONG), deadline_s=pause_s + PATIENCE_S)
+            running = cluster.dispatcher.generate(request)
+            first = [*(await anext(running)).token_ids, *(await anext(running)).token_ids]
+            with stopped(url):
+                for child in children:
+                    child.send_signal(signal.SIGSTOP)
+                # Blocks the router, too.
+                time.sleep(pause_s)  # noqa: ASYNC251
+                for child in children:
+                    child.send_signal(signal.SIGCONT)
+            rest = await collect(running)
+            assert rest.finish_reason is FinishReason.LENGTH
+            assert (*first, *rest.token_ids) == local_answer(tiny_model, prompt, LONG)
+            async with asyncio.timeout(PATIENCE_S):
+                while set(await cluster.registry.all()) != before:
+                    await asyncio.sleep(0.05)
+        finally:
+            await cluster.stop()
+            for child in children:
+                child.end()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import cast
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from baton import convert
 from baton.errors import Unavailable
+from baton.hashing import block_hashes
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2
+from decode_worker import receiver as receiver_module
 from decode_worker.handoff_stream import Context
 from tests.unit.decode_worker.test_role import BLOCK_BYTES, GEOMETRY, ROUTER, World, token
 
@@ -69,7 +72,13 @@ class Stream:
             await self.served
 
 
-def reserve(call: int, request: str = "r", length: int = 6, fingerprint: str = "model") -> Request:
+def reserve(
+    call: int,
+    request: str = "r",
+    length: int = 6,
+    fingerprint: str = "model",
+    timeout_ms: int = 60_000,
+) -> Request:
     spec = SequenceSpec(
         request, 0, ROUTER, tuple(range(length)), length, SamplingParams(max_tokens=20)
     )
@@ -80,7 +89,7 @@ def reserve(call: int, request: str = "r", length: int = 6, fingerprint: str = "
         writer="writer",
         sequence=convert.sequence_to_proto(spec),
     )
-    return Request(call=call, reserve=offer)
+    return Request(call=call, timeout_ms=timeout_ms, reserve=offer)
 
 
 def commit(call: int, ticket_id: str, timeout_ms: int = 60_000) -> Request:
@@ -185,14 +194,115 @@ async def test_refusals_say_why_and_the_stream_goes_on(world: World) -> None:
     assert (await stream.told()).error.code == "handoff_ticket_ended"
     stream.ask(Request(call=3))
     assert (await stream.told()).error.code == "handoff_failed"
-    for number in range(4):
-        stream.ask(reserve(4 + number, f"r{number}", length=60))
-    answers = [await stream.told() for _ in range(4)]
-    full = answers[-1].error
-    assert (full.code, full.retry_after_ms) == ("no_decode_room", 50)
     await stream.leave()
-    for number in range(4):
-        world.role.abort((f"r{number}", 0))
+    world.check_nothing_is_held()
+
+
+# Reserves that wait for room
+
+
+async def full(world: World) -> Stream:
+    """A stream to a worker whose blocks are all promised, to ``r0`` and ``r1``."""
+    stream = Stream(world)
+    stream.ask(reserve(1, "r0", length=60), reserve(2, "r1", length=60))
+    for _ in range(2):
+        assert (await stream.told()).HasField("reserve")
+    return stream
+
+
+async def test_a_reserve_waits_for_room_and_is_answered_in_its_turn(world: World) -> None:
+    stream = await full(world)
+    stream.ask(reserve(3, "large", length=60), reserve(4, "small"), abort(5, "other"))
+    assert (await stream.told()).call == 5, "who waits holds up nobody"
+    stream.ask(abort(6, "r0"))
+    answers = {answer.call: answer for answer in [await stream.told() for _ in range(2)]}
+    assert answers[6].HasField("abort")
+    assert answers[3].reserve.missing_blocks == 15, "it came first"
+    assert stream.answers.empty()
+    stream.ask(abort(7, "r1"))
+    assert {(await stream.told()).call, (await stream.told()).call} == {4, 7}
+    await stream.leave()
+    for request in ("large", "small"):
+        world.role.abort((request, 0))
+    world.check_nothing_is_held()
+
+
+async def test_a_reserve_waits_no_longer_than_it_has_time(world: World) -> None:
+    stream = await full(world)
+    stream.ask(reserve(3, "late", length=60, timeout_ms=20))
+    answer = await stream.told()
+    assert (answer.call, answer.error.code) == (3, "deadline_exceeded")
+    await given_up(world, stream)
+
+
+async def test_an_abort_ends_the_reserve_that_waits(world: World) -> None:
+    stream = await full(world)
+    stream.ask(reserve(3, "late", length=60), abort(4, "late"))
+    answers = {answer.call: answer for answer in [await stream.told() for _ in range(2)]}
+    assert answers[3].error.code == "handoff_ticket_ended"
+    assert answers[4].HasField("abort")
+    stream.ask(reserve(5, "late"))
+    assert (await stream.told()).error.code == "handoff_ticket_ended", "it is over for good"
+    await given_up(world, stream)
+
+
+async def test_a_reserve_that_waits_ends_with_its_writer(world: World) -> None:
+    stream, other = await full(world), Stream(world)
+    other.ask(reserve(1, "late", length=60), abort(2, "other"))
+    await other.told()
+    await other.leave()
+    await given_up(world, stream)
+
+
+async def test_a_worker_that_is_drained_answers_those_that_wait(world: World) -> None:
+    stream = await full(world)
+    stream.ask(reserve(3, "late", length=60), abort(4, "other"))
+    await stream.told()
+    world.role.context.intake.close()
+    await world.role.heartbeat()
+    assert "being drained" in (await stream.told()).error.message
+    await given_up(world, stream)
+
+
+async def given_up(world: World, stream: Stream) -> None:
+    """Nobody waits any more: nothing is promised to ``late`` once there is room."""
+    for request in ("r0", "r1"):
+        world.role.abort((request, 0))
+    await asyncio.sleep(0)
+    assert not len(world.role.reserves)
+    await stream.leave()
+    world.check_nothing_is_held()
+
+
+async def test_those_that_wait_cost_nothing_of_their_prompts_length(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = 0
+
+    def counting(*arguments: Any) -> list[bytes]:
+        nonlocal hashed
+        hashed += 1
+        return block_hashes(*arguments)
+
+    stream = await full(world)
+    monkeypatch.setattr(receiver_module, "block_hashes", counting)
+    stream.ask(*(reserve(10 + n, f"w{n}", length=12) for n in range(16)), abort(4, "other"))
+    await stream.told()
+    matches = Mock(return_value=[])
+    monkeypatch.setattr(world.pool, "match", matches)
+    for _ in range(100):
+        world.role.on_step([])
+        await asyncio.sleep(0)
+    assert hashed <= 1, "that of the first in line is kept"
+    assert not matches.called, "by count there is no room"
+    monkeypatch.undo()
+    for request in ("r0", "r1"):
+        world.role.abort((request, 0))
+    for _ in range(8):
+        assert (await stream.told()).HasField("reserve")
+    for number in range(16):
+        world.role.abort((f"w{number}", 0))
+    await stream.leave()
     world.check_nothing_is_held()
 
 

@@ -16,6 +16,7 @@ from baton.hashing import hash_key
 from baton.metrics import WorkerMetrics
 from baton.request import FinishReason, Geometry, LoadSnapshot, SequenceSpec, TokenOutput
 from baton.sampling_params import SamplingParams
+from decode_worker import reserves as reserves_module
 from decode_worker import role as role_module
 from decode_worker.receiver import Offer
 from decode_worker.role import ROUTER_GRACE_S, DecodeRole
@@ -82,12 +83,19 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr(role_module, "time", clock)
+        for module in (role_module, reserves_module):
+            monkeypatch.setattr(module, "time", clock)
         self.pool = BlockPool(32)
         scheduler = Scheduler(self.pool, SchedulerLimits(4, 64, 8, 64))
         self.control = Control(scheduler, clock.monotonic)
         self.metrics = WorkerMetrics(CollectorRegistry())
-        self.blocks = BlockReceiver(self.pool, self.metrics, block_bytes=BLOCK_BYTES, lease_s=3.0)
+        self.blocks = BlockReceiver(
+            self.pool,
+            self.metrics,
+            block_bytes=BLOCK_BYTES,
+            lease_s=3.0,
+            clock=lambda: self.now,
+        )
         context = SimpleNamespace(
             settings=SimpleNamespace(config=Config(), slot="decode-0"),
             engine=SimpleNamespace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ class Role:
 
     def __init__(self) -> None:
         self.box = Outbox(0.0)
+        self.clock = time.monotonic
         self.closing = False
         self.beats = DEFAULT_BEATS
         self.context = SimpleNamespace(control=SimpleNamespace(load=LoadSnapshot))

@@ -10,6 +10,7 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 
 from baton.hashing import block_hashes, hash_key
+from baton.listening_clock import ListeningClock
 from baton.metrics import WorkerMetrics
 from baton.request import Geometry
 from baton.v1 import transfer_pb2_grpc
@@ -195,8 +196,13 @@ class Worker(Process):
         )
         gauges = WorkerGauges(metrics, self.name, role)
         control = ControlLoop(engine, gauges, self.name, fail=self.complain)
+        self.clock = ListeningClock(2 * HEARTBEAT_S, lambda: self.time.now)
         self.receiver = WatchedReceiver(
-            self.pool, metrics, block_bytes=BLOCK_BYTES, lease_s=LEASE_S
+            self.pool,
+            metrics,
+            block_bytes=BLOCK_BYTES,
+            lease_s=LEASE_S,
+            clock=self.clock,
         )
         self.receiver.worker = self
         self.exchange = self._make_exchange(transports)
@@ -242,6 +248,7 @@ class Worker(Process):
 
     async def _heartbeat(self) -> None:
         while True:
+            self.clock.tick()
             self.exchange.heartbeat()
             await self.role.heartbeat()
             if self.scheduler.is_idle() and self.exchange.is_idle():
@@ -307,7 +314,7 @@ class Worker(Process):
         if self.is_frozen or now - self.awake_since < 2 * HEARTBEAT_S:
             return
         for ticket in self.receiver.book:
-            late = now - ticket.expires_at
+            late = self.clock() - ticket.expires_at
             assert not (ticket.is_open and late > 2 * HEARTBEAT_S), "a lease does not end"
 
     def _check_contents(self) -> None:
@@ -350,14 +357,12 @@ class Worker(Process):
 
 TIMED_MODULES = (
     "decode_worker.local_prefill",
+    "decode_worker.reserves",
     "decode_worker.role",
-    "decode_worker.service",
-    "kvtransfer.inbound",
     "kvtransfer.outbound",
     "prefill_worker.handoff",
     "prefill_worker.role",
     "worker.control_loop",
-    "worker.exchange",
     "worker.fetch",
 )
 """All that read the clock."""

@@ -61,6 +61,7 @@ class Keeper:
     tickets: dict[str, Ticket] = field(default_factory=dict)
     told: list[tuple[str, ...]] = field(default_factory=list)
     errors: list[BatonError] = field(default_factory=list)
+    clock: Callable[[], float] = time.monotonic
 
     def begin_copy(
         self,

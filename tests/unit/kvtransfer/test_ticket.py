@@ -190,6 +190,22 @@ def test_the_lease_is_renewed_by_heartbeats_and_data_alone() -> None:
     assert not ticket.has_expired(99.0)
 
 
+def test_a_commit_that_waits_holds_the_lease() -> None:
+    ticket = make_ticket()
+    with pytest.raises(TicketEnded, match="not open for another"):
+        ticket.hold("another")
+    for _ in range(2):
+        ticket.hold("writer")
+    ticket.let_go(20.0)
+    assert not ticket.has_expired(99.0), "another commit waits"
+    ticket.let_go(99.0)
+    assert not ticket.has_expired(101.9)
+    assert ticket.has_expired(102.0)
+    ticket.release()
+    with pytest.raises(TicketEnded):
+        ticket.hold("writer")
+
+
 def test_the_book_finds_tickets_until_they_are_dropped() -> None:
     book = TicketBook()
     ticket, other = make_ticket(attempt=0), make_ticket(attempt=1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from types import SimpleNamespace
 
 import pytest
 
 from baton.errors import DeadlineExceeded
 from baton.request import SequenceSpec
 from baton.v1 import prefill_pb2
+from kvtransfer.transport import Peer
 from prefill_worker import role as role_module
 from prefill_worker.role import PrefillRole
 from tests.unit.worker.manual_worker import ManualWorker, settle, spec_of
@@ -24,9 +26,11 @@ class World(ManualWorker):
         self.role = PrefillRole(self.context)
         self.control.start(self.role)
 
-    async def call(self, spec: SequenceSpec) -> asyncio.Task[list[prefill_pb2.PrefillResponse]]:
+    async def call(
+        self, spec: SequenceSpec, receiver: str = ""
+    ) -> asyncio.Task[list[prefill_pb2.PrefillResponse]]:
         async def responses() -> list[prefill_pb2.PrefillResponse]:
-            async with aclosing(self.role.prefill(spec, "", "")) as found:
+            async with aclosing(self.role.prefill(spec, "", receiver)) as found:
                 return [response async for response in found]
 
         task = asyncio.create_task(responses())
@@ -78,4 +82,63 @@ async def test_what_a_prompt_took_is_reported(monkeypatch: pytest.MonkeyPatch) -
     assert response.queue_ms == pytest.approx(500)
     assert response.compute_ms == pytest.approx(300)
     assert response.computed_tokens == 20
+    world.check_nothing_is_held()
+
+
+class Handoffs:
+    """Stands for the handoffs of a prefill role; receivers have room when the test says so."""
+
+    def __init__(self) -> None:
+        self.rooms: dict[str, asyncio.Event] = {}
+        self.reserving: list[str] = []
+
+    def make(
+        self, context: object, spec: SequenceSpec, peer: Peer, staging: object, *, deadline: float
+    ) -> SimpleNamespace:
+        async def reserve() -> None:
+            self.reserving.append(peer.incarnation)
+            await self.rooms[peer.incarnation].wait()
+
+        async def commit(first_token: int, **_: object) -> int:
+            return 0
+
+        async def close() -> None:
+            pass
+
+        return SimpleNamespace(
+            reserve=reserve,
+            commit=commit,
+            close=close,
+            check=lambda: None,
+            computed=lambda *_: None,
+            sends_layers=lambda _: False,
+            sending=None,
+            without_drafter=True,
+            pinned_blocks=0,
+            transport="shm",
+        )
+
+
+async def test_a_receiver_without_room_holds_up_no_prompt_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, max_sequences=2)
+    handoffs = Handoffs()
+    monkeypatch.setattr(role_module, "Handoff", handoffs.make)
+    handoffs.rooms = {"full": asyncio.Event(), "free": asyncio.Event()}
+    handoffs.rooms["free"].set()
+    waiting = [await world.call(spec_of(f"w{n}"), "full") for n in range(3)]
+    assert handoffs.reserving == ["full"] * 2, "promises ahead of the prompts are bounded"
+    other = await world.call(spec_of("other", first=4), "free")
+    await world.drain()
+    assert [r.HasField("handoff") for r in await other] == [False, True]
+    assert not any(call.done() for call in waiting)
+    handoffs.rooms["full"].set()
+    await settle()
+    await world.drain()
+    await settle()
+    await world.drain()
+    for call in waiting:
+        assert len(await call) == 2
+    assert not len(world.role._lines)
     world.check_nothing_is_held()

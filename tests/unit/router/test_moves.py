@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -187,6 +187,11 @@ class World:
         for _ in range(10):
             await asyncio.sleep(0)
 
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20.0):
+            while not condition():
+                await asyncio.sleep(0.001)
+
     def tell(
         self, running: RunningRequest, tokens: int, *, choice: int = 0, ends: bool = False
     ) -> None:
@@ -305,17 +310,34 @@ async def test_a_failed_handoff_tries_two_others(monkeypatch: pytest.MonkeyPatch
     world = World()
     running = await world.run()
     world.links["p0"].prefills.fail(HandoffError("a wire"))
-    await asyncio.sleep(0.01)
-    assert world.at(running) == [(1, "p1", "d1")]
+    await world.until(lambda: world.at(running) == [(1, "p1", "d1")])
     world.links["d1"].is_up = False
     world.links["p1"].prefills.fail(HandoffError("a wire"))
-    await asyncio.sleep(0.01)
-    assert world.at(running) == [(2, "p0", "d0")]
+    await world.until(lambda: world.at(running) == [(2, "p0", "d0")])
     world.links["p1"].is_up = False
+    for attempt in range(3, MOST_FAILURES + 1):
+        world.links["p0"].prefills.fail(HandoffError("a wire"))
+        # Nobody else is there, and both are up.
+        here = [(attempt, "p0", "d0")]
+        await world.until(lambda here=here: world.at(running) == here)  # type: ignore[misc]
     world.links["p0"].prefills.fail(HandoffError("a wire"))
     with pytest.raises(HandoffError):
         await running.life.next_delta()
-    assert world.moved("handoff_failed") == 2
+    assert world.moved("handoff_failed") == MOST_FAILURES
+
+
+async def test_a_handoff_that_fails_for_want_of_a_worker_has_no_last_resort(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    world = World()
+    running = await world.run()
+    for name in ("p1", "d0", "d1"):
+        world.links[name].is_up = False
+    world.links["p0"].prefills.fail(HandoffError("a wire"))
+    with pytest.raises(HandoffError):
+        await running.life.next_delta()
+    assert world.moved("handoff_failed") == 0
 
 
 async def test_a_committed_prefill_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,9 +53,10 @@ async def test_workers_come_go_and_change() -> None:
 
 
 async def test_a_call_that_failed_takes_a_worker_out() -> None:
-    async with roster_of("p-0", "d-0") as (roster, planner, links):
+    async with roster_of("p-0", "p-1", "d-0") as (roster, planner, links):
+        table = planner.table
         link = links.get("p-0")
         assert link is not None
         link.failed(time.monotonic())
         roster.refresh(0.0)
-        assert len(planner.table.group("prefill")) == 0
+        assert [table.names[r] for r in table.group("prefill").rows] == ["p-1"]

@@ -91,7 +91,13 @@ class ManualWorker:
         self.scheduler = Scheduler(self.pool, limits)
         self.model = FakeEngine(blocks, SIZE)
         self.metrics = WorkerMetrics(CollectorRegistry())
-        self.receiver = BlockReceiver(self.pool, self.metrics, block_bytes=BLOCK_BYTES, lease_s=3.0)
+        self.receiver = BlockReceiver(
+            self.pool,
+            self.metrics,
+            block_bytes=BLOCK_BYTES,
+            lease_s=3.0,
+            clock=lambda: self.now,
+        )
         runner: Any = SimpleNamespace(
             device=SimpleNamespace(type="cpu"), takes_prompt=lambda: False
         )

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from prometheus_client import CollectorRegistry
 
 from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded
+from baton.listening_clock import ListeningClock
 from baton.metrics import WorkerMetrics
 from engine.block_pool import BlockPool, OutOfBlocks
 from kvtransfer.ticket import Ticket, TicketState
@@ -389,3 +390,34 @@ def test_an_abort_may_overtake_its_promise() -> None:
         promise(receiver, now=11.0)
     promise(receiver, attempt=1, now=11.0)
     assert listener.released_errors == {}
+
+
+def test_a_standstill_of_both_sides_ends_no_lease() -> None:
+    """The writer renews once both go on; one that stays silent is found all the same."""
+    now = [100.0]
+    clock = ListeningClock(0.5, lambda: now[0])
+    receiver = BlockReceiver(
+        BlockPool(4),
+        WorkerMetrics(CollectorRegistry()),
+        block_bytes=BLOCK_BYTES,
+        lease_s=LEASE_S,
+        clock=clock,
+    )
+    ticket = receiver.promise(("r", 0), "w", missing=2, pinned=[], now=clock())
+
+    def listen(seconds: float) -> None:
+        for _ in range(round(seconds / 0.25)):
+            now[0] += 0.25
+            clock.tick()
+            receiver.sweep(clock())
+
+    listen(1.0)
+    now[0] += 60.0
+    clock.tick()
+    receiver.sweep(clock())
+    assert ticket.is_open, "it has not listened for the length of a lease"
+    assert receiver.renew("w", [ticket.ticket_id], clock()) == []
+    listen(LEASE_S - 0.25)
+    assert ticket.is_open
+    listen(0.25)
+    assert not ticket.is_open

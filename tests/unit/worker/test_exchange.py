@@ -400,4 +400,8 @@ async def test_the_channel_to_a_peer_goes_with_its_last_pair(make_worker: MakeWo
     with pairs.using(receiver.peer.address):
         with pytest.raises(BatonError):
             await writer.exchange.outbound(receiver.peer)
+        writer.exchange.heartbeat()
         assert receiver.peer.address in pairs._channels, "somebody uses it"
+    writer.exchange.heartbeat()
+    assert set(pairs._channels) == {again.peer.address}
+    assert not +pairs._used

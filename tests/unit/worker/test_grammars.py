@@ -206,6 +206,9 @@ async def handed_off(
     await settle()
     if wait:
         assert not written.responses
+        # Its writer renews nothing any more: all has landed.
+        world.now += 30.0
+        world.receiver.sweep(world.now)
         await world.compiled()
         await settle()
     running.cancel()
@@ -239,7 +242,11 @@ async def test_a_commit_whose_grammar_does_not_compile(monkeypatch: pytest.Monke
     role = decode(world)
     (response,) = await handed_off(world, role, strict("bad"), wait=True)
     assert response.error.code == InvalidGrammar.code
-    role.abort_handoff(("r", 0))
+    world.now += 2.9
+    world.receiver.sweep(world.now)
+    assert len(world.receiver.book) == 1, "its lease begins when the wait ends"
+    world.now += 0.1
+    world.receiver.sweep(world.now)
     await settle()
     world.check_nothing_is_held()
 

@@ -1,4 +1,4 @@
-"""When a worker is to blame itself for the loss of its entry."""
+"""When a worker is to ask at once whether it still lives."""
 
 from __future__ import annotations
 
@@ -17,36 +17,47 @@ class Life:
         self.lease.renewed(self.now)
 
     def live(self, seconds: float, *, renewing: bool = True) -> bool:
-        """The event loop runs; the registry can be reached or not."""
+        """The event loop runs; the registry can be reached or not. Whether anything is in doubt."""
         end = self.now + seconds
         while self.now < end:
             self.now += BEAT_S
-            self.lease.beat(self.now)
+            assert not self.lease.beat(self.now)
             if renewing and self.now % HEARTBEAT_S == 0:
                 self.lease.renewed(self.now)
-        return self.lease.lapsed
+        return self.lease.stood_still
 
     def stand_still(self, seconds: float) -> bool:
         self.now += seconds
-        return self.lease.beat(self.now)
+        woke = self.lease.beat(self.now)
+        assert woke is self.lease.stood_still
+        return woke
 
 
-def test_who_lives_on_keeps_it() -> None:
+def test_a_worker_that_lives_on_is_in_no_doubt() -> None:
     life = Life()
     assert not life.live(60.0)
     assert life.lease.registered
 
 
-def test_who_stood_still_for_longer_than_it_lasts_has_lost_it_until_another_life() -> None:
+def test_a_standstill_is_in_doubt_until_the_registry_is_asked_afterwards() -> None:
+    life = Life()
+    life.live(10.0)
+    before = life.now
+    assert life.stand_still(TTL_S + BEAT_S)
+    life.lease.renewed(before)
+    assert life.live(0.75, renewing=False), "a renewal from before it stood still says nothing"
+    life.lease.renewed(life.now)
+    assert not life.live(5.0)
+    assert life.lease.registered
+
+
+def test_another_life_begins_without_doubt_and_without_an_entry() -> None:
     life = Life()
     life.live(10.0)
     assert life.stand_still(TTL_S + BEAT_S)
-    life.lease.renewed(life.now)
-    assert life.live(5.0), "a renewal that was under way does not bring it back"
     life.lease.begin()
-    assert not life.lease.lapsed
+    assert not life.lease.stood_still
     assert not life.lease.registered
-    assert not life.live(5.0)
 
 
 def test_a_short_stop_costs_nothing() -> None:
@@ -56,7 +67,7 @@ def test_a_short_stop_costs_nothing() -> None:
     assert not life.live(10.0)
 
 
-def test_a_registry_that_is_away_condemns_nobody_not_even_who_stands_still_meanwhile() -> None:
+def test_a_registry_that_was_away_before_is_to_blame() -> None:
     life = Life()
     life.live(10.0)
     assert not life.live(60.0, renewing=False)
@@ -69,3 +80,4 @@ def test_before_there_is_an_entry_there_is_none_to_lose() -> None:
     lease = OwnLease(TTL_S, HEARTBEAT_S)
     assert not lease.beat(0.0)
     assert not lease.beat(100.0)
+    assert not lease.stood_still

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import redis
 import torch
 
+from baton.background import end_tasks
 from baton.errors import WorkerFailed
+from baton.registry import DRAINING, Registry
 from engine.block_pool import BlockPool
 from engine.parallel.ranks import LeadRank
-from worker.process import WorkerProcess
+from worker.intake import Intake
+from worker.life import Life
+from worker.own_entry import OwnEntry
+from worker.own_lease import OwnLease
+from worker.process import LEAVE_S, WorkerProcess
 from worker.role import WorkerContext
 from worker.settings import WorkerSettings
 
@@ -79,3 +90,183 @@ async def test_a_lost_rank_ends_a_worker_on_gpus_at_once(device: str) -> None:
         assert not reasons
     else:
         assert reasons == ["worker decode-0 ends: rank 1 has ended"]
+
+
+# Its registry entry
+
+
+class Asked:
+    """Stands for the registry: answers as the test says, and never where it says nothing."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.answer: bool | Exception | None = None
+
+    async def put(self, record: object, ttl_s: float, *, renew: bool) -> bool:
+        self.calls += 1
+        if self.answer is None:
+            await asyncio.Event().wait()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return bool(self.answer)
+
+
+@dataclass
+class Record:
+    incarnation: str = "decode-0:1"
+    state: str = "ready"
+    load: object = None
+
+
+class Living:
+    """A process with a life whose parts count their heartbeats, and a registry."""
+
+    def __init__(self, heartbeat_s: float = 0.001) -> None:
+        self.registry = Asked()
+        self.beats = 0
+        self.intake = Intake()
+        context = SimpleNamespace(
+            incarnation="decode-0:1",
+            intake=self.intake,
+            exchange=SimpleNamespace(heartbeat=self._beat, check_ranks=lambda: None),
+            control=SimpleNamespace(load=lambda: None),
+        )
+
+        async def heartbeat() -> None:
+            self.beats += 1
+
+        self.life = SimpleNamespace(
+            context=context, role=SimpleNamespace(heartbeat=heartbeat), record=Record()
+        )
+        self.life.is_empty = False
+        process = self.process = WorkerProcess.__new__(WorkerProcess)
+        config = SimpleNamespace(heartbeat_s=heartbeat_s, registry_ttl_s=4.0)
+        process.settings = cast(WorkerSettings, SimpleNamespace(config=config, slot="decode-0"))
+        process._entry = OwnEntry(
+            cast(Registry, self.registry),
+            ttl_s=4.0,
+            heartbeat_s=heartbeat_s,
+            record=process._present_record,
+            timed=contextlib.nullcontext,
+            lost=process._lost_entry,
+        )
+        process._entry._lease = OwnLease(4.0, 1.0)
+        process._started_life = cast(Life, self.life)
+        process._leave_by = process.leave_by = None
+        process.beats = 0
+        process.drained = False
+        process._changing, process._condemned = asyncio.Lock(), asyncio.Event()
+        process._refresh = process._check_integrity = lambda context: None  # type: ignore[method-assign]
+
+    def _beat(self) -> None:
+        self.beats += 1
+
+    def stand_still(self) -> None:
+        """For longer than the entry lives."""
+        lease = self.process._entry._lease
+        now = time.monotonic()
+        lease.beat(now - 60.0)
+        lease.renewed(now - 60.0)
+        assert lease.beat(now)
+
+
+@pytest.fixture
+async def living() -> AsyncIterator[Living]:
+    """A life whose tasks end with the test."""
+    living = Living()
+    before = asyncio.all_tasks()
+    yield living
+    await end_tasks(asyncio.all_tasks() - before - {asyncio.current_task()})
+
+
+async def test_what_was_promised_is_renewed_while_the_registry_never_answers(
+    living: Living,
+) -> None:
+    process = living.process
+    register = asyncio.create_task(process._entry.keep())
+    heartbeat = asyncio.create_task(process._heartbeat())
+    async with asyncio.timeout(20.0):
+        while living.beats < 20 or not living.registry.calls:
+            await asyncio.sleep(0)
+    assert process.beats >= 9, "its process is taken for stuck"
+    await end_tasks([register, heartbeat])
+
+
+async def test_a_call_to_the_registry_has_one_deadline(
+    living: Living, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.own_entry.CALL_S", 0.01)
+    async with asyncio.timeout(20.0):
+        await living.process._entry.tell()
+    assert not living.process._entry._lease.registered
+    living.registry.answer = True
+    await living.process._entry.tell()
+    assert living.process._entry._lease.registered
+
+
+@pytest.mark.parametrize("answer", [True, redis.ConnectionError("away")])
+async def test_a_worker_that_stood_still_lives_on_unless_the_registry_says_otherwise(
+    living: Living, answer: bool | Exception
+) -> None:
+    living.stand_still()
+    living.registry.answer = answer
+    await living.process._entry.tell()
+    assert living.process._leave_by is None
+    assert not living.process._condemned.is_set()
+    assert living.intake.is_open
+    assert living.process._entry._lease.stood_still is (answer is not True)
+
+
+async def test_a_worker_that_stood_still_alone_ends_its_life_at_once(living: Living) -> None:
+    """The registry has said so after it went on, however long that took."""
+    process, ends = living.process, []
+
+    async def take_new_life(reason: str) -> None:
+        ends.append(reason)
+        process._leave_by = None
+
+    process._take_new_life = take_new_life  # type: ignore[method-assign]
+    living.stand_still()
+    living.registry.answer = redis.ConnectionError("away")
+    await process._entry.tell()
+    living.registry.answer = False
+    await process._entry.tell()
+    assert process._condemned.is_set()
+    assert not living.intake.is_open
+    await process._live_on(time.monotonic())
+    assert ends == ["the registry says that its lease has lapsed"]
+
+
+async def test_a_worker_that_the_registry_alone_has_lost_ends_what_it_runs(living: Living) -> None:
+    living.process._entry._lease.renewed(time.monotonic())
+    living.registry.answer = False
+    await living.process._entry.tell()
+    assert living.life.record.state == DRAINING
+    assert living.process._leave_by is not None
+    assert living.process._leave_by > time.monotonic() + LEAVE_S / 2
+
+
+# Another role
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_role_changes_once_the_engine_has_ended_the_steps_of_the_last_one(
+    monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    monkeypatch.setattr("worker.process.ENGINE_HANG_S", 0.02 if hangs else 20.0)
+    monkeypatch.setattr("worker.process.STOP_DEADLINE_S", 0.0)
+    reasons: list[str] = []
+    looks = iter(range(1000))
+    scheduler = SimpleNamespace(is_idle=lambda: not hangs and next(looks) == 3)
+    process = WorkerProcess.__new__(WorkerProcess)
+    process._fail = reasons.append
+    process.settings = cast(WorkerSettings, SimpleNamespace(slot="decode-0"))
+    context = cast(WorkerContext, SimpleNamespace(control=SimpleNamespace(scheduler=scheduler)))
+    if not hangs:
+        await process._steps_ended(context)
+        assert next(looks) == 4, "it has waited for them"
+        assert not reasons
+        return
+    with pytest.raises(WorkerFailed, match="has not ended the steps"):
+        await process._steps_ended(context)
+    assert reasons == ["worker decode-0 ends: its engine has not ended the steps of its last role"]

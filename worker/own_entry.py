@@ -1,0 +1,122 @@
+"""This worker's entry in the registry: a task of its own keeps it alive.
+
+    none ─told→ kept ─told, again and again→ kept
+    kept ─the registry says that it has lapsed→ lost ─begin, in another life→ none
+
+However long Redis takes, nothing else of the worker waits for it.
+
+The registry alone says whether a life is over; while it cannot be asked the life goes on. That is
+safe for a worker that stood still, too: what others have placed elsewhere meanwhile is another
+attempt, whose tokens alone their routers accept; what they promised to this life has ended with
+their leases; and messages for another incarnation are refused. And where all stood still, the
+registry as well, nobody has acted.
+
+Owned by the control loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import redis
+
+from baton.registry import Registry, WorkerRecord
+from worker.own_lease import OwnLease
+
+log = logging.getLogger(__name__)
+
+CALL_S = 10.0
+"""The longest that a call may take, all of its round trips included. A connection that must be made
+takes some seven, each of which has a deadline of a second of its own."""
+FAREWELL_S = 2.0
+"""The longest that a worker which leaves waits to be struck off: its entry lapses by itself."""
+
+
+class OwnEntry:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        ttl_s: float,
+        heartbeat_s: float,
+        record: Callable[[], WorkerRecord],
+        timed: Callable[[], AbstractContextManager[None]],
+        lost: Callable[[bool], None],
+    ) -> None:
+        """``record`` is the present life's, ``timed`` goes around each call. ``lost`` is told that
+
+        the entry has lapsed, and whether the worker stood still.
+        """
+        self._registry = registry
+        self._ttl_s = ttl_s
+        self._heartbeat_s = heartbeat_s
+        self._record = record
+        self._timed = timed
+        self._tell_lost = lost
+        self._is_lost = False
+        self._lease = OwnLease(ttl_s, heartbeat_s)
+        self._woken = asyncio.Event()
+        """Set when the process goes on after it has stood still: the registry is asked at once."""
+        self._turn = asyncio.Lock()
+        """One call at a time, so that what is told last counts."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the registry has heard of this life."""
+        return self._lease.registered
+
+    def begin(self) -> None:
+        """Another life begins, with no entry yet."""
+        self._lease.begin()
+        self._is_lost = False
+
+    def beat(self, now: float) -> None:
+        """The event loop runs; to be called several times in a heartbeat."""
+        if self._lease.beat(now):
+            log.warning("%s stood still", self._record().incarnation)
+            self._woken.set()
+
+    async def keep(self) -> None:
+        """Tell the registry once in a heartbeat, and at once after a standstill."""
+        while True:
+            began = time.monotonic()
+            self._woken.clear()
+            await self.tell()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(began + self._heartbeat_s - time.monotonic()):
+                    await self._woken.wait()
+
+    async def tell(self) -> None:
+        """Say in the registry what this worker is and does. Never raises."""
+        async with self._turn:
+            asked_at = time.monotonic()
+            record = self._record()
+            renew = self._lease.registered and not self._is_lost
+            try:
+                with self._timed():
+                    async with asyncio.timeout(CALL_S):
+                        is_there = await self._registry.put(record, self._ttl_s, renew=renew)
+            except (redis.RedisError, TimeoutError) as error:
+                log.warning("the registry cannot be reached: %s", error)
+                return
+        if record.incarnation != self._record().incarnation:
+            return
+        if is_there:
+            self._lease.renewed(asked_at)
+            return
+        log.warning("%s is dead to the registry: it takes nothing new", record.incarnation)
+        self._is_lost = True
+        self._tell_lost(self._lease.stood_still)
+
+    async def strike_off(self) -> None:
+        """A worker that leaves in order is dead at once. Never raises."""
+        with contextlib.suppress(redis.RedisError, TimeoutError):
+            async with asyncio.timeout(FAREWELL_S), self._turn:
+                await self._registry.remove(self._record().incarnation)
