@@ -95,7 +95,7 @@ class Registry:
 
         It stays listed, so that its index entries are collected as those of any dead one.
         """
-        keys = [*self._keys[1:], self._key(incarnation)]
+        keys = [self._keys[2], self._key(incarnation)]
         await cast(Any, self._remove(keys=keys, args=[incarnation]))
 
     async def read(self) -> tuple[dict[str, WorkerRecord], set[str]]:

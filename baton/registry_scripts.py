@@ -81,14 +81,11 @@ return 1
 """
 )
 
-# KEYS: changed, until, the worker's record. ARGV: incarnation. Dead at once, and still listed.
+# KEYS: until, the worker's record. ARGV: incarnation. Dead at once, and still listed: with its lease
+# ended, or where leases were lost by its version alone.
 REMOVE = """
-redis.call('DEL', KEYS[3])
--- Where leases were lost, it is dead for want of one.
-if redis.call('ZSCORE', KEYS[2], ARGV[1]) then
-  redis.call('ZREM', KEYS[1], ARGV[1])
-  redis.call('ZADD', KEYS[2], 0, ARGV[1])
-end
+redis.call('DEL', KEYS[2])
+redis.call('ZADD', KEYS[1], 'XX', 0, ARGV[1])
 """
 
 # KEYS: registry, changed, until. ARGV: prefix of the records' keys, the version that the caller

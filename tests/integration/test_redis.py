@@ -748,6 +748,62 @@ async def test_a_lost_table_is_made_again(store: Store, lost: str) -> None:
     assert await fresh.lookup(chain) == await store.index.lookup(chain) == {"w": 3}
 
 
+async def test_lost_blocks_are_told_again(store: Store) -> None:
+    """What is evicted first is the largest key."""
+    workers = [Publisher(store, name, blocks=400) for name in ("w", "v")]
+    for worker in workers:
+        worker.fill(names("a", 300))
+        await worker.publisher.publish()
+    (blocks,) = [key for key in await store.keys() if await store.client.hlen(key) == 300]
+    await store.client.delete(blocks)
+    assert await store.index.lookup(names("a", 300)) == {}
+    for worker in workers:
+        await worker.publisher.publish(verify=True)
+    assert await store.index.lookup(names("a", 300)) == {"w": 300, "v": 300}
+    assert len(await contents(store)) == 300
+
+
+async def test_numbers_that_were_retired_are_swept_though_nobody_knows_them(store: Store) -> None:
+    await store.index.snapshot("dead", names("a", 300))
+    await store.index.snapshot("w", names("b", 1))
+    await store.index.collect("dead")
+    state = f"baton:{{{store.cluster_id}}}:index"
+    await store.client.delete(f"{state}:retired")
+    name, sequence = await store.index.snapshot("w", names("b", 1))
+    for ahead in range(10):
+        await cast(Any, store.client.hset(state, "tended_ms", 0))
+        assert await store.index.apply("w", name, sequence + ahead, (), (), tend=True)
+    assert await contents(store) == {name_of(names("b", 1)[0]): {"w"}}
+
+
+async def test_a_replica_that_knows_an_earlier_snapshot_asks_for_another(store: Store) -> None:
+    """Though the number of the next batch is the one that it waits for."""
+    await store.index.snapshot("w", names("a", 2))
+    replica = await dumped(store)
+    name, sequence = await store.index.snapshot("w", names("b", 2))
+    await fail_over(store, replica)
+    assert not await store.index.apply("w", name, sequence, names("c", 2), ())
+    await store.index.snapshot("w", names("b", 2))
+    assert await store.index.lookup(names("a", 2)) == {}
+
+
+@pytest.mark.parametrize("clock_ahead_us", [0, 3600 * 10**6], ids=["", "a clock set back"])
+async def test_a_table_of_numbers_that_a_failover_has_lost_names_nobody(
+    store: Store, own_url: str, clock_ahead_us: int
+) -> None:
+    reader = open_store(own_url, store.cluster_id)
+    state = f"baton:{{{store.cluster_id}}}:index"
+    await store.index.snapshot("w", names("a", 1))
+    await cast(Any, store.client.hincrby(state, "version", clock_ahead_us))
+    replica = await dumped(store)
+    await store.index.snapshot("v", names("a", 2))
+    assert await reader.index.lookup(names("a", 2)) == {"w": 1, "v": 2}
+    await fail_over(store, replica)
+    await store.index.snapshot("u", names("a", 2))
+    assert await reader.index.lookup(names("a", 2)) == {"w": 1, "u": 2}
+    await reader.client.aclose()
+
+
 async def test_answers_that_cross_a_change_of_the_workers(store: Store) -> None:
     """A lookup that was sent with the older table of numbers is read with that table."""
     await store.index.snapshot("w", names("a", 2))
