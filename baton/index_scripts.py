@@ -175,9 +175,9 @@ return redis.error_reply('ERR the prefix index has no number left for another wo
 # KEYS: state, numbers, retired. ARGV: incarnation, a random step to the next version.
 RETIRE = _COMMON + _KEEP + _RETIRE + "retire(ARGV[1], ARGV[2]) keep()"
 
-# KEYS: state, numbers, retired. ARGV: incarnation, snapshot, sequence number, the stored hashes, the
-# removed hashes, whether to tend. Answers 1 where the batch is applied, now or by an earlier call,
-# and 0 where the worker is to send a snapshot.
+# KEYS: state, numbers, retired. ARGV: incarnation, snapshot, sequence number, the stored hashes,
+# the removed hashes, whether to tend. Answers 1 where the batch is applied, now or by an earlier
+# call, and 0 where the worker is to send a snapshot.
 APPLY = (
     _COMMON
     + _KEEP

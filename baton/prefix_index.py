@@ -1,8 +1,8 @@
 """The prefix index in Redis: block hash → the incarnations that hold it.
 
 A worker applies batches of stored and removed hashes. A batch counts only if it follows the last
-one (its sequence number) of the same snapshot in the same index; otherwise the worker sends all that
-it holds. A lookup answers, in one round trip, how many leading blocks each worker holds.
+one (its sequence number) of the same snapshot; otherwise the worker sends all that it holds. A
+lookup answers, in one round trip, how many leading blocks each worker holds.
 
 Each snapshot of a worker is held under a number of its own. Who is dead, or sends another snapshot,
 loses the number: its entries count for nothing at once, and are dropped bit by bit, by the calls of

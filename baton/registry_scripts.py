@@ -81,8 +81,8 @@ return 1
 """
 )
 
-# KEYS: until, the worker's record. ARGV: incarnation. Dead at once, and still listed: with its lease
-# ended, or where leases were lost by its version alone.
+# KEYS: until, the worker's record. ARGV: incarnation. Dead at once, and still listed: its lease has
+# ended, or where leases were lost it has none.
 REMOVE = """
 redis.call('DEL', KEYS[2])
 redis.call('ZADD', KEYS[1], 'XX', 0, ARGV[1])
