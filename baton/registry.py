@@ -9,7 +9,7 @@ import json
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, cast
 
 import redis.asyncio
@@ -82,10 +82,10 @@ class Registry:
         False, and nothing is written, where a record that the caller means to ``renew`` has
         vanished although others were written all the while: to everybody else that worker is dead.
         """
-        fields = asdict(record)
-        load = fields.pop("load")
+        parts = asdict(record)
+        load = parts.pop("load")
         keys = [*self._keys, self._key(record.incarnation)]
-        told: list[Any] = [record.incarnation, json.dumps(fields), json.dumps(load)]
+        told: list[Any] = [record.incarnation, json.dumps(parts), json.dumps(load)]
         step = 1 + secrets.randbelow(MOST_STEP)
         args = [*told, int(ttl_s * 1000), step, int(renew)]
         return bool(await cast(Any, self._put(keys=keys, args=args)))
@@ -190,19 +190,25 @@ def _changed(
 
 
 def _parse(record: bytes) -> WorkerRecord:
-    fields = json.loads(record)
-    fields["geometry"] = _parse_geometry(fields["geometry"])
+    told = _known(WorkerRecord, json.loads(record))
+    told["geometry"] = _parse_geometry(told["geometry"])
     for name in ("prefill_cost", "step_cost"):
         # A record of an older worker has none.
-        if name in fields:
-            fields[name] = tuple(fields[name])
-    return WorkerRecord(**fields)
+        if name in told:
+            told[name] = tuple(told[name])
+    return WorkerRecord(**told)
 
 
-def _parse_geometry(fields: dict[str, Any]) -> Geometry:
-    drafter = fields.pop("drafter", None)
-    return Geometry(**fields, drafter=None if drafter is None else GroupShape(**drafter))
+def _parse_geometry(told: dict[str, Any]) -> Geometry:
+    # All of it: who does not understand a shape cannot count with it.
+    drafter = told.pop("drafter", None)
+    return Geometry(**told, drafter=None if drafter is None else GroupShape(**drafter))
 
 
 def _parse_load(load: bytes) -> LoadSnapshot:
-    return LoadSnapshot(**json.loads(load)) if load else LoadSnapshot()
+    return LoadSnapshot(**_known(LoadSnapshot, json.loads(load))) if load else LoadSnapshot()
+
+
+def _known(kind: type[WorkerRecord | LoadSnapshot], told: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what a newer worker tells besides."""
+    return {one.name: told[one.name] for one in fields(kind) if one.name in told}

@@ -444,7 +444,7 @@ async def test_a_record_that_cannot_be_read_hides_no_other(
     fields.pop("load")
     strange = {
         "not-json": b"{",
-        "more": json.dumps(fields | {"colour": "red"}).encode(),
+        "shape": json.dumps(fields | {"geometry": {"colour": "red"}}).encode(),
         "less": b"{}",
         "list": b"[]",
     }
@@ -459,6 +459,33 @@ async def test_a_record_that_cannot_be_read_hides_no_other(
     said = [record for record in caplog.records if record.name == Registry.__module__]
     assert len(said) == len(strange), "said once each"
     assert await store.registry.dead() == set()
+
+
+async def test_what_a_newer_worker_tells_besides_is_left_out(store: Store) -> None:
+    await store.registry.put(record_of("w"), 30.0)
+    key = f"baton:{{{store.cluster_id}}}:worker:w"
+    for part in ("record", "load"):
+        told = json.loads(await cast(Any, store.client.hget(key, part)))
+        await cast(Any, store.client.hset(key, part, json.dumps(told | {"colour": "red"})))
+    assert await store.registry.all() == {"w": record_of("w")}
+
+
+async def test_a_worker_of_a_version_that_counts_its_changes_is_read(store: Store) -> None:
+    """While workers are replaced by newer ones, their scripts write side by side."""
+    reader = Registry(store.client, store.cluster_id)
+    await store.registry.put(record_of("new"), 30.0)
+    await store.registry.put(record_of("old"), 30.0)
+    assert set(await reader.all()) == {"new", "old"}
+    prefix = f"baton:{{{store.cluster_id}}}"
+    fields = asdict(record_of("old", state="draining"))
+    load = fields.pop("load")
+    version = await cast(Any, store.client.hincrby(f"{prefix}:registry", "version", 1))
+    told: dict[Any, Any] = {"record": json.dumps(fields), "load": json.dumps(load)}
+    told["version"] = version
+    await cast(Any, store.client.hset(f"{prefix}:worker:old", mapping=told))
+    await store.client.zadd(f"{prefix}:registry:changed", {"old": version})
+    await store.registry.put(record_of("new", state="draining"), 30.0)
+    assert {r.state for r in (await reader.all()).values()} == {"draining"}
 
 
 async def test_a_record_without_a_load(store: Store) -> None:
