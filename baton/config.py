@@ -173,6 +173,17 @@ class KeyConfig(_Section):
     expires_at: AwareDatetime | None = None
     """When it ends, with its time zone; None: never."""
 
+    @field_validator("tenant")
+    @classmethod
+    def _tenant_has_a_name(cls, tenant: str) -> str:
+        # Without one its prompts would share the cache of another tenant.
+        if not re.fullmatch(_NAME, tenant):
+            raise ValueError(
+                f"a tenant's name is 1 to 64 letters, digits, dots, dashes and underscores, not"
+                f" {tenant!r}; leave it out for the tenant {DEFAULT_TENANT}"
+            )
+        return tenant
+
     def allows(self, scope: Scope) -> bool:
         """Whether it may do what ``scope`` stands for."""
         return scope in self.scopes or "admin" in self.scopes

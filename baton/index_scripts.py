@@ -3,12 +3,18 @@
 Keys of a cluster, all with its hash tag:
 
     …:index                 hash: the generation, the version of the table of numbers, the bytes of
-                            all values and what they may cost, where the walker is, and of each
-                            worker ``@incarnation`` → its number, ``=incarnation`` → the sequence
-                            number of its next batch
+                            all values and what they may cost, where the walker is and the round
+                            in which it may rest, and of each worker ``@incarnation`` → its number,
+                            ``=incarnation`` → the sequence number of its next batch
     …:index:numbers         hash: number → incarnation
     …:index:retired         hash: a number that is nobody's any more → the walker's round
     …:index:<generation>    hash: the first eight bytes of a block's hash → who holds it
+
+Each of them may be lost alone. Without the first or the last another generation begins; without its
+number a worker sends a snapshot; and the walker drops whatever the table of numbers does not know.
+
+The table's version follows the server's clock, so that no other table has the same one after a
+failover to a replica that lacked the last ones; as in ``baton/registry_scripts.py``.
 
 A block's value is a byte, 1 if it was asked for since it was last spared, and the numbers of those
 who hold it in rising order, two bytes each, big-endian. That two of ten million blocks share eight
@@ -36,6 +42,11 @@ _COMMON = f"""
 local TTL_S, FIELD_BYTES = {TTL_S}, {FIELD_BYTES}
 local byte, sub, char = string.byte, string.sub, string.char
 local concat, floor = table.concat, math.floor
+local function text(number) return string.format('%.0f', number) end
+local function now_us()
+  local time = redis.call('TIME')
+  return time[1] * 1000000 + time[2]
+end
 
 local function two(number) return char(floor(number / 256), number % 256) end
 
@@ -67,35 +78,39 @@ end
 """
 
 _RETIRE = """
+-- The table of numbers is another one.
+local function raise_version(step)
+  local now, last = now_us(), tonumber(redis.call('HGET', KEYS[1], 'version') or 0)
+  redis.call('HSET', KEYS[1], 'version', text(now > last and now or last + step))
+end
+
 -- Nobody's number any more: its entries count for nothing from here on.
-local function retire(incarnation)
+local function retire(incarnation, step)
   local number = redis.call('HGET', KEYS[1], '@' .. incarnation)
   if not number then return end
   redis.call('HDEL', KEYS[1], '@' .. incarnation, '=' .. incarnation)
   redis.call('HDEL', KEYS[2], number)
-  redis.call('HSET', KEYS[3], number, redis.call('HGET', KEYS[1], 'round'))
-  redis.call('HINCRBY', KEYS[1], 'version', 1)
+  local round = redis.call('HGET', KEYS[1], 'round')
+  redis.call('HSET', KEYS[3], number, round)
+  redis.call('HSET', KEYS[1], 'rests_in', round + 2)
+  raise_version(step)
 end
 """
 
 _TEND = f"""
--- While numbers are retired, go on through the blocks, a bounded piece, and drop what they hold.
+-- While numbers are retired, go on through the blocks, a bounded piece, and drop what nobody holds.
 -- After a whole round under way since, a number may be given out again.
 local function tend(blocks)
-  local flat = redis.call('HGETALL', KEYS[3])
-  if #flat == 0 then return end
-  local place = redis.call('HMGET', KEYS[1], 'round', 'cursor', 'tended_ms')
-  local time = redis.call('TIME')
-  local now = time[1] * 1000 + floor(time[2] / 1000)
+  local place = redis.call('HMGET', KEYS[1], 'round', 'cursor', 'tended_ms', 'rests_in')
+  local flat, round = redis.call('HGETALL', KEYS[3]), tonumber(place[1])
+  if #flat == 0 and round >= tonumber(place[4] or 0) then return end
+  local now = floor(now_us() / 1000)
   if now >= tonumber(place[3]) and now - place[3] < {_WALK_REST_MS} then return end
-  local round, gone = tonumber(place[1]), {{}}
   for i = 1, #flat, 2 do
-    if round >= flat[i + 1] + 2 then
-      redis.call('HDEL', KEYS[3], flat[i])
-    else
-      gone[two(tonumber(flat[i]))] = true
-    end
+    if round >= flat[i + 1] + 2 then redis.call('HDEL', KEYS[3], flat[i]) end
   end
+  local known, held = redis.call('HGETALL', KEYS[2]), {{}}
+  for i = 1, #known, 2 do held[two(tonumber(known[i]))] = true end
   local found = redis.call('HSCAN', blocks, place[2], 'COUNT', {_WALK_FIELDS})
   local names, same, changed, empty, dropped = found[2], {{}}, {{}}, {{}}, 0
   for i = 1, #names, 2 do
@@ -105,7 +120,7 @@ local function tend(blocks)
       left = {{sub(value, 1, 1)}}
       for j = 2, #value, 2 do
         local number = sub(value, j, j + 1)
-        if not gone[number] then left[#left + 1] = number end
+        if held[number] then left[#left + 1] = number end
       end
       left = concat(left)
       same[value] = left
@@ -128,7 +143,8 @@ end
 """
 
 # KEYS: state, numbers, retired. ARGV: incarnation, a new generation in case there is none, the most
-# bytes. Answers the generation; an error where 65,535 snapshots of live and dead workers are held.
+# bytes, a random step to the next version. Answers the snapshot: generation and number. An error
+# where 65,535 snapshots of live and dead workers are held.
 BEGIN = (
     _COMMON
     + _KEEP
@@ -140,26 +156,26 @@ if not redis.call('HGET', KEYS[1], 'generation') then
     'round', 0, 'cursor', 0, 'tended_ms', 0)
 end
 redis.call('HSET', KEYS[1], 'most_bytes', ARGV[3])
-retire(ARGV[1])
+retire(ARGV[1], ARGV[4])
 local last = tonumber(redis.call('HGET', KEYS[1], 'last'))
 for i = 0, 65534 do
   local number = (last + i) % 65535 + 1
   if redis.call('HEXISTS', KEYS[2], number) + redis.call('HEXISTS', KEYS[3], number) == 0 then
     redis.call('HSET', KEYS[1], '@' .. ARGV[1], number, '=' .. ARGV[1], 0, 'last', number)
     redis.call('HSET', KEYS[2], number, ARGV[1])
-    redis.call('HINCRBY', KEYS[1], 'version', 1)
+    raise_version(ARGV[4])
     keep()
-    return redis.call('HGET', KEYS[1], 'generation')
+    return redis.call('HGET', KEYS[1], 'generation') .. ':' .. number
   end
 end
 return redis.error_reply('ERR the prefix index has no number left for another worker')
 """
 )
 
-# KEYS: state, numbers, retired. ARGV: incarnation.
-RETIRE = _COMMON + _KEEP + _RETIRE + "retire(ARGV[1]) keep()"
+# KEYS: state, numbers, retired. ARGV: incarnation, a random step to the next version.
+RETIRE = _COMMON + _KEEP + _RETIRE + "retire(ARGV[1], ARGV[2]) keep()"
 
-# KEYS: state, numbers, retired. ARGV: incarnation, generation, sequence number, the stored hashes,
+# KEYS: state, numbers, retired. ARGV: incarnation, snapshot, sequence number, the stored hashes,
 # the removed hashes, whether to tend. Answers 1 where the batch is applied, now or by an earlier
 # call, and 0 where the worker is to send a snapshot.
 APPLY = (
@@ -169,13 +185,24 @@ APPLY = (
     + f"""
 local known = redis.call('HMGET', KEYS[1], 'generation', '@' .. ARGV[1], '=' .. ARGV[1],
   'most_bytes', 'bytes')
-if known[1] ~= ARGV[2] or not known[2] or not known[3] then return 0 end
+local generation = string.match(ARGV[2], '^[^:]*')
+if known[1] ~= generation then
+  -- The blocks of a generation that was lost are nobody's.
+  redis.call('EXPIRE', KEYS[1] .. ':' .. generation, 1)
+  return 0
+end
+local blocks, bytes, most = KEYS[1] .. ':' .. generation, tonumber(known[5]), tonumber(known[4])
+if bytes > 0 and redis.call('EXISTS', blocks) == 0 then
+  redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
+  return 0
+end
+-- A replica that has taken over may know an earlier snapshot.
+if not known[2] or not known[3] or generation .. ':' .. known[2] ~= ARGV[2] then return 0 end
 if redis.call('HGET', KEYS[2], known[2]) ~= ARGV[1] then return 0 end
 local number, ahead = tonumber(known[2]), known[3] - ARGV[3]
 if ahead == 1 then return 1 end
 if ahead ~= 0 then return 0 end
-local me, blocks = two(number), KEYS[1] .. ':' .. known[1]
-local bytes, most = tonumber(known[5]), tonumber(known[4])
+local me = two(number)
 
 -- Rewrite the values of some blocks; an empty one means that nobody holds the block.
 local function change_some(hashes, how)

@@ -179,7 +179,7 @@ class RouterMetrics:
         )
         self.rate_limit_failures = Counter(
             "baton_rate_limit_failures",
-            "Questions about rate limits that Redis did not answer: nobody was refused by them.",
+            "Requests that were not counted against their rate limits: Redis did not answer.",
             registry=registry,
         )
         self.key_file_failures = Counter(

@@ -1,8 +1,8 @@
 """The prefix index in Redis: block hash → the incarnations that hold it.
 
 A worker applies batches of stored and removed hashes. A batch counts only if it follows the last
-one (its sequence number) in the same index (its generation); otherwise the worker sends all that it
-holds. A lookup answers, in one round trip, how many leading blocks each worker holds.
+one (its sequence number) of the same snapshot; otherwise the worker sends all that it holds. A
+lookup answers, in one round trip, how many leading blocks each worker holds.
 
 Each snapshot of a worker is held under a number of its own. Who is dead, or sends another snapshot,
 loses the number: its entries count for nothing at once, and are dropped bit by bit, by the calls of
@@ -21,6 +21,7 @@ from typing import Any, cast
 import redis.asyncio
 
 from baton.index_scripts import APPLY, BEGIN, FIELD_BYTES, LOOKUP, RETIRE
+from baton.registry_scripts import MOST_STEP
 
 BATCH = 256
 """Most hashes of one call that changes the index: some 0.4 ms of the server's time."""
@@ -68,7 +69,7 @@ class PrefixIndex:
     async def apply(
         self,
         incarnation: str,
-        generation: bytes,
+        snapshot: bytes,
         sequence: int,
         stored: Sequence[bytes],
         removed: Sequence[bytes],
@@ -80,38 +81,38 @@ class PrefixIndex:
         worker; send a snapshot. The last batch once more is True, and changes nothing. ``tend``:
         also keep the index alive and drop a piece of what dead workers held.
         """
-        head: list[Any] = [incarnation, generation, sequence]
+        head: list[Any] = [incarnation, snapshot, sequence]
         changes: list[Any] = [b"".join(stored), b"".join(removed), int(tend)]
         return bool(await cast(Any, self._apply(keys=self._keys, args=[*head, *changes])))
 
     async def begin(self, incarnation: str) -> bytes:
         """Forget what was known of a worker; its next batch has the sequence number 0.
 
-        Returns the generation.
+        Returns the name of the snapshot that begins.
         """
-        args: list[Any] = [incarnation, secrets.token_hex(4), self._most_bytes]
+        args: list[Any] = [incarnation, secrets.token_hex(4), self._most_bytes, _step()]
         return cast(bytes, await cast(Any, self._begin(keys=self._keys, args=args)))
 
     async def snapshot(self, incarnation: str, held: Sequence[bytes]) -> tuple[bytes, int]:
         """Make ``held`` all that the index knows of a worker.
 
-        Returns the generation and the sequence number of the batch that comes next.
+        Returns the snapshot's name and the sequence number of the batch that comes next.
         """
-        generation = await self.begin(incarnation)
+        name = await self.begin(incarnation)
         sequence = 0
         for start in range(0, len(held), BATCH):
             batch = held[start : start + BATCH]
-            if not await self.apply(incarnation, generation, sequence, batch, ()):
+            if not await self.apply(incarnation, name, sequence, batch, ()):
                 break
             sequence += 1
-        return generation, sequence
+        return name, sequence
 
     async def collect(self, incarnation: str) -> None:
         """Forget an incarnation. Its entries count for nothing from here on; they are dropped by
 
         those calls of ``apply`` that tend.
         """
-        await cast(Any, self._retire(keys=self._keys, args=[incarnation]))
+        await cast(Any, self._retire(keys=self._keys, args=[incarnation, _step()]))
 
     async def forget_generation(self) -> None:
         """Leave nothing behind, once every incarnation is collected.
@@ -145,6 +146,11 @@ class PrefixIndex:
             self._tag, self._names = answer[0], _names(answer[1])
             names = self._names
         return _decoded(answer[2], names)
+
+
+def _step() -> int:
+    """To the next version of the table of numbers, where the server's clock is behind."""
+    return 1 + secrets.randbelow(MOST_STEP)
 
 
 def _names(table: bytes) -> dict[int, str]:

@@ -9,12 +9,12 @@ import json
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, cast
 
 import redis.asyncio
 
-from baton.registry_scripts import FORGET, PUT, READ, REMOVE
+from baton.registry_scripts import FORGET, MOST_STEP, PUT, READ, REMOVE, SUM_MODULUS
 from baton.request import Geometry, GroupShape, LoadSnapshot
 
 log = logging.getLogger(__name__)
@@ -83,11 +83,12 @@ class Registry:
         False, and nothing is written, where a record that the caller means to ``renew`` has
         vanished although others were written all the while: to everybody else that worker is dead.
         """
-        fields = asdict(record)
-        load = fields.pop("load")
+        parts = asdict(record)
+        load = parts.pop("load")
         keys = [*self._keys, self._key(record.incarnation)]
-        told: list[Any] = [record.incarnation, json.dumps(fields), json.dumps(load)]
-        args = [*told, int(ttl_s * 1000), secrets.token_hex(4), int(renew)]
+        told: list[Any] = [record.incarnation, json.dumps(parts), json.dumps(load)]
+        step = 1 + secrets.randbelow(MOST_STEP)
+        args = [*told, int(ttl_s * 1000), step, int(renew)]
         return bool(await cast(Any, self._put(keys=keys, args=args)))
 
     async def remove(self, incarnation: str) -> None:
@@ -95,7 +96,7 @@ class Registry:
 
         It stays listed, so that its index entries are collected as those of any dead one.
         """
-        keys = [*self._keys[1:], self._key(incarnation)]
+        keys = [self._keys[2], self._key(incarnation)]
         await cast(Any, self._remove(keys=keys, args=[incarnation]))
 
     async def read(self) -> tuple[dict[str, WorkerRecord], set[str]]:
@@ -106,16 +107,16 @@ class Registry:
         """
         view = await self._advanced(self._view)
         if not view.complete:
-            # Somebody was struck off between two reads, and nothing tells who.
+            # Struck off between two reads, lost, or written under a version that a failover lost.
             view = await self._advanced(_View())
         self._view = view
-        records = {name: record for name, record in view.records.items() if record is not None}
+        known = {name: entry.record for name, entry in view.entries.items()}
+        records = {name: record for name, record in known.items() if record is not None}
         return records, set(view.dead)
 
     async def _advanced(self, view: _View) -> _View:
-        args: list[Any] = [f"{self._prefix}:worker:", view.epoch, view.version]
-        epoch, version, *answer = await cast(Any, self._read(keys=self._keys, args=args))
-        return (view if epoch == view.epoch else _View(epoch)).advanced(version, *answer)
+        args: list[Any] = [f"{self._prefix}:worker:", view.version]
+        return view.advanced(*await cast(Any, self._read(keys=self._keys, args=args)))
 
     async def leases(self) -> dict[str, float]:
         """The server's time, in milliseconds, at which each listed incarnation is dead.
@@ -138,34 +139,52 @@ class Registry:
 
         One that lives after all stays.
         """
-        keys = [*self._keys[1:], self._keys[0]]
+        keys = [*self._keys[1:], self._keys[0], self._key(incarnation)]
         await cast(Any, self._forget(keys=keys, args=[incarnation]))
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
-    """What a reader knows: the registry of one epoch at one version."""
+class _Entry:
+    """A live worker as a reader knows it."""
 
-    epoch: bytes = b""
+    changed: int
+    """The version that changed it last."""
+    written: bytes
+    """The version that changed its record, without the load."""
+    record: WorkerRecord | None
+    """None where it cannot be understood."""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What a reader knows: the registry at one version."""
+
     version: bytes = b"0"
-    records: Mapping[str, WorkerRecord | None] = field(default_factory=dict)
-    """Of the live; None where a record cannot be understood."""
+    entries: Mapping[str, _Entry] = field(default_factory=dict)
     dead: frozenset[str] = frozenset()
     complete: bool = True
-    """Whether as many are listed as are alive."""
+    """Whether it is what the server knows."""
 
     def advanced(
-        self, version: bytes, alive: int, dead: Sequence[bytes], changes: Sequence[bytes]
+        self, version: bytes, total: bytes, dead: Sequence[bytes], changes: Sequence[bytes]
     ) -> _View:
         """The view after a READ (baton/registry_scripts.py)."""
-        records = dict(self.records)
-        for name, load, record in zip(changes[::3], changes[1::3], changes[2::3], strict=True):
+        entries, follows = dict(self.entries), True
+        for name, changed, written, load, record in zip(
+            *(changes[part::5] for part in range(5)), strict=True
+        ):
             incarnation = name.decode()
-            records[incarnation] = _changed(incarnation, records.get(incarnation), record, load)
+            known = entries.get(incarnation)
+            # Only the load has changed: of a record that was read, or of one that was missed.
+            follows &= bool(record) or (known is not None and known.written == written)
+            before = None if known is None else known.record
+            now = _changed(incarnation, before, record, load)
+            entries[incarnation] = _Entry(int(changed), written, now)
         gone = frozenset(name.decode() for name in dead)
         for incarnation in gone:
-            records.pop(incarnation, None)
-        return _View(self.epoch, version, records, gone, len(records) == alive)
+            entries.pop(incarnation, None)
+        found = sum(entry.changed for entry in entries.values()) % SUM_MODULUS
+        return _View(version, entries, gone, follows and found == int(total))
 
 
 def _changed(
@@ -180,19 +199,25 @@ def _changed(
 
 
 def _parse(record: bytes) -> WorkerRecord:
-    fields = json.loads(record)
-    fields["geometry"] = _parse_geometry(fields["geometry"])
+    told = _known(WorkerRecord, json.loads(record))
+    told["geometry"] = _parse_geometry(told["geometry"])
     for name in ("prefill_cost", "step_cost"):
         # A record of an older worker has none.
-        if name in fields:
-            fields[name] = tuple(fields[name])
-    return WorkerRecord(**fields)
+        if name in told:
+            told[name] = tuple(told[name])
+    return WorkerRecord(**told)
 
 
-def _parse_geometry(fields: dict[str, Any]) -> Geometry:
-    drafter = fields.pop("drafter", None)
-    return Geometry(**fields, drafter=None if drafter is None else GroupShape(**drafter))
+def _parse_geometry(told: dict[str, Any]) -> Geometry:
+    # All of it: who does not understand a shape cannot count with it.
+    drafter = told.pop("drafter", None)
+    return Geometry(**told, drafter=None if drafter is None else GroupShape(**drafter))
 
 
 def _parse_load(load: bytes) -> LoadSnapshot:
-    return LoadSnapshot(**json.loads(load)) if load else LoadSnapshot()
+    return LoadSnapshot(**_known(LoadSnapshot, json.loads(load))) if load else LoadSnapshot()
+
+
+def _known(kind: type[WorkerRecord | LoadSnapshot], told: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what a newer worker tells besides."""
+    return {one.name: told[one.name] for one in fields(kind) if one.name in told}

@@ -27,6 +27,7 @@ from baton.config import Config, split_host_port
 from baton.errors import BatonError, ConfigError
 from baton.redis_client import redis_client
 from deploy.doctor import Check, Missing, imported, nccl_devices
+from deploy.own_redis import eviction_advice, eviction_policy
 from deploy.ports import choose_ports, reachable
 from deploy.redis_users import store_url
 
@@ -99,15 +100,14 @@ def _redis(url: str) -> str:
         raise Missing(
             f"{_shown(url)}: {why}; start it, or correct redis_url (host, port, password, TLS)"
         ) from None
-    if policy not in ("noeviction", "?") and not policy.startswith("volatile"):
-        raise Missing(
-            f"{_shown(url)} may evict the registry (maxmemory-policy {policy}):"
-            " CONFIG SET maxmemory-policy noeviction"
-        )
-    return f"{_shown(url)}: version {version}, answers in {took_s * 1e3:.1f} ms"
+    advice = eviction_advice(policy)
+    if advice and policy is not None:
+        raise Missing(f"{_shown(url)} {advice}")
+    text = f"{_shown(url)}: version {version}, answers in {took_s * 1e3:.1f} ms"
+    return f"{text}; it {advice}" if advice else text
 
 
-async def _ask_redis(url: str) -> tuple[str, str, float]:
+async def _ask_redis(url: str) -> tuple[str, str | None, float]:
     async with asyncio.timeout(_REDIS_S), redis_client(url) as client:
         await client.ping()
         begun = time.perf_counter()
@@ -116,12 +116,8 @@ async def _ask_redis(url: str) -> tuple[str, str, float]:
         version = "?"
         with suppress(redis.exceptions.NoPermissionError):
             version = (await client.info("server")).get("redis_version", "?")
-        try:
-            policy = (await client.config_get("maxmemory-policy")).get("maxmemory-policy", "?")
-        except redis.RedisError:
-            # Managed servers keep their configuration to themselves.
-            policy = "?"
-    return str(version), str(policy), took_s
+        policy = await eviction_policy(client)
+    return str(version), policy, took_s
 
 
 def _ray(address: str) -> str:

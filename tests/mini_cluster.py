@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import socket
 import subprocess
@@ -64,10 +65,15 @@ def free_port() -> int:
 
 
 @contextmanager
-def valkey(port: int | None = None, folder: Path | None = None) -> Iterator[str]:
+def valkey(
+    port: int | None = None,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[str]:
     """A real Valkey on a port of its own, or on ``port``; yields its URL.
 
-    With a ``folder`` it still has what it was told when it is started again.
+    With a ``folder`` it still has what it was told when it is started again. ``environment``: more
+    variables of its process.
     """
     for _ in range(_TRIES):
         chosen = port or free_port()
@@ -75,6 +81,7 @@ def valkey(port: int | None = None, folder: Path | None = None) -> Iterator[str]
         arguments += ["--appendonly", "yes" if folder else "no", "--dir", str(folder or Path.cwd())]
         process = subprocess.Popen(
             [str(get_binary_path()), *arguments],
+            env=os.environ | dict(environment or {}),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

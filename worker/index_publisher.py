@@ -43,7 +43,7 @@ class IndexPublisher:
         self._index = index
         self._pool = pool
         self._incarnation = incarnation
-        self._generation = b""
+        self._snapshot = b""
         self._sequence = -1
         self._pending: dict[bytes, bool] = {}
         """Hash → whether it is held, of what is not sent yet."""
@@ -89,7 +89,7 @@ class IndexPublisher:
     async def _begin(self) -> None:
         self._sequence, self._batch = -1, None
         self._pending.clear()
-        self._generation = await self._index.begin(self._incarnation)
+        self._snapshot = await self._index.begin(self._incarnation)
         self._sequence = 0
         # Changes made meanwhile are in what is held now.
         self._pool.drain_changes()
@@ -104,7 +104,7 @@ class IndexPublisher:
             stored = [digest for digest, held in taken if held]
             self._batch = stored, [digest for digest, held in taken if not held]
         if not await self._index.apply(
-            self._incarnation, self._generation, self._sequence, *self._batch, tend=tend
+            self._incarnation, self._snapshot, self._sequence, *self._batch, tend=tend
         ):
             return False
         self._sequence += 1

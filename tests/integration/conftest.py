@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.clock import Clock, NoClock
 from tests.mini_cluster import valkey
 from tests.models import make_tiny_model
 
@@ -15,6 +16,22 @@ from tests.models import make_tiny_model
 def redis_url() -> Iterator[str]:
     """A real Valkey for the session; clusters in it have ids of their own."""
     with valkey() as url:
+        yield url
+
+
+@pytest.fixture
+def clock(tmp_path: Path) -> Clock:
+    """The clock of the server at ``clocked_url``."""
+    try:
+        return Clock(tmp_path)
+    except NoClock as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def clocked_url(clock: Clock) -> Iterator[str]:
+    """A real Valkey whose wall clock the test may set."""
+    with valkey(environment=clock.environment) as url:
         yield url
 
 

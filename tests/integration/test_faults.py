@@ -410,7 +410,7 @@ async def test_full_queues_shed(
         results = await asyncio.gather(*asked, return_exceptions=True)
         shed = [result for result in results if isinstance(result, Overloaded)]
         assert len(shed) == 3
-        assert all(error.retry_after and error.retry_after >= 1 for error in shed)
+        assert all(error.retry_after for error in shed)
         assert sum(isinstance(result, OutputDelta) for result in results) == 4
         await cluster.until_idle()
 

@@ -18,12 +18,13 @@ from baton import errors
 from baton.config import KeyConfig
 from baton.metrics import RouterMetrics
 from baton.redis_client import redis_client
-from router import rate_limits
+from router import limit_scripts, rate_limits, script_line
 from router.access import Access
 from router.generation import GenerationRequest
 from router.http_app import create_app
 from router.rate_limits import Charge, RateLimits
-from tests.mini_cluster import free_port
+from tests.chaos.clock import Clock
+from tests.mini_cluster import free_port, valkey
 from tests.unit.router.front_fakes import MODEL, Front, make_front
 
 DEADLINE_S = 60.0
@@ -68,14 +69,14 @@ async def limits(client: redis.asyncio.Redis, cluster_id: str) -> AsyncIterator[
 async def enter(
     limits: RateLimits, limited: KeyConfig, tokens: int = 1, deadline_s: float = 300.0
 ) -> Charge:
-    charge = await limits.enter(limited, secrets.token_hex(4), tokens, deadline_s)
+    charge = await limits.enter(limited, tokens, deadline_s)
     assert charge is not None
     return charge
 
 
 async def refused(limits: RateLimits, limited: KeyConfig, tokens: int = 1) -> Any:
     with pytest.raises(errors.RateLimitExceeded) as caught:
-        await limits.enter(limited, secrets.token_hex(4), tokens, 300.0)
+        await limits.enter(limited, tokens, 300.0)
     return caught.value
 
 
@@ -136,12 +137,12 @@ async def test_who_was_turned_away_elsewhere_gets_all_back(
     await refused(limits, limited)
     # Nothing stays for ever.
     for name in await client.keys(f"*{cluster_id}*"):
-        assert 0 < await client.pttl(name) <= 301_000
+        assert 0 < await client.pttl(name) <= (300 + limit_scripts.GRACE_S + 1) * 1000
 
 
 async def test_more_tokens_than_there_ever_are(limits: RateLimits) -> None:
     with pytest.raises(errors.RequestTooLarge, match="101 tokens"):
-        await limits.enter(key(tokens_per_minute=100), "r", 101, 1.0)
+        await limits.enter(key(tokens_per_minute=100), 101, 1.0)
 
 
 async def test_concurrency(limits: RateLimits) -> None:
@@ -173,7 +174,7 @@ async def test_a_request_whose_router_died_counts_until_its_deadline(limits: Rat
 async def test_many_at_once_never_exceed_the_limit(limits: RateLimits) -> None:
     limited = key(requests_per_minute=20, concurrency=15)
     answers = await asyncio.gather(
-        *(limits.enter(limited, str(number), 1, 300.0) for number in range(60)),
+        *(limits.enter(limited, 1, 300.0) for _ in range(60)),
         return_exceptions=True,
     )
     assert sum(isinstance(answer, Charge) for answer in answers) == 15
@@ -186,9 +187,42 @@ async def test_without_redis_nobody_is_refused_and_it_is_counted() -> None:
     limits = RateLimits(client, "c", counted, lambda: now[0])
     limited = key(requests_per_minute=1)
     for _ in range(5):
-        assert await limits.enter(limited, "r", 1, 1.0) is None
+        assert await limits.enter(limited, 1, 1.0) is None
     value = counted.registry.get_sample_value("baton_rate_limit_failures_total")
     assert value == 5
+    await client.aclose()
+
+
+async def test_five_minutes_without_redis_leave_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rate_limits, "AWAY_S", 0.01)
+    monkeypatch.setattr(rate_limits, "MOST_LEAVES", 50)
+    port, now = free_port(), [0.0]
+    limited = key(requests_per_minute=1000, concurrency=200)
+    with valkey(port) as url:
+        client = redis_client(url)
+        limits = RateLimits(client, "c", metrics(), lambda: now[0])
+        charges = [await enter(limits, limited) for _ in range(60)]
+        entries = [charge.entry for charge in charges]
+        tasks = len(asyncio.all_tasks())
+    for second in range(300):
+        now[0] = float(second)
+        assert await limits.enter(limited, 1, 300.0) is None
+        if charges:
+            limits.leave(charges.pop(), 1, refund=False)
+        assert not limits._line._waiting
+        assert len(asyncio.all_tasks()) <= tasks + 1, "the one that tells who has left"
+    # The oldest ones' deadlines are over soonest.
+    assert list(limits._leaves) == entries[49::-1]
+    with valkey(port):
+        async with asyncio.timeout(DEADLINE_S):
+            while limits._leaves:
+                await asyncio.sleep(0.01)
+        assert await client.zcard("baton:{c}:limit:k:running") == 0
+        now[0] += 1.0
+        await enter(limits, limited)
+    await limits.close()
     await client.aclose()
 
 
@@ -199,11 +233,153 @@ async def test_an_answer_that_comes_too_late_is_undone(
     limited = key(requests_per_minute=1, concurrency=1)
     monkeypatch.setattr(rate_limits, "AWAY_S", 0.0)
     monkeypatch.setattr(rate_limits, "ANSWER_S", 0.0)
-    assert await limits.enter(limited, "r", 1, 300.0) is None
+    await client.client_pause(100)
+    assert await limits.enter(limited, 1, 300.0) is None
     monkeypatch.setattr(rate_limits, "ANSWER_S", DEADLINE_S)
-    while limits._background:
-        await limits.close()
+    async with asyncio.timeout(DEADLINE_S):
+        while not limits._teller:
+            await asyncio.sleep(0.01)
+    await limits.close()
     await enter(limits, limited)
+
+
+async def running(client: redis.asyncio.Redis, cluster_id: str) -> int:
+    return int(await client.zcard(f"baton:{{{cluster_id}}}:limit:k:running"))
+
+
+async def test_who_leaves_while_redis_is_away_is_told_of_when_it_is_back(
+    client: redis.asyncio.Redis,
+    limits: RateLimits,
+    cluster_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One slow answer must not cost a key its places until the deadlines of what ran."""
+    limited = key(concurrency=2, tokens_per_minute=100)
+    charges = [await enter(limits, limited) for _ in range(2)]
+    monkeypatch.setattr(rate_limits, "ANSWER_S", 0.01)
+    monkeypatch.setattr(rate_limits, "AWAY_S", 0.01)
+    await client.client_pause(100)
+    assert await limits.enter(limited, 1, 300.0) is None
+    monkeypatch.setattr(limits, "_away_until", float("inf"))
+    for charge in charges:
+        limits.leave(charge, 30, refund=False)
+    async with asyncio.timeout(DEADLINE_S):
+        while await running(client, cluster_id):
+            await asyncio.sleep(0.01)
+    monkeypatch.setattr(rate_limits, "ANSWER_S", DEADLINE_S)
+    await limits.close()
+    monkeypatch.setattr(limits, "_away_until", 0.0)
+    (allowance,) = (await enter(limits, limited)).allowances
+    assert 36 <= allowance.remaining <= 39
+
+
+async def test_a_leave_whose_answer_is_lost_is_charged_once(
+    limits: RateLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited = key(tokens_per_minute=1000, requests_per_minute=10)
+    charges = [await enter(limits, limited, 100) for _ in range(2)]
+    monkeypatch.setattr(rate_limits, "AWAY_S", 0.0)
+    answered, lost = script_line.call_together, []
+
+    async def call(*args: Any) -> list[Any]:
+        answers = await answered(*args)
+        lost.append(answers)
+        if len(lost) < 3:
+            raise redis.ConnectionError("reset")
+        return answers
+
+    monkeypatch.setattr(rate_limits, "call_together", call)
+    limits.leave(charges[0], 300, refund=False)
+    limits.leave(charges[1], 0, refund=True)
+    await limits.close()
+    assert len(lost) == 3
+    requests, tokens = (await enter(limits, limited, 1)).allowances
+    assert requests.remaining == 8
+    assert 599 <= tokens.remaining <= 620
+
+
+async def test_nobody_waits_in_line_for_longer_than_for_an_answer(
+    client: redis.asyncio.Redis,
+    limits: RateLimits,
+    cluster_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All connections wait for Redis; who comes then goes without one, and holds no place."""
+    limited = key(concurrency=100)
+    await enter(limits, limited)
+    monkeypatch.setattr(rate_limits, "AWAY_S", 0.0)
+    monkeypatch.setattr(rate_limits, "ANSWER_S", 0.01)
+    await client.client_pause(300)
+    for _ in range(rate_limits.MOST_CONNECTIONS + 2):
+        assert await limits.enter(limited, 1, 300.0) is None
+    monkeypatch.setattr(rate_limits, "ANSWER_S", DEADLINE_S)
+    async with asyncio.timeout(DEADLINE_S):
+        while limits._line._carrying or limits._leaves:
+            await asyncio.sleep(0.01)
+    assert await running(client, cluster_id) == 1
+
+
+async def test_requests_of_one_id_are_two(limits: RateLimits) -> None:
+    """Clients choose ids; what enters has a name of its own."""
+    limited = key(concurrency=2)
+    first, second = await enter(limits, limited), await enter(limits, limited)
+    assert first.entry != second.entry
+    await refused(limits, limited)
+
+
+async def test_a_server_that_has_forgotten_the_scripts(
+    client: redis.asyncio.Redis, limits: RateLimits
+) -> None:
+    limited = key(concurrency=2)
+    await enter(limits, limited)
+    await client.script_flush()
+    await enter(limits, limited)
+    await refused(limits, limited)
+
+
+@pytest.mark.parametrize("kind", ["requests", "tokens", "running", "clock"])
+@pytest.mark.parametrize("ended", [0, 1, 2])
+async def test_a_lost_key_limits_again_once_what_ran_has_ended(
+    client: redis.asyncio.Redis, limits: RateLimits, cluster_id: str, kind: str, ended: int
+) -> None:
+    limited = key(requests_per_minute=100, tokens_per_minute=100_000, concurrency=2)
+    charges = [await enter(limits, limited) for _ in range(2)]
+    for charge in charges[:ended]:
+        await left(limits, charge, 1)
+    await client.delete(f"baton:{{{cluster_id}}}:limit:k:{kind}")
+    for charge in charges[ended:]:
+        await left(limits, charge, 1)
+    for _ in range(2):
+        requests, tokens = (await enter(limits, limited)).allowances
+        assert requests.remaining >= 96
+        assert tokens.remaining > 99_900
+    await refused(limits, limited)
+    for name in await client.keys(f"*{cluster_id}*"):
+        assert await client.pttl(name) != -1, "it stays for ever"
+
+
+async def test_a_clock_that_is_set_back_refuses_nobody_for_as_long(
+    clocked_url: str, clock: Clock
+) -> None:
+    """Nor does a request whose router has died hold its place for as long."""
+    async with redis_client(clocked_url) as client:
+        limits = RateLimits(client, "c", metrics())
+        limited = key(requests_per_minute=600, tokens_per_minute=600, concurrency=2)
+        await left(limits, await enter(limits, limited, 500), 50)
+        await enter(limits, limited, 0, deadline_s=300.0)
+        before, _ = await client.time()
+        clock.jump(-3600)
+        async with asyncio.timeout(DEADLINE_S):
+            while (await client.time())[0] > before - 1800:
+                await asyncio.sleep(0.01)
+        assert (await refused(limits, limited, 100)).retry_after < 60
+        requests, tokens = (await enter(limits, limited, 0)).allowances
+        assert requests.remaining > 590
+        assert tokens.reset_s < 90
+        assert "at a time" in (await refused(limits, limited, 0)).message
+        for name in await client.keys("*"):
+            assert 0 < await client.pttl(name) <= (300 + limit_scripts.GRACE_S + 60) * 1000
+        await limits.close()
 
 
 # As clients see it

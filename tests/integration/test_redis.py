@@ -27,6 +27,7 @@ from baton.redis_client import redis_client
 from baton.registry import Registry, WorkerRecord
 from baton.request import Geometry, GroupShape, LoadSnapshot
 from engine.block_pool import BlockPool
+from tests.chaos.clock import Clock
 from tests.mini_cluster import free_port, valkey
 from worker import index_publisher
 from worker.index_publisher import IndexPublisher
@@ -249,9 +250,146 @@ async def test_a_reader_is_told_what_has_changed(store: Store, own_url: str) -> 
 
 async def test_a_heartbeat_that_changes_nothing_is_not_told(store: Store) -> None:
     state = f"baton:{{{store.cluster_id}}}:registry"
+    versions = set()
     for _ in range(3):
         await store.registry.put(record_of("w"), 30.0)
-    assert await cast(Any, store.client.hget(state, "version")) == b"1"
+        versions.add(await cast(Any, store.client.hget(state, "version")))
+    assert len(versions) == 1
+
+
+async def dumped(store: Store) -> dict[bytes, bytes]:
+    """What a replica has of the cluster at this moment."""
+    return {key: await cast(Any, store.client.dump(key)) for key in await store.keys()}
+
+
+async def fail_over(store: Store, replica: dict[bytes, bytes]) -> None:
+    """The replica, which lacks all that came since, takes over."""
+    await store.client.delete(*await store.keys())
+    for key, value in replica.items():
+        await store.client.restore(key, 60_000, value)
+
+
+@pytest.mark.parametrize("clock_ahead_us", [0, 3600 * 10**6], ids=["", "a clock set back"])
+@pytest.mark.parametrize("seen_between", [True, False])
+async def test_a_failover_to_a_replica_that_lags_hides_no_change(
+    store: Store, own_url: str, clock_ahead_us: int, seen_between: bool
+) -> None:
+    """Versions that a reader has seen, and the replica has not, are taken again by others."""
+    reader = open_store(own_url, store.cluster_id)
+    records = {name: record_of(name) for name in ("w", "v")}
+    state = f"baton:{{{store.cluster_id}}}:registry"
+    for record in records.values():
+        await store.registry.put(record, 30.0)
+    # As one that is far ahead has left it.
+    await cast(Any, store.client.hincrby(state, "version", clock_ahead_us))
+    replica = await dumped(store)
+    for running in (1, 2, 3):
+        await store.registry.put(record_of("w", load=LoadSnapshot("w", running=running)), 30.0)
+    await reader.registry.read()
+    await fail_over(store, replica)
+    changes = [
+        {"v": record_of("v", state="draining")},
+        *({"w": record_of("w", load=LoadSnapshot("w", running=running))} for running in (7, 8)),
+        {"v": record_of("v", state="draining", load=LoadSnapshot("v", running=9))},
+    ]
+    for change in changes:
+        records |= change
+        for record in change.values():
+            await store.registry.put(record, 30.0)
+        if seen_between:
+            assert await reader.registry.read() == (records, set())
+    assert await reader.registry.read() == (records, set())
+    await reader.client.aclose()
+
+
+async def test_versions_of_two_histories_differ(store: Store, own_url: str) -> None:
+    """The same number of changes on either side of a failover, of the same workers."""
+    reader = open_store(own_url, store.cluster_id)
+    state = f"baton:{{{store.cluster_id}}}:registry"
+    for name in ("w", "v"):
+        await store.registry.put(record_of(name), 30.0)
+    await cast(Any, store.client.hincrby(state, "version", 3600 * 10**6))
+    replica = await dumped(store)
+    for name in ("w", "v"):
+        await store.registry.put(record_of(name, state="draining"), 30.0)
+    assert {r.state for r in (await reader.registry.all()).values()} == {"draining"}
+    await fail_over(store, replica)
+    for name in ("v", "w"):
+        await store.registry.put(record_of(name, address="127.0.0.1:6000"), 30.0)
+    seen = await reader.registry.all()
+    assert {(r.state, r.address) for r in seen.values()} == {("ready", "127.0.0.1:6000")}
+    await reader.client.aclose()
+
+
+@pytest.fixture
+async def clocked(clocked_url: str) -> AsyncIterator[Store]:
+    opened = open_store(clocked_url)
+    yield opened
+    await opened.client.aclose()
+
+
+async def step(store: Store, clock: Clock, seconds: int) -> None:
+    """Set the server's clock, and wait until it has looked at it."""
+    before, _ = await store.client.time()
+    clock.jump(seconds)
+
+    async def has_seen_it() -> bool:
+        now, _ = await store.client.time()
+        return abs(now - before - seconds) < abs(seconds) / 2
+
+    await until(has_seen_it)
+
+
+async def test_a_clock_that_is_set_back_prolongs_no_lease(clocked: Store, clock: Clock) -> None:
+    """Whoever does not renew its record is dead, and not listed until the clock is there again."""
+    store = clocked
+    for name in ("hung", "w"):
+        assert await store.registry.put(record_of(name), 5.0)
+    await step(store, clock, -3600)
+    assert await store.registry.put(record_of("w"), 5.0, renew=True)
+    assert set(await store.registry.all()) == {"w"}
+    assert await store.registry.dead() == {"hung"}
+    await store.registry.forget("hung")
+    assert not [key for key in await store.keys() if b"hung" in key]
+    assert await Registry(store.client, store.cluster_id).read() == ({"w": record_of("w")}, set())
+
+
+@pytest.mark.parametrize("jump_s", [-3600, 3600])
+async def test_a_clock_that_steps_ends_no_life(clocked: Store, clock: Clock, jump_s: int) -> None:
+    reader = Registry(clocked.client, clocked.cluster_id)
+    records = {name: record_of(name) for name in ("w", "v")}
+    for record in records.values():
+        assert await clocked.registry.put(record, 5.0)
+    assert set(await reader.all()) == {"w", "v"}
+    await step(clocked, clock, jump_s)
+    for state in ("draining", "ready", "draining"):
+        records = {name: record_of(name, state=state) for name in records}
+        for record in records.values():
+            assert await clocked.registry.put(record, 5.0, renew=True)
+        assert await reader.read() == (records, set())
+
+
+@pytest.mark.parametrize("lost", ["registry", "registry:changed", "registry:until", "worker:w"])
+async def test_a_lost_key_of_the_registry_is_made_again(store: Store, lost: str) -> None:
+    """By the next heartbeats, which end no life; and those who were dead stay known as such."""
+    reader = Registry(store.client, store.cluster_id)
+    records = {name: record_of(name) for name in ("w", "v")}
+    for record in records.values():
+        await store.registry.put(record, 30.0)
+    await store.registry.put(record_of("dead"), 0.001)
+    await asyncio.sleep(0.01)
+    assert await reader.read() == (records, {"dead"})
+    state = f"baton:{{{store.cluster_id}}}:registry"
+    # Others have written without a gap for longer than a TTL.
+    await cast(Any, store.client.hset(state, "since", 1))
+    await store.client.delete(f"baton:{{{store.cluster_id}}}:{lost}")
+    await reader.read()
+    for record in records.values():
+        assert await store.registry.put(record, 30.0, renew=True)
+    for registry in (reader, Registry(store.client, store.cluster_id)):
+        assert await registry.read() == (records, {"dead"})
+    await store.registry.forget("dead")
+    assert await reader.read() == (records, set())
 
 
 async def test_one_that_lives_after_all_is_not_forgotten(store: Store) -> None:
@@ -318,7 +456,7 @@ async def test_a_record_that_cannot_be_read_hides_no_other(
     fields.pop("load")
     strange = {
         "not-json": b"{",
-        "more": json.dumps(fields | {"colour": "red"}).encode(),
+        "shape": json.dumps(fields | {"geometry": {"colour": "red"}}).encode(),
         "less": b"{}",
         "list": b"[]",
     }
@@ -333,6 +471,33 @@ async def test_a_record_that_cannot_be_read_hides_no_other(
     said = [record for record in caplog.records if record.name == Registry.__module__]
     assert len(said) == len(strange), "said once each"
     assert await store.registry.dead() == set()
+
+
+async def test_what_a_newer_worker_tells_besides_is_left_out(store: Store) -> None:
+    await store.registry.put(record_of("w"), 30.0)
+    key = f"baton:{{{store.cluster_id}}}:worker:w"
+    for part in ("record", "load"):
+        told = json.loads(await cast(Any, store.client.hget(key, part)))
+        await cast(Any, store.client.hset(key, part, json.dumps(told | {"colour": "red"})))
+    assert await store.registry.all() == {"w": record_of("w")}
+
+
+async def test_a_worker_of_a_version_that_counts_its_changes_is_read(store: Store) -> None:
+    """While workers are replaced by newer ones, their scripts write side by side."""
+    reader = Registry(store.client, store.cluster_id)
+    await store.registry.put(record_of("new"), 30.0)
+    await store.registry.put(record_of("old"), 30.0)
+    assert set(await reader.all()) == {"new", "old"}
+    prefix = f"baton:{{{store.cluster_id}}}"
+    fields = asdict(record_of("old", state="draining"))
+    load = fields.pop("load")
+    version = await cast(Any, store.client.hincrby(f"{prefix}:registry", "version", 1))
+    told: dict[Any, Any] = {"record": json.dumps(fields), "load": json.dumps(load)}
+    told["version"] = version
+    await cast(Any, store.client.hset(f"{prefix}:worker:old", mapping=told))
+    await store.client.zadd(f"{prefix}:registry:changed", {"old": version})
+    await store.registry.put(record_of("new", state="draining"), 30.0)
+    assert {r.state for r in (await reader.all()).values()} == {"draining"}
 
 
 async def test_a_record_without_a_load(store: Store) -> None:
@@ -620,6 +785,62 @@ async def test_a_lost_table_is_made_again(store: Store, lost: str) -> None:
     assert not await store.index.apply("w", generation, sequence, (), ())
     await store.index.snapshot("w", chain)
     assert await fresh.lookup(chain) == await store.index.lookup(chain) == {"w": 3}
+
+
+async def test_lost_blocks_are_told_again(store: Store) -> None:
+    """What is evicted first is the largest key."""
+    workers = [Publisher(store, name, blocks=400) for name in ("w", "v")]
+    for worker in workers:
+        worker.fill(names("a", 300))
+        await worker.publisher.publish()
+    (blocks,) = [key for key in await store.keys() if await store.client.hlen(key) == 300]
+    await store.client.delete(blocks)
+    assert await store.index.lookup(names("a", 300)) == {}
+    for worker in workers:
+        await worker.publisher.publish(verify=True)
+    assert await store.index.lookup(names("a", 300)) == {"w": 300, "v": 300}
+    assert len(await contents(store)) == 300
+
+
+async def test_numbers_that_were_retired_are_swept_though_nobody_knows_them(store: Store) -> None:
+    await store.index.snapshot("dead", names("a", 300))
+    await store.index.snapshot("w", names("b", 1))
+    await store.index.collect("dead")
+    state = f"baton:{{{store.cluster_id}}}:index"
+    await store.client.delete(f"{state}:retired")
+    name, sequence = await store.index.snapshot("w", names("b", 1))
+    for ahead in range(10):
+        await cast(Any, store.client.hset(state, "tended_ms", 0))
+        assert await store.index.apply("w", name, sequence + ahead, (), (), tend=True)
+    assert await contents(store) == {name_of(names("b", 1)[0]): {"w"}}
+
+
+async def test_a_replica_that_knows_an_earlier_snapshot_asks_for_another(store: Store) -> None:
+    """Though the number of the next batch is the one that it waits for."""
+    await store.index.snapshot("w", names("a", 2))
+    replica = await dumped(store)
+    name, sequence = await store.index.snapshot("w", names("b", 2))
+    await fail_over(store, replica)
+    assert not await store.index.apply("w", name, sequence, names("c", 2), ())
+    await store.index.snapshot("w", names("b", 2))
+    assert await store.index.lookup(names("a", 2)) == {}
+
+
+@pytest.mark.parametrize("clock_ahead_us", [0, 3600 * 10**6], ids=["", "a clock set back"])
+async def test_a_table_of_numbers_that_a_failover_has_lost_names_nobody(
+    store: Store, own_url: str, clock_ahead_us: int
+) -> None:
+    reader = open_store(own_url, store.cluster_id)
+    state = f"baton:{{{store.cluster_id}}}:index"
+    await store.index.snapshot("w", names("a", 1))
+    await cast(Any, store.client.hincrby(state, "version", clock_ahead_us))
+    replica = await dumped(store)
+    await store.index.snapshot("v", names("a", 2))
+    assert await reader.index.lookup(names("a", 2)) == {"w": 1, "v": 2}
+    await fail_over(store, replica)
+    await store.index.snapshot("u", names("a", 2))
+    assert await reader.index.lookup(names("a", 2)) == {"w": 1, "u": 2}
+    await reader.client.aclose()
 
 
 async def test_answers_that_cross_a_change_of_the_workers(store: Store) -> None:

@@ -100,12 +100,12 @@ async def _route(client: redis.asyncio.Redis) -> None:
     await PoolSizes(client, ID).write("decode", 3)
     limits = RateLimits(client, ID, RouterMetrics(CollectorRegistry()))
     key = KeyConfig(name="k", requests_per_minute=9, tokens_per_minute=999, concurrency=3)
-    charge = await limits.enter(key, "r", 10, 30.0)
+    charge = await limits.enter(key, 10, 30.0)
     assert charge is not None, "Redis has refused it"
     assert charge.allowances
     limits.leave(charge, 5, refund=False)
     await limits.close()
-    assert await limits.enter(key, "r2", 10, 30.0) is not None
+    assert await limits.enter(key, 10, 30.0) is not None
 
 
 async def _kinds(store: redis.asyncio.Redis) -> set[str]:

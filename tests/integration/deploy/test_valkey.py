@@ -7,12 +7,11 @@ import psutil
 import pytest
 import redis
 
-from baton.errors import ConfigError
 from baton.redis_client import redis_client
 from deploy.cluster_mark import ClusterMark
-from deploy.ports import free_port
+from deploy.own_redis import check_redis
 from deploy.run_directory import RunDirectory
-from deploy.valkey import REST_BYTES, EmbeddedValkey, check_redis
+from deploy.valkey import REST_BYTES, EmbeddedValkey
 
 DEADLINE_S = 60.0
 
@@ -62,26 +61,3 @@ async def test_after_a_death_it_comes_back_at_the_same_address(valkey: EmbeddedV
     assert valkey.url == url
     assert valkey.pid != pid
     await check_redis(url)
-
-
-async def test_an_operators_server_is_checked(valkey: EmbeddedValkey) -> None:
-    await check_redis(valkey.url)
-    with pytest.raises(ConfigError, match="--redis-url redis://127"):
-        await check_redis(f"redis://127.0.0.1:{free_port()}/0")
-    with pytest.raises(ConfigError) as failure:
-        await check_redis(f"redis://:hunter2@{valkey.address}/0")
-    assert "hunter2" not in str(failure.value)
-    with pytest.raises(ConfigError, match="--redis-url"):
-        await check_redis("localhost:6379")
-
-
-async def test_a_server_that_accepts_and_says_nothing_fails_in_time() -> None:
-    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
-
-    server = await asyncio.start_server(silent, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with server, asyncio.timeout(DEADLINE_S):
-        with pytest.raises(ConfigError, match="--redis-url"):
-            await check_redis(f"redis://127.0.0.1:{port}/0")

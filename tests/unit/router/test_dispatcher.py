@@ -189,3 +189,69 @@ async def test_whatever_goes_wrong_the_registry_is_followed(
     finally:
         await dispatcher.close()
         await redis.aclose()
+
+
+async def follow(
+    monkeypatch: pytest.MonkeyPatch, answers: list[tuple[dict[str, WorkerRecord], set[str]] | None]
+) -> tuple[ClusterDispatcher, list[str]]:
+    """A dispatcher that has read these of its registry, None where Redis was away.
+
+    Returns it and whom the index has forgotten.
+    """
+    monkeypatch.setattr(dispatcher_module, "REGISTRY_POLL_S", 0.0)
+    redis = redis_client("redis://127.0.0.1:1/0")
+    registry, index = Registry(redis, "c"), PrefixIndex(redis, "c")
+    metrics = RouterMetrics(CollectorRegistry())
+    dispatcher = ClusterDispatcher(Config(), tiny_tokenizer(), metrics, registry, index)
+    read, forgotten, left = asyncio.Event(), [], iter(answers)
+
+    async def answer() -> tuple[dict[str, WorkerRecord], set[str]]:
+        for told in left:
+            if told is None:
+                raise ConnectionError("away")
+            return told
+        read.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def forget(incarnation: str) -> None:
+        forgotten.append(incarnation)
+
+    monkeypatch.setattr(registry, "read", answer)
+    monkeypatch.setattr(registry, "forget", forget)
+    monkeypatch.setattr(index, "collect", forget)
+    await dispatcher.start()
+    async with asyncio.timeout(60):
+        await read.wait()
+    return dispatcher, forgotten
+
+
+async def test_five_minutes_without_redis_leave_a_router_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record = record_of("prefill", HASH_BLOCK)
+    polls = int(300 / dispatcher_module.REGISTRY_POLL_S)
+    before, _ = await follow(monkeypatch, [({"p": record}, set())])
+    (link,), tasks = before.workers.all(), len(asyncio.all_tasks())
+    assert link.record is record
+    await before.close()
+    after, forgotten = await follow(monkeypatch, [({"p": record}, set()), *[None] * polls])
+    try:
+        (link,) = after.workers.all()
+        assert (link.record, link.missing_since) == (record, None)
+        assert len(asyncio.all_tasks()) <= tasks
+        assert forgotten == []
+    finally:
+        await after.close()
+
+
+@pytest.mark.parametrize("away", [False, True])
+async def test_who_was_dead_before_redis_was_away_has_as_long_again(
+    monkeypatch: pytest.MonkeyPatch, away: bool
+) -> None:
+    """After it was away all are listed as dead, until their next heartbeats."""
+    monkeypatch.setattr(dispatcher_module, "COLLECT_AFTER_S", 0.0)
+    dead: tuple[dict[str, WorkerRecord], set[str]] = ({}, {"d"})
+    dispatcher, forgotten = await follow(monkeypatch, [dead, None, dead] if away else [dead, dead])
+    await dispatcher.close()
+    assert forgotten == ([] if away else ["d", "d"])

@@ -9,17 +9,20 @@ from pathlib import Path
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from baton.config import Config, KeyConfig, load_config
 from baton.errors import ConfigError, Unauthenticated
 from baton.keys_file import hash_of, read_keys, write_keys
 from baton.metrics import RouterMetrics
+from baton.request import Principal
 from deploy.cli import app
 from router.access import Access
-from router.api_keys import ApiKeys
+from router.api_keys import ApiKeys, Caller
 from router.http_app import create_app
 from router.key_watch import KeyWatch
+from router.request_builder import _cache_salt
 from tests.unit.router.front_fakes import MODEL, make_front
 
 RUNNER = CliRunner()
@@ -55,7 +58,7 @@ async def test_a_keys_whole_life_without_a_restart(tmp_path: Path) -> None:
         )
         assert answer.status_code == 200
         # A tenant that no configuration has named.
-        assert front.dispatcher.requests[-1].cache_salt == b"acme"
+        assert front.dispatcher.requests[-1].cache_salt == b"tenant:acme"
         assert await status(first, "/metrics") == 403
         second, _ = baton_keys("create", "bob", "--file", file, "--scope", "metrics")
         assert await status(second, "/metrics") == 200
@@ -122,6 +125,7 @@ FAULTS = [
     (("create", "a b"), "name"),
     (("create", "bob", "--scope", "root"), "inference, metrics, admin"),
     (("create", "bob", "--expires-in", "soon"), "30d"),
+    (("create", "bob", "--tenant", ""), "leave it out"),
     (("revoke", "bob"), "no key 'bob'"),
     (("rotate", "bob"), "no key 'bob'"),
 ]
@@ -135,6 +139,24 @@ def test_faults_are_told(tmp_path: Path, arguments: tuple[str, ...], said: str) 
     _, error = baton_keys(*arguments, "--file", str(file), code=1)
     assert said in error
     assert file.read_text() == before
+
+
+@pytest.mark.parametrize("tenant", ["", " ", "a b", "a" * 65])
+def test_a_tenant_has_a_name(tmp_path: Path, tenant: str) -> None:
+    """Without one its prompts would share the default tenant's cache."""
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps({"keys": [{"name": "ann", "sha256": "0" * 64, "tenant": tenant}]}))
+    with pytest.raises(ConfigError, match=r"keys.0.tenant: .*leave it out for the tenant default"):
+        read_keys(file)
+    with pytest.raises(ValidationError, match="leave it out"):
+        KeyConfig(name="ann", tenant=tenant)
+
+
+@pytest.mark.parametrize("name", ["a", "tenant", "default2"])
+def test_no_other_tenant_has_the_default_one_s_cache(name: str) -> None:
+    salts = [_cache_salt(Caller(Principal(tenant=one))) for one in ("default", name, "")]
+    assert salts[0] == b""
+    assert len(set(salts)) == 3
 
 
 def test_a_file_that_others_may_write_is_refused(tmp_path: Path) -> None:

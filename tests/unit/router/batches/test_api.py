@@ -167,7 +167,7 @@ async def test_lines_run_in_the_background_under_a_class_of_their_own(tmp_path: 
         assert request.background
         assert request.deadline_s == there.front.config.request_deadline_s
         assert (request.principal.tenant, request.principal.key_id) == ("acme", "ann")
-        assert (request.priority, request.cache_salt) == (3, b"acme")
+        assert (request.priority, request.cache_salt) == (3, b"tenant:acme")
         assert there.front.requests() == {("batch", "ok", ""): 1.0}
 
 

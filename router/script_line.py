@@ -1,0 +1,143 @@
+"""Carries calls of Lua scripts to Redis, many of them on one connection at a time.
+
+    waiting ─a connection is free→ sent ─→ answered, or failed
+    waiting ─given up→ never sent
+
+What comes while all connections are busy waits, and goes with the next one that is free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis
+import redis.asyncio
+from redis.commands.core import AsyncScript
+
+from baton.background import end_tasks
+
+MOST_TOGETHER = 64
+"""Calls on a connection at a time: some milliseconds of the server's time."""
+CALL_S = 2.0
+"""The deadline of calls that go together. Those who wait for one have shorter ones of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptCall:
+    """One call."""
+
+    script: AsyncScript
+    keys: Sequence[str]
+    args: Sequence[int | str]
+
+
+@dataclass(slots=True, eq=False)
+class AskedCall:
+    """One that stands in line, or has left it."""
+
+    call: ScriptCall
+    answer: asyncio.Future[Any]
+    """Fails with ``redis.RedisError``. It is cancelled to give up what was not sent."""
+    sent: bool = False
+
+
+async def call_together(client: redis.asyncio.Redis, calls: Sequence[ScriptCall]) -> list[Any]:
+    """The answers, or the errors that the server gave instead, in the order of the calls.
+
+    Raises ``redis.RedisError`` where some had no answer.
+    """
+    try:
+        async with asyncio.timeout(CALL_S):
+            answers = await _execute(client, calls, by_name=True)
+            unknown = [
+                place
+                for place, answer in enumerate(answers)
+                if isinstance(answer, redis.exceptions.NoScriptError)
+            ]
+            if unknown:
+                again = await _execute(client, [calls[one] for one in unknown], by_name=False)
+                for place, answer in zip(unknown, again, strict=True):
+                    answers[place] = answer
+            return answers
+    except (TimeoutError, OSError) as error:
+        raise redis.ConnectionError(f"Redis did not answer: {error!r}") from error
+
+
+async def _execute(
+    client: redis.asyncio.Redis, calls: Sequence[ScriptCall], *, by_name: bool
+) -> list[Any]:
+    async with client.pipeline(transaction=False) as pipeline:
+        send = cast(Any, pipeline.evalsha if by_name else pipeline.eval)
+        for call in calls:
+            name = call.script.sha if by_name else call.script.script
+            send(name, len(call.keys), *call.keys, *call.args)
+        return await pipeline.execute(raise_on_error=False)
+
+
+class ScriptLine:
+    """Owned by one event loop."""
+
+    def __init__(self, client: redis.asyncio.Redis, *, connections: int, most_waiting: int) -> None:
+        """At most ``connections`` are used, and at most ``most_waiting`` calls wait for one."""
+        self._client = client
+        self._connections = connections
+        self._most_waiting = most_waiting
+        self._waiting: deque[AskedCall] = deque()
+        self._carrying: set[asyncio.Task[None]] = set()
+
+    def put(self, call: ScriptCall) -> AskedCall | None:
+        """Call a script as soon as there is a connection; None where too many wait."""
+        if len(self._waiting) >= self._most_waiting:
+            return None
+        loop = asyncio.get_running_loop()
+        asked = AskedCall(call, loop.create_future())
+        self._waiting.append(asked)
+        # Those of a burst go together.
+        loop.call_soon(self._send)
+        return asked
+
+    async def close(self) -> None:
+        """End what is under way; what has no answer fails."""
+        waiting, self._waiting = self._waiting, deque()
+        for asked in waiting:
+            if not asked.answer.done():
+                asked.answer.set_exception(_stopping())
+        await end_tasks(self._carrying)
+
+    def _send(self) -> None:
+        while self._waiting and len(self._carrying) < self._connections:
+            together: list[AskedCall] = []
+            while self._waiting and len(together) < MOST_TOGETHER:
+                asked = self._waiting.popleft()
+                if not asked.answer.done():
+                    asked.sent = True
+                    together.append(asked)
+            if together:
+                task = asyncio.create_task(self._carry(together), name="scripts")
+                self._carrying.add(task)
+                task.add_done_callback(self._carried)
+
+    def _carried(self, task: asyncio.Task[None]) -> None:
+        self._carrying.discard(task)
+        self._send()
+
+    async def _carry(self, together: Sequence[AskedCall]) -> None:
+        answers: Sequence[Any] = [_stopping()] * len(together)
+        try:
+            answers = await call_together(self._client, [asked.call for asked in together])
+        except redis.RedisError as error:
+            answers = [error] * len(together)
+        finally:
+            for asked, answer in zip(together, answers, strict=True):
+                if isinstance(answer, Exception):
+                    asked.answer.set_exception(answer)
+                else:
+                    asked.answer.set_result(answer)
+
+
+def _stopping() -> redis.RedisError:
+    return redis.ConnectionError("the router is stopping")
