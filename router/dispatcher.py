@@ -113,6 +113,8 @@ class ClusterDispatcher:
         """When the registry was read last; at first when it was to be."""
         self._has_view = False
         """Whether the registry was read."""
+        self._can_read = True
+        """Whether it could be, last time."""
         self._active = 0
         """Requests under way, those in line included."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -173,9 +175,11 @@ class ClusterDispatcher:
                 await self._read_registry()
             except (redis.RedisError, OSError) as error:
                 # Serving goes on with the last view; broken streams tell of dead workers.
-                log.warning("the registry cannot be read: %s", error)
-                # Nobody could renew a record meanwhile, perhaps: who was dead has as long again.
-                self._dead_since.clear()
+                if self._can_read:
+                    log.warning("the registry cannot be read: %s", error)
+                self._can_read = False
+                # Perhaps no worker could renew its record: a dead one has as long again.
+                self._dead.tick({}, time.monotonic())
             except Exception:
                 # A router that follows its workers no more would be worse than what this is.
                 log.exception("the registry could not be followed")
@@ -189,6 +193,9 @@ class ClusterDispatcher:
         with self._registry_calls.one():
             records, dead = await self._registry.read()
         self._read_at = time.monotonic()
+        if not self._can_read:
+            log.info("the registry can be read again")
+        self._can_read = True
         self._links.update(records)
         self._has_view = True
         for link in self._links.all():
