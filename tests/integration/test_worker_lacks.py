@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from decode_worker.role import DecodeRole
 from tests.integration.test_handoff import prompt_of
 from tests.integration.test_moves import LONG, Asked, moved
 from tests.mini_cluster import MiniCluster, mini_cluster
@@ -32,7 +33,9 @@ def exhaust(cluster: MiniCluster, slot: str, patch: pytest.MonkeyPatch) -> None:
     if slot.startswith("prefill"):
         patch.setattr(worker.context.exchange, "outbound", no_descriptor)
     else:
-        patch.setattr(worker.life.role, "reserve", no_memory)
+        role = worker.life.role
+        assert isinstance(role, DecodeRole)
+        patch.setattr(role.receiver, "reserve", no_memory)
 
 
 @pytest.mark.parametrize("slot", ["prefill-0", "decode-0"])
