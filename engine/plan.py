@@ -94,3 +94,6 @@ class StepResult:
     """One for each token that a row scores; empty if no row does."""
     embeddings: tuple[tuple[float, ...] | None, ...] = ()
     """fp32 [hidden_size] of a row whose sequence is embedded; empty if there is none."""
+    left_out: tuple[int, ...] = ()
+    """Rows that were not computed, by their place in the plan: a step before failed, and their
+    sequences lack its tokens."""

@@ -50,7 +50,6 @@ class Sequence:
         "queue_s",
         "queued_at",
         "registered",
-        "release_wanted",
         "returning",
         "scheduled",
         "sequence_id",
@@ -101,7 +100,6 @@ class Sequence:
         self.known_to_engine = False
         self.preempted = False
         self.preemptions = spec.preemptions
-        self.release_wanted = False
         self.returning = False
         self.finish_reason: FinishReason | None = None
         self.choice = choice
