@@ -16,7 +16,7 @@ from baton.errors import DeadlineExceeded
 from baton.request import LOWEST_PRIORITY, SequenceSpec
 from router.generation import GenerationRequest
 from router.planner import Promise
-from router.poison import Deaths
+from router.poison import FailedWorkers
 from router.request_life import RequestLife
 from router.routes import Stage
 from router.worker_links import WorkerLink
@@ -35,7 +35,7 @@ class RunningRequest:
     next_attempt: int = 0
     excluded: set[str] = field(default_factory=set)
     """Workers that have failed under it."""
-    deaths: Deaths = field(default_factory=Deaths)
+    failed_workers: FailedWorkers = field(default_factory=FailedWorkers)
     failures: int = 0
     """How often it was to be moved because something failed."""
     cache_told: bool = False

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.errors import BatonError, GrammarFailed, WorkerFailed
+from baton.errors import BatonError, GrammarFailed, StepFailed, WorkerFailed
 from baton.process_end import Fail
 from baton.request import LoadSnapshot
 from engine.engine import Engine
@@ -57,7 +57,8 @@ class SequenceListener(Protocol):
     def on_lost(self, sequences: list[Sequence], error: BatonError) -> None:
         """The step of these sequences failed; they have ended.
 
-        ``error`` is WorkerFailed where it is not the sequences' own fault.
+        ``error`` is StepFailed where the step itself failed, and WorkerFailed where one before it
+        did.
         """
 
     def on_expired(self, sequences: list[Sequence]) -> None:
@@ -358,5 +359,5 @@ def _told(error: Exception) -> BatonError:
     if isinstance(error, BatonError):
         return error
     if is_out_of_memory(error):
-        return WorkerFailed("the device has no memory left for a step of this request")
-    return WorkerFailed(f"the worker's engine failed: {type(error).__name__}")
+        return StepFailed("the device has no memory left for a step of this request")
+    return StepFailed(f"the worker's engine failed: {type(error).__name__}")
