@@ -49,7 +49,7 @@ Compile = Callable[[Grammar], TokenMatcher]
 
 
 class CompiledGrammars:
-    """Any thread may call it: one compiles at a time, and nobody waits for that but who must."""
+    """Any thread may call it: one compiles at a time, and only those wait that need it."""
 
     def __init__(
         self,
@@ -74,8 +74,13 @@ class CompiledGrammars:
         self._compiling = threading.Lock()
 
     def __contains__(self, grammar: Grammar) -> bool:
-        """Whether ``matcher`` will not have to compile it."""
+        """Whether it is kept."""
         return self._find(grammar) is not None
+
+    def kept(self, grammar: Grammar) -> TokenMatcher | None:
+        """A new matcher, at the start of a text; None where the grammar would be compiled."""
+        found = self._find(grammar)
+        return None if found is None else found.deep_copy()
 
     def matcher(self, grammar: Grammar) -> TokenMatcher:
         """A new matcher, at the start of a text. Compiles a grammar that is not kept.

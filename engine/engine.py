@@ -179,7 +179,7 @@ def build_engine(
     )
     speculation = _speculation(settings, model, cache, draft)
     lead = None if ranks is None else ranks.lead
-    runner = _runner(model, weights, cache, settings, name, grammars, speculation, lead)
+    runner = _runner(model, weights, cache, settings, name, config.vocab_size, speculation, lead)
     scheduler = Scheduler(pool, limits)
     arithmetic = _arithmetic(device) if settings.deterministic else ""
     lossiest = settings.lossiest_kv_dtype or kv_dtype_name(kv)
@@ -361,7 +361,7 @@ def _runner(
     cache: KvCache,
     settings: EngineSettings,
     name: str,
-    grammars: CompiledGrammars,
+    vocab_size: int,
     speculation: StepSpeculation | None,
     lead: LeadRank | None,
 ) -> ModelRunner:
@@ -377,13 +377,13 @@ def _runner(
 
         gpu_model = gpu_decoder(weights, cache, _most_rows(settings, device), lead)
         drafts = make_overlap_speculation(drafter_of(settings, device))
-        return GpuRunner(gpu_model, cache, device, grammars, drafts, embedder, copy)
+        return GpuRunner(gpu_model, cache, device, vocab_size, drafts, embedder, copy)
     step_model = _step_model(model, cache, settings.model_path, name)
     if settings.deterministic:
         _check_deterministic(step_model, settings)
     if lead is not None:
         step_model = LeadModel(step_model, lead)
-    return ModelRunner(step_model, cache, device, grammars, speculation, embedder, copy)
+    return ModelRunner(step_model, cache, device, vocab_size, speculation, embedder, copy)
 
 
 def _step_model(model: DecoderModel, cache: KvGroup, folder: Path, name: str) -> StepModel:

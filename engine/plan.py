@@ -1,9 +1,10 @@
-"""What the control loop asks of the engine, and what it gets back: flat, serialisable data."""
+"""What the control loop asks of the engine, and what it gets back: flat data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.compiled_grammars import TokenMatcher
 from baton.logprobs import TokenLogprobs
 from baton.sampling_params import SamplingParams
 
@@ -24,6 +25,8 @@ class NewSequence:
     """Whether a drafter may take the prompt in as it is computed."""
     embeds: bool = False
     """Whether its embedding is wanted, with the next token."""
+    matcher: TokenMatcher | None = None
+    """Of its grammar, at the start of the answer; the engine follows a copy of it."""
 
 
 @dataclass(frozen=True, slots=True)

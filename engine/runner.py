@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 
-from baton.compiled_grammars import CompiledGrammars
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.logprobs import cpu_logprobs
 from engine.cpu.sampler import cpu_sampler
@@ -41,20 +40,20 @@ class ModelRunner:
         model: StepModel,
         cache: KvCache,
         device: torch.device,
-        grammars: CompiledGrammars | None = None,
+        vocab_size: int = 0,
         speculation: StepSpeculation | None = None,
         embedder: Embedder | None = None,
         copy: CopyBlocks | None = None,
     ) -> None:
-        """Without ``grammars`` a sequence that has one fails; without ``speculation`` each gets one
+        """``vocab_size`` is what grammars' masks have; 0 where there are no grammars. Without
 
-        token a step; without ``embedder`` none can be embedded. ``copy`` copies blocks, where they
-        are not copied in this cache alone.
+        ``speculation`` each sequence gets one token a step; without ``embedder`` none can be
+        embedded. ``copy`` copies blocks, where they are not copied in this cache alone.
         """
         self.model = model
         self.cache = cache
         self.device = device
-        self._grammars = GrammarRows(grammars)
+        self._grammars = GrammarRows(vocab_size)
         self._sampler = cpu_sampler() if device.type == "cpu" else None
         self._sample = self._sampler.sample if self._sampler is not None else sample
         self._scorer = (cpu_logprobs() if device.type == "cpu" else None) or token_logprobs

@@ -87,4 +87,5 @@ def _introduced(sequence: Sequence) -> NewSequence:
         sequence.choice,
         sequence.takes_prompt,
         sequence.spec.embeds,
+        sequence.matcher,
     )

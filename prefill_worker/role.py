@@ -103,8 +103,7 @@ class PrefillRole:
         arrived = time.monotonic()
         deadline = arrived + spec.deadline_s
         self.context.check_prompt(spec)
-        if spec.sampling.grammar is not None:
-            await self.context.grammars.ready(spec.sampling.grammar, deadline)
+        matcher = await self.context.grammars.ready(spec.sampling.grammar, deadline)
         try:
             async with asyncio.timeout(spec.deadline_s):
                 await self._places.acquire()
@@ -117,6 +116,7 @@ class PrefillRole:
             sequence = self.context.make_sequence(
                 spec, arrived=arrived, deadline=deadline, prefill_only=True
             )
+            sequence.follow(matcher)
             async for response in self._run(sequence, handoff, source, deadline):
                 yield response
         finally:

@@ -20,7 +20,6 @@ from functools import partial
 
 import torch
 
-from baton.compiled_grammars import CompiledGrammars
 from engine.embedding import Embedder
 from engine.gpu.decoder import GpuStepModel, StartedStep
 from engine.gpu.draws import draw_of
@@ -90,12 +89,12 @@ class GpuRunner(ModelRunner):
         model: GpuStepModel,
         cache: KvCache,
         device: torch.device,
-        grammars: CompiledGrammars | None = None,
+        vocab_size: int = 0,
         speculation: OverlapSpeculation | None = None,
         embedder: Embedder | None = None,
         copy: CopyBlocks | None = None,
     ) -> None:
-        super().__init__(model, cache, device, grammars, speculation, embedder, copy)
+        super().__init__(model, cache, device, vocab_size, speculation, embedder, copy)
         self._gpu = model
         self._drafts = speculation
         self._unsettled: list[_Unsettled] = []

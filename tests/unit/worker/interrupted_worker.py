@@ -45,7 +45,7 @@ from engine.sequence import Sequence
 from engine.sequence_update import SequenceUpdate
 from engine.speculation import Speculation
 from engine.step import StepInput, StepOutput
-from tests.fake_grammars import fake_grammars
+from tests.fake_grammars import FakeMatcher
 from tests.kernels.gpu.torch_steps import TorchSteps
 from tests.unit.engine.drafters import WholeDrafts
 from worker.control_loop import ControlLoop
@@ -285,13 +285,12 @@ class World:
 
     def _make_runner(self) -> ModelRunner:
         cache: Any = SimpleNamespace(data=torch.zeros(1, 1), copy=self.model.copy)
-        grammars = fake_grammars(VOCAB)
         if self.history.overlaps:
             steps: Any = TorchSteps(self.model, 64)
             drafts = make_overlap_speculation("ngram") if self.history.drafts else None
-            return GpuRunner(steps, cache, CPU, grammars, drafts)
+            return GpuRunner(steps, cache, CPU, VOCAB, drafts)
         drafting = Speculation(NgramDrafter(), WholeDrafts()) if self.history.drafts else None
-        runner = ModelRunner(self.model, cache, CPU, grammars, drafting)
+        runner = ModelRunner(self.model, cache, CPU, VOCAB, drafting)
         runner._sample = sample
         return runner
 
@@ -373,6 +372,7 @@ class World:
             for n in range(job.choices)
         ]
         made[0].siblings = tuple(made[1:])
+        made[0].follow(FakeMatcher(VOCAB) if job.grammar else None)
         self._choices[number] = made
         for n, sequence in enumerate(made):
             self._keys[sequence] = number, n
