@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from baton.compiled_grammars import CompiledGrammars, TokenMatcher
+from baton.compiled_grammars import CompiledGrammars
 from baton.errors import DeadlineExceeded, InvalidGrammar, Overloaded
-from baton.grammar import Grammar
+from baton.grammar import Grammar, TokenMatcher
 
 MOST_WAITING = 64
 """Grammars that wait to be compiled; one at a time is."""

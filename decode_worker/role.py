@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
-from baton.compiled_grammars import TokenMatcher
 from baton.errors import (
     BatonError,
     DeadlineExceeded,
@@ -19,6 +18,7 @@ from baton.errors import (
     Unavailable,
     WorkerFailed,
 )
+from baton.grammar import TokenMatcher
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, FirstToken, TokenOutput
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc

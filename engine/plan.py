@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.compiled_grammars import TokenMatcher
+from baton.grammar import TokenMatcher
 from baton.logprobs import TokenLogprobs
 from baton.sampling_params import SamplingParams
 

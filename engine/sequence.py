@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from baton.compiled_grammars import TokenMatcher
+from baton.grammar import TokenMatcher
 from baton.hashing import block_hashes
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, SequenceSpec

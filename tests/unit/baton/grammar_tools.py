@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from baton.compiled_grammars import CompiledGrammars, TokenMatcher, grammars_of
+from baton.compiled_grammars import CompiledGrammars, grammars_of
 from baton.errors import InvalidGrammar
-from baton.grammar import Grammar, GrammarKind
+from baton.grammar import Grammar, GrammarKind, TokenMatcher
 from baton.grammar_gate import GrammarGate
 from engine.grammar_state import GrammarState, unpack
 
