@@ -5,43 +5,11 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from baton.errors import InvalidGrammar
-from baton.grammar import Grammar
+from baton.grammar import Grammar, TokenMatcher
 
 _MOST_REASON_CHARACTERS = 300
-
-
-class TokenMatcher(Protocol):
-    """Follows one text through a grammar, token by token; once broken it stays so.
-
-    Used by one thread at a time.
-    """
-
-    def unsafe_compute_mask_ptr(self, trg_pointer: int, trg_byte_size: int) -> None:
-        """Write which tokens may follow: a bit each, from the lowest up, in words of 32.
-
-        Where the text may end, the tokens that end it are among them.
-        """
-
-    def consume_token(self, sampled_token: int) -> bool:
-        """Go on by a token; false where it may not follow, which breaks the matcher."""
-
-    def rollback(self, num_tokens: int) -> bool:
-        """Take the latest tokens back."""
-
-    def is_stopped(self) -> bool:
-        """Whether nothing may follow but the end."""
-
-    def is_error(self) -> bool:
-        """Whether it is broken."""
-
-    def get_error(self) -> str:
-        """Why it is."""
-
-    def deep_copy(self) -> TokenMatcher:
-        """Another one, at the same place. What both find out of the grammar they share."""
 
 
 Compile = Callable[[Grammar], TokenMatcher]
@@ -49,7 +17,7 @@ Compile = Callable[[Grammar], TokenMatcher]
 
 
 class CompiledGrammars:
-    """Any thread may call it: one compiles at a time, and nobody waits for that but who must."""
+    """Any thread may call it: one compiles at a time, and only those wait that need it."""
 
     def __init__(
         self,
@@ -74,8 +42,13 @@ class CompiledGrammars:
         self._compiling = threading.Lock()
 
     def __contains__(self, grammar: Grammar) -> bool:
-        """Whether ``matcher`` will not have to compile it."""
+        """Whether it is kept."""
         return self._find(grammar) is not None
+
+    def kept(self, grammar: Grammar) -> TokenMatcher | None:
+        """A new matcher, at the start of a text; None where the grammar would be compiled."""
+        found = self._find(grammar)
+        return None if found is None else found.deep_copy()
 
     def matcher(self, grammar: Grammar) -> TokenMatcher:
         """A new matcher, at the start of a text. Compiles a grammar that is not kept.

@@ -456,7 +456,7 @@ class Config(BaseSettings):
     move_budget_burst: int = Field(default=0, ge=0)
     """Most moves that are allowed at once; 0 takes twice the most sequences of a decode worker."""
     poison_quarantine_s: float = Field(default=300.0, ge=0)
-    """A prompt under which two workers have died is refused for this many seconds."""
+    """A prompt under which two workers have failed is refused for this many seconds."""
     drain_deadline_s: float = Field(default=30.0, ge=0)
     """A worker or router that is told to leave, by ``baton drain`` or SIGTERM, gives what runs
     there this many seconds to end or to move; 0 ends it at once."""

@@ -74,7 +74,7 @@ class GrammarFailed(InvalidRequest):
 
 
 class PoisonRequest(InvalidRequest):
-    """Several workers have died while they ran the request, or lately one with its prompt."""
+    """Several workers have failed while they ran the request, or lately one with its prompt."""
 
     code = "poison_request"
 
@@ -179,6 +179,14 @@ class WorkerFailed(Unavailable):
     """A worker died or failed while it held the request."""
 
     code = "worker_failed"
+
+
+class StepFailed(WorkerFailed):
+    """A step that had the request failed at a worker, which lives on. Clients are told
+    WorkerFailed; a router counts it as evidence against the request.
+    """
+
+    code = "step_failed"
 
 
 class DeadlineExceeded(BatonError):

@@ -1,9 +1,10 @@
-"""What the text of an answer must match."""
+"""What the text of an answer must match, and what follows it token by token."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Protocol
 
 
 class GrammarKind(enum.StrEnum):
@@ -26,3 +27,34 @@ class Grammar:
 
     kind: GrammarKind
     text: str
+
+
+class TokenMatcher(Protocol):
+    """Follows one text through a grammar, token by token; once broken it stays so.
+
+    Used by one thread at a time.
+    """
+
+    def unsafe_compute_mask_ptr(self, trg_pointer: int, trg_byte_size: int) -> None:
+        """Write which tokens may follow: a bit each, from the lowest up, in words of 32.
+
+        Where the text may end, the tokens that end it are among them.
+        """
+
+    def consume_token(self, sampled_token: int) -> bool:
+        """Go on by a token; false where it may not follow, which breaks the matcher."""
+
+    def rollback(self, num_tokens: int) -> bool:
+        """Take the latest tokens back."""
+
+    def is_stopped(self) -> bool:
+        """Whether nothing may follow but the end."""
+
+    def is_error(self) -> bool:
+        """Whether it is broken."""
+
+    def get_error(self) -> str:
+        """Why it is."""
+
+    def deep_copy(self) -> TokenMatcher:
+        """Another one, at the same place. What both find out of the grammar they share."""

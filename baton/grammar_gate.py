@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from baton.compiled_grammars import CompiledGrammars
 from baton.errors import DeadlineExceeded, InvalidGrammar, Overloaded
-from baton.grammar import Grammar
+from baton.grammar import Grammar, TokenMatcher
 
 MOST_WAITING = 64
 """Grammars that wait to be compiled; one at a time is."""
@@ -23,33 +23,36 @@ class GrammarGate:
         """``observe`` is told the seconds that each compilation took."""
         self._grammars = grammars
         self._observe = observe
-        self._compiling: dict[Grammar, asyncio.Task[InvalidGrammar | None]] = {}
+        self._compiling: dict[Grammar, asyncio.Task[TokenMatcher | InvalidGrammar]] = {}
         self._turn = asyncio.Lock()
 
-    async def ready(self, grammar: Grammar | None, deadline: float) -> None:
-        """Returns once a grammar is compiled, at once for none and for one that is.
+    async def ready(self, grammar: Grammar | None, deadline: float) -> TokenMatcher | None:
+        """A new matcher at the start of a text, once the grammar is compiled; None for no grammar.
 
         ``deadline`` is on the monotonic clock. Raises InvalidGrammar, DeadlineExceeded, and
         Overloaded where too many others wait.
         """
-        task = self.begin(grammar)
-        if task is None:
-            return
+        if grammar is None:
+            return None
+        if (kept := self._grammars.kept(grammar)) is not None:
+            return kept
+        task = self._begin(grammar)
         # Not the task itself: another one may wait for it.
         await asyncio.wait([task], timeout=max(0.0, deadline - time.monotonic()))
         if not task.done():
             raise DeadlineExceeded("the request's deadline passed before its grammar was compiled")
-        error = task.result()
-        if error is not None:
-            raise InvalidGrammar(error.message)
+        compiled = task.result()
+        if isinstance(compiled, InvalidGrammar):
+            raise InvalidGrammar(compiled.message)
+        # However many others have been compiled since: this one needs no place among the kept.
+        return compiled.deep_copy()
 
-    def begin(self, grammar: Grammar | None) -> asyncio.Task[InvalidGrammar | None] | None:
-        """Have a grammar compiled before it is waited for; None where nothing is to be done.
+    def begin(self, grammar: Grammar | None) -> None:
+        """Have a grammar compiled before it is waited for. Raises Overloaded."""
+        if grammar is not None and grammar not in self._grammars:
+            self._begin(grammar)
 
-        The task's result is why it cannot be. Raises Overloaded.
-        """
-        if grammar is None or grammar in self._grammars:
-            return None
+    def _begin(self, grammar: Grammar) -> asyncio.Task[TokenMatcher | InvalidGrammar]:
         task = self._compiling.get(grammar)
         if task is None:
             if len(self._compiling) >= MOST_WAITING:
@@ -58,19 +61,18 @@ class GrammarGate:
             self._compiling[grammar] = task
         return task
 
-    async def _compile(self, grammar: Grammar) -> InvalidGrammar | None:
+    async def _compile(self, grammar: Grammar) -> TokenMatcher | InvalidGrammar:
         try:
             # One thread is enough, and the others are for other work.
             async with self._turn:
-                seconds = await asyncio.to_thread(self._timed, grammar)
+                matcher, seconds = await asyncio.to_thread(self._timed, grammar)
         except InvalidGrammar as error:
             return error
         finally:
             del self._compiling[grammar]
         self._observe(seconds)
-        return None
+        return matcher
 
-    def _timed(self, grammar: Grammar) -> float:
+    def _timed(self, grammar: Grammar) -> tuple[TokenMatcher, float]:
         began = time.perf_counter()
-        self._grammars.matcher(grammar)
-        return time.perf_counter() - began
+        return self._grammars.matcher(grammar), time.perf_counter() - began

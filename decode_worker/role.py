@@ -18,6 +18,7 @@ from baton.errors import (
     Unavailable,
     WorkerFailed,
 )
+from baton.grammar import TokenMatcher
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, FirstToken, TokenOutput
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
@@ -151,10 +152,9 @@ class DecodeRole:
     def must_wait(self, ticket_id: str) -> bool:
         """Whether a commit has to wait: for bytes, or for its sequence's grammar."""
         spec = self.receiver.promised(ticket_id)
-        grammar = None if spec is None else spec.sampling.grammar
-        if grammar is not None and grammar not in self.context.engine.grammars:
-            return True
-        return self.awaits_bytes(ticket_id)
+        return (spec is not None and spec.sampling.grammar is not None) or self.awaits_bytes(
+            ticket_id
+        )
 
     async def commit_when_complete(
         self,
@@ -171,13 +171,15 @@ class DecodeRole:
         """
         if self.awaits_bytes(ticket_id):
             await self._settled(ticket_id)
-        spec = self.receiver.promised(ticket_id)
+        spec, matcher = self.receiver.promised(ticket_id), None
         if spec is not None and spec.sampling.grammar is not None:
             deadline = self._deadlines[(spec.request_id, spec.attempt)]
             # Compiling takes as long as it takes, and the caller says how long that may be.
             with self.receiver.blocks.holding(ticket_id, writer):
-                await self.context.grammars.ready(spec.sampling.grammar, deadline)
-        return self.commit(ticket_id, writer, first_token, logprobs=logprobs, others=others)
+                matcher = await self.context.grammars.ready(spec.sampling.grammar, deadline)
+        return self.commit(
+            ticket_id, writer, first_token, logprobs=logprobs, others=others, matcher=matcher
+        )
 
     async def _settled(self, ticket_id: str) -> None:
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -210,17 +212,19 @@ class DecodeRole:
         *,
         logprobs: TokenLogprobs | None = None,
         others: tuple[FirstToken, ...] = (),
+        matcher: TokenMatcher | None = None,
     ) -> int:
         """Join a handed-off sequence and its siblings to the batch.
 
-        ``logprobs`` are those of its first token, ``others`` the siblings' first tokens. Returns
-        the bytes that crossed the wire.
+        ``logprobs`` are those of its first token, ``others`` the siblings' first tokens,
+        ``matcher`` is of its grammar. Returns the bytes that crossed the wire.
         """
         now = time.monotonic()
         receipt = self.receiver.commit(ticket_id, writer, self.clock())
         spec = receipt.spec
         deadline = self._deadlines.pop((spec.request_id, spec.attempt))
         sequence = self.context.make_sequence(spec, arrived=now, deadline=deadline)
+        sequence.follow(matcher)
         sequence.hashes = receipt.hashes
         sequence.token_ids.append(first_token)
         sequence.spare = receipt.spare

@@ -37,7 +37,10 @@ class BlockCounts:
 
 
 class CacheWatcher(Protocol):
-    """Whoever copies cached blocks elsewhere. What it does must not change the pool."""
+    """What copies cached blocks elsewhere. What it does must not change the pool.
+
+    It hears of each change beforehand: where it raises, the pool stays as it was.
+    """
 
     def idle(self, block: int) -> None:
         """A block has become cached: from now on it may be evicted."""
@@ -111,11 +114,14 @@ class BlockPool:
 
     def pin(self, blocks: Iterable[int]) -> None:
         """One more user of each block, which must be used or cached."""
+        blocks = list(blocks)
+        if self.watcher is not None:
+            for block in blocks:
+                if self._references[block] == 0:
+                    self.watcher.busy(block)
         for block in blocks:
             if self._references[block] == 0:
                 del self._cached[block]
-                if self.watcher is not None:
-                    self.watcher.busy(block)
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -125,21 +131,20 @@ class BlockPool:
         """
         if count > self.available:
             raise OutOfBlocks(f"{count} blocks wanted, {self.available} available")
-        blocks = []
-        for _ in range(count):
-            block = self._free.popleft() if self._free else self._evict()
+        while len(self._free) < count:
+            self._evict()
+        blocks = [self._free.popleft() for _ in range(count)]
+        for block in blocks:
             self._references[block] = 1
-            blocks.append(block)
         return blocks
 
-    def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
+    def _evict(self) -> None:
+        """The cached block that is longest unused becomes free."""
+        block = next(iter(self._cached))
         if self.watcher is not None:
             self.watcher.evicted(block)
-        self._forget(block)
-        return block
-
-    def _forget(self, block: int) -> None:
+        del self._cached[block]
+        self._free.append(block)
         digest = self._hash_of.pop(block)
         del self._block_of[digest]
         self._changed[digest] = False
@@ -151,15 +156,18 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """One user less of each block. The last of a sequence's blocks will be evicted first."""
-        for block in reversed(blocks):
-            if self._references[block] <= 0:
+        for block, count in Counter(reversed(blocks)).items():
+            if self._references[block] < count:
                 raise ValueError(f"block {block} is released more often than pinned")
+            if self.watcher is None or block not in self._hash_of:
+                continue
+            if self._references[block] == count:
+                self.watcher.idle(block)
+        for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
                 if block in self._hash_of:
                     self._cached[block] = None
-                    if self.watcher is not None:
-                        self.watcher.idle(block)
                 else:
                     self._free.append(block)
 
@@ -214,7 +222,7 @@ class BlockPool:
     def drop_cache(self) -> None:
         """Forget every block that nobody uses."""
         while self._cached:
-            self._free.append(self._evict())
+            self._evict()
 
     def check(self) -> None:
         """Assert that each block is in exactly one state; cheap enough for idle moments."""

@@ -101,18 +101,18 @@ class BlockTier:
         if self.has(digest):
             return None
         victim = None
+        copy = Copy(digest, leading, slot=-1)
         if self._free:
-            slot = self._free.pop()
+            copy.slot = self._free.pop()
         elif self._used < self._end:
-            slot = self._used
+            copy.slot = self._used
             self._used += 1
         else:
-            victim = next((copy for copy in self._held.values() if not copy.readers), None)
+            victim = next((held for held in self._held.values() if not held.readers), None)
             if victim is None:
                 return None
             del self._held[victim.digest]
-            slot = victim.slot
-        copy = Copy(digest, leading, slot)
+            copy.slot = victim.slot
         self._writing[digest] = copy
         return copy, victim
 

@@ -24,7 +24,7 @@ from engine.model_drafter import ModelDrafter
 from engine.quantization.packed_cache import PackedCache
 from engine.quantization.weight import QuantizedWeight
 from engine.sampling import SampleRow
-from engine.weights import fingerprint, load_weights, written_at
+from engine.weights import fingerprint, load_weights
 
 HEADS = ("eagle", "medusa")
 """The drafters' names in the configuration."""
@@ -38,7 +38,6 @@ class EagleHead:
     """An EAGLE-3 head that drafts for a target."""
 
     model: EagleModel
-    folder: Path
     name: str
     """Its weights' fingerprint: its KV lies in the blocks."""
 
@@ -51,7 +50,7 @@ class EagleHead:
         """Over the cache's group ``drafter``, with the CPU's own decoder where that will do."""
         group = cache.drafter
         assert group is not None, "an EAGLE-3 head has a group of the cache"
-        key = f"{self.name}-{written_at(self.folder)}-eagle-{_quantization(target)}"
+        key = f"{self.name}-eagle-{_quantization(target)}"
         steps = cpu_decoder(self.model, group, PackedCache(cache_dir()), key)
         return EagleDrafter(
             self.model,
@@ -88,7 +87,8 @@ def load_heads(
     """
     if drafter == "medusa":
         return MedusaHeads(load_medusa(folder, target, device))
-    return EagleHead(load_eagle(folder, target, device), folder, fingerprint(folder, dtype))
+    with fingerprint(folder, dtype) as hashed:
+        return EagleHead(load_eagle(folder, target, device), hashed.result())
 
 
 def load_eagle(folder: Path, target: DecoderModel, device: torch.device) -> EagleModel:

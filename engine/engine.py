@@ -23,6 +23,7 @@ from engine.draft_vocabulary import check_vocabulary
 from engine.drafter_heads import HEADS, EagleHead, MedusaHeads, Sampler, load_heads
 from engine.embedding import Embedder
 from engine.filled_slots import FilledSlots
+from engine.fingerprint import Fingerprint
 from engine.kv_cache import Allocate, KvCache, KvGroup, block_bytes
 from engine.kv_quantization import kv_dtype, kv_dtype_name
 from engine.model import DecoderModel
@@ -52,7 +53,7 @@ from engine.speculation import (
 )
 from engine.step import StepModel
 from engine.torch_step import TorchStepModel
-from engine.weights import bytes_per_weight, fingerprint, load_weights, written_at
+from engine.weights import bytes_per_weight, fingerprint, load_weights
 
 if TYPE_CHECKING:
     from engine.gpu.fused_weights import GpuWeights
@@ -145,6 +146,20 @@ def build_engine(
     config = load_model_config(settings.model_path)
     if ranks is not None:
         _check_ranks(settings)
+    with fingerprint(settings.model_path, settings.dtype, settings.quantization) as hashed:
+        return _build(settings, config, device, dtype, allocate, ranks, hashed)
+
+
+def _build(
+    settings: EngineSettings,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    allocate: Allocate | None,
+    ranks: LeadingRank | None,
+    hashed: Fingerprint,
+) -> Engine:
+    """See ``build_engine``; the files are hashed while they are loaded."""
     group = None if ranks is None else ranks.group
     model, per_weight = _load_model(settings, config, device, dtype, group)
     weights = _gpu_weights(model, settings, device)
@@ -173,13 +188,13 @@ def build_engine(
         hash_block_size=settings.hash_block_size,
         draft_tokens=MOST_DRAFT_TOKENS if drafter_of(settings, device) != "none" else 0,
     )
-    name = fingerprint(settings.model_path, settings.dtype, settings.quantization)
+    name = hashed.result()
     grammars = grammars_of(
         (settings.model_path / "tokenizer.json").read_text, config.vocab_size, config.eos_ids
     )
     speculation = _speculation(settings, model, cache, draft)
     lead = None if ranks is None else ranks.lead
-    runner = _runner(model, weights, cache, settings, name, grammars, speculation, lead)
+    runner = _runner(model, weights, cache, settings, name, config.vocab_size, speculation, lead)
     scheduler = Scheduler(pool, limits)
     arithmetic = _arithmetic(device) if settings.deterministic else ""
     lossiest = settings.lossiest_kv_dtype or kv_dtype_name(kv)
@@ -361,7 +376,7 @@ def _runner(
     cache: KvCache,
     settings: EngineSettings,
     name: str,
-    grammars: CompiledGrammars,
+    vocab_size: int,
     speculation: StepSpeculation | None,
     lead: LeadRank | None,
 ) -> ModelRunner:
@@ -377,22 +392,21 @@ def _runner(
 
         gpu_model = gpu_decoder(weights, cache, _most_rows(settings, device), lead)
         drafts = make_overlap_speculation(drafter_of(settings, device))
-        return GpuRunner(gpu_model, cache, device, grammars, drafts, embedder, copy)
-    step_model = _step_model(model, cache, settings.model_path, name)
+        return GpuRunner(gpu_model, cache, device, vocab_size, drafts, embedder, copy)
+    step_model = _step_model(model, cache, name)
     if settings.deterministic:
         _check_deterministic(step_model, settings)
     if lead is not None:
         step_model = LeadModel(step_model, lead)
-    return ModelRunner(step_model, cache, device, grammars, speculation, embedder, copy)
+    return ModelRunner(step_model, cache, device, vocab_size, speculation, embedder, copy)
 
 
-def _step_model(model: DecoderModel, cache: KvGroup, folder: Path, name: str) -> StepModel:
+def _step_model(model: DecoderModel, cache: KvGroup, name: str) -> StepModel:
     """The CPU's own decoder where it has what the model needs; ``name`` is the weights'."""
     if model.context is not None:
         # Between a layer's KV and its attention the C++ stops for nobody.
         return _torch_model(model, cache)
-    key = f"{name}-{written_at(folder)}"
-    found = cpu_decoder(model, cache, PackedCache(cache_dir()), key)
+    found = cpu_decoder(model, cache, PackedCache(cache_dir()), name)
     return found or _torch_model(model, cache)
 
 
@@ -410,14 +424,13 @@ class _Draft:
 
     config: ModelConfig
     model: DecoderModel
-    folder: Path
     name: str
     """Its weights' fingerprint."""
 
     def drafter(self, target: DecoderModel, cache: KvCache, sampler: Sampler) -> ModelDrafter:
         """Over the cache's group ``drafter``."""
         assert cache.drafter is not None, "a draft model has a group of the cache"
-        step_model = _step_model(self.model, cache.drafter, self.folder, self.name)
+        step_model = _step_model(self.model, cache.drafter, self.name)
         filled = FilledSlots(cache.drafter)
         return DraftModel(step_model, filled, self.config.context_length, sampler)
 
@@ -435,8 +448,9 @@ def _load_draft(
         return load_heads(settings.drafter, folder, target, device, settings.dtype)
     found = load_model_config(folder)
     check_vocabulary(settings.model_path, target.config, folder, found)
-    model = DecoderModel(found, load_weights(folder, device, dtype), device)
-    return _Draft(found, model, folder, fingerprint(folder, settings.dtype))
+    with fingerprint(folder, settings.dtype) as hashed:
+        model = DecoderModel(found, load_weights(folder, device, dtype), device)
+        return _Draft(found, model, hashed.result())
 
 
 def _speculation(

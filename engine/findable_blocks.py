@@ -38,7 +38,10 @@ class FindableBlocks:
             if holder != own:
                 self._pool.pin([holder])
                 sequence.block_table[index] = holder
+                # Its own until it is given back.
+                sequence.spare.append(own)
                 self._pool.release([own])
+                sequence.spare.remove(own)
 
     def register(self, sequence: Sequence) -> None:
         """Make the blocks that have become full findable. Equal contents stay with their holder."""

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from baton.compiled_grammars import CompiledGrammars
-from baton.errors import BatonError, GrammarFailed
+from baton.errors import GrammarFailed
 from engine.grammar_state import GrammarState, Mask
 from engine.plan import NewSequence
 from engine.sampling import SampleRow
@@ -21,9 +20,8 @@ from engine.sampling import SampleRow
 class GrammarRows:
     """Owned by the engine thread."""
 
-    def __init__(self, grammars: CompiledGrammars | None) -> None:
-        """Without ``grammars`` a sequence that has one is broken."""
-        self._grammars = grammars
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
         self._states: dict[int, GrammarState | str] = {}
         """By sequence; of one that is broken, why."""
 
@@ -31,21 +29,16 @@ class GrammarRows:
         """Follow a sequence from its output's start, if it has a grammar: tokens come later."""
         self.forget(new.sequence_id)
         if new.sampling.grammar is not None:
-            try:
-                self._states[new.sequence_id] = self._begin(new)
-            except BatonError as error:
-                self._states[new.sequence_id] = error.message
+            self._states[new.sequence_id] = self._begin(new)
 
-    def _begin(self, new: NewSequence) -> GrammarState:
+    def _begin(self, new: NewSequence) -> GrammarState | str:
         sampling = new.sampling
-        assert sampling.grammar is not None, "asked for one that has a grammar"
-        if self._grammars is None:
-            raise GrammarFailed("this engine was built without grammars")
+        if new.matcher is None:
+            return "its grammar was not compiled before it was queued"
         eos = set(new.stop_ids).difference(sampling.stop_token_ids)
         return GrammarState(
-            # Compiled before the sequence was queued, and nearly always still kept.
-            self._grammars.matcher(sampling.grammar),
-            self._grammars.vocab_size,
+            new.matcher.deep_copy(),
+            self._vocab_size,
             stop_ids=new.stop_ids,
             min_tokens=sampling.min_tokens,
             never=eos if sampling.ignore_eos else (),

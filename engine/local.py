@@ -40,6 +40,7 @@ def generate(engine: Engine, specs: Iterable[SequenceSpec]) -> list[LocalOutput]
     sequences = [each for sequence in first for each in (sequence, *sequence.siblings)]
     found: defaultdict[Sequence, list[TokenLogprobs]] = defaultdict(list)
     for sequence in first:
+        compile_grammar(engine, sequence)
         engine.scheduler.add(sequence)
     while plan := engine.scheduler.schedule():
         for update in engine.scheduler.complete(plan, engine.runner.run(plan)):
@@ -84,6 +85,16 @@ def make_sequence(
         others = range(spec.choice + 1, spec.choice + spec.choices)
         sequence.siblings = tuple(made(next_id(), choice) for choice in others)
     return sequence
+
+
+def compile_grammar(engine: Engine, sequence: Sequence) -> None:
+    """Have a sequence follow its grammar, if it has one. Compiles here and now: a worker's
+
+    sequences get their matchers from its gate. Raises InvalidGrammar.
+    """
+    grammar = sequence.spec.sampling.grammar
+    if grammar is not None:
+        sequence.follow(engine.grammars.matcher(grammar))
 
 
 def _output(sequence: Sequence, logprobs: list[TokenLogprobs]) -> LocalOutput:

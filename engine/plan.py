@@ -1,9 +1,10 @@
-"""What the control loop asks of the engine, and what it gets back: flat, serialisable data."""
+"""What the control loop asks of the engine, and what it gets back: flat data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.grammar import TokenMatcher
 from baton.logprobs import TokenLogprobs
 from baton.sampling_params import SamplingParams
 
@@ -24,6 +25,8 @@ class NewSequence:
     """Whether a drafter may take the prompt in as it is computed."""
     embeds: bool = False
     """Whether its embedding is wanted, with the next token."""
+    matcher: TokenMatcher | None = None
+    """Of its grammar, at the start of the answer; the engine follows a copy of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +97,6 @@ class StepResult:
     """One for each token that a row scores; empty if no row does."""
     embeddings: tuple[tuple[float, ...] | None, ...] = ()
     """fp32 [hidden_size] of a row whose sequence is embedded; empty if there is none."""
+    left_out: tuple[int, ...] = ()
+    """Rows that were not computed, by their place in the plan: a step before failed, and their
+    sequences lack its tokens."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
-from baton.compiled_grammars import CompiledGrammars
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.logprobs import cpu_logprobs
 from engine.cpu.sampler import cpu_sampler
@@ -25,6 +25,7 @@ from engine.speculation import DraftedRow, StepSpeculation, kept_tokens, with_pl
 from engine.step import CoreShare, StepInput, StepModel
 from engine.step_work import StepFound, StepWork, found_of
 
+T = TypeVar("T")
 Ending = Callable[[], StepResult]
 
 
@@ -39,20 +40,20 @@ class ModelRunner:
         model: StepModel,
         cache: KvCache,
         device: torch.device,
-        grammars: CompiledGrammars | None = None,
+        vocab_size: int = 0,
         speculation: StepSpeculation | None = None,
         embedder: Embedder | None = None,
         copy: CopyBlocks | None = None,
     ) -> None:
-        """Without ``grammars`` a sequence that has one fails; without ``speculation`` each gets one
+        """``vocab_size`` is what grammars' masks have; 0 where there are no grammars. Without
 
-        token a step; without ``embedder`` none can be embedded. ``copy`` copies blocks, where they
-        are not copied in this cache alone.
+        ``speculation`` each sequence gets one token a step; without ``embedder`` none can be
+        embedded. ``copy`` copies blocks, where they are not copied in this cache alone.
         """
         self.model = model
         self.cache = cache
         self.device = device
-        self._grammars = GrammarRows(grammars)
+        self._grammars = GrammarRows(vocab_size)
         self._sampler = cpu_sampler() if device.type == "cpu" else None
         self._sample = self._sampler.sample if self._sampler is not None else sample
         self._scorer = (cpu_logprobs() if device.type == "cpu" else None) or token_logprobs
@@ -66,6 +67,7 @@ class ModelRunner:
         """Compute one step. Deterministic in the plan and what came before."""
         began = time.perf_counter()
         self._take_news(plan)
+        plan, left_out = self._computable(plan)
         rows = self._drafted(plan.rows)
         found = self._compute(rows)
         if self.device.type == "cuda":
@@ -76,7 +78,8 @@ class ModelRunner:
         if self._speculation is not None and plan.decodes_only:
             self._speculation.observe(len(rows), drafted, seconds)
         failed = self._failed(plan.rows)
-        return result_of(plan, found, seconds, failed, drafted, accepted_of(rows, found))
+        result = result_of(plan, found, seconds, failed, drafted, accepted_of(rows, found))
+        return with_left_out(result, left_out)
 
     def start(self, plan: StepPlan) -> Ending:
         """Begin a step; what is returned waits for its end, and may be called on another thread."""
@@ -147,6 +150,24 @@ class ModelRunner:
         known.takes_prompt = new.takes_prompt and self.takes_prompt()
         self._grammars.learn(new)
 
+    def _computable(self, plan: StepPlan) -> tuple[StepPlan, tuple[int, ...]]:
+        """The plan without the rows that cannot be computed, and their places.
+
+        It was planned behind a step that has failed: for a token that never came, or a sequence
+        that was not learned. Raises RuntimeError where no row is left.
+        """
+        left_out = tuple(place for place, row in enumerate(plan.rows) if not self._has_tokens(row))
+        if not left_out:
+            return plan, ()
+        rows = tuple(row for place, row in enumerate(plan.rows) if place not in left_out)
+        if not rows:
+            raise RuntimeError("the step before this one failed")
+        return replace(plan, rows=rows), left_out
+
+    def _has_tokens(self, row: PlanRow) -> bool:
+        sequence = self._known.get(row.sequence_id)
+        return sequence is not None and row.start + row.count <= len(sequence.token_ids)
+
     def _failed(self, rows: tuple[PlanRow, ...]) -> tuple[tuple[int, str], ...]:
         """See ``StepResult.failed``."""
         found = ((place, self._grammars.failure(r.sequence_id)) for place, r in enumerate(rows))
@@ -165,12 +186,7 @@ class ModelRunner:
 
     def _placed(self, row: PlanRow) -> PlanRow:
         """See ``PlanRow``."""
-        sequence = self._known.get(row.sequence_id)
-        known = 0 if sequence is None else len(sequence.token_ids)
-        if known < row.start + row.count:
-            # This step was planned behind one that has failed, for a token that never came or a
-            # sequence that was not learned.
-            raise RuntimeError("the step before this one failed")
+        known = len(self._known[row.sequence_id].token_ids)
         if row.count > 1 or not row.sample or row.start == known - 1:
             return row
         return with_place(row, known - 1, 1)
@@ -334,4 +350,28 @@ def result_of(
         found.logprobs,
         found.prompt_logprobs,
         found.embeddings,
+    )
+
+
+def with_left_out(result: StepResult, left_out: tuple[int, ...]) -> StepResult:
+    """The result of a plan of which the rows in these places were not computed."""
+    if not left_out:
+        return result
+    rows = len(result.token_ids) + len(left_out)
+    places = [place for place in range(rows) if place not in left_out]
+
+    def spread(found: Sequence[T], nothing: T) -> tuple[T, ...]:
+        if not found:
+            return ()
+        by_place = dict(zip(places, found, strict=True))
+        return tuple(by_place.get(place, nothing) for place in range(rows))
+
+    return replace(
+        result,
+        token_ids=spread(result.token_ids, ()),
+        failed=tuple((places[place], why) for place, why in result.failed),
+        logprobs=spread(result.logprobs, None),
+        prompt_logprobs=spread(result.prompt_logprobs, ()),
+        embeddings=spread(result.embeddings, None),
+        left_out=left_out,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from baton.sampling_params import SamplingParams
@@ -55,10 +56,24 @@ class SampleRow:
     def forbidden(self) -> tuple[int, ...]:
         """What may not be drawn here: those that are held back, and the last tokens of bad words
 
-        whose other tokens have just come.
+        whose other tokens have just come. None where nothing else may be drawn: what the tokens
+        that are allowed and the grammar's mask leave is drawn then.
         """
         ends = (word[-1] for word in self.sampling.bad_words if self._ends_with(word[:-1]))
-        return (*self.held_back, *ends)
+        found = (*self.held_back, *ends)
+        return found if found and self._leaves_some(found) else ()
+
+    def _leaves_some(self, forbidden: tuple[int, ...]) -> bool:
+        """Whether something may be drawn besides these."""
+        allowed = self.sampling.allowed_token_ids
+        if allowed and self.mask is None:
+            return not set(allowed).issubset(forbidden)
+        if self.mask is None:
+            return True
+        left = self.mask.copy()
+        for token in forbidden:
+            left[token // 32] &= ~np.uint32(1 << (token % 32))
+        return bool(left.any())
 
     def _ends_with(self, run: tuple[int, ...]) -> bool:
         begin = len(self.token_ids) - len(run)

@@ -13,6 +13,10 @@ A sequence's life here:
 
 Blocks of a sequence that ends are released when no plan in flight names it any more: until then the
 engine may still write to them. Plain Python, owned by the control loop; up to two plans in flight.
+
+Where a call in here raises (for example, MemoryError), the scheduler goes on. What a method
+changes, it changes at once, behind all calls that may raise. Blocks that are to be given back stay
+noted until they are. A plan whose result cannot be taken in is in flight until ``fail`` ends it.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from engine.block_pool import BlockPool, OutOfBlocks
 from engine.findable_blocks import FindableBlocks
 from engine.identical_steps import IdenticalSteps
 from engine.plan import PlanRow, StepPlan, StepResult
+from engine.plan_in_flight import PlanInFlight
 from engine.preemption import victim_of
 from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
@@ -50,12 +55,14 @@ class Scheduler:
         self.stays: Callable[[Sequence], bool] = _goes
         """Whether a sequence that loses its blocks has them back here sooner than elsewhere."""
         self._leaving: set[Sequence] = set()
+        self._giving_back: dict[Sequence, None] = {}
+        """Those that leave, or were preempted, and still have blocks: a plan in flight may write to
+        them."""
         self._handed_back: list[Sequence] = []
+        self._expired: list[Sequence] = []
         self._dropped: list[int] = []
         self._step = 0
-        self._plans: dict[int, list[Sequence]] = {}
-        self._copied: dict[int, list[int]] = {}
-        """Of each plan in flight the blocks that it copies from, which are pinned until its end."""
+        self._plans: dict[int, PlanInFlight] = {}
 
     # What callers ask
 
@@ -120,55 +127,61 @@ class Scheduler:
         """Queue a sequence whose first ``computed`` tokens are in ``blocks``, which it now owns."""
         sequence.block_table = blocks
         sequence.computed = sequence.scheduled = computed
+        self.waiting.append(sequence)
         self._findable.register(sequence)
         self._findable.deduplicate(sequence)
-        self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """End a sequence in whatever state it is; idempotent."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-        elif sequence in self.held:
-            self.held.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
-        else:
-            return
-        self._leave(sequence)
+        if sequence in self.running or sequence in self.held or sequence in self.waiting:
+            self._leave(sequence)
 
     def expire(self, now: float) -> list[Sequence]:
         """End those whose deadline has come, so that no step computes them; returns them.
 
         Sequences that are held cost no step: whoever holds them has their deadline.
         """
-        expired = [s for s in (*self.waiting, *self.running) if s.deadline <= now]
-        for sequence in expired:
+        for sequence in [s for s in (*self.waiting, *self.running) if s.deadline <= now]:
+            if sequence not in self._expired:
+                self._expired.append(sequence)
             self.remove(sequence)
+        expired, self._expired = self._expired, []
         return expired
 
-    def _leave(self, sequence: Sequence) -> None:
-        sequence.release_wanted = True
+    def _leave(self, sequence: Sequence, *, handed_back: bool = False) -> None:
         self._leaving.add(sequence)
+        self._giving_back[sequence] = None
+        if handed_back:
+            self._handed_back.append(sequence)
+            self.preemptions += 1
+            sequence.preempted = True
+        self.held.discard(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
         self._release_if_idle(sequence)
 
     def _release_if_idle(self, sequence: Sequence) -> None:
-        if not sequence.release_wanted or sequence.in_flight:
+        if sequence not in self._giving_back or sequence.in_flight:
             return
-        self.pool.release(sequence.block_table)
-        self.pool.release(sequence.spare)
-        if sequence.copy_of is not None:
-            self.pool.release([sequence.copy_of])
-            sequence.copy_of = None
-        if sequence.scores_prompt:
-            # It starts again.
+        copied = () if sequence.copy_of is None else (sequence.copy_of,)
+        starts_again = sequence.scores_prompt
+        self.pool.release([*copied, *sequence.spare, *sequence.block_table])
+        if starts_again:
             sequence.prompt_logprobs = []
-        sequence.block_table, sequence.spare = [], []
+        sequence.block_table, sequence.spare, sequence.copy_of = [], [], None
         sequence.computed = sequence.scheduled = sequence.registered = 0
-        sequence.release_wanted = False
         if sequence.known_to_engine:
             self._dropped.append(sequence.sequence_id)
             sequence.known_to_engine = False
+        del self._giving_back[sequence]
         self._leaving.discard(sequence)
+
+    def _release_all_idle(self) -> None:
+        """Give back what is no longer in flight; an error may have kept it here."""
+        for sequence in tuple(self._giving_back):
+            self._release_if_idle(sequence)
 
     # Planning
 
@@ -180,6 +193,7 @@ class Scheduler:
         """
         budget = self.limits.chunk_tokens
         chunks = budget if most_prompt_tokens is None else most_prompt_tokens
+        self._release_all_idle()
         preemptions = self.preemptions
         rows = StepRows(self.limits, self._bounds)
         decoding = [s for s in self.running if s.target - s.scheduled == 1]
@@ -207,11 +221,12 @@ class Scheduler:
 
     def _send(self, rows: StepRows) -> StepPlan:
         """The plan, in flight from now on."""
+        plan = rows.make_plan(self._step + 1, tuple(self._dropped))
+        flight = PlanInFlight(rows.rows, [source for source, _ in plan.copies])
+        rows.mark_planned()
         self._step += 1
-        dropped, self._dropped = tuple(self._dropped), []
-        plan = rows.make_plan(self._step, dropped)
-        self._plans[self._step] = list(rows.sequences())
-        self._copied[self._step] = [source for source, _ in plan.copies]
+        self._dropped = []
+        self._plans[self._step] = flight
         return plan
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -226,9 +241,8 @@ class Scheduler:
                 return False
             candidates = [s for s in self.running if s is sequence or not s.prefill_only]
             victim = victim_of(candidates, self.pool, self.limits.block_size)
-            self.running.remove(victim)
             self._preempt(victim)
-            if victim is sequence or victim.release_wanted:
+            if victim is sequence or victim in self._giving_back:
                 return False
         if missing > 0:
             sequence.block_table.extend(self.pool.allocate(missing))
@@ -251,27 +265,25 @@ class Scheduler:
 
     def _blocks_are_coming(self) -> bool:
         """Whether a sequence gives its blocks back as soon as the plans in flight have ended."""
-        return bool(self._leaving) or any(s.release_wanted for s in self.waiting)
+        return bool(self._giving_back)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take the blocks of one that has left the running ones, or that waits."""
+        """Take the blocks of one that runs, or that waits.
+
+        Where it may be handed back it goes on elsewhere, unless its blocks come back here sooner:
+        here it would be computed again beside those that decode.
+        """
+        if sequence.may_be_handed_back and not self.stays(sequence):
+            self._leave(sequence, handed_back=True)
+            return
+        self._giving_back[sequence] = None
         self.preemptions += 1
         sequence.preemptions += 1
         sequence.preempted = True
-        if sequence.may_be_handed_back and not self.stays(sequence):
-            self._hand_back(sequence)
-            return
-        if sequence not in self.waiting:
+        if sequence in self.running:
+            self.running.remove(sequence)
             self.waiting.appendleft(sequence)
-        sequence.release_wanted = True
         self._release_if_idle(sequence)
-
-    def _hand_back(self, sequence: Sequence) -> None:
-        """It goes on elsewhere: here it would be computed again beside those that decode."""
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-        self._handed_back.append(sequence)
-        self._leave(sequence)
 
     def take_handed_back(self) -> list[Sequence]:
         """Those that were handed back since this was last asked: they have left."""
@@ -330,11 +342,10 @@ class Scheduler:
             if missing + headroom > self.pool.available - self.pool.evictable(hits):
                 return False
             self.pool.pin(hits)
-            sequence.block_table = hits + self.pool.allocate(missing)
+            sequence.block_table = hits
             sequence.registered = len(hits)
             sequence.computed = sequence.scheduled = len(hits) * self.limits.block_size
             sequence.cached_tokens = sequence.computed
-            return True
         missing = self._bounds.blocks_for(sequence.target) - len(sequence.block_table)
         try:
             sequence.block_table.extend(self.pool.allocate(max(missing, 0)))
@@ -351,7 +362,7 @@ class Scheduler:
         flight now, while nobody comes or goes from outside. 0 where there is none.
         """
         plans, count = self._plans.values(), len(self.running)
-        if self.waiting or self._leaving or any(len(plan) != count for plan in plans):
+        if self.waiting or self._leaving or any(len(plan.rows) != count for plan in plans):
             return 0
         return self._identical.count(self.running, len(plans))
 
@@ -366,23 +377,36 @@ class Scheduler:
     # Results
 
     def complete(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
-        """Take in a step's result. Sequences that have left meanwhile are not reported."""
+        """Take in a step's result. Sequences that have left meanwhile are not reported.
+
+        Where this raises, nothing of the step has been reported, and ``fail`` ends it.
+        """
         updates = []
-        sequences = self._plans.pop(plan.step)
-        self.pool.release(self._copied.pop(plan.step))
-        failures = {sequences[place]: why for place, why in result.failed}
-        for place, (sequence, row) in enumerate(zip(sequences, plan.rows, strict=True)):
-            sequence.in_flight -= 1
-            sequence.pending -= row.sample
+        flight = self._plans[plan.step]
+        self._unpin(flight)
+        failures = {flight.rows[place][0]: why for place, why in result.failed}
+        token_s = result.seconds / (plan.tokens + result.drafted)
+        while (place := flight.land(self._leaving)) is not None:
+            sequence, row = flight.rows[place]
             left = sequence in self._leaving
             if not left and sequence in failures:
                 self.remove(sequence)
                 updates.append(SequenceUpdate(sequence, (), 0, failure=failures[sequence]))
+            elif not left and place in result.left_out:
+                self.remove(sequence)
+                updates.append(SequenceUpdate(sequence, (), 0, lost=True))
             elif not left:
-                self._count(sequence, row, result.seconds / (plan.tokens + result.drafted))
+                if row.choices > 1:
+                    flight.stayed += sequence.siblings
+                self._count(sequence, row, token_s)
                 updates += self._apply(sequence, row, result, place)
             self._release_if_idle(sequence)
+        del self._plans[plan.step]
         return updates
+
+    def _unpin(self, flight: PlanInFlight) -> None:
+        self.pool.release(flight.copied)
+        flight.copied = []
 
     def _count(self, sequence: Sequence, row: PlanRow, token_s: float) -> None:
         if row.start < len(sequence.spec.token_ids):
@@ -391,15 +415,20 @@ class Scheduler:
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
         """A step broke: its sequences end. Returns those that had not left already."""
-        lost = []
-        self.pool.release(self._copied.pop(plan.step))
-        for sequence in self._plans.pop(plan.step):
-            sequence.in_flight -= 1
-            if sequence not in self._leaving:
-                self.remove(sequence)
-                lost.append(sequence)
-            self._release_if_idle(sequence)
-        return lost
+        flight = self._plans[plan.step]
+        while flight.land(self._leaving) is not None:
+            pass
+        for sequence in flight.stayed:
+            self.remove(sequence)
+        self._unpin(flight)
+        self._release_all_idle()
+        # The engine may not have heard of these: they are dropped again, but for those that have
+        # come back meanwhile.
+        every = (*self.running, *self.waiting, *self.held, *self._leaving)
+        known = {sequence.sequence_id for sequence in every if sequence.known_to_engine}
+        self._dropped += [number for number in plan.dropped if number not in known]
+        del self._plans[plan.step]
+        return flight.stayed
 
     def _apply(
         self, sequence: Sequence, row: PlanRow, result: StepResult, place: int
@@ -474,31 +503,29 @@ class Scheduler:
         Its first step writes into that one, which is filled from the parent's before. Where there
         is no block for it, or the parent has lost its own, the fork's KV is computed anew.
         """
-        own = None if parent.release_wanted else self._own_block(parent)
-        if own is not None:
+        if parent not in self._giving_back and self._has_spare(parent):
             computed, size = len(parent.spec.token_ids), self.limits.block_size
             full = computed // size
             shared = parent.block_table[:full]
-            self.pool.pin(shared)
-            if computed % size:
-                fork.copy_of = parent.block_table[full]
-                self.pool.pin([fork.copy_of])
-            fork.block_table = [*shared, own]
+            copied = parent.block_table[full] if computed % size else None
+            self.pool.pin(shared if copied is None else [*shared, copied])
+            fork.copy_of = copied
+            fork.block_table = [*shared, parent.spare.pop()]
             fork.registered = full
             fork.computed = fork.scheduled = computed
             if len(self.running) < self.limits.max_sequences:
                 self.running.append(fork)
                 return
         elif fork.may_be_handed_back:
-            self.preemptions += 1
-            self._hand_back(fork)
+            self._leave(fork, handed_back=True)
             return
         self.waiting.appendleft(fork)
 
-    def _own_block(self, parent: Sequence) -> int | None:
-        if parent.spare:
-            return parent.spare.pop()
-        return self.pool.allocate(1)[0] if self.pool.available else None
+    def _has_spare(self, parent: Sequence) -> bool:
+        """Whether there is a block for a fork; it is the parent's until it is the fork's."""
+        if not parent.spare and self.pool.available:
+            parent.spare = self.pool.allocate(1)
+        return bool(parent.spare)
 
 
 def _goes(sequence: Sequence) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from baton.grammar import TokenMatcher
 from baton.hashing import block_hashes
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, SequenceSpec
@@ -42,6 +43,7 @@ class Sequence:
         "highest",
         "in_flight",
         "known_to_engine",
+        "matcher",
         "pending",
         "preempted",
         "preemptions",
@@ -50,7 +52,6 @@ class Sequence:
         "queue_s",
         "queued_at",
         "registered",
-        "release_wanted",
         "returning",
         "scheduled",
         "sequence_id",
@@ -101,7 +102,6 @@ class Sequence:
         self.known_to_engine = False
         self.preempted = False
         self.preemptions = spec.preemptions
-        self.release_wanted = False
         self.returning = False
         self.finish_reason: FinishReason | None = None
         self.choice = choice
@@ -111,6 +111,15 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.takes_prompt = True
         self.embedding: tuple[float, ...] = ()
+        self.matcher: TokenMatcher | None = None
+
+    def follow(self, matcher: TokenMatcher | None) -> None:
+        """Have the answer, and those of the siblings, match a grammar: before it is queued.
+
+        ``matcher`` is at the start of an answer. Others only copy it.
+        """
+        for choice in (self, *self.siblings):
+            choice.matcher = matcher
 
     @property
     def prompt_length(self) -> int:

@@ -19,3 +19,5 @@ class SequenceUpdate:
     """One for each token, where they are wanted."""
     failure: str = ""
     """Not empty: the sequence could not go on and has ended, and why."""
+    lost: bool = False
+    """It has ended, since a step before failed whose tokens it lacks."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
@@ -13,23 +11,21 @@ from engine.sequence_bounds import SequenceBounds
 class StepRows:
     """One scheduler's, for one step: sequences are added, then the plan is made of them, once."""
 
-    __slots__ = ("_bounds", "_limits", "_rows")
+    __slots__ = ("_bounds", "_highest", "_limits", "rows")
 
     def __init__(self, limits: SchedulerLimits, bounds: SequenceBounds) -> None:
         self._limits = limits
         self._bounds = bounds
-        self._rows: list[tuple[Sequence, PlanRow]] = []
+        self.rows: list[tuple[Sequence, PlanRow]] = []
+        """The sequences with their rows, in the order of the plan."""
+        self._highest: list[int] = []
 
     def __bool__(self) -> bool:
-        return bool(self._rows)
+        return bool(self.rows)
 
     @property
     def tokens(self) -> int:
-        return sum(row.count for _, row in self._rows)
-
-    def sequences(self) -> Iterator[Sequence]:
-        """The sequences, in the order of their rows."""
-        return (sequence for sequence, _ in self._rows)
+        return sum(row.count for _, row in self.rows)
 
     def add(self, sequence: Sequence, most: int) -> int:
         """A row of at most that many tokens; returns how many it has."""
@@ -37,7 +33,7 @@ class StepRows:
         count = min(sequence.target - start, most, self._limits.most_tokens(start))
         scored = 0
         if sequence.scores_prompt and start < sequence.prompt_length - 1:
-            left = self._limits.scored_tokens - sum(row.scored for _, row in self._rows)
+            left = self._limits.scored_tokens - sum(row.scored for _, row in self.rows)
             count = max(1, min(count, left))
             scored = min(count, sequence.prompt_length - 1 - start)
         sample = start + count == sequence.target
@@ -46,33 +42,39 @@ class StepRows:
         if scored or choices > 1:
             limit = 0
         row = PlanRow(sequence.sequence_id, start, count, table, sample, limit, choices, scored)
-        self._rows.append((sequence, row))
+        self.rows.append((sequence, row))
         return count
 
     def drop_preempted(self) -> None:
         """Leave out those that have lost their blocks since they were added."""
-        self._rows = [(sequence, row) for sequence, row in self._rows if not sequence.preempted]
+        self.rows = [(sequence, row) for sequence, row in self.rows if not sequence.preempted]
 
     def make_plan(self, step: int, dropped: tuple[int, ...]) -> StepPlan:
-        """The plan; its sequences count as scheduled from now on."""
+        """The plan. Changes no sequence: see ``mark_planned``."""
         new, copies = [], []
-        for sequence, row in self._rows:
+        self._highest = []
+        for sequence, row in self.rows:
             if sequence.copy_of is not None:
                 own = row.block_table[row.start // self._limits.block_size]
                 copies.append((sequence.copy_of, own))
-                sequence.copy_of = None
             if not sequence.known_to_engine:
-                sequence.known_to_engine = True
                 new.append(_introduced(sequence))
+            after = self._bounds.known_at_most(sequence) + 1
+            drafted = min(row.limit, after + self._limits.draft_tokens)
+            self._highest.append(max(after, drafted))
+        rows = tuple(row for _, row in self.rows)
+        return StepPlan(step, tuple(new), dropped, rows, tuple(copies))
+
+    def mark_planned(self) -> None:
+        """Its sequences count as scheduled from now on. Calls nothing: all of them or none."""
+        for (sequence, row), highest in zip(self.rows, self._highest, strict=True):
+            sequence.copy_of = None
+            sequence.known_to_engine = True
             if row.sample:
-                after = self._bounds.known_at_most(sequence) + 1
-                drafted = min(row.limit, after + self._limits.draft_tokens)
-                sequence.highest = max(after, drafted)
+                sequence.highest = highest
             sequence.scheduled += row.count
             sequence.pending += row.sample
             sequence.in_flight += 1
-        rows = tuple(row for _, row in self._rows)
-        return StepPlan(step, tuple(new), dropped, rows, tuple(copies))
 
 
 def _introduced(sequence: Sequence) -> NewSequence:
@@ -85,4 +87,5 @@ def _introduced(sequence: Sequence) -> NewSequence:
         sequence.choice,
         sequence.takes_prompt,
         sequence.spec.embeds,
+        sequence.matcher,
     )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
+from baton.cache import cache_dir
 from baton.errors import ConfigError
+from engine.fingerprint import Fingerprint
 from engine.named_tensors import TIED_HEAD
 from engine.parallel.weight_slices import Cut, WeightSlices
 from engine.quantization.checkpoint_format import UNUSED, CheckpointFormat, checkpoint_format
@@ -34,7 +34,6 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _PIECE_VALUES = 1 << 22
 """Values that are dequantised at a time."""
 
-_PIECES, _PIECE = 8, 1024
 """How many parts of each tensor a fingerprint reads, and their bytes."""
 
 
@@ -288,55 +287,9 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def fingerprint(folder: Path, dtype: str, quantization: str = "auto") -> str:
-    """A name for the weights, their type and quantisation, and the tokenizer: 32 hex digits.
+def fingerprint(folder: Path, dtype: str, quantization: str = "auto") -> Fingerprint:
+    """A name for the weights, their type and quantisation, and the tokenizer.
 
-    Of each tensor some pieces are read, so that a large model costs no full read. Raises
-    ConfigError where a file is missing or damaged.
+    Raises ConfigError where there are no weights.
     """
-    digest = hashlib.blake2b(f"{dtype}:{quantization}:".encode(), digest_size=16)
-    for path in _files(folder):
-        digest.update(f"{path.name}:{path.stat().st_size}".encode())
-        try:
-            with path.open("rb") as file:
-                for piece in _pieces(file):
-                    digest.update(piece)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
-    for path in (folder / "config.json", folder / "tokenizer.json"):
-        if path.is_file():
-            digest.update(f"{path.name}:{path.stat().st_size}".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def written_at(folder: Path) -> str:
-    """When the model's files were last written: 16 hex digits.
-
-    A fingerprint reads parts of each tensor, and hosts with the same files agree on it. What one
-    host keeps of a folder needs this beside it, or an edit in place would go unnoticed.
-    """
-    times = ":".join(str(path.stat().st_mtime_ns) for path in _files(folder))
-    return hashlib.blake2b(times.encode(), digest_size=8).hexdigest()
-
-
-def _pieces(file: BinaryIO) -> Iterator[bytes]:
-    """A safetensors file's header, then parts of each tensor: its start, its end and some between.
-
-    The header is the length of a JSON object, eight bytes, and that object.
-    """
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    length = int.from_bytes(file.read(8), "little")
-    if length > size - 8:
-        raise ValueError("the header is cut short")
-    header = file.read(length)
-    yield header
-    tensors = json.loads(header)
-    tensors.pop("__metadata__", None)
-    for tensor in tensors.values():
-        start, end = (8 + length + offset for offset in tensor["data_offsets"])
-        last = max(start, end - _PIECE)
-        for number in range(_PIECES):
-            file.seek(start + (last - start) * number // (_PIECES - 1))
-            yield file.read(min(_PIECE, end - start))
+    return Fingerprint(_files(folder), dtype, quantization, cache_dir())

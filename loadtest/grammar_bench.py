@@ -132,6 +132,8 @@ class _Set:
         for number in self._ids:
             prompt = tuple(chance.randrange(_LOWEST_ID, vocab) for _ in range(_PROMPT_TOKENS))
             new = NewSequence(number, prompt, len(prompt), replace(sampling, seed=number), stops)
+            if sampling.grammar is not None:
+                new = replace(new, matcher=self._engine.grammars.matcher(sampling.grammar))
             row = PlanRow(number, 0, len(prompt), self._tables[number], True)
             self._engine.runner.run(StepPlan(0, (new,), (), (row,)))
 
@@ -152,7 +154,7 @@ def measure(
     engine: Engine, grammar: Grammar, batch: int, temperature: float, steps: int
 ) -> GrammarCost:
     """Of ``batch`` sequences of each kind; ``grammar`` must not let them end."""
-    rows = _TimedRows(engine.grammars)
+    rows = _TimedRows(engine.config.vocab_size)
     engine.runner._grammars = rows
     size = engine.cache.block_size
     blocks = -(-(_PROMPT_TOKENS + steps + 2) // size)

@@ -106,11 +106,11 @@ class PrefillRole:
         arrived = time.monotonic()
         deadline = arrived + spec.deadline_s
         self.context.check_prompt(spec)
-        if spec.sampling.grammar is not None:
-            await self.context.grammars.ready(spec.sampling.grammar, deadline)
+        matcher = await self.context.grammars.ready(spec.sampling.grammar, deadline)
         sequence = self.context.make_sequence(
             spec, arrived=arrived, deadline=deadline, prefill_only=True
         )
+        sequence.follow(matcher)
         if spec.sampling.max_tokens - (len(spec.token_ids) - spec.prompt_length) <= 1:
             async with aclosing(self._run(sequence, None, source, deadline)) as responses:
                 async for response in responses:

@@ -121,6 +121,16 @@ class Attempts:
         if self._background:
             await asyncio.wait(self._background, timeout=timeout_s)
 
+    def is_dead(self, worker: str) -> bool | None:
+        """Whether a worker that was lost has died, which is known once the registry does not list
+
+        it any more and it cannot be reached. None: it is not known yet.
+        """
+        link = self._links.get(worker)
+        if link is None:
+            return True
+        return None if not link.connected or link.hangs(time.monotonic()) else False
+
     # What there is
 
     def find(self, output: TokenOutput) -> Attempt | None:

@@ -27,6 +27,7 @@ from baton.errors import (
     ContextLengthExceeded,
     HandoffError,
     PoisonRequest,
+    StepFailed,
     Unavailable,
     WorkerFailed,
 )
@@ -56,6 +57,8 @@ COMMIT_GRACE_S = 0.25
 """After a failed prefill: how long the decode worker has to show that it had committed."""
 MOST_FAILURES = 8
 """A request that was to be moved more often, because something failed, is given up."""
+LOOK_S = 0.1
+"""From one look whether a lost worker has died to the next."""
 RETRY_AFTER_S = 1.0
 """When a client may come back whose request could not be moved."""
 
@@ -74,6 +77,8 @@ class _Loss:
     """The worker that has failed under it, where that is known."""
     is_cut_off: bool = False
     """Whether all workers went away together, and are awaited: none of them has failed."""
+    proved: bool = False
+    """Whether that worker says so itself: a step with the request failed there."""
 
 
 class Moves:
@@ -102,6 +107,8 @@ class Moves:
             config.move_budget_ratio, config.most_moves, config.move_budget_per_s
         )
         self.quarantine = Quarantine(config.poison_quarantine_s)
+        self._verdict_s = config.registry_ttl_s + 2 * config.heartbeat_s
+        """Within this time a dead worker has left the registry, and the router knows."""
 
     async def begin(self, owner: RunningRequest) -> None:
         """Place a request that was admitted. Raises BatonError where it cannot be."""
@@ -189,6 +196,9 @@ class Moves:
             if not is_cut_off:
                 self._blame(attempt.source)
             loss = _broken(PREFILL_FAILED, failure, source, is_cut_off=is_cut_off)
+        elif isinstance(failure, StepFailed):
+            self._blame(attempt.source)
+            loss = _Loss(PREFILL_FAILED, failure, (frozenset({source}),), source, proved=True)
         else:
             # It lives and says so: either of the two may be at fault.
             down = {
@@ -213,7 +223,9 @@ class Moves:
         if isinstance(failure, WorkerFailed):
             self._blame(attempt.target)
         name = attempt.target.record.incarnation
-        self._lost(attempt, _Loss(DECODE_FAILED, failure, (frozenset({name}),), name))
+        proved = isinstance(failure, StepFailed)
+        loss = _Loss(DECODE_FAILED, failure, (frozenset({name}),), name, proved=proved)
+        self._lost(attempt, loss, deadly=proved)
 
     def handed_back(self, attempt: Attempt, choice: int) -> None:
         """A sequence has lost its blocks: it was admitted, so it goes on at once."""
@@ -264,21 +276,39 @@ class Moves:
             self._in_background(owner, self._place_all(owner, left, loss))
 
     def _is_poison(self, owner: RunningRequest, loss: _Loss, *, deadly: bool) -> bool:
-        """Count a failure; ``deadly``: the worker ran the request. Whether it kills workers."""
+        """Count a failure; ``deadly``: the worker ran the request. Whether it fails workers."""
         owner.failures += 1
         if not loss.culprit:
             return False
         owner.excluded.add(loss.culprit)
         place = sum(len(choice.token_ids) for choice in owner.life.choices)
-        if not (deadly and owner.deaths.note(loss.culprit, place)):
-            return False
+        if deadly:
+            owner.failed_workers.note(loss.culprit, place, proved=loss.proved)
+        return owner.failed_workers.are_proof and self._keep_out(owner)
+
+    def _keep_out(self, owner: RunningRequest) -> bool:
         request = owner.request
         prompt = prompt_hash(request.prompt_ids, request.cache_salt)
         self.quarantine.add(prompt, time.monotonic())
         return True
 
+    async def _has_proved_poison(self, owner: RunningRequest) -> bool:
+        """Wait until it is known of lost workers whether they have died, where that decides."""
+        looks = int(self._verdict_s / LOOK_S)
+        while owner.failed_workers.may_be_proof and looks:
+            # First: the connection to a worker that has just died may seem to be there still.
+            await asyncio.sleep(LOOK_S)
+            looks -= 1
+            owner.failed_workers.learn(self._attempts.is_dead)
+            if owner.failed_workers.are_proof:
+                return self._keep_out(owner)
+        return False
+
     async def _place_all(self, owner: RunningRequest, choices: set[int], loss: _Loss) -> None:
         """Place choices again; the request fails with what was lost where nobody is there."""
+        if await self._has_proved_poison(owner):
+            owner.life.fail(poison_error())
+            return
         try:
             for place, group in enumerate(owner.groups(choices)):
                 scored = owner.life.awaits_prompt and place == 0
@@ -377,7 +407,7 @@ class Moves:
 
 
 def poison_error(left_s: float = 0.0) -> PoisonRequest:
-    """What a request is told under which workers die."""
+    """What a request is told under which workers fail."""
     return PoisonRequest(
         "several workers have failed while they ran this prompt; it is not tried again for a while",
         retry_after=left_s or None,
@@ -400,7 +430,9 @@ def _avoided(owner: RunningRequest, tries: tuple[Names, ...]) -> list[Names]:
 
 
 def _with_retry(failure: BatonError) -> BatonError:
-    """A failure that says when to come back."""
+    """A failure as a client is told it, which says when to come back."""
+    if isinstance(failure, StepFailed):
+        failure = WorkerFailed(failure.message, retry_after=failure.retry_after)
     if failure.retry_after is None:
         failure.retry_after = RETRY_AFTER_S
     return failure

@@ -1,21 +1,26 @@
-"""Requests that kill workers: told from those that were merely there, and kept out for a while.
+"""Requests that fail workers: told from those that were merely there, and kept out for a while.
 
-A request is poison if two workers have died under it at about the same place of its answer: one
-that goes on after its move had nothing to do with it. Plain Python, ``now`` in seconds of any one
-clock; owned by the router's event loop.
+A request is poison if two workers have failed under it at about the same place of its answer: one
+that goes on after its move had nothing to do with it. Workers are told apart by incarnation: two
+lives of one slot are two, so that a cluster with one worker is protected, too.
+
+A worker has failed under a request where it says that a step with the request failed, or where it
+died while it had the request. A stream that breaks is no proof of a death: the worker may speak
+again (then nothing is held against the request), or leave the registry. Plain Python, ``now`` in
+seconds of any one clock; owned by the router's event loop.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from baton.hashing import block_hashes, hash_key
 
 PROGRESS_TOKENS = 8
-"""So many tokens behind the place of a worker's death a request is innocent of it."""
-DEADLY = 2
-"""So many deaths at one place are no chance."""
+"""So many tokens behind the place of a worker's failure a request is innocent of it."""
+MAX_FAILED_WORKERS = 2
+"""So many failures at one place are no chance."""
 _MOST = 4096
 """Prompts that are remembered: beyond that the oldest are let in again."""
 
@@ -25,21 +30,40 @@ def prompt_hash(prompt_ids: Sequence[int], cache_salt: bytes) -> bytes:
     return block_hashes(prompt_ids, len(prompt_ids), hash_key("", cache_salt))[0]
 
 
-class Deaths:
-    """The workers that have died under one request."""
+class FailedWorkers:
+    """The workers that have failed under one request, or may have."""
 
     def __init__(self) -> None:
-        self._workers: set[str] = set()
+        self._proved: dict[str, bool] = {}
+        """Of each whether that is known."""
         self._place = 0
 
-    def note(self, worker: str, place: int) -> bool:
-        """``worker`` died when the answer had ``place`` tokens. Returns whether that is poison."""
+    def note(self, worker: str, place: int, *, proved: bool) -> None:
+        """``worker`` failed when the answer had ``place`` tokens, or was lost."""
         if place >= self._place + PROGRESS_TOKENS:
-            self._workers.clear()
-        if not self._workers:
+            self._proved.clear()
+        if not self._proved:
             self._place = place
-        self._workers.add(worker)
-        return len(self._workers) >= DEADLY
+        self._proved[worker] = proved or self._proved.get(worker, False)
+
+    def learn(self, is_dead: Callable[[str], bool | None]) -> None:
+        """Ask of each lost worker whether it has died; None: that is not known yet."""
+        for worker in [worker for worker, proved in self._proved.items() if not proved]:
+            verdict = is_dead(worker)
+            if verdict is False:
+                del self._proved[worker]
+            else:
+                self._proved[worker] = verdict is True
+
+    @property
+    def are_proof(self) -> bool:
+        """Whether the request is poison."""
+        return sum(self._proved.values()) >= MAX_FAILED_WORKERS
+
+    @property
+    def may_be_proof(self) -> bool:
+        """Whether it is, if all lost workers have died."""
+        return len(self._proved) >= MAX_FAILED_WORKERS
 
 
 class Quarantine:

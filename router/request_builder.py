@@ -316,6 +316,7 @@ class RequestBuilder:
                 vocab_size=self._tokenizer.vocab_size,
                 default_max_tokens=default_max_tokens,
                 prompt_param=param,
+                eos_ids=self._tokenizer.eos_ids,
             ),
             principal=caller.principal,
             deadline_s=left,

@@ -18,7 +18,7 @@ from baton.hashing import HashChain
 from baton.request import LOWEST_PRIORITY, SequenceSpec
 from router.generation import GenerationRequest
 from router.planner import Promise
-from router.poison import Deaths
+from router.poison import FailedWorkers
 from router.request_life import RequestLife
 from router.routes import Stage
 from router.worker_links import WorkerLink
@@ -37,7 +37,7 @@ class RunningRequest:
     next_attempt: int = 0
     excluded: set[str] = field(default_factory=set)
     """Workers that have failed under it."""
-    deaths: Deaths = field(default_factory=Deaths)
+    failed_workers: FailedWorkers = field(default_factory=FailedWorkers)
     failures: int = 0
     """How often it was to be moved because something failed."""
     chains: defaultdict[int, HashChain] = field(default_factory=lambda: defaultdict(HashChain))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,7 @@ def final_sampling(
     vocab_size: int,
     default_max_tokens: int | None,
     prompt_param: str = "prompt",
+    eos_ids: Collection[int] = (),
 ) -> SamplingParams:
     """Check ranges and fill in what is absent; the seed is drawn when none was given.
 
@@ -84,7 +85,7 @@ def final_sampling(
     top_p = _within("top_p", given.top_p, 0, 1, 1)
     if top_p == 0:
         raise InvalidRequest("top_p must be above 0", param="top_p")
-    return SamplingParams(
+    found = SamplingParams(
         temperature=temperature,
         top_p=max(top_p, _LEAST_TOP_P),
         top_k=_top_k(given.top_k, vocab_size),
@@ -105,6 +106,21 @@ def final_sampling(
         prompt_logprobs=_logprobs("prompt_logprobs", given.prompt_logprobs),
         grammar=given.grammar,
     )
+    _check_some_token_comes(found, eos_ids)
+    return found
+
+
+def _check_some_token_comes(sampling: SamplingParams, eos_ids: Collection[int]) -> None:
+    """Raises InvalidRequest where all allowed tokens are forbidden from the first one on."""
+    forbidden = {run[0] for run in sampling.bad_words if len(run) == 1}
+    if sampling.min_tokens:
+        forbidden.update(sampling.stop_token_ids, eos_ids if sampling.ends_at_eos else ())
+    if sampling.allowed_token_ids and forbidden.issuperset(sampling.allowed_token_ids):
+        raise InvalidRequest(
+            "allowed_token_ids: all of them are forbidden, by bad_words or, since they end the"
+            " answer, by min_tokens; allow another token, or leave those out",
+            param="allowed_token_ids",
+        )
 
 
 def _logprobs(name: str, given: int | None) -> int | None:

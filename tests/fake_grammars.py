@@ -7,8 +7,6 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 
-from baton.compiled_grammars import CompiledGrammars
-from baton.grammar import Grammar
 from engine.grammar_state import pack
 
 
@@ -51,12 +49,3 @@ class FakeMatcher:
 
     def deep_copy(self) -> FakeMatcher:
         return FakeMatcher(self._vocab_size, tuple(self._taken))
-
-
-def fake_grammars(vocab_size: int) -> CompiledGrammars:
-    """The same one, whatever the grammar's text."""
-
-    def compile_any(grammar: Grammar) -> FakeMatcher:
-        return FakeMatcher(vocab_size)
-
-    return CompiledGrammars(lambda: compile_any, vocab_size)

@@ -4,19 +4,21 @@ It is no thread of its own but the worker's event loop: every method here runs o
 Whenever something changes, ``pump`` plans steps for the engine thread; results come back here.
 
 A step that fails ends its sequences, with one error each; their blocks are given back once no plan
-in flight names them. It is no progress: ``steps`` counts those that ended well. Too many in a row
-end the worker (``worker/failed_steps.py``).
+in flight names them. A step whose result cannot be taken in has failed, too. Where planning fails,
+no sequence ends: the next ``pump`` plans again. Neither is progress: ``steps`` counts steps that
+ended well. Too many failures in a row end the worker (``worker/failed_steps.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.errors import BatonError, GrammarFailed, WorkerFailed
+from baton.errors import BatonError, GrammarFailed, StepFailed, WorkerFailed
 from baton.process_end import Fail
 from baton.request import LoadSnapshot
 from baton.silence import SilenceWatch
@@ -33,6 +35,8 @@ from worker.gauges import WorkerGauges
 from worker.pace import Pace
 from worker.step_meter import StepMeter
 from worker.step_planner import StepPlanner
+
+log = logging.getLogger(__name__)
 
 ENGINE_HANG_S = 60.0
 """A worker whose engine has work and has not ended its step after this is of no use any more.
@@ -56,7 +60,8 @@ class SequenceListener(Protocol):
     def on_lost(self, sequences: list[Sequence], error: BatonError) -> None:
         """The step of these sequences failed; they have ended.
 
-        ``error`` is WorkerFailed where it is not the sequences' own fault.
+        ``error`` is StepFailed where the step itself failed, and WorkerFailed where one before it
+        did.
         """
 
     def on_expired(self, sequences: list[Sequence]) -> None:
@@ -123,6 +128,8 @@ class ControlLoop:
         self._loop = asyncio.get_running_loop()
         self._fail = fail
         self._failed_steps = FailedSteps()
+        self._broken: list[tuple[StepPlan, Exception]] = []
+        """Steps that have failed, and why, whose sequences have not ended yet."""
         self._planned = 0
         """The step of the latest plan."""
         self._thread = EngineThread(engine.runner, self._hand_over, board, fail=fail)
@@ -193,7 +200,17 @@ class ControlLoop:
 
     def pump(self) -> None:
         """Give the engine thread what there is to do, and nothing of what has expired."""
-        now = time.monotonic()
+        try:
+            self._plan(time.monotonic())
+            self._gauges.refresh(self.scheduler, self.pool)
+            if self.tiers is not None:
+                self.tiers.after_plan()
+        except Exception as error:
+            log.exception("no step could be planned")
+            self._count_failure(self._planned + 1, frozenset(), error)
+
+    def _plan(self, now: float) -> None:
+        self._end_broken_steps()
         expired = self.scheduler.expire(now)
         if expired:
             assert self._listener is not None, "a sequence came before start()"
@@ -201,15 +218,12 @@ class ControlLoop:
         if self.tiers is not None:
             self.tiers.before_plan()
         while (plan := self._planner.next_plan()) is not None:
-            self._note_plan(plan, now)
+            self._planned = plan.step
+            self._asked_at[plan.step] = now
             self._thread.submit(plan)
-        self._gauges.refresh(self.scheduler, self.pool)
-        if self.tiers is not None:
-            self.tiers.after_plan()
+            self._note_plan(plan, now)
 
     def _note_plan(self, plan: StepPlan, now: float) -> None:
-        self._planned = plan.step
-        self._asked_at[plan.step] = now
         self._gauges.batch_fill(len(plan.rows) / self.scheduler.limits.max_sequences)
         if not plan.new:
             return
@@ -231,13 +245,30 @@ class ControlLoop:
     def _on_result(self, plan: StepPlan, result: StepResult | Exception, ended_at: float) -> None:
         wall_s = ended_at - max(self._ended_at, self._asked_at.pop(plan.step))
         self._ended_at = ended_at
+        updates: list[SequenceUpdate] = []
+        if not isinstance(result, Exception):
+            try:
+                updates = self.scheduler.complete(plan, result)
+            except Exception as error:
+                log.exception("the result of step %d could not be taken in", plan.step)
+                result = error
         if isinstance(result, Exception):
-            self._step_failed(plan, result)
+            self._broken.append((plan, result))
         else:
             self.steps += 1
             self._failed_steps.end_row()
-            updates = self.scheduler.complete(plan, result)
-            computed = sum(update.computed_prompt_tokens for update in updates)
+            self._observe(plan, result, updates, wall_s)
+            # Planned first: the engine computes while the tokens are handed out.
+            self.pump()
+            self._tell(updates)
+        self.pump()
+
+    def _observe(
+        self, plan: StepPlan, result: StepResult, updates: list[SequenceUpdate], wall_s: float
+    ) -> None:
+        """Measure a step; where that fails, its tokens are handed out all the same."""
+        computed = sum(update.computed_prompt_tokens for update in updates)
+        try:
             self._gauges.step(result.seconds, computed)
             if self._meter is not None:
                 self._gauges.worked(self._meter.observe(plan, result.seconds))
@@ -247,28 +278,40 @@ class ControlLoop:
             self._planner.observe(plan, result, wall_s * 1e3)
             if computed:
                 self.prompt_pace.observe(computed + STEP_TOKENS, result.seconds)
-            # Planned first: the engine computes while the tokens are handed out.
-            self.pump()
-            self._tell(updates)
-        self.pump()
+        except Exception:
+            log.exception("step %d could not be measured", plan.step)
 
-    def _step_failed(self, plan: StepPlan, error: Exception) -> None:
-        assert self._listener is not None, "a step ran before start()"
-        lost = self.scheduler.fail(plan)
-        requests = {sequence.spec.request_id for sequence in lost}
-        if self._failed_steps.add(plan.step, self._planned, requests):
+    def _end_broken_steps(self) -> None:
+        while self._broken:
+            assert self._listener is not None, "a step ran before start()"
+            plan, error = self._broken[0]
+            lost = self.scheduler.fail(plan)
+            del self._broken[0]
+            requests = {sequence.spec.request_id for sequence in lost}
+            self._count_failure(plan.step, requests, error)
+            self._listener.on_lost(lost, _told(error))
+
+    def _count_failure(self, step: int, requests: Set[str], error: Exception) -> None:
+        if self._failed_steps.add(step, self._planned, requests):
             self._fail(
                 f"{self._failed_steps.count} steps in a row have failed, the last one with"
                 f" {described(error)}"
             )
-        self._listener.on_lost(lost, _told(error))
 
     def _tell(self, updates: list[SequenceUpdate]) -> None:
         assert self._listener is not None, "a step ran before start()"
+        lost = [update.sequence for update in updates if update.lost]
+        if lost:
+            self._listener.on_lost(
+                lost, WorkerFailed("the worker's engine failed in a step before")
+            )
         failed = [update for update in updates if update.failure]
         for update in failed:
             self._listener.on_lost([update.sequence], GrammarFailed(update.failure))
-        self._listener.on_step([u for u in updates if not u.failure] if failed else updates)
+        ended = lost or failed
+        self._listener.on_step(
+            [u for u in updates if not (u.failure or u.lost)] if ended else updates
+        )
 
     def progress(self, sequence: Sequence) -> Progress | None:
         """How far the step that runs has come with a sequence; None where it is not in one."""
@@ -320,5 +363,5 @@ def _told(error: Exception) -> BatonError:
     if isinstance(error, BatonError):
         return error
     if is_out_of_memory(error):
-        return WorkerFailed("the device has no memory left for a step of this request")
-    return WorkerFailed(f"the worker's engine failed: {type(error).__name__}")
+        return StepFailed("the device has no memory left for a step of this request")
+    return StepFailed(f"the worker's engine failed: {type(error).__name__}")

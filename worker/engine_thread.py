@@ -60,6 +60,14 @@ class EngineThread:
             self._waiter.stop(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
+        try:
+            self._take_plans()
+        except BaseException as error:
+            # Steps that fail end up elsewhere: this is an error in reporting one, for example.
+            self._fail(f"its engine thread cannot go on: {described(error)}")
+            raise
+
+    def _take_plans(self) -> None:
         use_device(self._runner.device)
         if self._board is not None:
             give_way()

@@ -20,7 +20,6 @@ from functools import partial
 
 import torch
 
-from baton.compiled_grammars import CompiledGrammars
 from engine.embedding import Embedder
 from engine.gpu.decoder import GpuStepModel, StartedStep
 from engine.gpu.draws import draw_of
@@ -29,7 +28,14 @@ from engine.grammar_state import Mask
 from engine.kv_cache import KvCache
 from engine.parallel.ranks import CopyBlocks
 from engine.plan import PlanRow, StepPlan, StepResult
-from engine.runner import Ending, ModelRunner, accepted_of, result_of, step_of
+from engine.runner import (
+    Ending,
+    ModelRunner,
+    accepted_of,
+    result_of,
+    step_of,
+    with_left_out,
+)
 from engine.sampling import SampleRow
 from engine.speculation import DraftedRow
 from engine.step_work import StepFound, StepWork, by_row
@@ -83,12 +89,12 @@ class GpuRunner(ModelRunner):
         model: GpuStepModel,
         cache: KvCache,
         device: torch.device,
-        grammars: CompiledGrammars | None = None,
+        vocab_size: int = 0,
         speculation: OverlapSpeculation | None = None,
         embedder: Embedder | None = None,
         copy: CopyBlocks | None = None,
     ) -> None:
-        super().__init__(model, cache, device, grammars, speculation, embedder, copy)
+        super().__init__(model, cache, device, vocab_size, speculation, embedder, copy)
         self._gpu = model
         self._drafts = speculation
         self._unsettled: list[_Unsettled] = []
@@ -123,10 +129,16 @@ class GpuRunner(ModelRunner):
     def _begin(self, plan: StepPlan, running: int) -> Ending:
         """See ``start``; tokens of the last ``running`` steps may have names still."""
         began = time.perf_counter()
-        self._learn_costs()
         # First: news come once, and must not be lost with an earlier step.
         self._take_news(plan)
+        self._learn_costs()
         self._settle(running)
+        plan, left_out = self._computable(plan)
+        ending = self._begin_rows(plan, began)
+        return partial(_spread, ending, left_out) if left_out else ending
+
+    def _begin_rows(self, plan: StepPlan, began: float) -> Ending:
+        """See ``start``; all rows can be computed."""
         rows = self._undrafted(plan.rows)
         work = self._gather(rows)
         # A grammar goes by the tokens themselves.
@@ -150,7 +162,7 @@ class GpuRunner(ModelRunner):
             return self._waited_for(step, rows, StepFound(self._kept(rows, started.token_ids())))
         failed = self._failed(plan.rows)
         self._late = bool(self._unsettled) and self._unsettled[-1].started.has_ended()
-        self._unsettled.append(_Unsettled(step, started, _named(work.draws)))
+        self._name_tokens(step, started, work.draws)
 
         def ending() -> StepResult:
             found = StepFound(tuple(by_row(plan.rows, started.token_ids())))
@@ -232,15 +244,23 @@ class GpuRunner(ModelRunner):
         Raises what keeps a step from ending; then no token of those that run is expected any more.
         """
         while len(self._unsettled) > running:
+            unsettled = self._unsettled[0]
             try:
-                token_ids = self._unsettled[0].started.token_ids()
+                token_ids = unsettled.started.token_ids()
+                self._ended(unsettled.step)
             except Exception:
                 self._cut_off()
                 raise
-            unsettled = self._unsettled.pop(0)
-            self._ended(unsettled.step)
+            del self._unsettled[0]
             for (sequence, place), token in zip(unsettled.places, token_ids, strict=True):
                 sequence[place] = token
+
+    def _name_tokens(self, step: _Step, started: StartedStep, draws: list[SampleRow]) -> None:
+        """Append to each sequence the name of its drawn token: to all of them, or to none."""
+        places = tuple((draw.token_ids, len(draw.token_ids)) for draw in draws)
+        self._unsettled.append(_Unsettled(step, started, places))
+        for number, (sequence, _) in enumerate(places):
+            sequence.append(-1 - number)
 
     def _cut_off(self) -> None:
         """Take the names of all tokens that have not come from their sequences."""
@@ -250,8 +270,5 @@ class GpuRunner(ModelRunner):
         self._unsettled.clear()
 
 
-def _named(draws: list[SampleRow]) -> tuple[tuple[list[int], int], ...]:
-    """Append to each sequence the name of its drawn token; where they were put."""
-    for number, draw in enumerate(draws):
-        draw.token_ids.append(-1 - number)
-    return tuple((draw.token_ids, len(draw.token_ids) - 1) for draw in draws)
+def _spread(ending: Ending, left_out: tuple[int, ...]) -> StepResult:
+    return with_left_out(ending(), left_out)

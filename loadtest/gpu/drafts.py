@@ -149,7 +149,7 @@ class GpuSequences:
         note: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
     ) -> list[list[int]]:
         """All tokens of each sequence; steps overlap as in a worker. ``note`` gets each result."""
-        runner = GpuRunner(self._model, self._cache, self._place.device, None, speculation)
+        runner = GpuRunner(self._model, self._cache, self._place.device, 0, speculation)
         limits = SchedulerLimits(
             block_size=_BLOCK,
             chunk_tokens=8192,

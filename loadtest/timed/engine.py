@@ -47,6 +47,6 @@ def build_timed_engine(
         draft_tokens=0,
     )
     grammars = grammars_of((folder / "tokenizer.json").read_text, shape.vocab_size, shape.eos_ids)
-    runner = ModelRunner(model, cache, device, grammars)
+    runner = ModelRunner(model, cache, device, shape.vocab_size)
     block_pool = BlockPool(blocks)
     return Engine(shape, runner, block_pool, Scheduler(block_pool, limits), FINGERPRINT, grammars)

@@ -47,8 +47,8 @@ def _safetensors() -> Callable[[bytes], None]:
                 files = _TensorFiles([file], stack, stay_open=True)
                 for tensor in files:
                     assert files[tensor].numel() * files[tensor].element_size() <= len(data)
-            with suppress(ConfigError):
-                fingerprint(Path(name), "bfloat16")
+            with suppress(ConfigError), fingerprint(Path(name), "bfloat16") as hashed:
+                hashed.result()
 
     return one
 

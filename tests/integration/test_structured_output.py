@@ -104,7 +104,7 @@ def break_grammars(cluster: MiniCluster, slot: str, after: int) -> None:
     assert context is not None
     grammars: Any = context.engine.grammars
     matcher = grammars.matcher
-    grammars.matcher = lambda grammar: _Breaking(matcher(grammar), after)
+    grammars.matcher = grammars.kept = lambda grammar: _Breaking(matcher(grammar), after)
 
 
 class _Breaking:
@@ -117,6 +117,9 @@ class _Breaking:
     def consume_token(self, token: int) -> bool:
         self._left -= 1
         return bool(self._left >= 0 and self._sound.consume_token(token))
+
+    def deep_copy(self) -> _Breaking:
+        return _Breaking(self._sound.deep_copy(), self._left)
 
     def is_stopped(self) -> bool:
         return bool(self.is_error() or self._sound.is_stopped())

@@ -25,6 +25,7 @@ from engine.local import generate
 from engine.noise import lowbias32, noise_bits, noise_keys
 from engine.sampling import SampleRow, _adjust, sample
 from tests.models import make_tiny_model
+from tests.unit.engine.test_sampling import VOCAB, everything_masked
 
 EDGE = 1e-5
 """Where the probability before a token is this near to top_p, or its score this near to min_p's
@@ -369,3 +370,12 @@ def test_without_a_compiler_torch_draws_the_same_answers(
     other_target.setenv("CXX", "false")
     assert cpu_sampler() is None
     assert generate(build_engine(settings), specs) == answers
+
+
+def test_what_is_allowed_comes_where_all_of_it_is_forbidden(sampler: CpuSampler) -> None:
+    """As by the definition."""
+    rows = everything_masked()
+    logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(1))
+    found = sampler.sample(logits, rows)
+    assert found == sample(logits, rows)
+    assert set(found) <= {5, 7}

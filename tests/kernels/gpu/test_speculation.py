@@ -28,7 +28,7 @@ from engine.gpu.speculation import (
     make_overlap_speculation,
     verification_rows,
 )
-from engine.local import make_sequence
+from engine.local import compile_grammar, make_sequence
 from engine.plan import PlanRow, StepPlan, StepResult
 from engine.runner import Ending
 from engine.scheduler import Scheduler
@@ -98,7 +98,7 @@ class GpuBench:
             steps,  # type: ignore[arg-type]
             built.cache,
             built.runner.device,
-            built.grammars,
+            built.config.vocab_size,
             speculation,
         )
         draft_tokens = MOST_DRAFT_TOKENS if drafter else 0
@@ -139,6 +139,7 @@ def _add(
     for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         spec = SequenceSpec(f"{number}", 0, "", tuple(prompt), len(prompt), sampling)
         sequences.append(make_sequence(engine, number, spec))
+        compile_grammar(engine, sequences[-1])
         engine.scheduler.add(sequences[-1])
     return sequences
 
@@ -276,7 +277,7 @@ def test_prompt_lookup_by_measured_costs(plain: GpuBench) -> None:
     steps = TorchSteps(plain.built.runner.model, 200)
     speculation = make_overlap_speculation("ngram")
     built = plain.built
-    runner = GpuRunner(steps, built.cache, built.runner.device, None, speculation)  # type: ignore[arg-type]
+    runner = GpuRunner(steps, built.cache, built.runner.device, 0, speculation)  # type: ignore[arg-type]
     assert runner.drafter == "ngram"
     found = plain.run_on(runner, steps, PROMPTS, samplings, draft_tokens=MOST_DRAFT_TOKENS)
     assert found.outcome == expected.outcome
@@ -383,7 +384,7 @@ def test_with_an_engine_thread_and_one_that_waits(plain: GpuBench, name: str) ->
         steps,  # type: ignore[arg-type]
         built.cache,
         built.runner.device,
-        built.grammars,
+        built.config.vocab_size,
         speculation,
     )
     done: queue.SimpleQueue[tuple[StepPlan, StepResult | Exception]] = queue.SimpleQueue()
@@ -440,7 +441,7 @@ def test_steps_are_told_by_whether_they_overlapped(plain: GpuBench) -> None:
     built = plain.built
     told = Told(Twice(0.0, VOCAB, {0: expected.sequences[0].token_ids}))
     steps = TorchSteps(built.runner.model, 200)
-    runner = GpuRunner(steps, built.cache, built.runner.device, None, told)  # type: ignore[arg-type]
+    runner = GpuRunner(steps, built.cache, built.runner.device, 0, told)  # type: ignore[arg-type]
     found = plain.run_on(runner, steps, PROMPTS[:1], [GREEDY], draft_tokens=MOST_DRAFT_TOKENS)
     assert found.outcome == expected.outcome
     assert (found.drafted, found.accepted) == (2, 2)

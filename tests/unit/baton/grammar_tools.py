@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from baton.compiled_grammars import CompiledGrammars, TokenMatcher, grammars_of
+from baton.compiled_grammars import CompiledGrammars, grammars_of
 from baton.errors import InvalidGrammar
-from baton.grammar import Grammar, GrammarKind
+from baton.grammar import Grammar, GrammarKind, TokenMatcher
 from baton.grammar_gate import GrammarGate
 from engine.grammar_state import GrammarState, unpack
 
@@ -90,11 +90,11 @@ def allowed_in(state: GrammarState) -> set[int]:
 class SlowGrammars:
     """Compiles when it is let; a text that begins with "bad" is refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 64) -> None:
         self.may_go = threading.Event()
         self.compiled: list[str] = []
         self.seconds: list[float] = []
-        self.grammars = CompiledGrammars(lambda: self.compile, vocab_size())
+        self.grammars = CompiledGrammars(lambda: self.compile, vocab_size(), most=most)
         self.gate = GrammarGate(self.grammars, self.seconds.append)
 
     def compile(self, grammar: Grammar) -> TokenMatcher:

@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import DeadlineExceeded, InvalidGrammar, Overloaded
 from baton.grammar_gate import MOST_WAITING
-from tests.unit.baton.grammar_tools import WAIT_S, SlowGrammars, regex
+from tests.unit.baton.grammar_tools import WAIT_S, SlowGrammars, encode, regex
 
 
 def soon() -> float:
@@ -24,6 +24,20 @@ async def test_no_grammar_and_a_kept_one_are_ready_at_once() -> None:
     slow.may_go.clear()
     await slow.gate.ready(regex("a"), 0.0)
     assert slow.compiled == ["a"]
+
+
+async def test_a_matcher_is_handed_out_whatever_has_been_compiled_since() -> None:
+    """The waiting one needs no place among the kept grammars."""
+    slow = SlowGrammars(most=1)
+    waiting = [asyncio.create_task(slow.gate.ready(regex(t), soon())) for t in ("a", "b", "c")]
+    await asyncio.sleep(0)
+    slow.may_go.set()
+    for text, found in zip("abc", await asyncio.gather(*waiting), strict=True):
+        assert found is not None
+        (token,) = encode(text)
+        assert found.consume_token(token)
+    assert regex("a") not in slow.grammars
+    assert slow.compiled == ["a", "b", "c"]
 
 
 async def test_those_who_wait_for_one_share_it_and_the_loop_goes_on() -> None:

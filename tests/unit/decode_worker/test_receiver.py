@@ -422,8 +422,6 @@ def test_preempted_sequences_come_before_new_tickets() -> None:
     scheduler = receiver._scheduler
     assert scheduler.schedule() is not None
     scheduler._preempt(sequences[1])
-    scheduler.running.remove(sequences[1])
-    scheduler.waiting.appendleft(sequences[1])
     with pytest.raises(NoRoom, match="preempted sequences come first"):
         receiver.reserve(make_offer([5], attempt=5), 10.0)
 

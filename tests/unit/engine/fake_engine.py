@@ -102,7 +102,8 @@ class FakeEngine:
     def run(self, plan: StepPlan, *, fail: bool = False) -> StepResult:
         """One step; ``fail`` breaks it after its sequences were learned and dropped."""
         for sequence_id in plan.dropped:
-            del self._known[sequence_id]
+            # A step that failed may have dropped it already.
+            self._known.pop(sequence_id, None)
         for new in plan.new:
             assert new.sequence_id not in self._known, "told twice"
             self._known[new.sequence_id] = (new, list(new.token_ids))

@@ -22,7 +22,7 @@ from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from engine.filled_slots import FilledSlots
-from engine.local import make_sequence
+from engine.local import compile_grammar, make_sequence
 from engine.model_draft_length import Candidate, ModelDraftLength
 from engine.model_speculation import ModelSpeculation
 from engine.plan import StepPlan, StepResult
@@ -104,7 +104,7 @@ class Bench:
                 drafter.forget(number)
             speculation = ModelSpeculation(drafter, length)
         fresh = ModelRunner(
-            runner.model, runner.cache, runner.device, self.built.grammars, speculation
+            runner.model, runner.cache, runner.device, self.built.config.vocab_size, speculation
         )
         changed = replace(
             self.built.scheduler.limits,
@@ -132,6 +132,7 @@ class Bench:
             spec = SequenceSpec("", 0, "", tuple(prompt), len(prompt), sampling, choices=choices)
             first = make_sequence(engine, next(ids), spec, next_id=lambda: next(ids))
             answer.sequences += [first, *first.siblings]
+            compile_grammar(engine, first)
             engine.scheduler.add(first)
         flight: deque[tuple[StepPlan, StepResult]] = deque()
         while True:

@@ -24,7 +24,7 @@ from engine.block_pool import BlockPool
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.grammar_rows import GrammarRows
 from engine.grammar_state import unpack
-from engine.local import LocalOutput, generate, make_sequence
+from engine.local import LocalOutput, compile_grammar, generate, make_sequence
 from engine.plan import NewSequence
 from engine.runner import ModelRunner
 from engine.sampling import SampleRow, sample
@@ -80,7 +80,7 @@ def engine(built: Engine) -> Engine:
 def fresh(engine: Engine, blocks: int = 0, **limits: Any) -> Engine:
     """The same model with another scheduler, and with a runner that knows no sequence."""
     old = engine.runner
-    runner = ModelRunner(old.model, old.cache, old.device, engine.grammars)
+    runner = ModelRunner(old.model, old.cache, old.device, engine.config.vocab_size)
     runner._sample = old._sample
     pool = BlockPool(blocks or engine.pool.total)
     scheduler = Scheduler(pool, replace(engine.scheduler.limits, **limits))
@@ -299,6 +299,7 @@ def test_a_sequence_whose_grammar_fails_ends_alone(engine: Engine) -> None:
     broken = replace(broken, token_ids=(*broken.token_ids, 5))
     sequences = [make_sequence(lone, n, spec) for n, spec in enumerate([broken, sound])]
     for sequence in sequences:
+        compile_grammar(lone, sequence)
         scheduler.add(sequence)
     failures = []
     plans = [scheduler.schedule()]
@@ -319,12 +320,12 @@ def test_a_sequence_whose_grammar_fails_ends_alone(engine: Engine) -> None:
     assert scheduler.is_idle()
 
 
-def test_an_engine_without_grammars_fails_those_who_have_one() -> None:
-    rows = GrammarRows(None)
+def test_a_sequence_without_the_matcher_of_its_grammar_fails() -> None:
+    rows = GrammarRows(VOCAB)
     sampling = SamplingParams(grammar=regex("a"))
     rows.learn(NewSequence(1, (1, 2), 2, sampling, (EOS,)))
     rows.learn(NewSequence(2, (1, 2), 2, SamplingParams(), (EOS,)))
-    assert "without grammars" in rows.failure(1)
+    assert "was not compiled" in rows.failure(1)
     assert rows.failure(2) == ""
     assert rows.masks(1, [1, 2], 2, [3]) == [None, None]
     rows.forget(1)
@@ -338,9 +339,10 @@ def test_choices_and_drafts_have_the_masks_of_their_places(
     """Of a step with neighbours; choices share their tokens, drafts go on from the first's."""
     a, b, c = (tokenizer.encode(letter).ids[0] for letter in "abc")
     sampling = SamplingParams(grammar=regex("ab(c|d)"))
-    rows = GrammarRows(engine.grammars)
+    rows = GrammarRows(VOCAB)
+    matcher = engine.grammars.matcher(regex("ab(c|d)"))
     for number in (1, 2):
-        rows.learn(NewSequence(number, (9, 9), 2, sampling, (EOS,)))
+        rows.learn(NewSequence(number, (9, 9), 2, sampling, (EOS,), matcher=matcher))
 
     def draw(tokens: list[int], sampling: SamplingParams = sampling) -> SampleRow:
         return SampleRow(sampling, [9, 9, *tokens], 2, (EOS,))

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.compiled_grammars import TokenMatcher
 from baton.errors import GrammarFailed
-from baton.grammar import Grammar
+from baton.grammar import Grammar, TokenMatcher
 from engine.grammar_state import GrammarState, pack, unpack
 from tests.unit.baton.grammar_tools import (
     allowed_in,

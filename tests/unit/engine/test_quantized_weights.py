@@ -14,9 +14,10 @@ from engine.model import DecoderModel
 from engine.model_config import load_model_config
 from engine.named_tensors import TIED_HEAD
 from engine.quantization.weight import KINDS, QuantizedWeight, QuantKind, dequantize
-from engine.weights import fingerprint, iterate_weights, load_weights
+from engine.weights import iterate_weights, load_weights
 from tests.models import make_tiny_model
 from tests.unit.engine.quantization import checkpoints
+from tests.unit.engine.test_weights import name_of
 
 CPU = torch.device("cpu")
 GPTQ = {"quant_method": "gptq", "bits": 4}
@@ -136,4 +137,4 @@ def test_weights_come_one_by_one(model: Path) -> None:
 
 def test_the_quantisation_changes_the_fingerprint(model: Path) -> None:
     kinds = ("auto", "none", *KINDS)
-    assert len({fingerprint(model, "bfloat16", kind) for kind in kinds}) == len(kinds)
+    assert len({name_of(model, "bfloat16", kind) for kind in kinds}) == len(kinds)

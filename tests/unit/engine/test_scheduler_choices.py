@@ -157,7 +157,8 @@ class ChoiceWorld(World):
     def check_plan(self, plan: StepPlan) -> None:
         """A block may be pinned as what a fork is filled from: its owner writes behind that."""
         references = self.pool._references
-        pins = Counter(source for sources in self.scheduler._copied.values() for source in sources)
+        flights = self.scheduler._plans.values()
+        pins = Counter(source for flight in flights for source in flight.copied)
         pins.update(s.copy_of for s in self.sequences.values() if s.copy_of is not None)
         for block, count in pins.items():
             assert references[block] >= count, "what is copied from is not pinned"

@@ -19,7 +19,7 @@ from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.drafter import Drafter
 from engine.engine import Engine, EngineSettings, build_engine, drafter_of
-from engine.local import make_sequence
+from engine.local import compile_grammar, make_sequence
 from engine.ngram_drafter import NgramDrafter
 from engine.plan import StepPlan, StepResult
 from engine.runner import ModelRunner
@@ -96,7 +96,7 @@ class Bench:
         runner = self.built.runner
         speculation = Speculation(drafter, WholeDrafts()) if drafter is not None else None
         fresh = ModelRunner(
-            runner.model, runner.cache, runner.device, self.built.grammars, speculation
+            runner.model, runner.cache, runner.device, self.built.config.vocab_size, speculation
         )
         changed = replace(
             self.built.scheduler.limits,
@@ -122,6 +122,7 @@ class Bench:
         for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             spec = SequenceSpec(f"{number}", 0, "", tuple(prompt), len(prompt), sampling)
             sequences.append(make_sequence(engine, number, spec))
+            compile_grammar(engine, sequences[-1])
             engine.scheduler.add(sequences[-1])
         answer = Answer(engine, sequences)
         flight: deque[tuple[StepPlan, StepResult]] = deque()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError
-from engine.weights import fingerprint, load_weights, written_at
+from engine import fingerprint as fingerprint_module
+from engine.fingerprint import Fingerprint
+from engine.weights import fingerprint, load_weights
 from tests.models import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -83,15 +86,6 @@ def test_weights_of_another_type_are_converted(
         assert mapped_file(tensor.data_ptr()) != str(tmp_path / WEIGHTS)
 
 
-def test_an_edit_in_place_is_noticed(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Also where it misses the parts of a tensor that a fingerprint reads."""
-    save_file(tensors, tmp_path / WEIGHTS)
-    before = written_at(tmp_path)
-    assert written_at(tmp_path) == before
-    os.utime(tmp_path / WEIGHTS, ns=(1, 1))
-    assert written_at(tmp_path) != before
-
-
 def test_all_shards_are_read(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     write_shards(tmp_path, tensors)
     found = load_plain(tmp_path, torch.float32)
@@ -120,7 +114,7 @@ def test_a_missing_shard_is_named(tmp_path: Path, tensors: dict[str, torch.Tenso
     with pytest.raises(ConfigError, match=shards[1].name):
         load_weights(tmp_path, CPU, torch.float32)
     with pytest.raises(ConfigError, match=shards[1].name):
-        fingerprint(tmp_path, "float32")
+        name_of(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +145,7 @@ def test_a_folder_without_safetensors(tmp_path: Path, name: str | None) -> None:
     with pytest.raises(ConfigError, match="safetensors"):
         load_weights(tmp_path, CPU, torch.float32)
     with pytest.raises(ConfigError, match="safetensors"):
-        fingerprint(tmp_path, "float32")
+        name_of(tmp_path)
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
@@ -176,6 +170,11 @@ def test_a_damaged_file_is_named(
         load_weights(tmp_path, CPU, torch.float32)
 
 
+def name_of(folder: Path, dtype: str = "float32", quantization: str = "auto") -> str:
+    with fingerprint(folder, dtype, quantization) as hashed:
+        return hashed.result()
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
@@ -183,8 +182,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_copy_has_the_same_fingerprint(tmp_path: Path, model: Path) -> None:
     copy = shutil.copytree(model, tmp_path / "elsewhere")
-    known = fingerprint(model, "float32")
-    assert fingerprint(copy, "float32") == known
+    known = name_of(model)
+    assert name_of(copy) == known
     assert len(known) == 32
     assert int(known, 16) >= 0
 
@@ -192,11 +191,11 @@ def test_a_copy_has_the_same_fingerprint(tmp_path: Path, model: Path) -> None:
 def test_files_that_decide_no_answer_do_not_count(tmp_path: Path, model: Path) -> None:
     copy = shutil.copytree(model, tmp_path / "copy")
     (copy / "README.md").write_text("hello")
-    assert fingerprint(copy, "float32") == fingerprint(model, "float32")
+    assert name_of(copy) == name_of(model)
 
 
 def test_the_type_changes_the_fingerprint(model: Path) -> None:
-    assert fingerprint(model, "float32") != fingerprint(model, "bfloat16")
+    assert name_of(model) != name_of(model, "bfloat16")
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
@@ -208,9 +207,9 @@ def test_config_and_tokenizer_change_the_fingerprint(
     changed = text.replace("1", "2", 1)
     assert changed != text
     (copy / file).write_text(changed)
-    assert fingerprint(copy, "float32") != fingerprint(model, "float32")
+    assert name_of(copy) != name_of(model)
     (copy / file).unlink()
-    assert fingerprint(copy, "float32") != fingerprint(model, "float32")
+    assert name_of(copy) != name_of(model)
 
 
 def test_any_tensor_changes_the_fingerprint(tmp_path: Path) -> None:
@@ -219,34 +218,117 @@ def test_any_tensor_changes_the_fingerprint(tmp_path: Path) -> None:
     # 40 tensors of 64 KiB.
     weights = {f"w{n:02}": torch.randn(128, 128, generator=generator) for n in range(40)}
     save_file(weights, tmp_path / WEIGHTS)
-    seen = {fingerprint(tmp_path, "float32")}
+    seen = {name_of(tmp_path)}
     for name, tensor in weights.items():
         save_file(weights | {name: tensor * 1.01}, tmp_path / WEIGHTS)
-        seen.add(fingerprint(tmp_path, "float32"))
+        seen.add(name_of(tmp_path))
     assert len(seen) == 1 + len(weights)
 
 
-def test_a_fingerprint_reads_little(model: Path, tmp_path: Path) -> None:
-    """A sparse file of 8 GiB takes no longer than one that can be read whole."""
-    copy = shutil.copytree(model, tmp_path / "copy")
-    header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 31], "data_offsets": [0, 1 << 33]}})
-    with (copy / WEIGHTS).open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header.encode())
-        file.truncate(8 + len(header) + (1 << 33))
-    assert fingerprint(copy, "float32") != fingerprint(model, "float32")
+def large(path: Path, place: int | None = None) -> Path:
+    """A sparse file of two segments, with a byte that is not 0 at a place."""
+    with path.open("wb") as file:
+        file.truncate(fingerprint_module._SEGMENT + 100)
+        if place is not None:
+            file.seek(place)
+            file.write(b"x")
+    return path
 
 
-def test_a_damaged_file_has_no_fingerprint(tmp_path: Path) -> None:
-    for data in (b"", b"short", bytes([200, 0, 0, 0, 0, 0, 0, 0, 1]), b"\2" + bytes(7) + b"[]"):
-        (tmp_path / WEIGHTS).write_bytes(data)
-        with pytest.raises(ConfigError, match=WEIGHTS):
-            fingerprint(tmp_path, "float32")
+def test_every_byte_of_large_files_counts(tmp_path: Path) -> None:
+    """The last of the first segment, and the last of all, too."""
+    names = set()
+    last = fingerprint_module._SEGMENT - 1
+    for place in (None, last, last + 1, last + 100):
+        large(tmp_path / WEIGHTS, place)
+        names.add(name_of(tmp_path))
+    assert len(names) == 4
+
+
+class Kept:
+    """Hashes of one file, in a cache of their own; the clock is ``later`` seconds ahead."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.file = folder / "model" / WEIGHTS
+        self.file.parent.mkdir()
+        self.read = 0
+        self._cache = folder / "cache"
+        segment = Fingerprint._segment
+
+        def counted(found: Fingerprint, file: int, start: int) -> bytes:
+            self.read += 1
+            return segment(found, file, start)
+
+        monkeypatch.setattr(Fingerprint, "_segment", counted)
+
+    def name(self, later: float = 60.0) -> str:
+        def clock() -> int:
+            return time.time_ns() + int(later * 1e9)
+
+        with Fingerprint([self.file], "bfloat16", "auto", self._cache, clock) as found:
+            return found.result()
+
+
+def test_a_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(tmp_path, monkeypatch)
+    kept.file.write_bytes(b"weights")
+    first = kept.name()
+    assert kept.read == 1
+    assert kept.name() == first
+    assert kept.read == 1
+
+
+def test_an_edit_in_place_that_hides_its_time_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of the inode's change cannot be set."""
+    kept = Kept(tmp_path, monkeypatch)
+    kept.file.write_bytes(b"weights")
+    first, before = kept.name(), kept.file.stat()
+    with kept.file.open("r+b") as file:
+        file.write(b"W")
+    os.utime(kept.file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = kept.file.stat()
+    assert (after.st_ino, after.st_size, after.st_mtime_ns) == (
+        before.st_ino,
+        before.st_size,
+        before.st_mtime_ns,
+    )
+    assert kept.name() != first
+
+
+def test_a_file_that_has_just_changed_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept(tmp_path, monkeypatch)
+    kept.file.write_bytes(b"weights")
+    assert kept.name(later=0.0) == kept.name(later=0.0)
+    assert kept.read == 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"1": 2}'])
+def test_a_damaged_cache_costs_a_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    kept = Kept(tmp_path, monkeypatch)
+    kept.file.write_bytes(b"weights")
+    first = kept.name()
+    (tmp_path / "cache" / "fingerprints.json").write_text(text)
+    assert kept.name() == first
+    assert kept.read == 2
+
+
+def test_a_start_that_fails_ends_the_hashing(tmp_path: Path) -> None:
+    hashed = Fingerprint([large(tmp_path / WEIGHTS)], "bfloat16", "auto", tmp_path / "cache")
+    hashed.__exit__()
+    with pytest.raises(ConfigError, match="the start has ended"), hashed:
+        hashed.result()
 
 
 def test_shards_have_a_fingerprint(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     shards = write_shards(tmp_path, tensors)
-    known = fingerprint(tmp_path, "float32")
+    known = name_of(tmp_path)
     changed = load_file(shards[2])
     name = next(iter(changed))
     save_file(changed | {name: changed[name] + 1}, shards[2])
-    assert fingerprint(tmp_path, "float32") != known
+    assert name_of(tmp_path) != known

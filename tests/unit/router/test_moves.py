@@ -20,6 +20,7 @@ from baton.errors import (
     GrammarFailed,
     HandoffError,
     PoisonRequest,
+    StepFailed,
     Unavailable,
     WorkerFailed,
 )
@@ -47,6 +48,7 @@ from router.routes import Route, Routes, Stage
 from router.running_request import Attempt, RunningRequest
 from router.worker_links import WorkerLinks
 
+DEADLINE_S = 10.0
 PROMPT = (5, 6, 7)
 
 
@@ -84,6 +86,7 @@ class Link:
         self.suspected = False
         self.engine_load = LoadSnapshot(name)
         self.failed_at: float | None = None
+        self.connected = True
 
     def failed(self, now: float) -> None:
         self.failed_at = now
@@ -384,18 +387,110 @@ async def test_with_nobody_else_the_failure_says_when_to_come_back() -> None:
     assert not running.attempts
 
 
-async def test_two_deaths_at_one_place_are_poison() -> None:
-    world = World()
+async def lost_twice(world: World, what_becomes: Callable[[str], object]) -> RunningRequest:
+    """Both decode workers are lost under a request, at about the same place."""
     running = await world.run()
     world.tell(running, 20)
-    world.moves.worker_broken("d0", GONE)
-    await world.settle()
-    world.tell(running, 1)
-    world.moves.worker_broken("d1", GONE)
+    world.links["d2"] = Link("d2", "decode")
+    for name in ("d0", "d1"):
+        world.links[name].connected = False
+        world.moves.worker_broken(name, GONE)
+        await world.settle()
+        what_becomes(name)
+        if name == "d0":
+            world.tell(running, 1)
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.gather(*running.moves)
+    return running
+
+
+async def test_two_deaths_at_one_place_are_poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves_module, "LOOK_S", 0.001)
+    world = World()
+    running = await lost_twice(world, world.links.pop)
     await running.life.next_delta()
     with pytest.raises(PoisonRequest):
         await running.life.next_delta()
     assert world.moves.quarantine
+    world.close(running)
+
+
+@pytest.mark.parametrize("speak_again", [True, False])
+async def test_lost_streams_are_no_deaths(
+    speak_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router stood still: the workers are there, or it is not known in time."""
+    monkeypatch.setattr(moves_module, "LOOK_S", 0.001)
+    world = World(registry_ttl_s=4.0, heartbeat_s=1.0)
+    world.moves._verdict_s = 0.02
+
+    def what_becomes(name: str) -> None:
+        world.links[name].connected = speak_again
+
+    running = await lost_twice(world, what_becomes)
+    assert running.attempts, "it goes on"
+    assert not world.moves.quarantine
+    world.close(running)
+
+
+async def failed_steps(world: World, error: type[WorkerFailed]) -> RunningRequest:
+    """Two decode workers say that they have failed, and live on."""
+    running = await world.run()
+    world.tell(running, 2)
+    for _ in range(2):
+        (attempt,) = running.attempts
+        output = TokenOutput("r", 0, 2, (), error="it failed", error_code=error.code or "")
+        world.moves.worker_reported(attempt, output, error("it failed"))
+        await world.settle()
+    return running
+
+
+async def test_failed_steps_on_two_workers_are_poison() -> None:
+    world = World()
+    running = await failed_steps(world, StepFailed)
+    await running.life.next_delta()
+    with pytest.raises(PoisonRequest):
+        await running.life.next_delta()
+    assert world.moves.quarantine
+    world.close(running)
+
+
+async def test_workers_that_end_a_request_for_another_reason_are_no_evidence() -> None:
+    """They stop, or lack the tokens of an earlier step."""
+    world = World()
+    running = await failed_steps(world, WorkerFailed)
+    assert running.attempts
+    assert not world.moves.quarantine
+    world.close(running)
+
+
+async def test_failed_steps_on_two_prefill_workers_are_poison(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    world = World()
+    running = await world.run()
+    for name in ("p0", "p1"):
+        stream = world.links[name].prefills
+        stream.messages += 1
+        stream.fail(StepFailed("it failed"))
+        await asyncio.sleep(0.01)
+    with pytest.raises(PoisonRequest):
+        await running.life.next_delta()
+    world.close(running)
+
+
+async def test_a_failed_step_is_told_as_a_failed_worker() -> None:
+    world = World()
+    world.links["d1"].is_up = False
+    running = await world.run()
+    (attempt,) = running.attempts
+    output = TokenOutput("r", 0, 0, (), error="it failed", error_code=StepFailed.code)
+    world.moves.worker_reported(attempt, output, StepFailed("it failed"))
+    with pytest.raises(WorkerFailed, match="it failed") as caught:
+        await running.life.next_delta()
+    assert caught.value.code == WorkerFailed.code
+    assert caught.value.retry_after
     world.close(running)
 
 
@@ -417,14 +512,18 @@ async def test_prefill_workers_that_died_before_they_had_a_prompt_died_of_someth
 ) -> None:
     """A pool dies at once: what was placed at its dead workers meanwhile is no poison."""
     monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    monkeypatch.setattr(moves_module, "LOOK_S", 0.001)
     world = World()
     running = await world.run()
     for name in ("p0", "p1"):
         stream = world.links[name].prefills
         stream.messages += have_begun
         stream.breaks += 1
+        world.links[name].connected = False
         stream.fail(GONE)
         await asyncio.sleep(0.01)
+        del world.links[name]
+    await asyncio.sleep(0.05)
     assert bool(world.moves.quarantine) == have_begun
     world.close(running)
 

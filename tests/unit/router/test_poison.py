@@ -3,21 +3,49 @@
 from __future__ import annotations
 
 from router import poison
-from router.poison import PROGRESS_TOKENS, Deaths, Quarantine, prompt_hash
+from router.poison import PROGRESS_TOKENS, FailedWorkers, Quarantine, prompt_hash
+
+
+def failed(*places: tuple[str, int]) -> FailedWorkers:
+    """Workers that say that they failed, each when the answer had so many tokens."""
+    found = FailedWorkers()
+    for worker, place in places:
+        found.note(worker, place, proved=True)
+    return found
 
 
 def test_two_workers_at_one_place_are_no_chance() -> None:
-    deaths = Deaths()
-    assert not deaths.note("a", 5)
-    assert not deaths.note("a", 5), "it is the same death"
-    assert deaths.note("b", 5 + PROGRESS_TOKENS - 1)
+    assert not failed(("a", 5)).are_proof
+    assert not failed(("a", 5), ("a", 5)).are_proof, "it is the same worker"
+    assert failed(("a", 5), ("b", 5 + PROGRESS_TOKENS - 1)).are_proof
 
 
 def test_who_goes_on_after_its_move_was_merely_there() -> None:
-    deaths = Deaths()
-    for number in range(5):
-        assert not deaths.note(f"worker-{number}", number * PROGRESS_TOKENS)
-    assert deaths.note("another", 4 * PROGRESS_TOKENS + 1)
+    places = [(f"worker-{number}", number * PROGRESS_TOKENS) for number in range(5)]
+    assert not failed(*places).are_proof
+    assert failed(*places, ("another", 4 * PROGRESS_TOKENS + 1)).are_proof
+
+
+def test_a_lost_worker_is_evidence_once_it_is_dead() -> None:
+    found = failed(("a", 5))
+    found.note("b", 5, proved=False)
+    assert found.may_be_proof
+    found.learn(lambda worker: None)
+    assert found.may_be_proof
+    assert not found.are_proof
+    found.learn(lambda worker: True)
+    assert found.are_proof
+
+
+def test_a_worker_that_speaks_again_is_none() -> None:
+    found = failed(("a", 5))
+    found.note("b", 5, proved=False)
+    found.learn(lambda worker: False)
+    assert not found.may_be_proof
+    found.note("a", 5, proved=False)
+    found.learn(lambda worker: False)
+    found.note("b", 5, proved=True)
+    assert found.are_proof, "what a worker has said of itself stays"
 
 
 def test_a_prompt_is_kept_out_for_a_while() -> None:

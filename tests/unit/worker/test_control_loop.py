@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from baton.errors import BatonError, WorkerFailed
+from baton.errors import BatonError, StepFailed, WorkerFailed
 from baton.request import SequenceSpec
 from engine.sequence import Sequence
 from engine.sequence_update import SequenceUpdate
@@ -211,7 +211,7 @@ async def test_failed_steps_are_no_progress(world: World) -> None:
     assert world.control.load().engine_steps == 1
     (error,) = world.listener.errors
     assert (error.code, error.message) == (
-        WorkerFailed.code,
+        StepFailed.code,
         "the worker's engine failed: RuntimeError",
     )
     # The step that was planned behind it.

@@ -80,7 +80,7 @@ def answers(folder: Path, oracle: Oracle | None, recorder: Recorder) -> list[lis
     scheduler = Scheduler(BlockPool(BLOCKS), limits)
     speculation = OverlapSpeculation(oracle, WholeDrafts(), AnyCosts()) if oracle else None
     steps = GpuStepModel(gpu_weights(model), cache, 32, capture=recorder)
-    runner = GpuRunner(steps, cache, DEVICE, None, speculation)
+    runner = GpuRunner(steps, cache, DEVICE, 0, speculation)
     sequences = []
     for number, sampling in enumerate(SAMPLINGS):
         prompt = tuple(some_tokens(12 + 8 * number, VOCAB, number))

@@ -14,13 +14,14 @@ from baton.sampling_params import SamplingParams
 from engine.gpu.runner import GpuRunner
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.runner import Ending, ModelRunner
-from tests.fake_grammars import fake_grammars
+from tests.fake_grammars import FakeMatcher
 from tests.kernels.gpu.device import DEVICE
 from tests.kernels.gpu.steps.pairs import Recorder, gpu, load, reference, save, some_tokens
 
 GREEDY = SamplingParams(temperature=0.0)
 TABLES = ((1, 2), (4, 3), (6,), (7,))
 PROMPTS = (12, 5, 3, 1)
+VOCAB = 120
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def new(number: int, **changes: Any) -> NewSequence:
     tokens = tuple(some_tokens(PROMPTS[number], 120, number))
-    return NewSequence(number, tokens, len(tokens), replace(GREEDY, **changes), (2,))
+    matcher = FakeMatcher(VOCAB) if "grammar" in changes else None
+    sampling = replace(GREEDY, **changes)
+    return NewSequence(number, tokens, len(tokens), sampling, (2,), matcher=matcher)
 
 
 def row(number: int, start: int, count: int = 1, sample: bool = True) -> PlanRow:
@@ -95,11 +98,10 @@ def test_overlapping_steps_draw_what_single_ones_do(
     folder: Path, sampling: tuple[dict[str, Any], ...]
 ) -> None:
     expected_steps = reference(load(folder))
-    grammars = fake_grammars(load(folder).config.vocab_size)
-    plain = ModelRunner(expected_steps.model, expected_steps.cache, DEVICE, grammars)
+    plain = ModelRunner(expected_steps.model, expected_steps.cache, DEVICE, VOCAB)
     expected = [plain.run(plan).token_ids for plan in plans(sampling)]
     steps = gpu(load(folder), capture=Recorder())
-    runner = GpuRunner(steps.model, steps.cache, DEVICE, grammars)
+    runner = GpuRunner(steps.model, steps.cache, DEVICE, VOCAB)
     found = overlapped(runner, plans(sampling))
     assert [result.step for result in found] == list(range(1, 9))
     assert [result.token_ids for result in found] == expected
@@ -112,9 +114,8 @@ def test_overlapping_steps_draw_what_single_ones_do(
 def test_a_sequence_whose_grammar_fails_is_named(folder: Path) -> None:
     """Its row, in each step that draws for it; the others' tokens are what they would be."""
     steps, expected_steps = gpu(load(folder)), reference(load(folder))
-    grammars = fake_grammars(load(folder).config.vocab_size)
-    runner = GpuRunner(steps.model, steps.cache, DEVICE, grammars)
-    plain = ModelRunner(expected_steps.model, expected_steps.cache, DEVICE, grammars)
+    runner = GpuRunner(steps.model, steps.cache, DEVICE, VOCAB)
+    plain = ModelRunner(expected_steps.model, expected_steps.cache, DEVICE, VOCAB)
     broken = replace(new(0, **STRICT), prompt_length=PROMPTS[0] - 3)
     work = [
         StepPlan(1, (new(1), broken), (), (row(1, 0, 5), row(0, 0, 12))),

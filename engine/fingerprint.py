@@ -1,0 +1,160 @@
+"""A model folder's name by its contents: every byte of its weights counts.
+
+Files are hashed by threads of their own while the weights load. What was found is kept in
+``<folder>/fingerprints.json``, by what the kernel says of the file: device, inode, size, and the
+times of its last change of contents and of inode. Writing to a file in place, or moving another one
+there, changes at least one of these; the time of the inode's change cannot be set by a program. A
+file that changed within the last moments is not kept: it could change again within one tick of the
+file system's clock. So is one that changes while it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeAlias
+
+from baton.errors import ConfigError
+
+_SEGMENT = 64 << 20
+"""Bytes that one thread hashes after another: a file's hash is that of its segments' hashes."""
+_CHUNK = 1 << 20
+_MAX_THREADS = 4
+"""Each hashes about 1 GB/s."""
+_MAX_KEPT = 1000
+"""Files whose hashes are kept, the latest."""
+_SETTLED_NS = 2_000_000_000
+"""A file that was written this long ago has its final times: some file systems count whole seconds.
+"""
+
+Hashes: TypeAlias = dict[str, str]
+
+
+class Fingerprint:
+    """Found in the background, from the beginning of the ``with`` block until its end at most."""
+
+    def __init__(
+        self,
+        files: list[Path],
+        dtype: str,
+        quantization: str,
+        cache: Path,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """``files`` are the weights', all of one folder; ``cache`` is where hashes are kept.
+
+        ``clock`` gives nanoseconds as the times of files do.
+        """
+        self._files = files
+        self._begin = f"{dtype}:{quantization}:"
+        self._kept = cache / "fingerprints.json"
+        self._clock = clock
+        self._stopped = threading.Event()
+        self._found: Future[str] = Future()
+
+    def __enter__(self) -> Fingerprint:
+        # A daemon: a start that fails waits for no hash.
+        threading.Thread(target=self._run, name="fingerprint", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+
+    def result(self) -> str:
+        """32 hex digits; waits for them. Raises ConfigError where a file cannot be read."""
+        return self._found.result()
+
+    def _run(self) -> None:
+        try:
+            self._found.set_result(self._find())
+        except Exception as error:
+            self._found.set_exception(error)
+
+    def _find(self) -> str:
+        digest = hashlib.blake2b(self._begin.encode(), digest_size=16)
+        kept, new = _load(self._kept), Hashes()
+        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
+            for path in self._files:
+                try:
+                    size, found = self._hash_of(path, kept, new, threads)
+                except OSError as error:
+                    raise ConfigError(f"{path} cannot be read: {error}") from error
+                digest.update(f"{path.name}:{size}:{found}".encode())
+        if new:
+            _keep(self._kept, new)
+        folder = self._files[0].parent
+        for path in (folder / "config.json", folder / "tokenizer.json"):
+            if path.is_file():
+                digest.update(f"{path.name}:{path.stat().st_size}".encode())
+                digest.update(path.read_bytes())
+        return digest.hexdigest()
+
+    def _hash_of(
+        self, path: Path, kept: Hashes, new: Hashes, threads: ThreadPoolExecutor
+    ) -> tuple[int, str]:
+        began = self._clock()
+        with path.open("rb") as file:
+            known = _identity(file.fileno())
+            size = os.fstat(file.fileno()).st_size
+            if (found := kept.get(known)) is not None:
+                return size, found
+            starts = range(0, size, _SEGMENT)
+            segments = threads.map(lambda start: self._segment(file.fileno(), start), starts)
+            found = hashlib.blake2b(b"".join(segments), digest_size=16).hexdigest()
+            status = os.fstat(file.fileno())
+            is_settled = began - max(status.st_mtime_ns, status.st_ctime_ns) > _SETTLED_NS
+            if is_settled and _identity(file.fileno()) == known:
+                new[known] = found
+            return size, found
+
+    def _segment(self, file: int, start: int) -> bytes:
+        """The hash of up to ``_SEGMENT`` bytes. Most of it runs without the interpreter's lock."""
+        digest = hashlib.blake2b(digest_size=32)
+        for place in range(start, start + _SEGMENT, _CHUNK):
+            if self._stopped.is_set():
+                raise ConfigError("the start has ended before the model's fingerprint was known")
+            data = os.pread(file, _CHUNK, place)
+            if not data:
+                break
+            digest.update(data)
+        return digest.digest()
+
+
+def _identity(file: int) -> str:
+    found = os.fstat(file)
+    return ":".join(
+        str(number)
+        for number in (
+            found.st_dev,
+            found.st_ino,
+            found.st_size,
+            found.st_mtime_ns,
+            found.st_ctime_ns,
+        )
+    )
+
+
+def _load(path: Path) -> Hashes:
+    """What was kept; nothing where that cannot be read: the files are hashed again."""
+    try:
+        found = json.loads(path.read_text())
+        return {str(name): str(value) for name, value in found.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def _keep(path: Path, new: Hashes) -> None:
+    """Another process may keep others at once: what is lost so is hashed again."""
+    every: Iterable[tuple[str, str]] = (_load(path) | new).items()
+    draft = path.with_suffix(f".{os.getpid()}.draft")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(dict(list(every)[-_MAX_KEPT:])))
+        draft.replace(path)

@@ -1,0 +1,42 @@
+"""A plan that the engine has, and how much of its end the scheduler has taken in. Plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from engine.plan import PlanRow
+from engine.sequence import Sequence
+
+
+class PlanInFlight:
+    """One scheduler's.
+
+    Its sequences land one after another. Each is counted once, even where taking in the result of
+    one of them fails: ``Scheduler.fail`` goes on behind it.
+    """
+
+    __slots__ = ("_landed", "copied", "rows", "stayed")
+
+    def __init__(self, rows: list[tuple[Sequence, PlanRow]], copied: list[int]) -> None:
+        self.rows = rows
+        self.copied = copied
+        """Blocks that it copies from, which are pinned until its end."""
+        self.stayed: list[Sequence] = []
+        """Of those that have landed the ones that had not left before, and what they began."""
+        self._landed = 0
+
+    def land(self, left: Container[Sequence]) -> int | None:
+        """The place of the next sequence, which is in flight once less; None: all have landed.
+
+        ``left`` are those that have left the scheduler.
+        """
+        place = self._landed
+        if place == len(self.rows):
+            return None
+        sequence, row = self.rows[place]
+        self._landed += 1
+        sequence.in_flight -= 1
+        sequence.pending -= row.sample
+        if sequence not in left:
+            self.stayed.append(sequence)
+        return place
