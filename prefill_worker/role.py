@@ -103,7 +103,9 @@ class PrefillRole:
         arrived = time.monotonic()
         deadline = arrived + spec.deadline_s
         self.context.check_prompt(spec)
-        matcher = await self.context.grammars.ready(spec.sampling.grammar, deadline)
+        matcher = None
+        if spec.sampling.grammar is not None:
+            matcher = await self.context.grammars.ready(spec.sampling.grammar, deadline)
         try:
             async with asyncio.timeout(spec.deadline_s):
                 await self._places.acquire()
