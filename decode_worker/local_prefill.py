@@ -84,7 +84,8 @@ class LocalPrefill:
         self._firsts[attempt] = first
         token: FirstToken | BatonError | None = None
         try:
-            sequence.follow(await self._context.grammars.ready(spec.sampling.grammar, deadline))
+            if spec.sampling.grammar is not None:
+                sequence.follow(await self._context.grammars.ready(spec.sampling.grammar, deadline))
             await self._place(sequence, source_of(request), first)
             token = await self._answered(first, deadline)
             if isinstance(token, BatonError):

@@ -106,7 +106,9 @@ class PrefillRole:
         arrived = time.monotonic()
         deadline = arrived + spec.deadline_s
         self.context.check_prompt(spec)
-        matcher = await self.context.grammars.ready(spec.sampling.grammar, deadline)
+        matcher = None
+        if spec.sampling.grammar is not None:
+            matcher = await self.context.grammars.ready(spec.sampling.grammar, deadline)
         sequence = self.context.make_sequence(
             spec, arrived=arrived, deadline=deadline, prefill_only=True
         )
