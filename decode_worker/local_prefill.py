@@ -44,7 +44,7 @@ class LocalPrefill:
     ) -> None:
         """``keep`` is told of each sequence before it is queued; ``end`` takes it off again, if it
 
-        is there. ``others_wait``: whether writers wait for room.
+        is there. ``others_wait`` returns whether writers wait for room.
         """
         self._others_wait = others_wait
         self._context = context
@@ -159,7 +159,7 @@ class LocalPrefill:
         self._queue(sequence, held, first)
 
     def _check_turn(self, spec: SequenceSpec) -> None:
-        """What can be said before the prompt is hashed. Raises NoRoom."""
+        """Check its turn and the room, without a hash of the prompt. Raises NoRoom."""
         if self._others_wait() and not spec.preemptions:
             raise NoRoom("others wait for room here", retry_after=RETRY_AFTER_S)
         self._receiver.check_count(spec.choices - 1, spec, time.monotonic())

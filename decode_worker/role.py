@@ -63,7 +63,7 @@ class DecodeRole:
         )
         context.exchange.receiver.listeners.append(self)
         self.clock = context.exchange.receiver.clock
-        """By which peers are gone; deadlines are on the monotonic clock."""
+        """The clock of peers' silence; deadlines are on the monotonic clock."""
         self.closing = False
         self.local = LocalPrefill(
             context,
@@ -174,7 +174,7 @@ class DecodeRole:
         spec, matcher = self.receiver.promised(ticket_id), None
         if spec is not None and spec.sampling.grammar is not None:
             deadline = self._deadlines[(spec.request_id, spec.attempt)]
-            # Compiling takes as long as it takes, and the caller says how long that may be.
+            # Compiling has no bound of its own: the caller's deadline bounds it.
             with self.receiver.blocks.holding(ticket_id, writer):
                 matcher = await self.context.grammars.ready(spec.sampling.grammar, deadline)
         return self.commit(
@@ -217,7 +217,7 @@ class DecodeRole:
         """Join a handed-off sequence and its siblings to the batch.
 
         ``logprobs`` are those of its first token, ``others`` the siblings' first tokens,
-        ``matcher`` is of its grammar. Returns the bytes that crossed the wire.
+        ``matcher`` is that of its grammar. Returns the bytes that crossed the wire.
         """
         now = time.monotonic()
         receipt = self.receiver.commit(ticket_id, writer, self.clock())

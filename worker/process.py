@@ -320,12 +320,12 @@ class WorkerProcess:
         await self._begin_life()
 
     async def _end_life(self) -> None:
-        """Leave the registry; whatever runs ends with an error, or has ended."""
+        """Leave the registry, and end whatever runs, with an error."""
         await self._entry.strike_off()
         await self.life.end()
 
     async def _live_on(self, now: float) -> None:
-        """In another life, where the registry has said that this one is over."""
+        """Begin another life, where the registry has said that this one is over."""
         self._condemned.clear()
         if self.drained or self._leave_by is None:
             return
@@ -419,7 +419,7 @@ class WorkerProcess:
         log.info("%s is a %s worker now", life.record.incarnation, name)
 
     async def _steps_ended(self, context: WorkerContext) -> None:
-        """What was ended by the deadline may be in a step that runs; the next role has none of it.
+        """Wait for running steps: they may have sequences that the deadline ended.
 
         Raises WorkerFailed where the engine hangs: then the process ends.
         """
@@ -434,9 +434,9 @@ class WorkerProcess:
     # What it does all the while
 
     async def _heartbeat(self) -> None:
-        """Renew what was promised, and end what has expired. Never waits for Redis: a slow one, or
+        """Renew what was promised, and end what has expired.
 
-        none, is no reason for a peer to take this worker for dead.
+        Never waits for Redis: peers must not take this worker for dead because Redis is slow.
         """
         heartbeat_s = self.settings.config.heartbeat_s
         while True:
@@ -476,7 +476,7 @@ class WorkerProcess:
         return self._gauges.registry_calls.one()
 
     def _lost_entry(self, stood_still: bool) -> None:
-        """To all others this life is over."""
+        """Take nothing more: to all others this life is over."""
         self._take_nothing_more()
         # Routers have given up one that stood still. One that did not was within their reach.
         self._leave_by = time.monotonic() + (0.0 if stood_still else LEAVE_S)
