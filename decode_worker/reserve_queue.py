@@ -48,6 +48,8 @@ class ReserveQueue:
         self._max_waiting = max_waiting
         self._preempted: deque[_Waiting] = deque()
         self._others: deque[_Waiting] = deque()
+        self.answered = 0
+        """Reserves that were answered in their turn; read only."""
 
     def __len__(self) -> int:
         return len(self._preempted) + len(self._others)
@@ -71,6 +73,7 @@ class ReserveQueue:
                 except Exception as error:
                     waiting.answer.set_exception(error)
             queue.popleft()
+            self.answered += 1
 
     def head(self) -> Offer | None:
         """The offer that is served next; None where the queue is empty."""

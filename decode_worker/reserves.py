@@ -33,6 +33,11 @@ class Reserves:
         """The number of waiting reserves."""
         return len(self._queue)
 
+    @property
+    def answered(self) -> int:
+        """How many were answered in their turn."""
+        return self._queue.answered
+
     def ask(self, offer: Offer) -> asyncio.Future[Ticket]:
         """Promise blocks as soon as there is room, and it is the offer's turn.
 

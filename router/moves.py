@@ -210,7 +210,7 @@ class Moves:
                 self._doubt(attempt)
             # Both are up, as far as is known: where no other worker is there they try once more.
             each = ({source, target}, {target}, {source}, set[str]())
-            tries = (frozenset(down),) if down else tuple(map(frozenset, each))
+            tries = (frozenset(down), frozenset[str]()) if down else tuple(map(frozenset, each))
             loss = _Loss(HANDOFF_FAILED, failure, tries)
         self._lost(attempt, loss, deadly=attempt.touches(attempt.source))
 
@@ -265,15 +265,20 @@ class Moves:
             # All is there, but for what was to be found of the prompt.
             if owner.life.awaits_prompt:
                 owner.life.fail(_with_retry(loss.failure))
-        elif loss.is_cut_off:
-            self._in_background(owner, self._place_all(owner, left, loss))
-        elif self._is_poison(owner, loss, deadly=deadly):
+        elif not loss.is_cut_off and self._is_poison(owner, loss, deadly=deadly):
             owner.life.fail(poison_error())
-        elif owner.failures > MOST_FAILURES or not self.budget.take(time.monotonic()):
+        elif self._is_given_up(owner, loss):
             log.warning("request %s is not moved any more", owner.request.request_id)
             owner.life.fail(_with_retry(loss.failure))
         else:
             self._in_background(owner, self._place_all(owner, left, loss))
+
+    def _is_given_up(self, owner: RunningRequest, loss: _Loss) -> bool:
+        """Whether it has been moved too often. What all workers lost at once costs no budget."""
+        owner.failures += loss.is_cut_off
+        if owner.failures > MOST_FAILURES:
+            return True
+        return not loss.is_cut_off and not self.budget.take(time.monotonic())
 
     def _is_poison(self, owner: RunningRequest, loss: _Loss, *, deadly: bool) -> bool:
         """Count a failure; ``deadly``: the worker ran the request. Returns whether it is poison."""

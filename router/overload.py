@@ -14,7 +14,7 @@ MEMORY_S = 5.0
 SUSTAINABLE = 0.8
 """Up to this share of what can be done a queue shortens by itself."""
 PROBE_S = 1.0
-"""Seconds between two probes while requests of a length are refused for time."""
+"""Seconds between two probes while requests of a length (by power of two) are refused for time."""
 PROBE_SHARE = 0.1
 """The maximum share of a worker's time that probes of long prompts take."""
 MAX_PROBE_S = 10.0
@@ -30,8 +30,8 @@ class Overload:
         self._now = -math.inf
         self._refused_since: dict[int, float] = {}
         """By power of two of prompt tokens: the first refusal since one was last accepted."""
-        self._probe: str | None = None
-        """The probe that has no first token yet."""
+        self._probes: dict[int, str] = {}
+        """By the same, the probe that has no first token yet."""
 
     def came(self, work_s: float, now: float) -> None:
         """Count an offered request with ``work_s`` seconds of prefill work, even if refused."""
@@ -58,21 +58,24 @@ class Overload:
 
         ``own_s`` is the predicted time in seconds that a worker takes for its prompt.
         """
-        since = self._refused_since.setdefault(prompt_tokens.bit_length(), now)
+        length = prompt_tokens.bit_length()
+        since = self._refused_since.setdefault(length, now)
         every_s = min(MAX_PROBE_S, max(PROBE_S, own_s / PROBE_SHARE))
-        if self._probe is not None or now - since < every_s:
+        if length in self._probes or now - since < every_s:
             return False
-        self._probe = request_id
+        self._probes[length] = request_id
         return True
 
     def is_probe(self, request_id: str) -> bool:
-        """Whether it is the probe that has no first token yet."""
-        return request_id == self._probe
+        """Whether it is a probe that has no first token yet."""
+        return request_id in self._probes.values()
 
     def begun(self, request_id: str) -> None:
         """Note that it has its first token, or has gone."""
-        if request_id == self._probe:
-            self._probe = None
+        if self.is_probe(request_id):
+            self._probes = {
+                length: probe for length, probe in self._probes.items() if probe != request_id
+            }
 
     def _pass(self, now: float) -> None:
         if now > self._now:

@@ -93,6 +93,10 @@ class OwnEntry:
                 async with asyncio.timeout(began + self._heartbeat_s - time.monotonic()):
                     await self._woken.wait()
 
+    def tell_soon(self) -> None:
+        """Have ``keep`` say what has changed, without a wait."""
+        self._woken.set()
+
     async def tell(self) -> None:
         """Write this worker's record to the registry. Never raises an error of Redis."""
         async with self._turn:

@@ -326,7 +326,6 @@ class WorkerProcess:
 
     async def _live_on(self, now: float) -> None:
         """Begin another life, where the registry has said that this one is over."""
-        self._condemned.clear()
         if self.drained or self._leave_by is None:
             return
         if now >= self._leave_by or self.life.is_empty:
@@ -383,6 +382,9 @@ class WorkerProcess:
             if role != self.settings.pool.role:
                 end = time.monotonic() + deadline_s
                 await self._empty(lambda: end, 0.0)
+                if self._leave_by is not None:
+                    # The entry has lapsed meanwhile: what was promised to this life is over.
+                    await self._take_new_life("the registry says that its lease has lapsed")
                 await self._turn(role)
         return time.monotonic() - began
 
@@ -390,7 +392,8 @@ class WorkerProcess:
         """Whether nothing is left by the deadline, which may change, of what was taken before."""
         life = self.life
         self._take_nothing_more()
-        await self._entry.tell()
+        # Not waited for: Redis may hang for longer than the deadline.
+        self._entry.tell_soon()
         seen_at = time.monotonic() + at_least_s
         # Sequences, tickets, calls and readers end in many places, and nobody hurries.
         while (now := time.monotonic()) < deadline():
@@ -441,6 +444,7 @@ class WorkerProcess:
         heartbeat_s = self.settings.config.heartbeat_s
         while True:
             began = time.monotonic()
+            self._condemned.clear()
             if not self._changing.locked():
                 # One that is being drained, or changes its role, ends that first.
                 async with self._changing:

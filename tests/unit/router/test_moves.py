@@ -804,6 +804,20 @@ async def test_the_only_worker_is_good_enough_once_it_is_back() -> None:
     world.close(running)
 
 
+async def test_workers_that_go_away_again_and_again_end_a_request() -> None:
+    world = World()
+    del world.links["d1"]
+    running = await world.run()
+    for _ in range(MOST_FAILURES + 1):
+        world.cut_off = True
+        world.moves.worker_broken("d0", GONE)
+        world.cut_off = False
+        await world.settle()
+    assert not running.attempts
+    with pytest.raises(WorkerFailed):
+        await running.life.next_delta()
+
+
 async def test_waiting_for_workers_ends_with_the_deadline() -> None:
     world = World()
     running = await world.run()
