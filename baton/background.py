@@ -1,4 +1,4 @@
-"""Tasks that run in the background: begun so that their death is logged, and ended."""
+"""Background tasks: how they start, so that an error is logged, and how they end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AGAIN_S = 0.05
 
 
 def spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Begin a task that nobody waits for; an error that ends it is logged."""
+    """Start a task that no caller awaits; an error that ends it is logged."""
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_log_death)
     return task

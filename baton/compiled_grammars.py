@@ -17,7 +17,7 @@ Compile = Callable[[Grammar], TokenMatcher]
 
 
 class CompiledGrammars:
-    """Any thread may call it: one compiles at a time, and only those wait that need it."""
+    """Any thread may call it: one grammar compiles at a time, and only its callers wait."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class CompiledGrammars:
         return self._find(grammar) is not None
 
     def kept(self, grammar: Grammar) -> TokenMatcher | None:
-        """A new matcher, at the start of a text; None where the grammar would be compiled."""
+        """A new matcher at the start of a text; None where the grammar is not kept."""
         found = self._find(grammar)
         return None if found is None else found.deep_copy()
 

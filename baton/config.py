@@ -468,14 +468,14 @@ class Config(BaseSettings):
     connection's buffer holds, is cut off, and its request ends; over HTTP also one that reads fewer
     than 4096 bytes in that time."""
     admission: Literal["queue", "slo"] = "queue"
-    """What becomes of a request without a deadline of its own when there is more work than can be
+    """How a request without a deadline of its own is treated when there is more work than can be
     done at once: ``queue`` lets it wait for its turn, within ``max_queue_s`` and
-    ``max_waiting_requests``; ``slo`` also refuses it with 429 where waiting would make its first
-    token later than its class's SLO, and passes prompts on more slowly while answers miss
+    ``max_waiting_requests``; ``slo`` also refuses it with 429 where its first token would come
+    after its class's SLO, and sends prompts to the workers more slowly while answers miss
     ``slo_tpot_s``."""
     max_queue_s: float = Field(default=60.0, gt=0)
-    """A request without a deadline of its own is refused with 429 where it is predicted to wait
-    longer than this for its turn, in seconds."""
+    """A request without a deadline of its own is refused with 429 where its predicted wait for its
+    turn is longer than this many seconds."""
     max_waiting_requests: int = Field(default=256, ge=1)
     """Requests that may wait for their turn, in one router process; more are refused with 429."""
     priority_step_s: float = Field(default=1.0, gt=0)

@@ -182,8 +182,9 @@ class WorkerFailed(Unavailable):
 
 
 class StepFailed(WorkerFailed):
-    """A step that had the request failed at a worker, which lives on. Clients are told
-    WorkerFailed; a router counts it as evidence against the request.
+    """A step that had the request failed at a worker, and the worker goes on.
+
+    Clients get WorkerFailed; a router counts this error as evidence against the request.
     """
 
     code = "step_failed"

@@ -1,4 +1,4 @@
-"""What the text of an answer must match, and what follows it token by token."""
+"""The grammar that an answer must match, and the matcher that follows it token by token."""
 
 from __future__ import annotations
 
@@ -57,4 +57,4 @@ class TokenMatcher(Protocol):
         """Why it is."""
 
     def deep_copy(self) -> TokenMatcher:
-        """Another one, at the same place. What both find out of the grammar they share."""
+        """A copy at the same place. Both share what they compute of the grammar."""

@@ -44,7 +44,7 @@ class GrammarGate:
         compiled = task.result()
         if isinstance(compiled, InvalidGrammar):
             raise InvalidGrammar(compiled.message)
-        # However many others have been compiled since: this one needs no place among the kept.
+        # The matcher needs no place among the kept grammars: others may have taken it since.
         return compiled.deep_copy()
 
     def begin(self, grammar: Grammar | None) -> None:

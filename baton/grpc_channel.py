@@ -19,8 +19,8 @@ Part = TypeVar("Part", bound=Message)
 MESSAGE_LIMIT = 64 << 20
 """Bytes of one message, both ways; gRPC's own default of 4 MiB is too small for long prompts."""
 GATHERED_BYTES = 4 << 20
-"""The most that is gathered in one message: what waits behind a peer that stands still, or reads
-slowly, may be more than any message can hold. One part alone may be larger."""
+"""Maximum bytes of the parts that are gathered in one message. What waits for a peer that stands
+still, or reads slowly, may be more than a message can hold. A single part may be larger."""
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_LIMIT),
@@ -31,9 +31,9 @@ _CONNECT_MS, _HANDSHAKE_MS = 1_000, 2_000
 and some arithmetic. On a busy machine a tenth of a second is too short, and whoever asks is told
 that nobody is there; where nobody is, that is known at once all the same."""
 PING_TIMEOUT_MS = int(1.5 * STANDSTILL_S * 1e3)
-"""An end of a connection that answers no ping for this long has gone. One that stands still comes
-back: gRPC counts by the clock, on a timer that may be due before the answer is read, so that this
-is longer than any pause. A process that says nothing is found by ``SilenceWatch``, much sooner."""
+"""A peer that answers no ping for this long has gone. This is longer than any pause, since a peer
+that stands still comes back, and since gRPC's timer may be due before an answer is read.
+``SilenceWatch`` finds a silent process much sooner."""
 _SERVER_OPTIONS = [
     *_OPTIONS,
     # The bit of "identity" alone: a compressed message of some kB may unfold to gigabytes.
@@ -45,17 +45,20 @@ _SERVER_OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 CLIENT_PING_MS, SERVER_PING_MS = 10_000, 30_000
-"""A peer whose machine has gone, or that reads nothing any more, is cut off after this and
-``PING_TIMEOUT_MS``: calls would wait for it for ever."""
+"""Between two pings. A peer whose machine has gone, or that reads nothing any more, is cut off
+after this and ``PING_TIMEOUT_MS``: calls would never end without it."""
 
 
-def by_size(parts: Iterable[Part], most_bytes: int = GATHERED_BYTES) -> Iterator[list[Part]]:
-    """What goes into one message each, in order, none of it without a part."""
+def by_size(parts: Iterable[Part], max_bytes: int = GATHERED_BYTES) -> Iterator[list[Part]]:
+    """The parts of one message after another, of up to ``max_bytes`` together, in order.
+
+    No message is empty. A part that is larger than ``max_bytes`` has a message of its own.
+    """
     gathered: list[Part] = []
     size = 0
     for part in parts:
         size += part.ByteSize()
-        if gathered and size > most_bytes:
+        if gathered and size > max_bytes:
             yield gathered
             gathered, size = [], part.ByteSize()
         gathered.append(part)

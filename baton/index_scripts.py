@@ -10,11 +10,11 @@ Keys of a cluster, all with its hash tag:
     …:index:retired         hash: a number that is nobody's any more → the walker's round
     …:index:<generation>    hash: the first eight bytes of a block's hash → who holds it
 
-Each of them may be lost alone. Without the first or the last another generation begins; without its
-number a worker sends a snapshot; and the walker drops whatever the table of numbers does not know.
+Each of them may be lost alone. Without the first or the last another generation begins. A worker
+whose number is lost sends a snapshot. The walker drops each number that the table does not have.
 
-The table's version follows the server's clock, so that no other table has the same one after a
-failover to a replica that lacked the last ones; as in ``baton/registry_scripts.py``.
+The table's version follows the server's clock, so that two tables never share a version, even after
+a failover to a replica that lags; see ``baton/registry_scripts.py``.
 
 A block's value is a byte, 1 if it was asked for since it was last spared, and the numbers of those
 who hold it in rising order, two bytes each, big-endian. That two of ten million blocks share eight
@@ -78,7 +78,7 @@ end
 """
 
 _RETIRE = """
--- The table of numbers is another one.
+-- The table of numbers has changed.
 local function raise_version(step)
   local now, last = now_us(), tonumber(redis.call('HGET', KEYS[1], 'version') or 0)
   redis.call('HSET', KEYS[1], 'version', text(now > last and now or last + step))
@@ -98,7 +98,7 @@ end
 """
 
 _TEND = f"""
--- While numbers are retired, go on through the blocks, a bounded piece, and drop what nobody holds.
+-- While numbers are retired, walk a bounded piece of the blocks and drop what no worker holds.
 -- After a whole round under way since, a number may be given out again.
 local function tend(blocks)
   local place = redis.call('HMGET', KEYS[1], 'round', 'cursor', 'tended_ms', 'rests_in')
@@ -187,7 +187,7 @@ local known = redis.call('HMGET', KEYS[1], 'generation', '@' .. ARGV[1], '=' .. 
   'most_bytes', 'bytes')
 local generation = string.match(ARGV[2], '^[^:]*')
 if known[1] ~= generation then
-  -- The blocks of a generation that was lost are nobody's.
+  -- No worker holds the blocks of a generation that was lost.
   redis.call('EXPIRE', KEYS[1] .. ':' .. generation, 1)
   return 0
 end

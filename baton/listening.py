@@ -1,7 +1,7 @@
-"""Timers for what another process should say, in asyncio: they count as ``baton.silence`` does.
+"""Timers in asyncio for signs of another process: they count silence as ``baton.silence`` does.
 
-``asyncio.timeout`` bounds what this process may take. After a pause it is due before what came
-meanwhile is read: to tell that another process is dead takes one of these.
+``asyncio.timeout`` bounds work of this process. After a pause of this process it is due before the
+input that came meanwhile is read. Only these timers can tell that another process is dead.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from contextlib import asynccontextmanager
 from baton.silence import SilenceWatch
 
 _TICKS = 8
-"""In the time of a timer."""
+"""The number of ticks within the limit of a timer."""
 
 
 class SilenceTimer:
-    """Calls back once ``limit_s`` of listening are over, unless it is cancelled before.
+    """Calls ``on_silence`` after ``limit_s`` seconds of listening, unless it is cancelled before.
 
     Owned by the event loop in which it is made.
     """
@@ -32,7 +32,7 @@ class SilenceTimer:
         self._next = self._loop.call_later(limit_s / _TICKS, self._tick)
 
     def cancel(self) -> None:
-        """Idempotent."""
+        """End the timer; idempotent."""
         self._next.cancel()
 
     def _tick(self) -> None:
@@ -48,7 +48,10 @@ class SilenceTimer:
 
 @asynccontextmanager
 async def listening(limit_s: float) -> AsyncIterator[asyncio.Timeout]:
-    """As ``asyncio.timeout``, in time that this process has listened. Raises TimeoutError."""
+    """Like ``asyncio.timeout``, but counts only seconds in which this process listened.
+
+    Raises TimeoutError.
+    """
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as timeout:
         timer = SilenceTimer(limit_s, lambda: timeout.reschedule(loop.time()))

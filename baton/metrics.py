@@ -172,8 +172,8 @@ class RouterMetrics:
         )
         self.prefill_speed = Gauge(
             "baton_prefill_speed_workers",
-            "Work that the prefill workers do while requests wait, as seconds that their cost model"
-            " predicts a second: their number where it is right; 0 where nothing was seen lately.",
+            "Work that the prefill workers do each second while requests wait, in seconds by their"
+            " cost model: their number where it is right; 0 where nothing was seen lately.",
             registry=registry,
             multiprocess_mode="livemax",
         )

@@ -42,7 +42,10 @@ class PoolSizes:
             await calls.execute()
 
     async def restore(self, pool: str, count: int) -> None:
-        """Write a size that was chosen earlier and lost, unless one has been chosen since."""
+        """Write back the size of a pool that was lost, unless another one has been chosen since.
+
+        ``count`` is in workers. Raises ``redis.RedisError``.
+        """
         async with self._client.pipeline(transaction=True) as calls:
             calls.hsetnx(self._key, pool, str(count))
             calls.expire(self._key, TTL_S)

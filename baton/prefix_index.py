@@ -21,7 +21,7 @@ from typing import Any, cast
 import redis.asyncio
 
 from baton.index_scripts import APPLY, BEGIN, FIELD_BYTES, LOOKUP, RETIRE
-from baton.registry_scripts import MOST_STEP
+from baton.registry_scripts import MAX_STEP
 
 BATCH = 256
 """Most hashes of one call that changes the index: some 0.4 ms of the server's time."""
@@ -149,8 +149,8 @@ class PrefixIndex:
 
 
 def _step() -> int:
-    """To the next version of the table of numbers, where the server's clock is behind."""
-    return 1 + secrets.randbelow(MOST_STEP)
+    """A step to the next version of the table of numbers; for a server whose clock is behind."""
+    return 1 + secrets.randbelow(MAX_STEP)
 
 
 def _names(table: bytes) -> dict[int, str]:

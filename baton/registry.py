@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import redis.asyncio
 
-from baton.registry_scripts import FORGET, MOST_STEP, PUT, READ, REMOVE, SUM_MODULUS
+from baton.registry_scripts import FORGET, MAX_STEP, PUT, READ, REMOVE, SUM_MODULUS
 from baton.request import Geometry, GroupShape, LoadSnapshot
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Registry:
         load = parts.pop("load")
         keys = [*self._keys, self._key(record.incarnation)]
         told: list[Any] = [record.incarnation, json.dumps(parts), json.dumps(load)]
-        step = 1 + secrets.randbelow(MOST_STEP)
+        step = 1 + secrets.randbelow(MAX_STEP)
         args = [*told, int(ttl_s * 1000), step, int(renew)]
         return bool(await cast(Any, self._put(keys=keys, args=args)))
 
@@ -107,7 +107,7 @@ class Registry:
         """
         view = await self._advanced(self._view)
         if not view.complete:
-            # Struck off between two reads, lost, or written under a version that a failover lost.
+            # One was struck off between two reads, was lost, or has a version that a failover lost.
             view = await self._advanced(_View())
         self._view = view
         known = {name: entry.record for name, entry in view.entries.items()}
@@ -119,9 +119,9 @@ class Registry:
         return view.advanced(*await cast(Any, self._read(keys=self._keys, args=args)))
 
     async def leases(self) -> dict[str, float]:
-        """The server's time, in milliseconds, at which each listed incarnation is dead.
+        """When the lease of each listed incarnation ends, in milliseconds of the server's clock.
 
-        Each renewal changes it, whatever that clock shows.
+        Each renewal changes it, whatever that clock shows. Raises ``redis.RedisError``.
         """
         listed = await cast(Any, self._client.zrange(self._keys[2], 0, -1, withscores=True))
         return {name.decode(): until_ms for name, until_ms in listed}
@@ -163,7 +163,7 @@ class _View:
     entries: Mapping[str, _Entry] = field(default_factory=dict)
     dead: frozenset[str] = frozenset()
     complete: bool = True
-    """Whether it is what the server knows."""
+    """Whether nothing is missing that the server has."""
 
     def advanced(
         self, version: bytes, total: bytes, dead: Sequence[bytes], changes: Sequence[bytes]
@@ -209,7 +209,7 @@ def _parse(record: bytes) -> WorkerRecord:
 
 
 def _parse_geometry(told: dict[str, Any]) -> Geometry:
-    # All of it: who does not understand a shape cannot count with it.
+    # No unknown field is left out: a router cannot count with a shape that it does not know.
     drafter = told.pop("drafter", None)
     return Geometry(**told, drafter=None if drafter is None else GroupShape(**drafter))
 
@@ -219,5 +219,5 @@ def _parse_load(load: bytes) -> LoadSnapshot:
 
 
 def _known(kind: type[WorkerRecord | LoadSnapshot], told: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what a newer worker tells besides."""
+    """The fields that this version knows; a newer worker may write more."""
     return {one.name: told[one.name] for one in fields(kind) if one.name in told}

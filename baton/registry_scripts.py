@@ -2,7 +2,7 @@
 
 Keys of a cluster, all with its hash tag:
 
-    …:registry               hash: the version, which each change of a record raises; when somebody
+    …:registry               hash: the version, which each change of a record raises; when a worker
                              wrote last, and since when writes come without a gap
     …:registry:changed       sorted set: incarnation, by the version that changed it last
     …:registry:until         sorted set: incarnation, by the server's time in milliseconds at which
@@ -23,8 +23,8 @@ _TTL_S = 3600
 """What the workers of a cluster that has died leave here goes away after this time."""
 SUM_MODULUS = 1 << 41
 """Versions are added up modulo this: Lua's numbers are exact below 2^53."""
-MOST_STEP = 1 << 20
-"""From a version to the next where the clock is behind."""
+MAX_STEP = 1 << 20
+"""Maximum step from a version to the next where the clock is behind."""
 
 _COMMON = f"""
 local TTL_S, SUM_MODULUS = {_TTL_S}, {SUM_MODULUS}
@@ -41,10 +41,10 @@ local function text(number) return string.format('%.0f', number) end
 #
 # Answers 1, or 0 where a record that was there before has lapsed: then nothing is written. It has
 # not where nobody could write: when for half a TTL nobody has, or the clock was set back, or all
-# was lost, leases begin anew. Nor has it while its key is there, which has the same TTL.
+# was lost, leases begin anew. Nor has it while its key is there: both have the same TTL.
 #
 # Where the clock was set back by more than a TTL, leases would last longer by as much: they are
-# dropped. Each live worker has another one with its next heartbeat.
+# dropped. Each live worker gets another one with its next heartbeat.
 PUT = (
     _COMMON
     + """
@@ -89,9 +89,9 @@ redis.call('ZADD', KEYS[1], 'XX', 0, ARGV[1])
 """
 
 # KEYS: registry, changed, until. ARGV: prefix of the records' keys, the version that the caller
-# knows. Answers the version, the sum of the versions of all who live, the dead, and of each that
+# knows. Answers the version, the sum of the versions of all live ones, the dead, and of each that
 # changed since: incarnation, version of its last change, version of its record, load, record (empty
-# where only the load has changed). A worker of whose lease nothing is known is dead.
+# where only the load has changed). A worker without a lease is dead.
 READ = (
     _COMMON
     + """

@@ -1,4 +1,4 @@
-"""How long peers that should speak have said nothing: the one way in which silence is counted.
+"""How long peers that should speak have said nothing. All silence is counted in this way.
 
     expected ─a sign→ heard ─ticks without a sign→ silent for ``limit_s`` ─the next tick→ found
 
@@ -27,9 +27,9 @@ from typing import Generic, TypeVar
 
 STANDSTILL_S = 60.0
 """A router, or a whole host, may stand still for this long: its peers and clients wait for it
-wherever there is nobody else to turn to."""
+where no other peer can do the work."""
 _TICKS = 3
-"""The least number of ticks in which a silence comes to its limit."""
+"""The minimum number of ticks in which a silence comes to its limit."""
 
 Peer = TypeVar("Peer", bound=Hashable)
 
@@ -54,9 +54,9 @@ class SilenceWatch(Generic[Peer]):
     def tick(self, signs: Mapping[Peer, Hashable], now: float) -> list[Peer]:
         """Count the time since the last tick; returns the peers that are found to be silent.
 
-        ``signs``: of each peer that should speak, something that changes whenever it has spoken.
-        A peer that is not expected to speak is not silent. One that stays silent is found again
-        after another ``limit_s``.
+        ``signs`` has a value for each peer that should speak, which changes whenever the peer has
+        spoken. A peer without a value is not silent. One that stays silent is found again after
+        another ``limit_s`` seconds.
         """
         passed = 0.0 if self._at is None else max(0.0, now - self._at)
         self._at = now

@@ -2,8 +2,8 @@
 
     open ─the writer leaves, end()→ ended
 
-A commit waits for bytes, and a reserve for room and for the other ranks of this worker, beside the
-other calls.
+A commit waits for bytes. A reserve waits for room and for the other ranks of this worker. Other
+calls go on meanwhile.
 What waits when the stream ends is given up: it has done nothing yet. Owned by the control loop.
 """
 
@@ -67,7 +67,7 @@ class HandoffStream:
                 commit.add_done_callback(self._waiting.discard)
                 continue
             if request.HasField("reserve"):
-                # Asked at once: what comes behind it on the stream may be its abort.
+                # The reserve is queued at once: the next message on the stream may be its abort.
                 await self._reserve(request)
             else:
                 await self._write(self._answer(request))
@@ -89,14 +89,14 @@ class HandoffStream:
         answer.add_done_callback(self._waiting.discard)
 
     async def _reserve_in_time(self, request: Request, asked: asyncio.Future[Ticket]) -> None:
-        """Answered once there is room, and all ranks of this worker let the writer in."""
+        """Answer once there is room, and all ranks of this worker let the writer in."""
         response = Response(call=request.call)
         try:
             async with asyncio.timeout(request.timeout_ms / 1000):
                 ticket = await asked
                 opened = self._role.opened(ticket.ticket_id)
                 if opened is not None:
-                    # Others may ask for the same ticket.
+                    # Another call may wait for the same ticket.
                     await asyncio.shield(opened)
             self._promise(ticket, response.reserve)
         except TimeoutError:

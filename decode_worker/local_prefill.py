@@ -40,15 +40,19 @@ class LocalPrefill:
         *,
         keep: Callable[[Sequence], None],
         end: Callable[[Sequence], None],
-        others_wait: Callable[[], bool],
+        turn: Callable[[], int | None],
     ) -> None:
         """``keep`` is told of each sequence before it is queued; ``end`` takes it off again, if it
 
-        is there. ``others_wait``: whether writers wait for room.
+        is there. ``turn`` returns how many reserves were answered, while others wait; else None.
         """
-        self._others_wait = others_wait
         self._context = context
         self._receiver = receiver
+        self._clock = context.exchange.receiver.clock
+        """That of reserves, whose claims to room are compared with those of prompts here."""
+        self._turn = turn
+        self._went_at: int | None = None
+        """The turn in which a prompt was placed here while reserves waited."""
         self._keep = keep
         self._end = end
         self._fetcher = fetcher
@@ -126,7 +130,11 @@ class LocalPrefill:
         first: asyncio.Future[FirstToken | BatonError],
     ) -> None:
         """Take the prompt's blocks, with those that pay to bring, and queue it."""
-        self._check_turn(sequence.spec)
+        # Before the prompt is hashed.
+        spec, turn = sequence.spec, self._turn()
+        if turn is not None and turn == self._went_at and not spec.preemptions:
+            raise NoRoom("reserves wait for room here", retry_after=RETRY_AFTER_S)
+        self._receiver.check_count(spec.choices - 1, spec, self._clock())
         tiers = self._context.tiers
         if tiers is None:
             await self._place_behind(sequence, source, first)
@@ -158,12 +166,6 @@ class LocalPrefill:
         self._context.engine.pool.pin(held)
         self._queue(sequence, held, first)
 
-    def _check_turn(self, spec: SequenceSpec) -> None:
-        """What can be said before the prompt is hashed. Raises NoRoom."""
-        if self._others_wait() and not spec.preemptions:
-            raise NoRoom("others wait for room here", retry_after=RETRY_AFTER_S)
-        self._receiver.check_count(spec.choices - 1, spec, time.monotonic())
-
     def _held(self, sequence: Sequence) -> list[int]:
         """The cached blocks before the last token, whose logits are needed in any case.
 
@@ -184,7 +186,7 @@ class LocalPrefill:
 
     def _check_room(self, sequence: Sequence, held: list[int]) -> None:
         missing = self._missing(sequence, held)
-        self._receiver.check_room(missing, held, sequence.spec, time.monotonic())
+        self._receiver.check_room(missing, held, sequence.spec, self._clock())
 
     def _queue(
         self,
@@ -200,10 +202,11 @@ class LocalPrefill:
             return
         missing = self._missing(sequence, leading)
         try:
-            self._receiver.check_room(missing, [], sequence.spec, time.monotonic())
+            self._receiver.check_room(missing, [], sequence.spec, self._clock())
         except NoRoom:
             pool.release(leading)
             raise
+        self._went_at = self._turn()
         # An attempt is placed once: whatever comes late for it is refused.
         attempt = (sequence.spec.request_id, sequence.spec.attempt)
         self._receiver.blocks.book.bury(attempt, self._receiver.blocks.clock())

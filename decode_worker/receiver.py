@@ -22,7 +22,7 @@ from worker.block_receiver import BlockReceiver
 class Offer:
     """What a writer says of itself and of the sequence that it wants to hand over.
 
-    One that waits for room keeps what was found out about it, so that it is found out once.
+    An offer that waits for room keeps its hashes, so that its prompt is hashed once.
     """
 
     fingerprint: str
@@ -31,15 +31,15 @@ class Offer:
     writer: str
     spec: SequenceSpec
     deadline: float | None = None
-    """The request's, on this worker's monotonic clock; None: it counts from the promise."""
+    """In seconds of this worker's monotonic clock; None: it counts from the promise."""
     hashes: list[bytes] | None = None
-    """Of the full hash blocks of its tokens, once they were needed."""
-    least_blocks: int = 0
-    """How many must be available before it is worth while to look what of it is held."""
+    """Hashes of the full hash blocks of its tokens, once they were needed."""
+    min_blocks: int = 0
+    """How many must be available before another look at the cache is worthwhile."""
 
     @property
     def attempt(self) -> Attempt:
-        """Which one of its request."""
+        """The request's id, and the number of this attempt."""
         return self.spec.request_id, self.spec.attempt
 
 
@@ -85,15 +85,15 @@ class HandoffReceiver:
         self._incarnation = incarnation
         self._promised: dict[str, _Promised] = {}
         self._spare = 0
-        """Blocks, and places, promised to siblings."""
+        """Blocks, and as many places, promised to siblings."""
         self._room = Room(scheduler)
         blocks.listeners.append(self)
 
     def reserve(self, offer: Offer, now: float) -> Ticket:
         """Promise blocks. Raises HandoffError, NoRoom or ContextLengthExceeded.
 
-        Without room by count alone it costs nothing of the prompt's length, and what it has hashed
-        once is kept in the offer.
+        Where a count alone shows that there is no room, the prompt is not hashed. The offer keeps
+        hashes that were computed.
         """
         self.check_offer(offer)
         spec, attempt = offer.spec, offer.attempt
@@ -104,14 +104,14 @@ class HandoffReceiver:
                 return known
             raise TicketEnded(f"request {spec.request_id} attempt {spec.attempt} has a ticket")
         limits = self._scheduler.limits
-        self.check_count(max(offer.least_blocks, spec.choices - 1), spec, now)
+        self.check_count(max(offer.min_blocks, spec.choices - 1), spec, now)
         if offer.hashes is None:
             key = hash_key(self._fingerprint, spec.cache_salt)
             offer.hashes = block_hashes(spec.token_ids, limits.hash_block, key)
         hashes = offer.hashes
         pinned = self._pool.match(last_hashes(hashes, limits.hashes_per_block))
         wanted = self._blocks(spec) - len(pinned)
-        offer.least_blocks = wanted + self._pool.evictable(pinned)
+        offer.min_blocks = wanted + self._pool.evictable(pinned)
         self.check_room(wanted, pinned, spec, now)
         ticket = self.blocks.promise(
             attempt,
@@ -128,9 +128,9 @@ class HandoffReceiver:
         return ticket
 
     def check_offer(self, offer: Offer) -> None:
-        """Whether it could be taken if there were room. Raises HandoffError, TicketEnded after an
+        """Check that it could be taken if there were room.
 
-        abort, ContextLengthExceeded.
+        Raises HandoffError, ContextLengthExceeded, and TicketEnded after an abort.
         """
         own = Identity(self._incarnation, self._fingerprint, self._geometry)
         check_peer(
@@ -149,7 +149,7 @@ class HandoffReceiver:
         self.blocks.book.check_alive(offer.attempt)
 
     def _blocks(self, spec: SequenceSpec) -> int:
-        """Of its tokens, and those that its siblings write first."""
+        """Blocks of its tokens, and one that each sibling writes first."""
         return -(-len(spec.token_ids) // self._scheduler.limits.block_size) + spec.choices - 1
 
     def check_room(self, count: int, pinned: list[int], spec: SequenceSpec, now: float) -> None:
@@ -157,7 +157,7 @@ class HandoffReceiver:
         self._room.check(count, pinned, spec, promised=self._places, now=now)
 
     def check_count(self, count: int, spec: SequenceSpec, now: float) -> None:
-        """Whether there may be room, whatever of the prompt is held: see ``Room.check_count``."""
+        """Check the room without a look at the cache: see ``Room.check_count``. Raises NoRoom."""
         self._room.check_count(count, spec, promised=self._places, now=now)
 
     @property

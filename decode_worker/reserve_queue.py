@@ -1,11 +1,11 @@
-"""Writers that wait for room at a decode worker, in the order in which they are served.
+"""Reserves that wait for room at a decode worker, in the order in which they are served.
 
-    waiting ─first in line, and there is room→ served
+    waiting ─at the head of the queue, and there is room→ served
     waiting ─its caller leaves, its attempt ends, the worker takes nothing more→ gone
 
-Sequences that have lost their blocks before come first. Only the head of the line is looked at, so
-that a line of any length costs no more than one who waits, and a large prompt is not overtaken by
-small ones for ever. Plain Python, owned by the control loop.
+Sequences that have lost their blocks before come first. Only the head of the queue is looked at. So
+a queue of any length costs no more than one entry, and small prompts cannot always overtake a large
+one. Plain Python, owned by the control loop.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from baton.errors import BatonError, NoRoom
 from decode_worker.receiver import Offer
 from kvtransfer.ticket import Attempt, Ticket
 
-MOST_WAITING = 256
-"""Each of them keeps a prompt in memory."""
+MAX_WAITING = 256
+"""Reserves in the queue; each keeps a prompt in memory."""
 FULL_RETRY_S = 1.0
-"""When a writer may come back that finds the line full."""
+"""Seconds after which a writer that finds the queue full may ask again."""
 
 
 class Answer(Protocol):
-    """As a future's. One that is done is not waited for any more."""
+    """The part of a future that is used here. One that is done needs no answer any more."""
 
     def done(self) -> bool: ...
 
@@ -44,25 +44,27 @@ class _Waiting:
 class ReserveQueue:
     """See the module's text."""
 
-    def __init__(self, most: int = MOST_WAITING) -> None:
-        self._most = most
+    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
+        self._max_waiting = max_waiting
         self._preempted: deque[_Waiting] = deque()
         self._others: deque[_Waiting] = deque()
+        self.answered = 0
+        """Reserves that were answered in their turn; read only."""
 
     def __len__(self) -> int:
         return len(self._preempted) + len(self._others)
 
     def add(self, offer: Offer, answer: Answer) -> None:
-        """Raises NoRoom where too many wait."""
-        if len(self) >= self._most:
-            raise NoRoom(f"{self._most} others wait for room here", retry_after=FULL_RETRY_S)
-        line = self._preempted if offer.spec.preemptions else self._others
-        line.append(_Waiting(offer, answer))
+        """Queue an offer. Raises NoRoom where the queue is full."""
+        if len(self) >= self._max_waiting:
+            raise NoRoom(f"{self._max_waiting} others wait for room here", retry_after=FULL_RETRY_S)
+        queue = self._preempted if offer.spec.preemptions else self._others
+        queue.append(_Waiting(offer, answer))
 
     def serve(self, reserve: Callable[[Offer], Ticket]) -> None:
-        """Answer those for whom there is room. ``reserve`` raises NoRoom where there is none."""
-        while line := self._preempted or self._others:
-            waiting = line[0]
+        """Answer as many as there is room for. ``reserve`` raises NoRoom where there is none."""
+        while queue := self._preempted or self._others:
+            waiting = queue[0]
             if not waiting.answer.done():
                 try:
                     waiting.answer.set_result(reserve(waiting.offer))
@@ -70,23 +72,24 @@ class ReserveQueue:
                     return
                 except Exception as error:
                     waiting.answer.set_exception(error)
-            line.popleft()
+            queue.popleft()
+            self.answered += 1
 
     def head(self) -> Offer | None:
-        """The offer that is served next."""
-        line = self._preempted or self._others
-        return line[0].offer if line else None
+        """The offer that is served next; None where the queue is empty."""
+        queue = self._preempted or self._others
+        return queue[0].offer if queue else None
 
     def leave(self, answer: Answer) -> None:
-        """Its caller waits no more; idempotent."""
+        """Remove the entry whose caller waits no more; idempotent."""
         self._keep(lambda waiting: waiting.answer is not answer)
 
     def end(self, attempt: Attempt, error: BatonError) -> None:
-        """An attempt is over: its reserve is answered with an error, if it waits."""
+        """Answer the reserve of an attempt that is over with an error, if it waits."""
         self._refuse(error, lambda offer: offer.attempt == attempt)
 
     def close(self, error: BatonError) -> None:
-        """Nothing more is taken: all are answered with an error."""
+        """Answer all with an error: the worker takes nothing more."""
         self._refuse(error, lambda offer: True)
 
     def _refuse(self, error: BatonError, concerns: Callable[[Offer], bool]) -> None:

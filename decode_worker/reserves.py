@@ -1,6 +1,6 @@
 """Reserves at a decode worker: answered at once where there is room, else in their turn.
 
-Owned by the control loop. The line itself is ``decode_worker.reserve_queue``.
+Owned by the control loop. The queue itself is ``decode_worker.reserve_queue``.
 """
 
 from __future__ import annotations
@@ -30,18 +30,23 @@ class Reserves:
         self._serves_soon = False
 
     def __len__(self) -> int:
-        """How many wait."""
+        """The number of waiting reserves."""
         return len(self._queue)
+
+    @property
+    def answered(self) -> int:
+        """How many were answered in their turn."""
+        return self._queue.answered
 
     def ask(self, offer: Offer) -> asyncio.Future[Ticket]:
         """Promise blocks as soon as there is room, and it is the offer's turn.
 
-        A caller that cancels the future waits no more. Raises what ``reserve`` does where it need
-        not wait, and NoRoom where too many wait.
+        A caller that cancels the future waits no more. Raises what ``reserve`` raises where the
+        offer need not wait, NoRoom where the queue is full, and Unavailable while draining.
         """
         asked: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
         if self._receiver.blocks.book.find(offer.attempt) is not None:
-            # It was answered before, and the answer was lost.
+            # The reserve was answered before, and the answer was lost.
             asked.set_result(self._reserve(offer))
             return asked
         self._intake.check()
@@ -55,7 +60,7 @@ class Reserves:
         return asked
 
     def serve_soon(self) -> None:
-        """Blocks or places may have come back: serve those that wait for them."""
+        """Serve waiting reserves: blocks or places may have come back."""
         if len(self._queue) and not self._serves_soon:
             self._serves_soon = True
             asyncio.get_running_loop().call_soon(self._serve)
@@ -65,9 +70,9 @@ class Reserves:
         self._queue.serve(self._reserve)
 
     def heartbeat(self) -> None:
-        """Some room comes back without a word: blocks that others read, prefixes that are held.
+        """Look again: some room comes back without a call, as blocks that others read, or prefixes.
 
-        And nobody waits at a worker that takes nothing more.
+        All are refused at a worker that takes nothing more.
         """
         try:
             self._intake.check()
@@ -76,7 +81,7 @@ class Reserves:
             return
         head = self._queue.head()
         if head is not None:
-            head.least_blocks = 0
+            head.min_blocks = 0
             self.serve_soon()
 
     def end(self, attempt: Attempt, error: BatonError) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import defaultdict
@@ -14,6 +15,7 @@ from baton.errors import (
     BatonError,
     DeadlineExceeded,
     HandoffError,
+    Overloaded,
     TicketEnded,
     Unavailable,
     WorkerFailed,
@@ -63,7 +65,7 @@ class DecodeRole:
         )
         context.exchange.receiver.listeners.append(self)
         self.clock = context.exchange.receiver.clock
-        """By which peers are gone; deadlines are on the monotonic clock."""
+        """The clock of peers' silence; deadlines are on the monotonic clock."""
         self.closing = False
         self.local = LocalPrefill(
             context,
@@ -71,7 +73,8 @@ class DecodeRole:
             Fetcher(context, estimates or FetchEstimates()),
             keep=self._keep,
             end=self._end_local,
-            others_wait=lambda: len(self.reserves) > 0,
+            # Prompts that are computed here, and reserves that wait, take turns.
+            turn=lambda: self.reserves.answered if self.reserves else None,
         )
         self._outboxes: dict[str, Outbox] = {}
         self._spans = SequenceSpans(context.settings.slot)
@@ -127,9 +130,11 @@ class DecodeRole:
         self.context.intake.check()
         if offer.deadline is None:
             offer.deadline = time.monotonic() + offer.spec.deadline_s
-        if offer.spec.sampling.grammar is not None:
-            self.context.grammars.begin(offer.spec.sampling.grammar)
         ticket = self.receiver.reserve(offer, self.clock())
+        if offer.spec.sampling.grammar is not None:
+            # Where too many others wait to be compiled, its commit begins it.
+            with contextlib.suppress(Overloaded):
+                self.context.grammars.begin(offer.spec.sampling.grammar)
         if not self.has_work_of(offer.spec.router_id, but=ticket.ticket_id):
             # From now on it is to say more often that it lives.
             self.outbox(offer.spec.router_id).hurry()
@@ -174,7 +179,7 @@ class DecodeRole:
         spec, matcher = self.receiver.promised(ticket_id), None
         if spec is not None and spec.sampling.grammar is not None:
             deadline = self._deadlines[(spec.request_id, spec.attempt)]
-            # Compiling takes as long as it takes, and the caller says how long that may be.
+            # Compiling has no bound of its own: the caller's deadline bounds it.
             with self.receiver.blocks.holding(ticket_id, writer):
                 matcher = await self.context.grammars.ready(spec.sampling.grammar, deadline)
         return self.commit(
@@ -217,7 +222,7 @@ class DecodeRole:
         """Join a handed-off sequence and its siblings to the batch.
 
         ``logprobs`` are those of its first token, ``others`` the siblings' first tokens,
-        ``matcher`` is of its grammar. Returns the bytes that crossed the wire.
+        ``matcher`` is that of its grammar. Returns the bytes that crossed the wire.
         """
         now = time.monotonic()
         receipt = self.receiver.commit(ticket_id, writer, self.clock())

@@ -41,13 +41,13 @@ class Room:
         self._claims.drop((spec.request_id, spec.attempt))
 
     def check_ever(self, count: int) -> None:
-        """Whether there are so many blocks at all. Raises HandoffError."""
+        """Check that the worker has ``count`` blocks in total. Raises HandoffError."""
         total = self._scheduler.pool.total
         if count > total:
             raise HandoffError(f"{count} blocks wanted: this worker has {total}")
 
     def check_count(self, count: int, spec: SequenceSpec, *, promised: int, now: float) -> None:
-        """``check`` without a look at blocks: ``count`` must be available.
+        """Like ``check``, without a look at the cache: ``count`` blocks must be available.
 
         It promises nothing, and claims as ``check`` does. Raises NoRoom.
         """

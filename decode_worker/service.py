@@ -66,7 +66,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             outbox.close(reader, role.clock())
 
     def _messages(self, outputs: list[TokenOutput]) -> Iterator[decode_pb2.StreamTokensResponse]:
-        """At least one: it says that the worker lives."""
+        """At least one message: it shows that the worker lives."""
         if not outputs:
             yield self._message()
         for some in by_size(map(convert.output_to_proto, outputs)):

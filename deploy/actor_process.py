@@ -41,7 +41,7 @@ async def end_with(launcher: ProcessIdentity, redis_url: str, cluster_id: str) -
 
 
 def end_other(process: ProcessIdentity) -> None:
-    """SIGKILL for a process, if it runs here; never raises."""
+    """Send SIGKILL to a process, if it runs here. Never raises."""
     with contextlib.suppress(OSError):
         process.send(signal.SIGKILL)
 

@@ -110,10 +110,12 @@ def overload(
     factor: Annotated[
         list[float] | None,
         typer.Option(
-            help="What is offered, over the measured capacity; again for more. 0.5, 1, 3."
+            help="Offered load over the measured capacity; repeatable. Default: 0.5, 1, 3."
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="How long each is offered.")] = 60.0,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Seconds for which each load is offered.")
+    ] = 60.0,
     probe_seconds: Annotated[
         float, typer.Option(min=1, help="How long each rate is, to find the capacity.")
     ] = 20.0,

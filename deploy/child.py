@@ -14,7 +14,7 @@ from types import MappingProxyType
 from deploy.cluster_mark import ClusterMark
 
 TAIL_BYTES = 64 << 10
-"""Of a log, for what its last lines say."""
+"""The end of a log in which its last lines are looked for."""
 
 
 class Child:

@@ -42,8 +42,8 @@ _LONGEST_GAP_S = 5.0
 have stood still itself."""
 
 _STALE_S = 5.0
-"""An entry that was not renewed for so long lists nobody: only a clock of Redis that was set back
-keeps it."""
+"""An entry that was not renewed for this long lists no worker: it is only kept because the clock of
+Redis was set back."""
 
 log = logging.getLogger(__name__)
 
@@ -73,9 +73,10 @@ class Fleet:
         roll: Callable[[], Awaitable[Mapping[str, Hashable] | None]],
         actor_class: type = WorkerActor,
     ) -> None:
-        """``settings`` are those of a slot; ``roll`` tells whose workers the registry lists, each
+        """``settings`` returns those of a slot.
 
-        with something that every renewal of its entry changes; None where it cannot be asked.
+        ``roll`` returns the slots whose workers the registry lists, each with a value that every
+        renewal of its entries changes; None where the registry cannot be asked.
         """
         self._settings = settings
         self._roll = roll

@@ -60,7 +60,7 @@ class GcsWatch:
         """Until it is cancelled."""
         while True:
             await self._ask_it()
-            # The next process has as long to start.
+            # The next process has the same time to start.
             if self._silence.tick({self._gcs.pid: self._answers}, time.monotonic()):
                 self._report(f"gcs has not answered for {self._most_s:.0f} s; it is ended")
                 self._gcs.kill()

@@ -1,4 +1,4 @@
-"""What is asked of a Redis that the operator names: that it answers, and evicts no keys."""
+"""Checks of a Redis that the operator names: it must answer, and should evict no keys."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _PING_S = 3.0
 
 
 async def check_redis(url: str, flag: str = "--redis-url") -> str:
-    """Make sure that the operator's server answers. Raises ConfigError with the reason.
+    """Check that the operator's server answers. Raises ConfigError with the reason.
 
-    Returns what the operator is to know of it, empty where it evicts no keys.
+    Returns advice for the operator, empty where the server evicts no keys.
     """
     where = _without_password(url)
     try:
@@ -32,14 +32,14 @@ async def check_redis(url: str, flag: str = "--redis-url") -> str:
 
 
 async def eviction_policy(client: redis.asyncio.Redis) -> str | None:
-    """By which a server evicts keys: ``noeviction`` where none, None where it does not say.
+    """A server's eviction policy: ``noeviction`` where it evicts none, None where it does not say.
 
     Raises ``redis.RedisError``.
     """
     try:
         memory = await client.info("memory")
     except redis.ResponseError:
-        # Not to this user, or not at all: managed servers keep much to themselves.
+        # INFO is forbidden to this user, or to all users, as on some managed servers.
         return None
     if memory.get("maxmemory") == 0:
         return "noeviction"
@@ -48,7 +48,7 @@ async def eviction_policy(client: redis.asyncio.Redis) -> str | None:
 
 
 def eviction_advice(policy: str | None) -> str:
-    """What an operator is to do about an ``eviction_policy``; empty where that is nothing."""
+    """What an operator should do about an ``eviction_policy``; empty where that is nothing."""
     if policy == "noeviction":
         return ""
     if policy is None:
@@ -58,7 +58,7 @@ def eviction_advice(policy: str | None) -> str:
         )
     return (
         f"evicts keys when its memory is full (maxmemory-policy {policy}), and workers and cached"
-        " blocks are unknown until they are told again: CONFIG SET maxmemory-policy noeviction"
+        " blocks are unknown until they are written again: CONFIG SET maxmemory-policy noeviction"
     )
 
 

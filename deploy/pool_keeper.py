@@ -4,7 +4,7 @@ A slot is a place in a pool, ``prefill-0``; lives of workers follow one another 
 
     idle ─wanted, nobody there→ starting ─serves→ running ─serves for HEALTHY_S→ running, forgiven
     starting, running ─gone→ waiting (backing off, or in a crash loop) ─its pause is over→ starting
-    starting ─for START_S→ ending;  running ─silent for SILENCE_S, as its owner has looked→ ending
+    starting ─for START_S→ ending;  running ─silent for SILENCE_S of its owner's looks→ ending
     ending ─gone→ waiting
     running ─it drains→ draining ─gone→ starting, at once: no death
     running ─not wanted→ leaving (drained; ended after LEAVE_S) ─gone→ forgotten

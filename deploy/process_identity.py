@@ -1,7 +1,7 @@
-"""Which process one is, whatever the wall clock says: by its pid, start ticks and boot id.
+"""Identify a process, whatever the wall clock shows: by its pid, start ticks and boot id.
 
 The kernel counts the ticks at which a process starts from its own boot, so that no step of the wall
-clock moves them. The time since the epoch, which psutil computes of them, moves with each step.
+clock moves them. The time since the epoch, which psutil computes from them, moves with each step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PROC = Path("/proc")
 _STATE, _START_TICKS = 0, 19
 """Places in /proc/<pid>/stat of fields 3 and 22, counted from behind the name."""
 _ENDED = ("Z", "X")
-"""A zombie waits for its parent alone."""
+"""States of a process that has ended: a zombie only waits for its parent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,13 @@ class ProcessIdentity:
 
     pid: int
     start_ticks: int
-    """Clock ticks from the boot to its start: a pid alone may be another's by now."""
+    """Clock ticks from the boot to its start: its pid may belong to another process by now."""
     space: str
     """Where that pid means this process; see ``pid_space``."""
 
     @classmethod
     def own(cls) -> ProcessIdentity:
-        """That of this process. Raises OSError where the system does not tell."""
+        """That of this process. Raises OSError where /proc cannot be read."""
         return cls.of(os.getpid())
 
     @classmethod
@@ -53,7 +53,7 @@ class ProcessIdentity:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it is known to be: of one on another machine nothing can be seen."""
+        """Whether it is known to have ended; False of one that cannot be seen from here."""
         return self._is_seen_to(run=False)
 
     def _is_seen_to(self, *, run: bool) -> bool:
@@ -75,7 +75,7 @@ class ProcessIdentity:
 
 @cache
 def pid_space() -> str:
-    """Names the boot of the machine, and the container, within which process ids mean the same."""
+    """Name of the boot and of the pid namespace within which a pid means one process."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{(_PROC / 'self/ns/pid').readlink()}"
@@ -85,6 +85,6 @@ def pid_space() -> str:
 
 def _look(pid: int) -> tuple[str, int]:
     """State and start ticks. Raises OSError for a process that is not there."""
-    # The name is in brackets, and may contain anything.
+    # The name is in parentheses, and may contain anything.
     fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b") ")[2].decode().split()
     return fields[_STATE], int(fields[_START_TICKS])

@@ -1,4 +1,4 @@
-"""The store: an embedded Valkey server of our own. One that the operator names: ``own_redis``.
+"""The store: an embedded Valkey server. ``own_redis`` checks one that the operator names.
 
 States of the embedded server: new → running → (died → running, on the same port) → stopped.
 The registry's keeps nothing on disk: workers register again and send their index snapshots again.

@@ -60,8 +60,8 @@ log = logging.getLogger(__name__)
 class WorkerLoop(asyncio.SelectorEventLoop):
     """An event loop that looks names up on threads of its own.
 
-    Of a resolver that hangs, each attempt to reach Redis by name leaves a thread behind for as long
-    as that takes. They must not be those on which grammars are compiled and transports close.
+    While a resolver hangs, each attempt to reach Redis by name takes a thread. Those threads must
+    not be the ones on which grammars are compiled and transports close.
     """
 
     def __init__(self) -> None:
@@ -69,12 +69,12 @@ class WorkerLoop(asyncio.SelectorEventLoop):
         self._resolver = ThreadPoolExecutor(_RESOLVER_THREADS, "resolver")
 
     async def getaddrinfo(self, *args: Any, **options: Any) -> list[Any]:
-        """As ``socket.getaddrinfo``. A call that finds no thread waits; it may be cancelled."""
+        """As ``socket.getaddrinfo``. A call waits for a free thread; it may be cancelled."""
         look_up = partial(socket.getaddrinfo, *args, **options)
         return await self.run_in_executor(self._resolver, look_up)
 
     def close(self) -> None:
-        """As of any loop. A thread that hangs is not waited for."""
+        """Close the loop, without waiting for a thread that hangs."""
         super().close()
         self._resolver.shutdown(wait=False, cancel_futures=True)
 

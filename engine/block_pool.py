@@ -37,9 +37,9 @@ class BlockCounts:
 
 
 class CacheWatcher(Protocol):
-    """What copies cached blocks elsewhere. What it does must not change the pool.
+    """Copies cached blocks elsewhere. It must not change the pool.
 
-    It hears of each change beforehand: where it raises, the pool stays as it was.
+    It is called before each change. Where it raises, the pool stays as it was.
     """
 
     def idle(self, block: int) -> None:
@@ -139,7 +139,7 @@ class BlockPool:
         return blocks
 
     def _evict(self) -> None:
-        """The cached block that is longest unused becomes free."""
+        """Free the cached block that is least recently used."""
         block = next(iter(self._cached))
         if self.watcher is not None:
             self.watcher.evicted(block)

@@ -38,7 +38,7 @@ class FindableBlocks:
             if holder != own:
                 self._pool.pin([holder])
                 sequence.block_table[index] = holder
-                # Its own until it is given back.
+                # The block stays the sequence's until it is released: that may raise.
                 sequence.spare.append(own)
                 self._pool.release([own])
                 sequence.spare.remove(own)

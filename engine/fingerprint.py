@@ -1,11 +1,11 @@
-"""A model folder's name by its contents: every byte of its weights counts.
+"""The fingerprint of a model folder: every byte of its weights counts.
 
-Files are hashed by threads of their own while the weights load. What was found is kept in
+Files are hashed by threads of their own while the weights load. Hashes are kept in
 ``<folder>/fingerprints.json``, by what the kernel says of the file: device, inode, size, and the
 times of its last change of contents and of inode. Writing to a file in place, or moving another one
-there, changes at least one of these; the time of the inode's change cannot be set by a program. A
-file that changed within the last moments is not kept: it could change again within one tick of the
-file system's clock. So is one that changes while it is read.
+there, changes at least one of these: no program can set the time of the inode's change. The hash of
+a file that has just changed is not kept, since the file could change again within one tick of the
+file system's clock. Nor is the hash of a file that changes while it is read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Hashes: TypeAlias = dict[str, str]
 
 
 class Fingerprint:
-    """Found in the background, from the beginning of the ``with`` block until its end at most."""
+    """Computed in the background while a ``with`` block runs; the block's end stops it."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Fingerprint:
     ) -> None:
         """``files`` are the weights', all of one folder; ``cache`` is where hashes are kept.
 
-        ``clock`` gives nanoseconds as the times of files do.
+        ``clock`` returns nanoseconds since the epoch, as the times of files are.
         """
         self._files = files
         self._begin = f"{dtype}:{quantization}:"
@@ -60,7 +60,7 @@ class Fingerprint:
         self._found: Future[str] = Future()
 
     def __enter__(self) -> Fingerprint:
-        # A daemon: a start that fails waits for no hash.
+        # A daemon thread: a start that fails does not wait for a hash.
         threading.Thread(target=self._run, name="fingerprint", daemon=True).start()
         return self
 
@@ -68,7 +68,10 @@ class Fingerprint:
         self._stopped.set()
 
     def result(self) -> str:
-        """32 hex digits; waits for them. Raises ConfigError where a file cannot be read."""
+        """32 hex digits; blocks until they are known.
+
+        Raises ConfigError where a file cannot be read, or the ``with`` block has ended before.
+        """
         return self._found.result()
 
     def _run(self) -> None:
@@ -151,7 +154,7 @@ def _load(path: Path) -> Hashes:
 
 
 def _keep(path: Path, new: Hashes) -> None:
-    """Another process may keep others at once: what is lost so is hashed again."""
+    """Add to the kept hashes. What another process overwrites meanwhile is hashed again."""
     every: Iterable[tuple[str, str]] = (_load(path) | new).items()
     draft = path.with_suffix(f".{os.getpid()}.draft")
     with contextlib.suppress(OSError):

@@ -88,9 +88,9 @@ def make_sequence(
 
 
 def compile_grammar(engine: Engine, sequence: Sequence) -> None:
-    """Have a sequence follow its grammar, if it has one. Compiles here and now: a worker's
+    """Make a sequence follow its grammar, if it has one. Raises InvalidGrammar.
 
-    sequences get their matchers from its gate. Raises InvalidGrammar.
+    Compiles in the caller's thread. In a worker, sequences get their matchers from its gate.
     """
     grammar = sequence.spec.sampling.grammar
     if grammar is not None:

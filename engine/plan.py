@@ -26,7 +26,7 @@ class NewSequence:
     embeds: bool = False
     """Whether its embedding is wanted, with the next token."""
     matcher: TokenMatcher | None = None
-    """Of its grammar, at the start of the answer; the engine follows a copy of it."""
+    """That of its grammar, at the start of the answer; the engine follows a copy of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,5 +98,5 @@ class StepResult:
     embeddings: tuple[tuple[float, ...] | None, ...] = ()
     """fp32 [hidden_size] of a row whose sequence is embedded; empty if there is none."""
     left_out: tuple[int, ...] = ()
-    """Rows that were not computed, by their place in the plan: a step before failed, and their
+    """Rows that were not computed, by their place in the plan: an earlier step failed, and their
     sequences lack its tokens."""

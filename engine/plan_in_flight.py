@@ -1,4 +1,4 @@
-"""A plan that the engine has, and how much of its end the scheduler has taken in. Plain Python."""
+"""A plan that the engine has, and how much of its result the scheduler has. Plain Python."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from engine.sequence import Sequence
 
 
 class PlanInFlight:
-    """One scheduler's.
+    """A plan of one scheduler.
 
     Its sequences land one after another. Each is counted once, even where taking in the result of
-    one of them fails: ``Scheduler.fail`` goes on behind it.
+    one of them fails: ``Scheduler.fail`` goes on behind that one.
     """
 
     __slots__ = ("_landed", "copied", "rows", "stayed")
@@ -22,13 +22,13 @@ class PlanInFlight:
         self.copied = copied
         """Blocks that it copies from, which are pinned until its end."""
         self.stayed: list[Sequence] = []
-        """Of those that have landed the ones that had not left before, and what they began."""
+        """Sequences that had not left when they landed, and the siblings that they began."""
         self._landed = 0
 
     def land(self, left: Container[Sequence]) -> int | None:
-        """The place of the next sequence, which is in flight once less; None: all have landed.
+        """Land the next sequence and return its place; None: all have landed.
 
-        ``left`` are those that have left the scheduler.
+        ``left`` has the sequences that have left the scheduler.
         """
         place = self._landed
         if place == len(self.rows):

@@ -45,10 +45,10 @@ class ModelRunner:
         embedder: Embedder | None = None,
         copy: CopyBlocks | None = None,
     ) -> None:
-        """``vocab_size`` is what grammars' masks have; 0 where there are no grammars. Without
+        """``vocab_size``: tokens that a grammar's mask has; 0 where there are no grammars.
 
-        ``speculation`` each sequence gets one token a step; without ``embedder`` none can be
-        embedded. ``copy`` copies blocks, where they are not copied in this cache alone.
+        Without ``speculation`` each sequence gets one token a step; without ``embedder`` none can
+        be embedded. ``copy`` copies blocks, where they are not copied in this cache alone.
         """
         self.model = model
         self.cache = cache
@@ -151,10 +151,10 @@ class ModelRunner:
         self._grammars.learn(new)
 
     def _computable(self, plan: StepPlan) -> tuple[StepPlan, tuple[int, ...]]:
-        """The plan without the rows that cannot be computed, and their places.
+        """The plan without the rows that cannot be computed, and the places of those rows.
 
-        It was planned behind a step that has failed: for a token that never came, or a sequence
-        that was not learned. Raises RuntimeError where no row is left.
+        Such a row was planned behind a step that has failed. It needs a token that never came, or
+        a sequence that the runner does not know. Raises RuntimeError where no row is left.
         """
         left_out = tuple(place for place, row in enumerate(plan.rows) if not self._has_tokens(row))
         if not left_out:

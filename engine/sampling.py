@@ -54,10 +54,10 @@ class SampleRow:
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """What may not be drawn here: those that are held back, and the last tokens of bad words
+        """Tokens that may not be drawn here: ``held_back``, and the last tokens of bad words whose
 
-        whose other tokens have just come. None where nothing else may be drawn: what the tokens
-        that are allowed and the grammar's mask leave is drawn then.
+        other tokens have just come. Empty where these are all that the allowed tokens and the
+        grammar's mask leave: one of them is drawn then.
         """
         ends = (word[-1] for word in self.sampling.bad_words if self._ends_with(word[:-1]))
         found = (*self.held_back, *ends)

@@ -14,9 +14,9 @@ A sequence's life here:
 Blocks of a sequence that ends are released when no plan in flight names it any more: until then the
 engine may still write to them. Plain Python, owned by the control loop; up to two plans in flight.
 
-Where a call in here raises (for example, MemoryError), the scheduler goes on. What a method
-changes, it changes at once, behind all calls that may raise. Blocks that are to be given back stay
-noted until they are. A plan whose result cannot be taken in is in flight until ``fail`` ends it.
+Where a call in here raises (for example, MemoryError), the scheduler can go on: a method changes
+its state at once, after all calls that may raise. Blocks that must be released stay noted until
+they are. A plan whose result cannot be taken in is in flight until ``fail`` ends it.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class Scheduler:
         """Whether a sequence that loses its blocks has them back here sooner than elsewhere."""
         self._leaving: set[Sequence] = set()
         self._giving_back: dict[Sequence, None] = {}
-        """Those that leave, or were preempted, and still have blocks: a plan in flight may write to
-        them."""
+        """Sequences that leave, or were preempted, and still have blocks.
+
+        A plan in flight may write to those."""
         self._handed_back: list[Sequence] = []
         self._expired: list[Sequence] = []
         self._dropped: list[int] = []
@@ -179,7 +180,7 @@ class Scheduler:
         self._leaving.discard(sequence)
 
     def _release_all_idle(self) -> None:
-        """Give back what is no longer in flight; an error may have kept it here."""
+        """Release sequences that are no longer in flight; an error may have kept their blocks."""
         for sequence in tuple(self._giving_back):
             self._release_if_idle(sequence)
 
@@ -268,10 +269,10 @@ class Scheduler:
         return bool(self._giving_back)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take the blocks of one that runs, or that waits.
+        """Take the blocks of a running or waiting sequence.
 
         Where it may be handed back it goes on elsewhere, unless its blocks come back here sooner:
-        here it would be computed again beside those that decode.
+        here it would be computed again beside decoding sequences.
         """
         if sequence.may_be_handed_back and not self.stays(sequence):
             self._leave(sequence, handed_back=True)
@@ -422,8 +423,8 @@ class Scheduler:
             self.remove(sequence)
         self._unpin(flight)
         self._release_all_idle()
-        # The engine may not have heard of these: they are dropped again, but for those that have
-        # come back meanwhile.
+        # The engine may not have dropped these: they are dropped again, except for sequences that
+        # have come back meanwhile.
         every = (*self.running, *self.waiting, *self.held, *self._leaving)
         known = {sequence.sequence_id for sequence in every if sequence.known_to_engine}
         self._dropped += [number for number in plan.dropped if number not in known]

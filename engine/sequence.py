@@ -114,9 +114,9 @@ class Sequence:
         self.matcher: TokenMatcher | None = None
 
     def follow(self, matcher: TokenMatcher | None) -> None:
-        """Have the answer, and those of the siblings, match a grammar: before it is queued.
+        """Make the answer, and those of the siblings, match a grammar. Call it before queueing.
 
-        ``matcher`` is at the start of an answer. Others only copy it.
+        ``matcher`` is at the start of an answer. It is only copied.
         """
         for choice in (self, *self.siblings):
             choice.matcher = matcher

@@ -20,4 +20,4 @@ class SequenceUpdate:
     failure: str = ""
     """Not empty: the sequence could not go on and has ended, and why."""
     lost: bool = False
-    """It has ended, since a step before failed whose tokens it lacks."""
+    """It has ended: an earlier step failed, and it lacks the tokens of that step."""

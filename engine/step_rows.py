@@ -66,7 +66,7 @@ class StepRows:
         return StepPlan(step, tuple(new), dropped, rows, tuple(copies))
 
     def mark_planned(self) -> None:
-        """Its sequences count as scheduled from now on. Calls nothing: all of them or none."""
+        """Count all of its sequences as scheduled. Nothing in here raises: all of them or none."""
         for (sequence, row), highest in zip(self.rows, self._highest, strict=True):
             sequence.copy_of = None
             sequence.known_to_engine = True

@@ -288,7 +288,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def fingerprint(folder: Path, dtype: str, quantization: str = "auto") -> Fingerprint:
-    """A name for the weights, their type and quantisation, and the tokenizer.
+    """The fingerprint of the weights, their type and quantization, and the tokenizer.
 
     Raises ConfigError where there are no weights.
     """

@@ -59,7 +59,7 @@ class TicketKeeper(Protocol):
 
     @property
     def clock(self) -> Callable[[], float]:
-        """By which leases lapse, and peers are silent; in seconds."""
+        """The clock of leases and of peers' silence, in seconds."""
 
     def begin_copy(
         self,

@@ -81,7 +81,7 @@ class Ticket:
         self.state = TicketState.RESERVED
         self.copies = 0
         self._holds = 0
-        """Commits that wait; their writer renews nothing any more, for all has landed."""
+        """Waiting commits. Their writer renews nothing any more, since all bytes have landed."""
         self._shares = {share.share.source_rank: share for share in shares}
         self._awaited = {rank: self._all_of(rank) for rank in self._shares or (0,)}
         """By the writer's rank: of each missing block the runs of bytes, (start, end), that nobody
@@ -136,16 +136,16 @@ class Ticket:
             self.expires_at = now + self.lease_s
 
     def hold(self, writer: str) -> None:
-        """A commit waits for the receiver itself: until ``let_go`` the lease does not lapse.
+        """Keep the lease until ``let_go``: a commit waits for the receiver itself.
 
-        Raises TicketEnded where it is not open for that writer.
+        Raises TicketEnded where the ticket is not open for that writer.
         """
         if not self.is_open or writer != self.writer:
             raise TicketEnded(f"ticket {self.ticket_id} is not open for {writer}")
         self._holds += 1
 
     def let_go(self, now: float) -> None:
-        """The commit waits no longer: a whole lease begins."""
+        """End one ``hold``: a whole lease begins."""
         self._holds -= 1
         self.renew(now)
 

@@ -66,7 +66,7 @@ class OverloadSettings:
     scale_length: float
     """What lengths are divided by."""
     factors: tuple[float, ...]
-    """Of the measured capacity, that are offered."""
+    """Offered loads over the measured capacity."""
     seconds: float
     probe_seconds: float
     """Of each rate when the capacity is looked for."""
@@ -166,9 +166,9 @@ async def measure(
     mode: Mode,
     before: Overload | None,
 ) -> Overload:
-    """Drive the cluster at ``base_url``, whose SLOs are those of the defaults. ``before`` has the
+    """Drive the cluster at ``base_url``, whose SLOs are those of the defaults.
 
-    capacity and other rows; None: the capacity is looked for.
+    ``before`` has the capacity and the rows of other modes; None: the capacity is looked for.
 
     Raises Unavailable where it answers nothing well.
     """
@@ -180,11 +180,11 @@ async def measure(
         driver = _Driver(http, trace, config, await _most_tokens(http), say)
         await driver.run(_FIRST_RATE, _WARM_UP_S)
         capacity = await _find_capacity(driver, settings) if before is None else before.capacity
-        most = capacity.goodput_per_s
+        capacity_per_s = capacity.goodput_per_s
         rows = () if before is None else before.rows
         for factor in settings.factors:
-            load = await driver.run(factor * most, settings.seconds)
-            rows += (Row(mode, factor, load, load.goodput_per_s / most),)
+            load = await driver.run(factor * capacity_per_s, settings.seconds)
+            rows += (Row(mode, factor, load, load.goodput_per_s / capacity_per_s),)
     return Overload(capacity, rows, config.slo_ttft_s * 1e3, config.slo_tpot_s * 1e3)
 
 
@@ -338,7 +338,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def draw(found: Overload) -> Table:
-    """A line for each load of each mode."""
+    """A row for each load of each mode."""
     table = whole_table(
         *("mode", "of capacity", "offered/s", "good/s", "TTFT p50, ms", "p99", "TPOT p99, ms"),
         *("refused", "counted", "failed", "hung", "Retry-After p50, s"),

@@ -53,8 +53,8 @@ class PrefillRole:
             self.run, context.control.load, Beats.of(context.settings.config)
         )
         self._places = asyncio.Semaphore(context.settings.pool.max_sequences)
-        self._lines: WeakValueDictionary[Peer, asyncio.Semaphore] = WeakValueDictionary()
-        """By receiver, while any handoff to it is under way."""
+        self._handoffs: WeakValueDictionary[Peer, asyncio.Semaphore] = WeakValueDictionary()
+        """Bounds of handoffs by receiver, while any handoff to it is under way."""
 
     def mount(self, server: grpc.aio.Server) -> None:
         """Add PrefillService."""
@@ -120,23 +120,23 @@ class PrefillRole:
             return
         handoff = Handoff(self.context, spec, peer, self._staging, deadline=deadline)
         async with (
-            _taken(self._line(peer), deadline),
+            _taken(self._handoff_bound(peer), deadline),
             aclosing(self._run(sequence, handoff, source, deadline)) as responses,
         ):
             async for response in responses:
                 yield response
 
-    def _line(self, peer: Peer) -> asyncio.Semaphore:
-        """What bounds the handoffs to one receiver, those that wait for its room included.
+    def _handoff_bound(self, peer: Peer) -> asyncio.Semaphore:
+        """What bounds the handoffs to one receiver, waiting reserves included.
 
-        Each receiver has a line of its own: one without room holds up no prompt for another. And
-        no more of its blocks are promised ahead of the prompts' computing than one batch takes.
+        Each receiver has a bound of its own: one without room holds up no prompt for another. And
+        at most one batch of its blocks is promised before the prompts are computed.
         """
-        line = self._lines.get(peer)
-        if line is None:
-            line = asyncio.Semaphore(self.context.settings.pool.max_sequences)
-            self._lines[peer] = line
-        return line
+        bound = self._handoffs.get(peer)
+        if bound is None:
+            bound = asyncio.Semaphore(self.context.settings.pool.max_sequences)
+            self._handoffs[peer] = bound
+        return bound
 
     async def _run(
         self,
@@ -149,8 +149,8 @@ class PrefillRole:
         place = AsyncExitStack()
         try:
             if handoff is not None:
-                # Never computed without blocks that wait for it, and no place is taken until then:
-                # whoever has one waits for nothing but its prompt, so that places come free.
+                # No prompt is computed without blocks that wait for it, and no place is taken until
+                # then: a prompt with a place waits for nothing else, so that places come free.
                 await handoff.reserve()
                 sequence.takes_prompt = not handoff.without_drafter
             await place.enter_async_context(_taken(self._places, deadline))
@@ -213,7 +213,7 @@ class PrefillRole:
     async def _end(
         self, sequence: Sequence, handoff: Handoff | None, place: AsyncExitStack
     ) -> None:
-        """Its blocks, and its place, are given back once nobody reads them here."""
+        """Give back its blocks and its place once no reader of the blocks is left here."""
         if handoff is not None:
             await handoff.close()
         self.context.control.remove(sequence)
@@ -324,7 +324,10 @@ class PrefillRole:
 
 @asynccontextmanager
 async def _taken(places: asyncio.Semaphore, deadline: float) -> AsyncIterator[None]:
-    """One of some places, as long as this lasts. Raises DeadlineExceeded."""
+    """Hold one of ``places``. ``deadline`` is in seconds of the monotonic clock.
+
+    Raises DeadlineExceeded.
+    """
     try:
         async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
             await places.acquire()

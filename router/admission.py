@@ -1,4 +1,4 @@
-"""Which requests get in, in what order, and when they are passed on to the workers.
+"""Which requests are accepted, in what order, and when they are sent to the workers.
 
     offered ─a bound, no place→ refused
     offered → waiting ─its turn, and room→ sent ─first token→ begun → gone
@@ -11,8 +11,8 @@ deadline is refused where its answer is predicted to end later. Where the applic
 more work comes than can be done: at a lower load the queue shortens by itself, and a late answer is
 better than none.
 
-While requests are refused for time, one a second is let through all the same: what was learned may
-be wrong, and a refused request corrects nothing.
+While requests are refused for time, one a second is accepted all the same: what was learned may be
+wrong, and a refused request corrects nothing.
 
 Background requests stand in a queue of their own, behind all others: they are sent while no other
 request waits and ``router.background_slack`` finds slack.
@@ -45,9 +45,9 @@ SLACK_S = 0.1
 MIN_PACED_TOKENS = 8
 """The time per token of a shorter answer is that of its handoff more than that of decoding."""
 MIN_RETRY_S = 0.1
-"""No client is told to come back earlier."""
+"""The minimum ``Retry-After``."""
 CAUTION = 1.25
-"""A predicted wait counts this much against an SLO: the longer, the more may come otherwise."""
+"""Factor of a predicted wait against an SLO: the longer the wait, the less certain it is."""
 LOOK_S = 0.04
 """How often all that wait are looked through for those that are too late."""
 
@@ -64,7 +64,7 @@ class Applicant:
     max_tokens: int
     """Most tokens of the answer."""
     slo_s: float = math.inf
-    """Its first token is wanted within this many seconds; infinite where it may wait."""
+    """Its first token should come within this many seconds; infinite where it may wait."""
     deadline_s: float = math.inf
     """Seconds from now by which the answer must have ended."""
     own_deadline: bool = False
@@ -100,13 +100,13 @@ class Admission:
         config: Config,
         refuse: Callable[[str, BatonError], None],
     ) -> None:
-        """``weights`` of the tenants. ``refuse`` hears the id of each request that was waiting and
+        """``weights`` are those of the tenants.
 
-        gets no turn, and why. In ``slo`` mode prompts are passed on only as fast as the times per
-        token allow.
+        ``refuse`` gets the id of each waiting request that gets no turn, and the reason. In ``slo``
+        mode prompts are sent only as fast as the times per token allow.
         """
         self._queue: FairQueue[_Request] = FairQueue(weights, config.max_waiting_requests)
-        # Not bounded: who offers background requests bounds their number.
+        # Not bounded here: the source of background requests bounds their number.
         self._behind: FairQueue[_Request] = FairQueue(weights, sys.maxsize)
         self._entries: dict[str, Entry[_Request]] = {}
         self._max_queue_s = config.max_queue_s
@@ -133,12 +133,12 @@ class Admission:
 
     @property
     def speed(self) -> float | None:
-        """Work that the prefill workers do in a second, as seen while requests waited."""
+        """Work per second of all prefill workers, seen while requests waited; None: not known."""
         return self._prefill.learned_speed
 
     @property
     def tpot_s(self) -> float:
-        """The mean time of a further token; 0 where it is not known."""
+        """The mean time of a further token in seconds; 0 where it is not known."""
         return self._decode.tpot_s
 
     def waiting(self, tenant: str) -> int:
@@ -286,9 +286,9 @@ class Admission:
     # Time
 
     def _turn_s(self, entry: Entry[_Request], capacity: Capacity, now: float) -> float:
-        """Until a worker takes its prompt up: behind those that go before it, once there is a place
+        """Seconds until a worker takes its prompt up: after the prompts that go before it, and once
 
-        at a decode worker.
+        there is a place at a decode worker.
         """
         ahead_s = [one.item.work_s for one in self._queue.ahead(entry)]
         waits = [
@@ -301,7 +301,7 @@ class Admission:
         return max(waits)
 
     def _check_time(self, request: _Request, turn_s: float, now: float) -> None:
-        """Raises DeadlineUnreachable, Overloaded."""
+        """Refuse what would be late, except for probes. Raises DeadlineUnreachable, Overloaded."""
         applicant = request.applicant
         own_s = self._prefill.own_s(request.work_s)
         error = self._refusal(request, turn_s, own_s, now)
@@ -354,7 +354,7 @@ class Admission:
             self._drop(entry, now)
 
     def _is_late(self, request: _Request, free_s: float, now: float) -> bool:
-        """Whether it need not be sent any more; a worker is free for it after ``free_s``."""
+        """Whether it is too late to send it; a worker is free for it after ``free_s`` seconds."""
         applicant = request.applicant
         waited_s = now - request.offered_at
         if waited_s >= applicant.deadline_s:
@@ -366,7 +366,7 @@ class Admission:
             return False
         if applicant.own_deadline:
             return True
-        # The only one that waits takes no other request's time.
+        # The only waiting request takes no other request's time.
         return len(self._queue) > 1 and self._is_overloaded(now)
 
     def _drop(self, entry: Entry[_Request], now: float) -> None:
@@ -379,7 +379,7 @@ class Admission:
         self._refuse(entry.item.applicant.request_id, error)
 
     def _space(self, work_s: float, now: float) -> None:
-        """Let the time pass that this work takes at the present pace."""
+        """Hold back the next prompt for the time that this work takes at the present pace."""
         if self._pace.share < 1.0:
             paced_s = work_s / (self._prefill.speed * self._pace.share)
             self._not_before = max(now - SLACK_S, self._not_before) + paced_s

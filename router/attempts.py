@@ -122,9 +122,9 @@ class Attempts:
             await asyncio.wait(self._background, timeout=timeout_s)
 
     def is_dead(self, worker: str) -> bool | None:
-        """Whether a worker that was lost has died, which is known once the registry does not list
+        """Whether a lost worker has died. None: it is not known yet.
 
-        it any more and it cannot be reached. None: it is not known yet.
+        A death is known once the registry does not list the worker and it cannot be reached.
         """
         link = self._links.get(worker)
         if link is None:

@@ -1,4 +1,4 @@
-"""Whether there is slack for background requests: what comes next may hardly feel them.
+"""Whether there is slack for background requests, so that they hardly delay other requests.
 
 Plain Python; ``now`` is passed in. Owned by one event loop.
 """
@@ -11,25 +11,25 @@ from router.decode_room import Answer, DecodeRoom
 from router.prefill_forecast import PrefillForecast
 
 RESERVE_SHARE = 0.25
-"""Of the decode workers' places and blocks, background requests leave so much to others."""
+"""The share of the decode workers' places and blocks that is left to other requests."""
 MAX_TPOT_SHARE = 0.7
-"""They are let in while a decode step takes no more of the SLO's time than this."""
+"""They are sent while a decode step takes no more than this share of the SLO's time per token."""
 WINDOW_S = 0.01
-"""Of their prompts more than one a worker lies at the prefill workers only where all of them take
-no longer than this. Measured (docs/batches.md): more of them hurt others, and gain little."""
+"""Each prefill worker gets more than one of their prompts only where all of them take no longer
+than this. Measured (docs/batches.md): more of them hurt others, and gain little."""
 
 
 class BackgroundSlack:
     """See the module's text."""
 
     def __init__(
-        self, prefill: PrefillForecast, decode: DecodeRoom, slo_tpot_s: float, most: int
+        self, prefill: PrefillForecast, decode: DecodeRoom, slo_tpot_s: float, max_sent: int
     ) -> None:
-        """At most ``most`` background requests are with the workers at a time."""
+        """At most ``max_sent`` background requests are with the workers at a time."""
         self._prefill = prefill
         self._decode = decode
         self._slo_tpot_s = slo_tpot_s
-        self._share = BackgroundShare(most)
+        self._share = BackgroundShare(max_sent)
         self._sent: set[str] = set()
 
     def look(self, capacity: Capacity, now: float, *, others_wait: bool) -> None:
@@ -38,7 +38,7 @@ class BackgroundSlack:
             self._share.hurt(now)
 
     def takes(self, answer: Answer, work_s: float, capacity: Capacity, now: float) -> bool:
-        """Whether one more may go, of that much prefill work in seconds."""
+        """Whether one more may be sent, with ``work_s`` seconds of prefill work."""
         if not self._share.allows(len(self._sent), now):
             return False
         if self._decode.is_empty and not capacity.decode_sequences:
@@ -48,11 +48,11 @@ class BackgroundSlack:
         )
 
     def sent(self, request_id: str) -> None:
-        """One goes to the workers. ``left`` is to follow, once."""
+        """Note that one goes to the workers. ``left`` must follow, once."""
         self._sent.add(request_id)
 
     def left(self, request_id: str, now: float, *, finished: bool) -> bool:
-        """A request has gone; whether it was one of these."""
+        """Note that a request has gone. Returns whether it was one of these."""
         if request_id not in self._sent:
             return False
         self._sent.remove(request_id)

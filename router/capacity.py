@@ -1,4 +1,4 @@
-"""The workers as admission sees them: from their snapshots, and without what was promised since."""
+"""The workers as admission sees them: by their snapshots, without later promises."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MIN_WORK_S = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Blocks are those of the prefix index."""
+    """What the workers have. Blocks are those of the prefix index."""
 
     block_size: int
     prefill_workers: int
@@ -23,7 +23,7 @@ class Capacity:
     total_blocks: tuple[int, ...]
     """Of each decode worker."""
     step_s: float = 0.0
-    """A decode step of the slowest decode worker, as last measured, in seconds; 0: not known."""
+    """Seconds of a decode step of the slowest decode worker, as last measured; 0: not known."""
     prefill_cost: Coefficients = PREFILL_DEFAULT
     """The mean of the prefill workers' cost models (``router.cost_model``)."""
 

@@ -1,4 +1,4 @@
-"""Places and blocks of the decode workers that are promised, and how long answers take.
+"""Promised places and blocks of the decode workers, and how long answers take.
 
     sent ─first token→ begun → gone
 
@@ -28,7 +28,7 @@ class Answer:
     expected_tokens: int
     choices: int
     blocks: int = 0
-    """Promised to it, beyond what snapshots show."""
+    """Blocks promised to it, beyond what snapshots show."""
     begun_at: float | None = None
     generated: int = 0
     """Tokens of the first choice."""
@@ -63,9 +63,9 @@ class DecodeRoom:
         return self._tpot_s.value or 0.0
 
     def look(self, capacity: Capacity, now: float) -> bool:
-        """Whether nothing was decoded for so long that what was learned may be true no more.
+        """Take in how many places there are. Returns whether nothing was decoded for ``IDLE_S``.
 
-        It is forgotten then: a refused request teaches nothing better.
+        What was learned is forgotten then: it may be wrong, and a refused request corrects nothing.
         """
         self._max_sequences = capacity.max_sequences
         idle = not self._begun and now - self._ended_at >= IDLE_S
@@ -79,13 +79,13 @@ class DecodeRoom:
         return min(max_tokens, FIRST_ANSWER_TOKENS if mean is None else math.ceil(mean))
 
     def free_places(self, capacity: Capacity) -> int:
-        """Sequences for which there is a place; negative where more are on their way."""
+        """Free places for sequences; negative where more sequences than places are on their way."""
         # Snapshots know of other routers' sequences and of ours; ours are known earlier here.
         taken = max(capacity.decode_sequences, len(self._begun)) + len(self._sent)
         return capacity.max_sequences - taken
 
     def free_blocks(self, capacity: Capacity) -> int:
-        """Blocks that nobody was promised; negative where answers are expected to need more."""
+        """Blocks that are not promised; negative where answers are expected to need more."""
         sent = sum(answer.blocks for answer in self._sent.values())
         growth = sum(
             max(0, answer.expected_tokens - answer.generated) * answer.choices
@@ -109,17 +109,17 @@ class DecodeRoom:
         places = self.free_places(capacity) - ahead
         if self._stay_s.value is None or not self._begun or places >= 1:
             return 0.0
-        # Little's law: so many end in a second.
+        # Little's law gives the number of answers that end in a second.
         return (1 - places) * self._stay_s.value / len(self._begun)
 
     def sent(self, request_id: str, answer: Answer, capacity: Capacity | None) -> None:
-        """Promise it what it needs."""
+        """Promise an answer the blocks that it needs."""
         if capacity is not None:
             answer.blocks = answer.need(capacity)
         self._sent[request_id] = answer
 
     def begin(self, request_id: str, now: float) -> bool:
-        """It has its first token; whether this was it."""
+        """Note its first token. Returns whether this was the first call for it."""
         answer = self._sent.pop(request_id, None)
         if answer is None:
             return False
@@ -128,13 +128,13 @@ class DecodeRoom:
         return True
 
     def generated(self, request_id: str, tokens: int) -> None:
-        """So many more tokens came."""
+        """Count ``tokens`` further tokens."""
         answer = self._begun.get(request_id)
         if answer is not None:
             answer.generated += tokens
 
     def left(self, request_id: str, now: float) -> Answer | None:
-        """It has gone; None for one that was not sent."""
+        """Note that it has gone, and return it; None for one that was not sent."""
         answer = self._sent.pop(request_id, None)
         if answer is None:
             answer = self._begun.pop(request_id, None)
@@ -143,7 +143,10 @@ class DecodeRoom:
         return answer
 
     def learn(self, answer: Answer, stayed_s: float) -> float | None:
-        """It ended with all its tokens, so long after the first one. Gives its time per token."""
+        """Learn from an answer that ended ``stayed_s`` seconds after its first token.
+
+        Returns its time per token in seconds; None for an answer of one token.
+        """
         self._stay_s.add(stayed_s)
         self._answer_tokens.add(float(answer.generated))
         if answer.generated < 2:

@@ -108,13 +108,13 @@ class ClusterDispatcher:
         self._draining = False
         self._told_health = ("down", "")
         self._dead = SilenceWatch[str](COLLECT_AFTER_S)
-        """Those that the registry lists as dead."""
+        """Workers that the registry lists as dead."""
         self._read_at = time.monotonic()
         """When the registry was read last; at first when it was to be."""
         self._has_view = False
         """Whether the registry was read."""
         self._can_read = True
-        """Whether it could be, last time."""
+        """Whether the last read succeeded."""
         self._active = 0
         """Requests under way, those in line included."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -178,7 +178,7 @@ class ClusterDispatcher:
                 if self._can_read:
                     log.warning("the registry cannot be read: %s", error)
                 self._can_read = False
-                # Perhaps no worker could renew its record: a dead one has as long again.
+                # Perhaps no worker could renew its record: the time of each dead one begins anew.
                 self._dead.tick({}, time.monotonic())
             except Exception:
                 # A router that follows its workers no more would be worse than what this is.
@@ -380,7 +380,7 @@ class ClusterDispatcher:
                 self._end_stopped(attempt)
 
     def _on_unheard(self, request_id: str, number: int, error: Exception) -> None:
-        """An output of this attempt is lost: its request cannot go on."""
+        """Fail the request of an attempt of which an output is lost."""
         attempt = self._attempts.of(request_id, number)
         if attempt is not None:
             attempt.owner.life.fail(BatonError(f"internal error: {type(error).__name__}"))
@@ -407,7 +407,7 @@ class ClusterDispatcher:
             try:
                 self._look(words, steps, time.monotonic())
             except Exception:
-                # A router that finds no silent worker any more would be worse than what this is.
+                # A router that watches its workers no longer would be worse than this error.
                 log.exception("the workers could not be watched")
 
     def _look(self, words: SilenceWatch[str], steps: SilenceWatch[str], now: float) -> None:

@@ -87,9 +87,9 @@ class DrainRate:
         """None while too little was seen, or nothing lately."""
         if self._estimate is None:
             return None
-        least = self._work_s / self._seconds
-        most = (self._work_s + self._unfinished()) / self._seconds
-        return max(MIN_SPEED, min(most, max(least, self._estimate)))
+        lower = self._work_s / self._seconds
+        upper = (self._work_s + self._unfinished()) / self._seconds
+        return max(MIN_SPEED, min(upper, max(lower, self._estimate)))
 
     def served_by(self, workers: int) -> None:
         """So many prefill workers there are now: what was learned of fewer, or more, is theirs.

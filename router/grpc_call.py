@@ -42,9 +42,9 @@ def arrival_of(
 
     ``name`` is the router's for the request. Raises InvalidRequest.
     """
-    left, most_s = context.time_remaining(), config.request_deadline_s
-    if left is None or left >= most_s:
-        return Arrival.of(name, at, metadata, most_s, caller)
+    left, max_s = context.time_remaining(), config.request_deadline_s
+    if left is None or left >= max_s:
+        return Arrival.of(name, at, metadata, max_s, caller)
     return Arrival.of(name, at, metadata, left, caller, own_deadline=True)
 
 

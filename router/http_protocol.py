@@ -123,7 +123,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.timeout_keep_alive_task is not None:
-            # uvicorn's own timer would close a connection whose next request waits to be read.
+            # uvicorn's own timer would close a connection with a request that is not read yet.
             self.timeout_keep_alive_task.cancel()
             idle = SilenceTimer(self.timeout_keep_alive, self.timeout_keep_alive_handler)
             self.timeout_keep_alive_task = idle  # type: ignore[assignment]

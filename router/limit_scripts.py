@@ -1,4 +1,4 @@
-"""What the limits of API keys run on the Redis server, in Lua 5.1; for ``router/rate_limits.py``.
+"""Scripts for the limits of API keys, run by the Redis server in Lua 5.1; for ``rate_limits.py``.
 
 Keys of an API key, all with the cluster's hash tag:
 
@@ -12,14 +12,14 @@ and written out, for Lua would round them to 14 digits. Where the clock was set 
 measured by it goes back as well: nothing is refused for as long as the clock is behind.
 
 A request leaves once: what it is charged at its end, or gets back, counts where its entry is still
-there. So a leave may be told any number of times. An entry whose deadline is over counts as running
-no more, and waits ``GRACE_S`` for its leave.
+there. So a leave may be reported any number of times. An entry whose deadline is over counts as
+running no more, and waits ``GRACE_S`` for its leave.
 """
 
 from __future__ import annotations
 
 GRACE_S = 600
-"""A leave that is told later charges nothing: Redis was away for as long."""
+"""A leave that is reported later than this after the deadline charges nothing."""
 
 _COMMON = f"""
 local minute, grace = 60000000, {GRACE_S * 1_000_000}
@@ -46,7 +46,7 @@ if behind > 0 then
   end
 end
 
--- All of it goes when nothing of it counts any more.
+-- All keys expire when none of them counts any more.
 local function keep()
   local longest = math.max(arrival(1), arrival(2)) - now
   local last = redis.call('ZRANGE', KEYS[3], -1, -1, 'WITHSCORES')
@@ -83,8 +83,9 @@ for i = 1, 2 do
   end
 end
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', text(now - grace))
-local most, running = tonumber(ARGV[3]), redis.call('ZCOUNT', KEYS[3], '(' .. text(now), '+inf')
-if most > 0 and refused == 0 and running >= most then refused = 3 end
+local max_running = tonumber(ARGV[3])
+local running = redis.call('ZCOUNT', KEYS[3], '(' .. text(now), '+inf')
+if max_running > 0 and refused == 0 and running >= max_running then refused = 3 end
 if refused == 0 then
   for i = 1, 2 do
     if after[i] then

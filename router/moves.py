@@ -58,7 +58,7 @@ COMMIT_GRACE_S = 0.25
 MOST_FAILURES = 8
 """A request that was to be moved more often, because something failed, is given up."""
 LOOK_S = 0.1
-"""From one look whether a lost worker has died to the next."""
+"""Between two looks whether a lost worker has died."""
 RETRY_AFTER_S = 1.0
 """When a client may come back whose request could not be moved."""
 
@@ -76,7 +76,7 @@ class _Loss:
     culprit: str = ""
     """The worker that has failed under it, where that is known."""
     is_cut_off: bool = False
-    """Whether all workers went away together, and are awaited: none of them has failed."""
+    """Whether all workers went away together: none has failed, and requests wait for them."""
     proved: bool = False
     """Whether that worker says so itself: a step with the request failed there."""
 
@@ -108,7 +108,7 @@ class Moves:
         )
         self.quarantine = Quarantine(config.poison_quarantine_s)
         self._verdict_s = config.registry_ttl_s + 2 * config.heartbeat_s
-        """Within this time a dead worker has left the registry, and the router knows."""
+        """Seconds within which a dead worker has left the registry, and the router knows."""
 
     async def begin(self, owner: RunningRequest) -> None:
         """Place a request that was admitted. Raises BatonError where it cannot be."""
@@ -165,14 +165,14 @@ class Moves:
                 self._in_background(attempt.owner, self._hand_over(attempt, link))
 
     def _is_replaceable(self, link: WorkerLink) -> bool:
-        """Whether others can do what it does: to ask the index and the policy for each request
+        """Whether other workers can do what it does.
 
-        that runs there costs much, and is in vain else.
+        If not, each running request would ask the index and the policy in vain, at a high cost.
         """
         prefill = any(other is not link for other in self._links.up("prefill"))
         decode = any(other is not link for other in self._links.up("decode"))
         if link.record.role == "prefill":
-            # Its handoffs are for decode workers that are there already.
+            # Its handoffs go to decode workers that are there already.
             return prefill or (self._computes_locally and decode)
         return decode and (prefill or self._computes_locally)
 
@@ -208,9 +208,9 @@ class Moves:
             }
             if isinstance(failure, WorkerFailed | HandoffError):
                 self._doubt(attempt)
-            # Both are well, as far as is known: where nobody else is there they try once more.
+            # Both are up, as far as is known: where no other worker is there they try once more.
             each = ({source, target}, {target}, {source}, set[str]())
-            tries = (frozenset(down),) if down else tuple(map(frozenset, each))
+            tries = (frozenset(down), frozenset[str]()) if down else tuple(map(frozenset, each))
             loss = _Loss(HANDOFF_FAILED, failure, tries)
         self._lost(attempt, loss, deadly=attempt.touches(attempt.source))
 
@@ -265,18 +265,23 @@ class Moves:
             # All is there, but for what was to be found of the prompt.
             if owner.life.awaits_prompt:
                 owner.life.fail(_with_retry(loss.failure))
-        elif loss.is_cut_off:
-            self._in_background(owner, self._place_all(owner, left, loss))
-        elif self._is_poison(owner, loss, deadly=deadly):
+        elif not loss.is_cut_off and self._is_poison(owner, loss, deadly=deadly):
             owner.life.fail(poison_error())
-        elif owner.failures > MOST_FAILURES or not self.budget.take(time.monotonic()):
+        elif self._is_given_up(owner, loss):
             log.warning("request %s is not moved any more", owner.request.request_id)
             owner.life.fail(_with_retry(loss.failure))
         else:
             self._in_background(owner, self._place_all(owner, left, loss))
 
+    def _is_given_up(self, owner: RunningRequest, loss: _Loss) -> bool:
+        """Whether it has been moved too often. What all workers lost at once costs no budget."""
+        owner.failures += loss.is_cut_off
+        if owner.failures > MOST_FAILURES:
+            return True
+        return not loss.is_cut_off and not self.budget.take(time.monotonic())
+
     def _is_poison(self, owner: RunningRequest, loss: _Loss, *, deadly: bool) -> bool:
-        """Count a failure; ``deadly``: the worker ran the request. Whether it fails workers."""
+        """Count a failure; ``deadly``: the worker ran the request. Returns whether it is poison."""
         owner.failures += 1
         if not loss.culprit:
             return False
@@ -296,7 +301,7 @@ class Moves:
         """Wait until it is known of lost workers whether they have died, where that decides."""
         looks = int(self._verdict_s / LOOK_S)
         while owner.failed_workers.may_be_proof and looks:
-            # First: the connection to a worker that has just died may seem to be there still.
+            # Wait first: the connection to a worker that has just died may still seem to be there.
             await asyncio.sleep(LOOK_S)
             looks -= 1
             owner.failed_workers.learn(self._attempts.is_dead)
@@ -407,7 +412,7 @@ class Moves:
 
 
 def poison_error(left_s: float = 0.0) -> PoisonRequest:
-    """What a request is told under which workers fail."""
+    """The error of a request under which workers fail."""
     return PoisonRequest(
         "several workers have failed while they ran this prompt; it is not tried again for a while",
         retry_after=left_s or None,
@@ -415,9 +420,10 @@ def poison_error(left_s: float = 0.0) -> PoisonRequest:
 
 
 def _broken(reason: str, failure: BatonError, name: str, *, is_cut_off: bool) -> _Loss:
-    """A worker's stream has ended. One that was ``cut_off`` with all others is not to blame, and is
+    """The loss by a worker's stream that has ended.
 
-    good enough where nobody else comes back.
+    A worker that was cut off with all others is not to blame, and gets the request again where no
+    other worker comes back.
     """
     if is_cut_off:
         return _Loss(reason, failure, (frozenset({name}), frozenset()), is_cut_off=True)
@@ -430,7 +436,7 @@ def _avoided(owner: RunningRequest, tries: tuple[Names, ...]) -> list[Names]:
 
 
 def _with_retry(failure: BatonError) -> BatonError:
-    """A failure as a client is told it, which says when to come back."""
+    """A failure as a client sees it, with the time to come back."""
     if isinstance(failure, StepFailed):
         failure = WorkerFailed(failure.message, retry_after=failure.retry_after)
     if failure.retry_after is None:

@@ -1,6 +1,6 @@
-"""Whether more work comes than can be done, and which requests are let through to see whether what
+"""Whether more work comes than can be done, and which requests test the predictions.
 
-is predicted is still true.
+While requests are refused for time, a few are accepted all the same: probes.
 
 Plain Python; ``now`` is passed in. Owned by one event loop.
 """
@@ -12,13 +12,13 @@ import math
 MEMORY_S = 5.0
 """Work that came this many seconds ago counts 1/e."""
 SUSTAINABLE = 0.8
-"""Up to this share of what can be done a line shortens by itself."""
+"""Up to this share of what can be done a queue shortens by itself."""
 PROBE_S = 1.0
-"""How often a request is let through while others like it are refused for time."""
+"""Seconds between two probes while requests of a length (by power of two) are refused for time."""
 PROBE_SHARE = 0.1
-"""Of a worker's time probes of long prompts take no more than this,"""
+"""The maximum share of a worker's time that probes of long prompts take."""
 MAX_PROBE_S = 10.0
-"""but one goes through after this many seconds, however long it is predicted to take."""
+"""The maximum of seconds between two probes, whatever time they are predicted to take."""
 
 
 class Overload:
@@ -29,49 +29,53 @@ class Overload:
         self._requests = 0.0
         self._now = -math.inf
         self._refused_since: dict[int, float] = {}
-        """By a power of two of prompt tokens: when one was refused, and none was let in since."""
-        self._probe: str | None = None
-        """The request that was let through and has no first token yet."""
+        """By power of two of prompt tokens: the first refusal since one was last accepted."""
+        self._probes: dict[int, str] = {}
+        """By the same, the probe that has no first token yet."""
 
     def came(self, work_s: float, now: float) -> None:
-        """A request was offered, with so many seconds of prefill work; refused ones count too."""
+        """Count an offered request with ``work_s`` seconds of prefill work, even if refused."""
         self._pass(now)
         self._work_s += work_s
         self._requests += 1.0
 
     def lasts(self, speed: float, answers_per_s: float, now: float) -> bool:
-        """Whether more comes than is done: by prefill workers of that speed in work per second,
+        """Whether more work comes than can be done.
 
-        and by decode workers at which so many answers a second can end.
+        ``speed`` of all prefill workers is in seconds of work per second; ``answers_per_s`` can end
+        at the decode workers.
         """
         self._pass(now)
         prefill, decode = self._work_s / MEMORY_S, self._requests / MEMORY_S
         return prefill > SUSTAINABLE * speed or decode > SUSTAINABLE * answers_per_s
 
     def let_in(self, prompt_tokens: int) -> None:
-        """A request was let in: what is known of its like is current."""
+        """Note an accepted request: what is known of its length is current."""
         self._refused_since.pop(prompt_tokens.bit_length(), None)
 
     def probes(self, request_id: str, prompt_tokens: int, own_s: float, now: float) -> bool:
-        """Whether a request that would be refused for time is let through; it counts as let in.
+        """Whether a request that would be refused for time is accepted as a probe.
 
-        ``own_s`` is what a worker takes for its prompt, as predicted.
+        ``own_s`` is the predicted time in seconds that a worker takes for its prompt.
         """
-        since = self._refused_since.setdefault(prompt_tokens.bit_length(), now)
+        length = prompt_tokens.bit_length()
+        since = self._refused_since.setdefault(length, now)
         every_s = min(MAX_PROBE_S, max(PROBE_S, own_s / PROBE_SHARE))
-        if self._probe is not None or now - since < every_s:
+        if length in self._probes or now - since < every_s:
             return False
-        self._probe = request_id
+        self._probes[length] = request_id
         return True
 
     def is_probe(self, request_id: str) -> bool:
-        """Whether it is the one that was let through."""
-        return request_id == self._probe
+        """Whether it is a probe that has no first token yet."""
+        return request_id in self._probes.values()
 
     def begun(self, request_id: str) -> None:
-        """It has its first token, or has gone."""
-        if request_id == self._probe:
-            self._probe = None
+        """Note that it has its first token, or has gone."""
+        if self.is_probe(request_id):
+            self._probes = {
+                length: probe for length, probe in self._probes.items() if probe != request_id
+            }
 
     def _pass(self, now: float) -> None:
         if now > self._now:

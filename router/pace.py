@@ -1,4 +1,4 @@
-"""How fast prompts are passed on, so that the tokens of running answers keep coming in time.
+"""How fast prompts are sent, so that the tokens of running answers keep coming in time.
 
 Prefill takes time from decoding: by larger batches, and where both share cores or links. Plain
 Python; ``now`` is passed in.
@@ -48,7 +48,7 @@ class Pace:
         return min(MAX_CALM_S, max(0.0, self._until - self._since))
 
     def heard(self, *, in_time: bool, took_s: float, now: float) -> None:
-        """An answer that took so long has ended; its time per token met the SLO or missed it."""
+        """Note an answer that took ``took_s`` seconds; its time per token met the SLO or not."""
         self.look(now)
         step = MISSES
         if not in_time:
@@ -75,5 +75,5 @@ class Pace:
             self._share **= (ends - now) / (ends - rises_from)
 
     def forget(self) -> None:
-        """Nothing decodes: there is no answer to hold prompts back for."""
+        """Hold nothing back: nothing decodes, so that no answer would gain from it."""
         self._share = 1.0

@@ -1,7 +1,7 @@
-"""Requests that fail workers: told from those that were merely there, and kept out for a while.
+"""Requests that fail workers: how they are recognized, and kept out for a while.
 
 A request is poison if two workers have failed under it at about the same place of its answer: one
-that goes on after its move had nothing to do with it. Workers are told apart by incarnation: two
+that goes on after its move did not cause the failure. Workers are distinguished by incarnation: two
 lives of one slot are two, so that a cluster with one worker is protected, too.
 
 A worker has failed under a request where it says that a step with the request failed, or where it
@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from baton.hashing import block_hashes, hash_key
 
 PROGRESS_TOKENS = 8
-"""So many tokens behind the place of a worker's failure a request is innocent of it."""
+"""A request that has gone on by this many tokens since a worker's failure did not cause it."""
 MAX_FAILED_WORKERS = 2
-"""So many failures at one place are no chance."""
+"""This many failures at one place are no chance."""
 _MOST = 4096
 """Prompts that are remembered: beyond that the oldest are let in again."""
 
@@ -35,11 +35,11 @@ class FailedWorkers:
 
     def __init__(self) -> None:
         self._proved: dict[str, bool] = {}
-        """Of each whether that is known."""
+        """By worker: whether its failure is known."""
         self._place = 0
 
     def note(self, worker: str, place: int, *, proved: bool) -> None:
-        """``worker`` failed when the answer had ``place`` tokens, or was lost."""
+        """Note that ``worker`` failed, or was lost, when the answer had ``place`` tokens."""
         if place >= self._place + PROGRESS_TOKENS:
             self._proved.clear()
         if not self._proved:
@@ -47,7 +47,7 @@ class FailedWorkers:
         self._proved[worker] = proved or self._proved.get(worker, False)
 
     def learn(self, is_dead: Callable[[str], bool | None]) -> None:
-        """Ask of each lost worker whether it has died; None: that is not known yet."""
+        """Ask ``is_dead`` of each lost worker; it returns None where that is not known yet."""
         for worker in [worker for worker, proved in self._proved.items() if not proved]:
             verdict = is_dead(worker)
             if verdict is False:
@@ -62,7 +62,7 @@ class FailedWorkers:
 
     @property
     def may_be_proof(self) -> bool:
-        """Whether it is, if all lost workers have died."""
+        """Whether the request is poison if all lost workers have died."""
         return len(self._proved) >= MAX_FAILED_WORKERS
 
 

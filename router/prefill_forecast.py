@@ -19,9 +19,9 @@ from router.under_way import UnderWay
 MODEL_EVIDENCE_S = 0.5
 """The cost model counts as this many seconds of what was learned."""
 WINDOW_S = 0.25
-"""Work that lies at each prefill worker, in seconds: one step runs, the next one is ready."""
+"""Seconds of work that wait at each prefill worker: one step runs, the next one is ready."""
 MIN_WINDOW_TOKENS = 1024
-"""At least so much lies there as well: two chunks of a CPU's prefill."""
+"""Minimum of prompt tokens that wait there as well: two chunks of a CPU's prefill."""
 
 
 class PrefillForecast:
@@ -50,7 +50,7 @@ class PrefillForecast:
 
     @property
     def learned_speed(self) -> float | None:
-        """What was seen of it lately, without the model; None: nothing."""
+        """The speed that was seen lately, without the model; None: nothing was seen."""
         return self._drain.speed
 
     @property
@@ -64,11 +64,11 @@ class PrefillForecast:
         return self._under_way.tokens
 
     def own_s(self, work_s: float) -> float:
-        """Seconds in which a worker does that work."""
+        """Seconds in which one worker does ``work_s`` of work."""
         return work_s * self._under_way.workers / self.speed
 
     def free_after_s(self, ahead_s: Iterable[float], now: float) -> float:
-        """Seconds until a worker takes up a prompt behind others, of so much work each."""
+        """Seconds until a worker takes up a prompt behind others with ``ahead_s`` of work each."""
         return self._under_way.free_after_s(ahead_s, self.speed, now)
 
     def is_full(self, capacity: Capacity) -> bool:
@@ -91,17 +91,17 @@ class PrefillForecast:
         self._drain.saturated(now, waiting=waiting)
 
     def sent(self, request_id: str, tokens: int, work_s: float, now: float) -> None:
-        """A prompt goes to the workers. ``finished`` or ``left`` is to follow, once."""
+        """Note a prompt that goes to the workers. ``finished`` or ``left`` must follow, once."""
         self._stays[request_id] = self._drain.sent(work_s, now)
         self._under_way.sent(request_id, tokens, work_s, now)
 
     def finished(self, request_id: str, now: float) -> None:
-        """It has its first token."""
+        """Note its first token. Raises KeyError for one that was not sent, or has gone."""
         self._under_way.gone(request_id, now)
         self._drain.finished(self._stays.pop(request_id), now)
 
     def left(self, request_id: str, now: float) -> None:
-        """It has gone without one, where it was there; idempotent."""
+        """Note that it has gone, if it has no first token; idempotent."""
         stay = self._stays.pop(request_id, None)
         if stay is not None:
             self._under_way.gone(request_id, now)

@@ -132,7 +132,7 @@ class PrefillStream:
                     waiting.put_nowait(event)
 
     async def _write(self, call: Call) -> None:
-        """All that has gathered, in as few messages as hold it. Why it ends, reading tells."""
+        """Send all that has gathered, in as few messages as hold it. Reading tells why it ends."""
         while True:
             await self._commanded.wait()
             self._commanded.clear()

@@ -9,8 +9,8 @@ should its router die. How it is kept in Redis: ``router/limit_scripts.py``.
 
     there ─a question has no answer in time→ away ─after a moment→ there
 
-When Redis does not answer, nobody is refused, and it is counted. Only what would enter goes
-without: who leaves is remembered, and Redis is told when it is back.
+When Redis does not answer, no request is refused, and this is counted. Only requests that enter go
+uncounted: requests that leave are remembered, and reported to Redis when it is back.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from baton.metrics import RouterMetrics
 from router.allowance import Allowance
 from router.limit_scripts import ENTER, LEAVE
 from router.running_mean import RunningMean
-from router.script_line import MOST_TOGETHER, ScriptCall, ScriptLine, call_together
+from router.script_queue import MAX_TOGETHER, ScriptCall, ScriptQueue, call_together
 
 log = logging.getLogger(__name__)
 
 ANSWER_S = 0.25
-"""A request waits no longer than this for a connection and the answer; then it goes without."""
+"""A request waits no longer than this for a connection and the answer; then it goes uncounted."""
 AWAY_S = 1.0
 """After a failure Redis is not asked for this long: its death costs one wait, not one a request."""
 MOST_CONNECTIONS = 4
-MOST_WAITING = 1024
-"""Requests in line for a connection; a further one goes without."""
-MOST_LEAVES = 16384
-"""Requests that have left and of which Redis does not know yet, some 10 MB. The oldest are dropped:
-their entries end by themselves at their deadlines."""
+MAX_WAITING = 1024
+"""Requests that wait for a connection; a further one goes uncounted."""
+MAX_LEAVES = 16384
+"""Requests that have left and of which Redis does not know yet, about 10 MB. The oldest are
+dropped: their entries end by themselves at their deadlines."""
 _FIRST_STAY_S = 1.0
 _WEIGHT = 0.1
 _MICROSECONDS = 1_000_000
@@ -62,7 +62,7 @@ class Charge:
 
     key: KeyConfig
     entry: str
-    """Its name among those that run, which is no other request's."""
+    """Its name among the running requests, unique to it."""
     tokens: int
     """Of its prompts."""
     entered_at: float
@@ -98,9 +98,9 @@ class RateLimits:
         self._stays: dict[str, RunningMean] = {}
         # A client may give two requests the same id.
         self._entries = map(f"{secrets.token_hex(6)}-{{}}".format, count())
-        self._line = ScriptLine(client, connections=MOST_CONNECTIONS, most_waiting=MOST_WAITING)
+        self._queue = ScriptQueue(client, connections=MOST_CONNECTIONS, max_waiting=MAX_WAITING)
         self._leaves: dict[str, ScriptCall] = {}
-        """What Redis is to be told, by entry, the oldest first."""
+        """Reports that Redis does not have yet, by entry, the oldest first."""
         self._teller: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
@@ -108,7 +108,7 @@ class RateLimits:
         if self._teller is not None:
             await asyncio.wait([self._teller], timeout=2 * ANSWER_S)
             await end_tasks([self._teller])
-        await self._line.close()
+        await self._queue.close()
 
     async def enter(self, key: KeyConfig, tokens: int, deadline_s: float) -> Charge | None:
         """Count a request with so many prompt tokens. None where nothing was counted.
@@ -168,18 +168,18 @@ class RateLimits:
         )
 
     async def _ask(self, charge: Charge, left_us: int) -> Any:
-        """What Redis answers to a request that would enter; None where it is away."""
+        """The answer of Redis to a request that would enter; None where Redis is away."""
         if self._clock() < self._away_until:
             return None
         key = charge.key
         limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrency)
         args = (*limits, charge.tokens, charge.entry, left_us)
-        asked = self._line.put(ScriptCall(self._enter, self._keys(key), args))
+        asked = self._queue.put(ScriptCall(self._enter, self._keys(key), args))
         if asked is None:
             return None
         answer, counted = asked.answer, False
         try:
-            # Waited for from outside: neither a hang-up nor our deadline ends the command.
+            # ``wait`` leaves the command alone: neither a hang-up nor this deadline ends it.
             await asyncio.wait([answer], timeout=ANSWER_S)
             counted = answer.done() and answer.exception() is None
         finally:
@@ -192,12 +192,12 @@ class RateLimits:
         why = (
             answer.exception() if answer.done() and not answer.cancelled() else "no answer in time"
         )
-        log.warning("nobody is refused by limits for a moment: %s", why)
+        log.warning("no request is refused by limits for a moment: %s", why)
         self._away_until = self._clock() + AWAY_S
         return None
 
     def _undo(self, charge: Charge, answer: asyncio.Future[Any]) -> None:
-        """A request has gone on uncounted, whatever became of its question."""
+        """Take back what Redis has counted late: the request has gone on uncounted."""
         error = answer.exception()
         if error is not None:
             # Perhaps it was counted all the same, if there was a connection.
@@ -210,21 +210,21 @@ class RateLimits:
         key = charge.key
         args = (key.requests_per_minute, key.tokens_per_minute, requests, tokens, charge.entry)
         self._leaves[charge.entry] = ScriptCall(self._leave, self._keys(key), args)
-        if len(self._leaves) > MOST_LEAVES:
+        if len(self._leaves) > MAX_LEAVES:
             del self._leaves[next(iter(self._leaves))]
             self._metrics.rate_limit_failures.inc()
         if self._teller is None or self._teller.done():
             self._teller = asyncio.create_task(self._tell_leaves(), name="leaves")
 
     async def _tell_leaves(self) -> None:
-        """Until Redis knows all. It may be told of one twice: a request leaves once."""
+        """Report until Redis knows all. A report may arrive twice, but counts once."""
         while self._leaves:
-            calls = dict(islice(self._leaves.items(), MOST_TOGETHER))
+            calls = dict(islice(self._leaves.items(), MAX_TOGETHER))
             answers: list[Any] = []
             try:
                 answers = await call_together(self._client, list(calls.values()))
             except redis.RedisError as error:
-                log.warning("rate limits: who has left is told later: %s", error)
+                log.warning("rate limits: requests that have left are reported later: %s", error)
             told = [
                 entry
                 for entry, answer in zip(calls, answers, strict=False)

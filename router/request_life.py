@@ -106,7 +106,7 @@ class RequestLife:
         return [choice.number for choice in self._choices if choice.take_stopped()]
 
     def fail(self, error: BatonError) -> None:
-        """End the request with an error, unless all that was asked for is there."""
+        """End the request with an error, unless all of its answer is there."""
         is_there = all(choice.assembler.finished for choice in self._choices)
         if self._error is None and (self.awaits_prompt or not is_there):
             self._error = error
@@ -152,9 +152,9 @@ class ChoiceLife:
         """How often a worker has handed it back."""
         self.token_ids: list[int] = []
         self.unread: list[OutputDelta] = []
-        """What the client has not read: joined when it is, and before that in parts of ``_PART``
+        """What the client has not read. It is joined when it is read, and before that in parts of
 
-        pieces, which take less room.
+        ``_PART`` pieces, which take less memory.
         """
         self._loose = 0
         """How many pieces are not in such a part."""

@@ -46,7 +46,7 @@ class Stage:
     is_scored: bool
     """Whether the prompt's log probabilities are still wanted: no cached block has them."""
     chain: HashChain
-    """Of these tokens, as far as they are hashed."""
+    """The hashes of these tokens, as far as they are computed."""
     is_moved: bool = False
     """It was admitted: it is not refused because it will be late."""
     holder: str = ""

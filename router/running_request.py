@@ -41,7 +41,7 @@ class RunningRequest:
     failures: int = 0
     """How often it was to be moved because something failed."""
     chains: defaultdict[int, HashChain] = field(default_factory=lambda: defaultdict(HashChain))
-    """Of each choice that was placed."""
+    """The hashes of each choice that was placed."""
     cache_told: bool = False
     """Whether it is known how much of the prompt was found in a cache."""
     moves: set[asyncio.Task[None]] = field(default_factory=set)

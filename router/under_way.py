@@ -50,7 +50,7 @@ class UnderWay:
 
     @property
     def work_s(self) -> float:
-        """Of all of them, what is done already included."""
+        """Seconds of work of all of them, including what is done already."""
         return self._work_s
 
     def served_by(self, workers: int, now: float) -> None:
@@ -82,7 +82,7 @@ class UnderWay:
             free -= 1
 
     def free_after_s(self, ahead_s: Iterable[float], speed: float, now: float) -> float:
-        """Seconds until a worker takes up a prompt behind others, of so much work each."""
+        """Seconds until a worker takes up a prompt behind others with ``ahead_s`` of work each."""
         each = speed / self.workers
         begun = [one.left(each, now) for one in self._prompts.values() if one.began_at is not None]
         left = [0.0] * (self.workers - len(begun)) + begun

@@ -45,10 +45,10 @@ RECONNECT_S = 0.2
 """Between a broken token stream and the next try."""
 MOMENT_S = 0.05
 """Streams that break within this time break together. What ran at a worker is placed elsewhere only
-then, so that the end of another worker by the same request is no part of it."""
+after it, so that another worker that fails under the same request does not count as cut off."""
 RETURN_S = 1.0
-"""Where the streams of all decode workers break together, the fault is on the way to them, or here:
-they may be back after this time, and requests wait for them."""
+"""Where the streams of all decode workers break together, the fault is on the way to them, or here.
+Requests wait this many seconds for them to come back."""
 _RETURN_POLL_S = 0.02
 SILENCE_S = 5.0
 """A token stream sends a message every heartbeat; one that is silent this long is broken, or for
@@ -110,7 +110,7 @@ class WorkerLink:
         """Aborts that have not arrived: they are sent again when the worker is heard."""
         self.breaker = Breaker()
         self.broken_at = float("-inf")
-        """When its token stream broke last that had been up."""
+        """When its token stream last broke after it had been up."""
         self._suspected_until = float("-inf")
         self._suspected_at = 0
         self._stalled_at: int | None = None
@@ -174,7 +174,7 @@ class WorkerLink:
         return well and self.is_ready(now, missing_s)
 
     def is_ready(self, now: float, missing_s: float) -> bool:
-        """Whether it is connected and takes requests, as far as it has said itself."""
+        """Whether it is connected, and says that it takes requests."""
         if self.missing_since is not None and now - self.missing_since > missing_s:
             return False
         return self.record.state == "ready" and self.connected
@@ -207,9 +207,9 @@ class WorkerLinks:
         heartbeat_s: float,
         tls: TlsFiles | None = None,
     ) -> None:
-        """``on_output`` hears each output; ``on_broken`` of an incarnation whose stream ended;
+        """``on_output`` gets each output; ``on_broken`` an incarnation whose stream ended;
 
-        ``on_unheard`` of a request and its attempt, of which an output could not be taken in.
+        ``on_unheard`` a request and its attempt of which an output could not be taken in.
         ``tls``: what this router shows workers.
         """
         self._tls = tls
@@ -249,8 +249,8 @@ class WorkerLinks:
     def usable(self, role: str) -> list[WorkerLink]:
         """The links of a role at which requests are placed.
 
-        Where none is up, those that hang or have just failed: such a worker may go on in a moment,
-        and a request that waits for it has lost nothing.
+        Where none is up, these are workers that hang or have just failed: such a worker may go on
+        in a moment, and a request that waits for it has lost nothing.
         """
         now = time.monotonic()
         return self.up(role) or [
@@ -277,7 +277,7 @@ class WorkerLinks:
 
     async def returned(self, deadline: float) -> None:
         """Wait while the workers are cut off, until ``deadline`` on the monotonic clock."""
-        # Links come up in many ways, and it is a matter of moments.
+        # Links come up in many ways, and the wait is short: polling is simple enough.
         while self.is_cut_off() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_RETURN_POLL_S)
 
@@ -289,7 +289,7 @@ class WorkerLinks:
             for link in decode
             if abs(link.broken_at - broken.broken_at) < MOMENT_S
         }
-        # Where there is one worker only, it cannot be told from its end.
+        # With a single worker, its end and a cut-off look the same.
         is_all = len(together) > 1 or len(decode) == 1
         if is_all and not any(link.connected for link in decode):
             self._cut_off, self._cut_off_at = together, time.monotonic()
@@ -380,7 +380,7 @@ class WorkerLinks:
         try:
             self._on_broken(incarnation, error)
         except Exception:
-            log.exception("worker %s: its end could not be told", incarnation)
+            log.exception("worker %s: the end of its stream could not be handled", incarnation)
 
     async def _read_stream(self, link: WorkerLink) -> BatonError:
         """Read a token stream to its end; returns why it has ended."""
@@ -410,7 +410,7 @@ class WorkerLinks:
             try:
                 self._on_output(convert.output_from_proto(output))
             except Exception as error:
-                # It costs this request at most.
+                # Only this request fails.
                 log.exception("an output of request %s cannot be taken in", output.request_id)
                 self._on_unheard(output.request_id, output.attempt, error)
 

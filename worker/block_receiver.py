@@ -296,7 +296,10 @@ class BlockReceiver(TicketReceiver):
 
     @contextmanager
     def holding(self, ticket_id: str, writer: str) -> Iterator[None]:
-        """As long as a commit waits for this worker: see ``Ticket.hold``. Raises TicketEnded."""
+        """Hold a ticket while a commit waits for this worker: see ``Ticket.hold``.
+
+        Raises TicketEnded where the ticket is not open for that writer.
+        """
         ticket = self.book.get(ticket_id)
         ticket.hold(writer)
         try:

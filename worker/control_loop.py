@@ -39,8 +39,8 @@ from worker.step_planner import StepPlanner
 log = logging.getLogger(__name__)
 
 ENGINE_HANG_S = 60.0
-"""A worker whose engine has work and has not ended its step after this is of no use any more.
-Routers leave it much sooner (``engine_hang_s``); a step of the slowest machine ends sooner."""
+"""A worker whose engine has not ended a step after this many seconds ends. Routers leave it much
+sooner (``engine_hang_s``); a step of the slowest machine ends sooner."""
 STEP_TOKENS = 32
 """What a step costs beside its tokens, as so many of them: weights are read for one as for all."""
 _CPU_TOKEN_S = 1e-3
@@ -129,7 +129,7 @@ class ControlLoop:
         self._fail = fail
         self._failed_steps = FailedSteps()
         self._broken: list[tuple[StepPlan, Exception]] = []
-        """Steps that have failed, and why, whose sequences have not ended yet."""
+        """Failed steps whose sequences have not ended yet, and why they failed."""
         self._planned = 0
         """The step of the latest plan."""
         self._thread = EngineThread(engine.runner, self._hand_over, board, fail=fail)

@@ -62,7 +62,7 @@ class Lasting:
     costs: StepCosts
     transfers: ThreadPoolExecutor
     clock: ListeningClock
-    """By which leases lapse; somebody ticks it."""
+    """The clock of leases; the process ticks it."""
     ranks: tuple[str, ...] = ()
     """Addresses of the worker's other ranks, from 1 on, where these exchange blocks: of ranks that
     divide prompts rank 0 has all of a block."""
@@ -154,7 +154,7 @@ class Life:
         self.record = replace(self.record, state="ready", role=pool.role, pool=pool.name)
 
     async def end(self) -> None:
-        """Whatever runs ends with an error, or has ended."""
+        """End whatever runs, with an error."""
         await self.role.close()
         await self.context.exchange.close()
         await self.server.stop(grace=1.0)

@@ -1,7 +1,7 @@
 """The pairs by which one rank of this worker sends, and the channels to its peers.
 
-A pair that has broken is forgotten, and a channel that nobody uses goes with the next heartbeat: a
-peer that comes back does so on another port. Owned by the control loop of the rank.
+A pair that has broken is forgotten, and an unused channel is closed with the next heartbeat: a peer
+that comes back does so on another port. Owned by the control loop of the rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class OutboundPairs:
     ) -> None:
         """``transports`` are registered; ``executor`` reads blocks; ``connect`` makes channels.
 
-        ``clock``: by which peers are silent; see ``baton.listening_clock``.
+        ``clock`` is that of peers' silence, in seconds; see ``baton.listening_clock``.
         """
         self._clock = clock
         self._identity = identity
@@ -108,7 +108,7 @@ class OutboundPairs:
             self._leave(peer.address)
 
     def heartbeat(self, now: float) -> None:
-        """Renew leases, give up silent peers, forget those that have gone.
+        """Renew leases, give up silent peers, forget pairs that have gone.
 
         A channel without a pair stays until then: calls that follow one another share it.
         """

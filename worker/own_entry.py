@@ -1,15 +1,15 @@
-"""This worker's entry in the registry: a task of its own keeps it alive.
+"""This worker's entry in the registry, which a task of its own renews.
 
-    none ─told→ kept ─told, again and again→ kept
+    none ─written→ kept ─written, again and again→ kept
     kept ─the registry says that it has lapsed→ lost ─begin, in another life→ none
 
 However long Redis takes, nothing else of the worker waits for it.
 
 The registry alone says whether a life is over; while it cannot be asked the life goes on. That is
-safe for a worker that stood still, too: what others have placed elsewhere meanwhile is another
-attempt, whose tokens alone their routers accept; what they promised to this life has ended with
-their leases; and messages for another incarnation are refused. And where all stood still, the
-registry as well, nobody has acted.
+safe for a worker that stood still, too. What routers have placed elsewhere meanwhile is another
+attempt, and they accept only its tokens. What peers promised to this life has ended with their
+leases. Messages for another incarnation are refused. And where all stood still, the registry as
+well, no process has acted.
 
 Owned by the control loop.
 """
@@ -31,10 +31,10 @@ from worker.own_lease import OwnLease
 log = logging.getLogger(__name__)
 
 CALL_S = 10.0
-"""The longest that a call may take, all of its round trips included. A connection that must be made
-takes some seven, each of which has a deadline of a second of its own."""
+"""Maximum seconds of a call, all of its round trips included. A new connection takes about seven,
+each of which has a deadline of a second of its own."""
 FAREWELL_S = 2.0
-"""The longest that a worker which leaves waits to be struck off: its entry lapses by itself."""
+"""Maximum seconds that a leaving worker waits to be struck off: its entry lapses by itself."""
 
 
 class OwnEntry:
@@ -50,9 +50,9 @@ class OwnEntry:
         timed: Callable[[], AbstractContextManager[None]],
         lost: Callable[[bool], None],
     ) -> None:
-        """``record`` is the present life's, ``timed`` goes around each call. ``lost`` is told that
+        """``record`` returns that of the present life; ``timed`` goes around each call.
 
-        the entry has lapsed, and whether the worker stood still.
+        ``lost`` is called when the entry has lapsed, with whether the worker stood still.
         """
         self._registry = registry
         self._ttl_s = ttl_s
@@ -65,7 +65,7 @@ class OwnEntry:
         self._woken = asyncio.Event()
         """Set when the process goes on after it has stood still: the registry is asked at once."""
         self._turn = asyncio.Lock()
-        """One call at a time, so that what is told last counts."""
+        """One call at a time, so that the last record that is sent counts."""
 
     @property
     def is_known(self) -> bool:
@@ -73,18 +73,18 @@ class OwnEntry:
         return self._lease.registered
 
     def begin(self) -> None:
-        """Another life begins, with no entry yet."""
+        """Begin another life, with no entry yet."""
         self._lease.begin()
         self._is_lost = False
 
     def beat(self, now: float) -> None:
-        """The event loop runs; to be called several times in a heartbeat."""
+        """Note that the event loop runs. Call it several times in a heartbeat."""
         if self._lease.beat(now):
             log.warning("%s stood still", self._record().incarnation)
             self._woken.set()
 
     async def keep(self) -> None:
-        """Tell the registry once in a heartbeat, and at once after a standstill."""
+        """Write to the registry once in a heartbeat, and at once after a standstill."""
         while True:
             began = time.monotonic()
             self._woken.clear()
@@ -93,8 +93,12 @@ class OwnEntry:
                 async with asyncio.timeout(began + self._heartbeat_s - time.monotonic()):
                     await self._woken.wait()
 
+    def tell_soon(self) -> None:
+        """Have ``keep`` say what has changed, without a wait."""
+        self._woken.set()
+
     async def tell(self) -> None:
-        """Say in the registry what this worker is and does. Never raises."""
+        """Write this worker's record to the registry. Never raises an error of Redis."""
         async with self._turn:
             asked_at = time.monotonic()
             record = self._record()
@@ -116,7 +120,7 @@ class OwnEntry:
         self._tell_lost(self._lease.stood_still)
 
     async def strike_off(self) -> None:
-        """A worker that leaves in order is dead at once. Never raises."""
+        """Remove the entry: a worker that leaves is dead at once. Ignores errors of Redis."""
         with contextlib.suppress(redis.RedisError, TimeoutError):
             async with asyncio.timeout(FAREWELL_S), self._turn:
                 await self._registry.remove(self._record().incarnation)

@@ -1,10 +1,10 @@
-"""Whether this worker stood still for so long that its registry entry may have lapsed by that.
+"""Whether this worker stood still long enough for its registry entry to have lapsed.
 
     renewed ─stood still for longer than the entry lives→ in doubt ─renewed since→ renewed
 
 A process that was stopped (SIGSTOP, a suspended machine), or whose event loop was blocked, may be
-dead to all others: or they stood still with it. Its own clock does not tell which. The registry
-does, and is asked at once. Where the registry was away before, the worker is not to blame.
+dead to all others, or they stood still with it. Its own clock does not show which. The registry
+knows, and is asked at once. Where the registry was away before, the worker is not to blame.
 
 Pure: ``now`` is monotonic, in seconds.
 """
@@ -34,7 +34,7 @@ class OwnLease:
 
     @property
     def stood_still(self) -> bool:
-        """Whether the entry may have lapsed by that, and was not renewed since."""
+        """Whether the entry may have lapsed by a standstill, and was not renewed since."""
         return self._woke_at is not None
 
     def renewed(self, asked_at: float) -> None:
@@ -44,7 +44,7 @@ class OwnLease:
             self._woke_at = None
 
     def beat(self, now: float) -> bool:
-        """The event loop runs. Returns whether it stood still until now: see the module's text."""
+        """Note that the event loop runs. Returns whether it stood still: see the module's text."""
         stood_since, self._beaten_at = self._beaten_at, now
         if stood_since is None or self._renewed_at is None:
             return False

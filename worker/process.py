@@ -320,13 +320,12 @@ class WorkerProcess:
         await self._begin_life()
 
     async def _end_life(self) -> None:
-        """Leave the registry; whatever runs ends with an error, or has ended."""
+        """Leave the registry, and end whatever runs, with an error."""
         await self._entry.strike_off()
         await self.life.end()
 
     async def _live_on(self, now: float) -> None:
-        """In another life, where the registry has said that this one is over."""
-        self._condemned.clear()
+        """Begin another life, where the registry has said that this one is over."""
         if self.drained or self._leave_by is None:
             return
         if now >= self._leave_by or self.life.is_empty:
@@ -383,6 +382,9 @@ class WorkerProcess:
             if role != self.settings.pool.role:
                 end = time.monotonic() + deadline_s
                 await self._empty(lambda: end, 0.0)
+                if self._leave_by is not None:
+                    # The entry has lapsed meanwhile: what was promised to this life is over.
+                    await self._take_new_life("the registry says that its lease has lapsed")
                 await self._turn(role)
         return time.monotonic() - began
 
@@ -390,7 +392,8 @@ class WorkerProcess:
         """Whether nothing is left by the deadline, which may change, of what was taken before."""
         life = self.life
         self._take_nothing_more()
-        await self._entry.tell()
+        # Not waited for: Redis may hang for longer than the deadline.
+        self._entry.tell_soon()
         seen_at = time.monotonic() + at_least_s
         # Sequences, tickets, calls and readers end in many places, and nobody hurries.
         while (now := time.monotonic()) < deadline():
@@ -419,7 +422,7 @@ class WorkerProcess:
         log.info("%s is a %s worker now", life.record.incarnation, name)
 
     async def _steps_ended(self, context: WorkerContext) -> None:
-        """What was ended by the deadline may be in a step that runs; the next role has none of it.
+        """Wait for running steps: they may have sequences that the deadline ended.
 
         Raises WorkerFailed where the engine hangs: then the process ends.
         """
@@ -434,13 +437,14 @@ class WorkerProcess:
     # What it does all the while
 
     async def _heartbeat(self) -> None:
-        """Renew what was promised, and end what has expired. Never waits for Redis: a slow one, or
+        """Renew what was promised, and end what has expired.
 
-        none, is no reason for a peer to take this worker for dead.
+        Never waits for Redis: peers must not take this worker for dead because Redis is slow.
         """
         heartbeat_s = self.settings.config.heartbeat_s
         while True:
             began = time.monotonic()
+            self._condemned.clear()
             if not self._changing.locked():
                 # One that is being drained, or changes its role, ends that first.
                 async with self._changing:
@@ -476,7 +480,7 @@ class WorkerProcess:
         return self._gauges.registry_calls.one()
 
     def _lost_entry(self, stood_still: bool) -> None:
-        """To all others this life is over."""
+        """Take nothing more: to all others this life is over."""
         self._take_nothing_more()
         # Routers have given up one that stood still. One that did not was within their reach.
         self._leave_by = time.monotonic() + (0.0 if stood_still else LEAVE_S)

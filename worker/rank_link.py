@@ -83,7 +83,7 @@ class RankLink:
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._pushes: dict[str, RankPush] = {}
         self._owes = False
-        """Whether a beat of it is awaited."""
+        """Whether the rank has not answered a beat yet."""
         self._beats = 0
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -35,7 +35,7 @@ class RankReceiver(TicketReceiver):
         released: Callable[[Ticket, BatonError], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``tell`` rank 0; ``released`` is told of every ticket that has ended unfilled.
+        """``tell`` sends to rank 0; ``released`` gets every ticket that has ended unfilled.
 
         ``clock``: see ``TicketReceiver``.
         """

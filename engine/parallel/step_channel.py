@@ -40,7 +40,7 @@ SILENT_LEAD_S = 60.0
 """Rank 0 may stand still for a while and go on, as a worker of one rank may. It is not there any
 more after this: its host has gone."""
 _LEAD_TICKS = 4
-"""The number of times in it that a rank looks whether it has heard rank 0."""
+"""How often within ``SILENT_LEAD_S`` a rank looks whether it has heard rank 0."""
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 1 << 28
 _MOST_GREETING = 4096
@@ -320,9 +320,9 @@ class RankChannel:
                 return frame
 
     def _wait(self, read: int) -> None:
-        """Nothing came for a while, of a message of which ``read`` bytes are there.
+        """Count a timeout in a message of which ``read`` bytes have come.
 
-        Raises TimeoutError once that is silence.
+        Raises TimeoutError once rank 0 is silent.
         """
         if self._silence.tick({0: (self._frames, read)}, time.monotonic()):
             raise TimeoutError
@@ -338,9 +338,10 @@ class RankChannel:
 def _read_frame(
     connection: socket.socket, most: int, wait: Callable[[int], None] | None = None
 ) -> bytes:
-    """``wait`` is called when nothing has come in the connection's timeout; None: that is raised.
+    """Read one frame. ``wait`` gets the bytes read so far after each timeout of the connection.
 
-    Raises EOFError where the other end has closed, ValueError for more than ``most`` bytes.
+    Raises EOFError where the other end has closed, ValueError for more than ``most`` bytes, and
+    TimeoutError at the first timeout where ``wait`` is None.
     """
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, wait))
     if length > most:

@@ -1,6 +1,6 @@
 """One try at placing a request: where it goes, and what it holds on its way.
 
-sent → (in line for its target) → reserving → (in line for a place) → computing
+sent → (queued for its target) → reserving → (queued for a place) → computing
 computing ─first token→ sending → committed
 sent ─local→ asking for room → computing ─first token→ decoding where it is
 """

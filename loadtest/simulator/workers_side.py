@@ -43,15 +43,15 @@ class RouterSide(Protocol):
         """It has ended without all its tokens."""
 
 
-class _Line:
-    """Some places, and those that wait for one."""
+class _Places:
+    """Some places, and the attempts that wait for one."""
 
     def __init__(self, places: int) -> None:
         self.places = places
         self.waiting: deque[Attempt] = deque()
 
     def enter(self, attempt: Attempt) -> bool:
-        """Whether there is a place; else it waits."""
+        """Take a place, if there is one; else the attempt waits. Returns whether it has one."""
         if self.places:
             self.places -= 1
             return True
@@ -59,7 +59,7 @@ class _Line:
         return False
 
     def leave(self) -> Attempt | None:
-        """A place comes free. Returns the attempt that has it now."""
+        """Free a place. Returns the attempt that has it now; None where none waits."""
         if self.waiting:
             return self.waiting.popleft()
         self.places += 1
@@ -72,9 +72,9 @@ class _Seat:
     def __init__(self, worker: SimulatedWorker) -> None:
         self.room = Room(worker.scheduler)
         self.tickets = 0
-        self.batch = _Line(worker.profile.max_sequences)
+        self.batch = _Places(worker.profile.max_sequences)
         """Places in the prefill batch, which are taken after the ticket."""
-        self.handoffs: dict[str, _Line] = {}
+        self.handoffs: dict[str, _Places] = {}
         """By receiver: handoffs under way, as ``prefill_worker.role`` bounds them."""
 
 
@@ -111,11 +111,11 @@ class WorkersSide:
         else:
             self._events.at(attempt.deadline, lambda: self._give_up(attempt))
 
-    def _handoffs(self, attempt: Attempt) -> _Line:
-        lines, source = self._seat(attempt.source).handoffs, attempt.source
-        if attempt.target.name not in lines:
-            lines[attempt.target.name] = _Line(source.profile.max_sequences)
-        return lines[attempt.target.name]
+    def _handoffs(self, attempt: Attempt) -> _Places:
+        handoffs, source = self._seat(attempt.source).handoffs, attempt.source
+        if attempt.target.name not in handoffs:
+            handoffs[attempt.target.name] = _Places(source.profile.max_sequences)
+        return handoffs[attempt.target.name]
 
     def _give_up(self, attempt: Attempt) -> None:
         if attempt in self._handoffs(attempt).waiting:
@@ -132,7 +132,7 @@ class WorkersSide:
             self._reserve(following)
 
     def _take_place(self, attempt: Attempt) -> None:
-        """In the batch of the source, once the blocks at the target wait for it."""
+        """Take a place in the batch of the source, once the blocks at the target are promised."""
         if self._seat(attempt.source).batch.enter(attempt):
             self._compute(attempt)
         else:
@@ -147,7 +147,7 @@ class WorkersSide:
             self._fail(attempt, _expired())
 
     def _leave_place(self, attempt: Attempt) -> None:
-        """Whoever is next in line at a prefill worker may come."""
+        """Give the place at a prefill worker to the next attempt."""
         following = self._seat(attempt.source).batch.leave()
         if following is not None:
             self._compute(following)
@@ -353,9 +353,9 @@ class WorkersSide:
                 self._hand_back(worker, sequence)
         seat = self._seat(worker)
         here = (*scheduler.running, *scheduler.waiting, *scheduler.held)
-        most = worker.profile.max_sequences
-        lines = (seat.batch, *seat.handoffs.values())
-        return not here and not seat.tickets and all(line.places == most for line in lines)
+        total = worker.profile.max_sequences
+        bounds = (seat.batch, *seat.handoffs.values())
+        return not here and not seat.tickets and all(bound.places == total for bound in bounds)
 
     # Ends before their time
 

@@ -34,9 +34,9 @@ from router.batches.store import BatchStore
 log = logging.getLogger(__name__)
 
 LEASE_S = 10.0
-"""An owner whose beat has not risen for this long is gone; it beats every second. Clock times of
-the database would be wrong after the machine's clock was set, and a monotonic one begins anew when
-the machine does: so each process watches the beats itself."""
+"""An owner whose beat has not risen for this long is gone; it beats every second. Each process
+watches the beats itself: clock times in the database would be wrong after the machine's clock was
+set, and a monotonic clock begins anew when the machine does."""
 POLL_S = 1.0
 """How often the table is looked at, and an owner's beat rises."""
 SWEEP_S = 600.0

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 _COPY_BYTES = 1 << 20
 ORPHAN_S = 3600.0
-"""A file that has had no row for so long, and did not change, is what a crash has left."""
+"""A file without a row that has not changed for this long is what a crash has left."""
 
 
 class BatchStore:
@@ -45,7 +45,7 @@ class BatchStore:
         self._most_bytes = most_bytes
         self._unix_clock = unix_clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        # A wall clock that is set forward makes no file old.
+        # Not by file times: a wall clock that is set forward would make each file old.
         self._orphans = SilenceWatch[Path](ORPHAN_S)
         self._database: Database | None = None
 

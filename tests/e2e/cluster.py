@@ -27,8 +27,8 @@ PATIENT = {
     "BATON_LEASE_S": "20",
     "BATON_REGISTRY_TTL_S": "20",
 }
-"""For clusters whose tests are about none of it: how busy the machine is does not decide which
-workers are taken to hang or to be gone."""
+"""For clusters whose tests are about other things: a busy machine makes no worker seem to hang, or
+to be gone."""
 
 
 class UpProcess:

@@ -1,4 +1,4 @@
-"""What the defaults serve: loads under which no peer refuses anything."""
+"""Loads that the defaults serve without refusing anything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VOCABULARY = 2000
 
 
 class Clients:
-    """Ask for a few tokens behind random prompts, which no cache knows, and count the answers."""
+    """Ask for a few tokens after random prompts, which no cache has, and count the answers."""
 
     def __init__(self, http: httpx.AsyncClient, model: str) -> None:
         self._http = http
@@ -39,7 +39,7 @@ class Clients:
         await asyncio.gather(*(self.ask(prompt_tokens) for _ in range(clients)))
 
     async def closed_loop(self, clients: int, each: int, prompt_tokens: int) -> None:
-        """So many clients that each ask again as soon as they are answered."""
+        """Run clients that each ask again as soon as they are answered."""
 
         async def client() -> None:
             for _ in range(each):

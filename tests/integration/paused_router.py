@@ -32,7 +32,7 @@ HANG_S = 0.4
 
 
 def say(what: object) -> None:
-    """One line."""
+    """Print one line."""
     sys.stdout.write(f"{what}\n")
     sys.stdout.flush()
 

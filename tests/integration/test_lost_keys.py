@@ -112,7 +112,7 @@ class Cluster:
         await self._index.lookup(CHAINS[self._turn % len(CHAINS)])
 
     async def collect(self) -> None:
-        """Those who were listed as dead through a round of heartbeats."""
+        """Workers that were listed as dead through a round of heartbeats."""
         before = await self._registry.dead()
         await self.beat()
         for incarnation in before & await self._registry.dead():
@@ -143,7 +143,7 @@ class Cluster:
         await self._check_keys()
 
     async def _check_keys(self) -> None:
-        """Nothing is left of what was, and nothing stays for ever."""
+        """Nothing is left of what was, and every key has a TTL."""
         generation = await cast(Any, self._store.client.hget(self._state, "generation"))
         kinds = ["registry", "registry:changed", "registry:until", "index", "index:numbers"]
         kinds += ["index:retired", f"index:{(generation or b'').decode()}"]
@@ -154,7 +154,7 @@ class Cluster:
             assert left_ms == -2 or 0 < left_ms <= (3_600_000 if key in expected else 1000), key
 
     def _one(self, at_least: int = 1) -> Worker | None:
-        """The first worker lives on: keys that only the dead knew go by their TTL."""
+        """The first worker lives on: keys that only the dead ones wrote expire."""
         workers = list(self.workers.values())
         return workers[-1 - self._turn % at_least] if len(workers) >= at_least else None
 

@@ -18,7 +18,7 @@ from baton import errors
 from baton.config import KeyConfig
 from baton.metrics import RouterMetrics
 from baton.redis_client import redis_client
-from router import limit_scripts, rate_limits, script_line
+from router import limit_scripts, rate_limits, script_queue
 from router.access import Access
 from router.generation import GenerationRequest
 from router.http_app import create_app
@@ -197,7 +197,7 @@ async def test_five_minutes_without_redis_leave_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rate_limits, "AWAY_S", 0.01)
-    monkeypatch.setattr(rate_limits, "MOST_LEAVES", 50)
+    monkeypatch.setattr(rate_limits, "MAX_LEAVES", 50)
     port, now = free_port(), [0.0]
     limited = key(requests_per_minute=1000, concurrency=200)
     with valkey(port) as url:
@@ -211,8 +211,10 @@ async def test_five_minutes_without_redis_leave_nothing_behind(
         assert await limits.enter(limited, 1, 300.0) is None
         if charges:
             limits.leave(charges.pop(), 1, refund=False)
-        assert not limits._line._waiting
-        assert len(asyncio.all_tasks()) <= tasks + 1, "the one that tells who has left"
+        assert not limits._queue._waiting
+        assert len(asyncio.all_tasks()) <= tasks + 1, (
+            "the task that reports requests that have left"
+        )
     # The oldest ones' deadlines are over soonest.
     assert list(limits._leaves) == entries[49::-1]
     with valkey(port):
@@ -247,7 +249,7 @@ async def running(client: redis.asyncio.Redis, cluster_id: str) -> int:
     return int(await client.zcard(f"baton:{{{cluster_id}}}:limit:k:running"))
 
 
-async def test_who_leaves_while_redis_is_away_is_told_of_when_it_is_back(
+async def test_requests_that_end_while_redis_is_away_are_reported_when_it_is_back(
     client: redis.asyncio.Redis,
     limits: RateLimits,
     cluster_id: str,
@@ -279,7 +281,7 @@ async def test_a_leave_whose_answer_is_lost_is_charged_once(
     limited = key(tokens_per_minute=1000, requests_per_minute=10)
     charges = [await enter(limits, limited, 100) for _ in range(2)]
     monkeypatch.setattr(rate_limits, "AWAY_S", 0.0)
-    answered, lost = script_line.call_together, []
+    answered, lost = script_queue.call_together, []
 
     async def call(*args: Any) -> list[Any]:
         answers = await answered(*args)
@@ -298,13 +300,13 @@ async def test_a_leave_whose_answer_is_lost_is_charged_once(
     assert 599 <= tokens.remaining <= 620
 
 
-async def test_nobody_waits_in_line_for_longer_than_for_an_answer(
+async def test_no_request_waits_for_a_connection_for_longer_than_for_an_answer(
     client: redis.asyncio.Redis,
     limits: RateLimits,
     cluster_id: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All connections wait for Redis; who comes then goes without one, and holds no place."""
+    """All connections wait for Redis; a further request goes uncounted, and holds no place."""
     limited = key(concurrency=100)
     await enter(limits, limited)
     monkeypatch.setattr(rate_limits, "AWAY_S", 0.0)
@@ -314,7 +316,7 @@ async def test_nobody_waits_in_line_for_longer_than_for_an_answer(
         assert await limits.enter(limited, 1, 300.0) is None
     monkeypatch.setattr(rate_limits, "ANSWER_S", DEADLINE_S)
     async with asyncio.timeout(DEADLINE_S):
-        while limits._line._carrying or limits._leaves:
+        while limits._queue._carrying or limits._leaves:
             await asyncio.sleep(0.01)
     assert await running(client, cluster_id) == 1
 
@@ -355,13 +357,13 @@ async def test_a_lost_key_limits_again_once_what_ran_has_ended(
         assert tokens.remaining > 99_900
     await refused(limits, limited)
     for name in await client.keys(f"*{cluster_id}*"):
-        assert await client.pttl(name) != -1, "it stays for ever"
+        assert await client.pttl(name) != -1, "it has no TTL"
 
 
-async def test_a_clock_that_is_set_back_refuses_nobody_for_as_long(
+async def test_a_clock_that_is_set_back_refuses_no_request_for_as_long(
     clocked_url: str, clock: Clock
 ) -> None:
-    """Nor does a request whose router has died hold its place for as long."""
+    """Nor does a request of a dead router hold its place until the clock has caught up."""
     async with redis_client(clocked_url) as client:
         limits = RateLimits(client, "c", metrics())
         limited = key(requests_per_minute=600, tokens_per_minute=600, concurrency=2)

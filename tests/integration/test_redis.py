@@ -341,7 +341,7 @@ async def step(store: Store, clock: Clock, seconds: int) -> None:
 
 
 async def test_a_clock_that_is_set_back_prolongs_no_lease(clocked: Store, clock: Clock) -> None:
-    """Whoever does not renew its record is dead, and not listed until the clock is there again."""
+    """A worker without renewals is dead, and not listed until the clock catches up."""
     store = clocked
     for name in ("hung", "w"):
         assert await store.registry.put(record_of(name), 5.0)
@@ -371,7 +371,7 @@ async def test_a_clock_that_steps_ends_no_life(clocked: Store, clock: Clock, jum
 
 @pytest.mark.parametrize("lost", ["registry", "registry:changed", "registry:until", "worker:w"])
 async def test_a_lost_key_of_the_registry_is_made_again(store: Store, lost: str) -> None:
-    """By the next heartbeats, which end no life; and those who were dead stay known as such."""
+    """By the next heartbeats, which end no life; dead workers stay known as dead."""
     reader = Registry(store.client, store.cluster_id)
     records = {name: record_of(name) for name in ("w", "v")}
     for record in records.values():
@@ -456,7 +456,7 @@ async def test_a_record_that_cannot_be_read_hides_no_other(
     fields.pop("load")
     strange = {
         "not-json": b"{",
-        "shape": json.dumps(fields | {"geometry": {"colour": "red"}}).encode(),
+        "shape": json.dumps(fields | {"geometry": {"color": "red"}}).encode(),
         "less": b"{}",
         "list": b"[]",
     }
@@ -473,12 +473,12 @@ async def test_a_record_that_cannot_be_read_hides_no_other(
     assert await store.registry.dead() == set()
 
 
-async def test_what_a_newer_worker_tells_besides_is_left_out(store: Store) -> None:
+async def test_unknown_fields_of_a_newer_worker_are_left_out(store: Store) -> None:
     await store.registry.put(record_of("w"), 30.0)
     key = f"baton:{{{store.cluster_id}}}:worker:w"
     for part in ("record", "load"):
         told = json.loads(await cast(Any, store.client.hget(key, part)))
-        await cast(Any, store.client.hset(key, part, json.dumps(told | {"colour": "red"})))
+        await cast(Any, store.client.hset(key, part, json.dumps(told | {"color": "red"})))
     assert await store.registry.all() == {"w": record_of("w")}
 
 
@@ -787,7 +787,7 @@ async def test_a_lost_table_is_made_again(store: Store, lost: str) -> None:
     assert await fresh.lookup(chain) == await store.index.lookup(chain) == {"w": 3}
 
 
-async def test_lost_blocks_are_told_again(store: Store) -> None:
+async def test_lost_blocks_are_sent_again(store: Store) -> None:
     """What is evicted first is the largest key."""
     workers = [Publisher(store, name, blocks=400) for name in ("w", "v")]
     for worker in workers:
@@ -802,7 +802,7 @@ async def test_lost_blocks_are_told_again(store: Store) -> None:
     assert len(await contents(store)) == 300
 
 
-async def test_numbers_that_were_retired_are_swept_though_nobody_knows_them(store: Store) -> None:
+async def test_retired_numbers_that_are_lost_are_swept(store: Store) -> None:
     await store.index.snapshot("dead", names("a", 300))
     await store.index.snapshot("w", names("b", 1))
     await store.index.collect("dead")
@@ -827,7 +827,7 @@ async def test_a_replica_that_knows_an_earlier_snapshot_asks_for_another(store: 
 
 
 @pytest.mark.parametrize("clock_ahead_us", [0, 3600 * 10**6], ids=["", "a clock set back"])
-async def test_a_table_of_numbers_that_a_failover_has_lost_names_nobody(
+async def test_a_table_of_numbers_that_a_failover_has_lost_names_no_worker(
     store: Store, own_url: str, clock_ahead_us: int
 ) -> None:
     reader = open_store(own_url, store.cluster_id)

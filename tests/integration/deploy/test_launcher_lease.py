@@ -54,7 +54,7 @@ async def test_a_lease_lasts_no_longer_where_the_clock_of_redis_is_set_back(
         (key,) = await client.keys(f"*{cluster}*")
         await client.expire(key, 3600 + TTL_S)
         monkeypatch.setattr(lease_module, "TTL_S", 1)
-        # Nobody renews it: it is free after its TTL, and not in an hour.
+        # No holder renews it: it is free after its TTL, and not in an hour.
         await LauncherLease(client, cluster, "b").take()
         assert await client.get(key) == b"b"
 

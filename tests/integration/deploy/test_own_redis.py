@@ -1,4 +1,4 @@
-"""A Redis that the operator names, and what is asked of it."""
+"""Checks of a Redis that the operator names."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from baton.listening_clock import ListeningClock
 
-MOST_S = 0.5
+MAX_S = 0.5
 
 
 class Process:
@@ -15,7 +15,7 @@ class Process:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.clock = ListeningClock(MOST_S, lambda: self.now)
+        self.clock = ListeningClock(MAX_S, lambda: self.now)
 
     def run(self, seconds: float) -> None:
         for _ in range(round(seconds / 0.25)):
@@ -35,11 +35,11 @@ def test_a_standstill_counts_for_no_more_than_a_late_tick() -> None:
     process = Process()
     process.run(1.0)
     process.now += 3600.0
-    assert process.clock() == 101.0 + MOST_S
+    assert process.clock() == 101.0 + MAX_S
     process.clock.tick()
-    assert process.clock() == 101.0 + MOST_S
+    assert process.clock() == 101.0 + MAX_S
     process.run(2.0)
-    assert process.clock() == 103.0 + MOST_S
+    assert process.clock() == 103.0 + MAX_S
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 90.0), st.booleans())))
@@ -51,4 +51,4 @@ def test_it_never_goes_back_nor_faster_than_the_machines(steps: list[tuple[float
         if ticks:
             process.clock.tick()
         passed = process.clock() - before
-        assert -1e-9 <= passed <= process.now - moment + MOST_S + 1e-9
+        assert -1e-9 <= passed <= process.now - moment + MAX_S + 1e-9

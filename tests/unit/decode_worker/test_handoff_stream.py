@@ -213,7 +213,7 @@ async def full(world: World) -> Stream:
 async def test_a_reserve_waits_for_room_and_is_answered_in_its_turn(world: World) -> None:
     stream = await full(world)
     stream.ask(reserve(3, "large", length=60), reserve(4, "small"), abort(5, "other"))
-    assert (await stream.told()).call == 5, "who waits holds up nobody"
+    assert (await stream.told()).call == 5, "a waiting reserve holds up no other call"
     stream.ask(abort(6, "r0"))
     answers = {answer.call: answer for answer in [await stream.told() for _ in range(2)]}
     assert answers[6].HasField("abort")
@@ -254,7 +254,7 @@ async def test_a_reserve_that_waits_ends_with_its_writer(world: World) -> None:
     await given_up(world, stream)
 
 
-async def test_a_worker_that_is_drained_answers_those_that_wait(world: World) -> None:
+async def test_a_worker_that_is_drained_answers_waiting_reserves(world: World) -> None:
     stream = await full(world)
     stream.ask(reserve(3, "late", length=60), abort(4, "other"))
     await stream.told()
@@ -265,7 +265,7 @@ async def test_a_worker_that_is_drained_answers_those_that_wait(world: World) ->
 
 
 async def given_up(world: World, stream: Stream) -> None:
-    """Nobody waits any more: nothing is promised to ``late`` once there is room."""
+    """No reserve waits any more: nothing is promised to ``late`` once there is room."""
     for request in ("r0", "r1"):
         world.role.abort((request, 0))
     await asyncio.sleep(0)
@@ -274,7 +274,7 @@ async def given_up(world: World, stream: Stream) -> None:
     world.check_nothing_is_held()
 
 
-async def test_those_that_wait_cost_nothing_of_their_prompts_length(
+async def test_waiting_reserves_hash_no_prompts(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed = 0
@@ -293,7 +293,7 @@ async def test_those_that_wait_cost_nothing_of_their_prompts_length(
     for _ in range(100):
         world.role.on_step([])
         await asyncio.sleep(0)
-    assert hashed <= 1, "that of the first in line is kept"
+    assert hashed <= 1, "the hashes of the first reserve are kept"
     assert not matches.called, "by count there is no room"
     monkeypatch.undo()
     for request in ("r0", "r1"):

@@ -178,6 +178,26 @@ async def test_a_prefix_that_is_held_here_is_not_computed(world: World) -> None:
     world.check_nothing_is_held()
 
 
+async def test_prompts_and_waiting_reserves_take_turns(world: World) -> None:
+    world.reserve(spec_of("promised", length=60, first=1))
+    world.reserve(spec_of("another", length=20, first=5))
+    large = world.role.reserves.ask(
+        Offer("model", GEOMETRY, INCARNATION, "writer", spec_of("large", length=60, first=2))
+    )
+    assert not large.done()
+    await world.call(spec_of("local", length=4, first=3))
+    refused = await world.refusal(spec_of("second", length=4, first=4))
+    assert isinstance(refused, NoRoom)
+    world.role.abort(("promised", 0))
+    world.role.abort(("local", 0))
+    await world.drain()
+    assert (await large).ticket_id
+    await world.call(spec_of("second", length=4, first=4))
+    for name in ("large", "another"):
+        world.role.abort((name, 0))
+    await world.drain()
+
+
 async def test_a_prompt_takes_its_blocks_before_others_are_promised_any(world: World) -> None:
     """And none of those that were promised."""
     world.reserve(spec_of("promised", length=60, first=1))

@@ -1,4 +1,4 @@
-"""Who is served first where there is no room."""
+"""Which reserve is served first where there is no room."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def offer(name: str, preemptions: int = 0) -> Offer:
 
 
 class Worker:
-    """Has room for so many."""
+    """Has room for a number of sequences."""
 
     def __init__(self, room: int = 0) -> None:
         self.room = room
         self.served: list[str] = []
         self.looks = 0
-        self.queue = ReserveQueue(most=4)
+        self.queue = ReserveQueue(max_waiting=4)
 
     def reserve(self, offer: Offer) -> Ticket:
         self.looks += 1
@@ -49,7 +49,7 @@ class Worker:
         return answer
 
 
-def test_those_that_were_preempted_come_first_and_each_in_its_order() -> None:
+def test_preempted_sequences_come_first_and_each_in_its_order() -> None:
     worker = Worker()
     worker.ask("a"), worker.ask("b")
     worker.ask("old", 1), worker.ask("older", 2)
@@ -59,7 +59,7 @@ def test_those_that_were_preempted_come_first_and_each_in_its_order() -> None:
     assert not len(worker.queue)
 
 
-def test_a_look_at_a_line_is_a_look_at_its_head() -> None:
+def test_a_look_at_a_queue_is_a_look_at_its_head() -> None:
     worker = Worker()
     for name in ("a", "b", "c"):
         worker.ask(name)
@@ -79,7 +79,7 @@ def test_a_refusal_is_for_one_alone() -> None:
     assert worker.served == ["a", "b"]
 
 
-def test_a_full_line_takes_nobody_more() -> None:
+def test_a_full_queue_takes_no_more() -> None:
     worker = Worker()
     for name in ("a", "b", "c", "d"):
         worker.ask(name)
@@ -88,7 +88,7 @@ def test_a_full_line_takes_nobody_more() -> None:
     assert caught.value.retry_after
 
 
-def test_those_that_leave_and_those_that_are_over_are_not_served() -> None:
+def test_reserves_that_leave_or_are_over_are_not_served() -> None:
     worker = Worker()
     left, aborted, gone, last = (worker.ask(name) for name in ("a", "b", "c", "d"))
     worker.queue.leave(left)

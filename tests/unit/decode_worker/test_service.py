@@ -1,4 +1,4 @@
-"""What a router's token stream is told of a decode worker."""
+"""What a decode worker sends on a router's token stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worker.beats import DEFAULT_BEATS
 
 
 class Role:
-    """One that has an outbox alone."""
+    """A role that only has an outbox."""
 
     def __init__(self) -> None:
         self.box = Outbox(0.0)

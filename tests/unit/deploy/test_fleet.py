@@ -171,7 +171,9 @@ async def test_a_worker_that_is_silent_while_ray_thinks_it_lives_is_no_sign_of_t
         assert (await fleet.look("decode-0")).sight is Sight.SILENT
 
 
-async def test_an_entry_that_nobody_renews_lists_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_entry_that_is_not_renewed_lists_no_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Redis keeps it for as long as its clock was set back."""
     async with begun(monkeypatch) as (scene, fleet):
         scene.workers[0].stuck = True

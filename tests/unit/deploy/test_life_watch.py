@@ -24,7 +24,7 @@ def test_who_beats_now_and_then_goes_on() -> None:
         assert look(watch, number * LOOK_S, beats=number // (LOOKS - 1)) is None
 
 
-def test_who_does_nothing_for_long_ends_and_not_for_a_pause_of_the_process() -> None:
+def test_a_worker_that_does_nothing_for_long_ends_and_not_for_a_pause_of_the_process() -> None:
     watch = LifeWatch()
     assert look(watch, 0.0, beats=7) is None
     for number in range(LOOKS + 1):

@@ -143,7 +143,7 @@ def test_who_is_silent_for_long_is_ended_and_replaced_and_who_wakes_in_time_is_n
     assert keeper.decide(now + 1) == {SLOT: Order.START}
 
 
-def test_an_owner_that_stood_still_itself_ends_nobody_for_that() -> None:
+def test_an_owner_that_stood_still_itself_ends_no_worker_for_that() -> None:
     keeper = keeper_of(SLOT)
     keeper.see(SLOT, Sight.SERVING, 0.0)
     assert look(keeper, Sight.SILENT, 1.0) == {}

@@ -1,4 +1,4 @@
-"""Which process one is, whatever the wall clock says."""
+"""Processes are identified whatever the wall clock shows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_step_of_the_wall_clock_makes_no_process_another_one(
     ClusterState("c", str(run), "m", "h:1", "h:2", "redis://", launcher, {}).save()
     roll = NodeRoll(tmp_path / "workers")
     with signed(tmp_path / "workers") as worker:
-        # The kernel computes /proc/stat's btime of the wall clock, and psutil times of that.
+        # The kernel computes /proc/stat's btime from the wall clock, and psutil times from that.
         boot = psutil.boot_time() + step_s
         monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot)
         assert launcher.is_running
@@ -112,7 +112,7 @@ def test_a_process_elsewhere_is_neither_seen_nor_ended(space: str) -> None:
     far.send(signal.SIGKILL)  # this process runs on
 
 
-def test_who_can_open_no_file_takes_no_process_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_open_files_no_process_is_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     def open_nothing(_: Path) -> bytes:
         raise OSError(errno.EMFILE, "too many open files")
 

@@ -140,5 +140,5 @@ async def test_a_receiver_without_room_holds_up_no_prompt_for_another(
     await world.drain()
     for call in waiting:
         assert len(await call) == 2
-    assert not len(world.role._lines)
+    assert not len(world.role._handoffs)
     world.check_nothing_is_held()

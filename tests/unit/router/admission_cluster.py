@@ -24,7 +24,7 @@ class Cluster:
     """Of each prefill worker."""
     workers: int = 1
     model_error: float = 1.0
-    """Times by which the cost model takes prompts for longer than they are."""
+    """The factor by which the cost model predicts prompts to take longer than they do."""
     places: int = 64
     blocks: int = 4000
     token_s: float = 0.01
@@ -91,7 +91,7 @@ class Cluster:
         deadline_s: float = math.inf,
         background: bool = False,
     ) -> None:
-        """Raises Overloaded where it is refused at once; ``refused`` has those of later."""
+        """Raises Overloaded where it is refused at once; ``refused`` has later refusals."""
         own_deadline = deadline_s < math.inf
         self.wanted[name] = applicant = Applicant(
             name,
@@ -161,14 +161,14 @@ class Cluster:
             self.until(self.events[0][0])
 
     def stand_still(self, seconds: float) -> None:
-        """The prefill workers compute nothing for so long; what lies there ends later."""
+        """The prefill workers compute nothing for some seconds; what lies there ends later."""
         self.events = [
             (when + seconds, number, what, name) for when, number, what, name in self.events
         ]
         self.free_at = [at + seconds for at in self.free_at]
 
     def flood(self, requests: int, prompt: int = 100, pause_s: float = 0.0) -> Overloaded:
-        """Offer up to so many at once, or with pauses; the first refusal."""
+        """Offer up to a number of requests, at once or with pauses. Returns the first refusal."""
         for number in range(requests):
             try:
                 self.offer(f"r{number}", prompt)

@@ -25,8 +25,8 @@ MOMENTS = st.tuples(
     st.sampled_from([math.inf, math.inf, 0.5, 20.0]),
     st.sampled_from([0.0, 0.0, 0.0, 5.0, 60.0]),
 )
-"""Seconds later a prompt comes, with an answer of so many tokens and perhaps a deadline; the
-workers stand still for some seconds."""
+"""Seconds later a prompt comes, with the tokens of its answer and perhaps a deadline; the workers
+stand still for some seconds."""
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -128,7 +128,7 @@ def test_chance_alone_refuses_nothing_below_capacity(
 def test_below_the_bounds_a_queue_refuses_nothing(
     requests: list[tuple[float, int, str]], model_error: float
 ) -> None:
-    """All of them in the line at once would wait 40 × 3 s × 5 by the worst model."""
+    """All of them in the queue at once would wait 40 × 3 s × 5 by the worst model."""
     cluster = Cluster(max_queue_s=80 * 3.0 * 5.0, limit=80, model_error=model_error)
     for number, (later_s, prompt, tenant) in enumerate(requests):
         cluster.until(cluster.now + later_s)

@@ -196,7 +196,7 @@ async def follow(
 ) -> tuple[ClusterDispatcher, list[str]]:
     """A dispatcher that has read these of its registry, None where Redis was away.
 
-    Returns it and whom the index has forgotten.
+    Returns it and the workers that the index has forgotten.
     """
     monkeypatch.setattr(dispatcher_module, "REGISTRY_POLL_S", 0.0)
     redis = redis_client("redis://127.0.0.1:1/0")
@@ -246,7 +246,7 @@ async def test_five_minutes_without_redis_leave_a_router_as_it_was(
 
 
 @pytest.mark.parametrize("away", [False, True])
-async def test_who_was_dead_before_redis_was_away_has_as_long_again(
+async def test_the_time_of_a_dead_worker_begins_anew_after_redis_was_away(
     monkeypatch: pytest.MonkeyPatch, away: bool
 ) -> None:
     """After it was away all are listed as dead, until their next heartbeats."""

@@ -320,7 +320,7 @@ async def test_a_failed_handoff_tries_two_others(monkeypatch: pytest.MonkeyPatch
     world.links["p1"].is_up = False
     for attempt in range(3, MOST_FAILURES + 1):
         world.links["p0"].prefills.fail(HandoffError("a wire"))
-        # Nobody else is there, and both are up.
+        # No other worker is there, and both are up.
         here = [(attempt, "p0", "d0")]
         await world.until(lambda here=here: world.at(running) == here)  # type: ignore[misc]
     world.links["p0"].prefills.fail(HandoffError("a wire"))
@@ -480,7 +480,7 @@ async def test_failed_steps_on_two_prefill_workers_are_poison(
     world.close(running)
 
 
-async def test_a_failed_step_is_told_as_a_failed_worker() -> None:
+async def test_a_failed_step_is_a_failed_worker_to_clients() -> None:
     world = World()
     world.links["d1"].is_up = False
     running = await world.run()
@@ -768,7 +768,7 @@ async def test_workers_are_expected_to_speak_while_they_have_something_to_do() -
 
 
 async def test_requests_wait_for_workers_that_were_cut_off_together() -> None:
-    """Nobody is blamed, whatever a request had when each of its workers went away."""
+    """No worker is blamed, whatever a request had when each of its workers went away."""
     world = World(move_budget_ratio=0.0, move_budget_per_s=0.0, move_budget_burst=1)
     running = await world.run()
     for name in ("d0", "d1", "d0"):
@@ -804,6 +804,20 @@ async def test_the_only_worker_is_good_enough_once_it_is_back() -> None:
     world.close(running)
 
 
+async def test_workers_that_go_away_again_and_again_end_a_request() -> None:
+    world = World()
+    del world.links["d1"]
+    running = await world.run()
+    for _ in range(MOST_FAILURES + 1):
+        world.cut_off = True
+        world.moves.worker_broken("d0", GONE)
+        world.cut_off = False
+        await world.settle()
+    assert not running.attempts
+    with pytest.raises(WorkerFailed):
+        await running.life.next_delta()
+
+
 async def test_waiting_for_workers_ends_with_the_deadline() -> None:
     world = World()
     running = await world.run()
@@ -814,7 +828,7 @@ async def test_waiting_for_workers_ends_with_the_deadline() -> None:
         await running.life.next_delta()
 
 
-async def test_a_prefill_stream_that_broke_with_all_others_blames_nobody(
+async def test_a_prefill_stream_that_broke_with_all_others_blames_no_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)

@@ -19,7 +19,7 @@ def test_it_stays_within_its_bounds(answers: list[bool]) -> None:
 
 
 def slowed(for_s: float = 100.0) -> Pace:
-    """Answers were slow for so long, up to the moment 0."""
+    """Answers were slow for some seconds, up to the moment 0."""
     pace = Pace()
     for number in range(100):
         pace.heard(in_time=False, took_s=0.0, now=for_s * (number / 99 - 1))
@@ -53,7 +53,7 @@ def test_as_many_misses_as_are_allowed_leave_it_where_it_is() -> None:
 def test_nothing_is_held_back_for_longer_than_the_disturbance_lasted(
     answers: list[tuple[float, bool, float]], looks: list[float]
 ) -> None:
-    """From when the first slow answer began to when the last one ended, and as long again."""
+    """It lasts from when the first slow answer began to when the last one ended."""
     pace, now, since, until = Pace(), 0.0, None, 0.0
     for pause_s, in_time, took_s in answers:
         now += pause_s

@@ -7,7 +7,7 @@ from router.poison import PROGRESS_TOKENS, FailedWorkers, Quarantine, prompt_has
 
 
 def failed(*places: tuple[str, int]) -> FailedWorkers:
-    """Workers that say that they failed, each when the answer had so many tokens."""
+    """Workers that say that they failed, each when the answer had that number of tokens."""
     found = FailedWorkers()
     for worker, place in places:
         found.note(worker, place, proved=True)

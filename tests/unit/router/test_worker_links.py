@@ -541,7 +541,7 @@ async def test_a_stream_that_cannot_be_read_is_opened_again(
         await world.until(world.is_up)
         with monkeypatch.context() as broken:
             broken.setattr(convert, "load_from_proto", lambda load: 1 / 0)
-            # What is told of it may fail, too.
+            # The callback may fail, too.
             world.bugs.append(RuntimeError("a bug of what moves requests"))
             world.decode.says.put_nowait(OUTPUTS[0])
             await world.until(lambda: world.broken)
@@ -549,4 +549,4 @@ async def test_a_stream_that_cannot_be_read_is_opened_again(
         world.decode.says.put_nowait(OUTPUTS[1])
         await world.until(lambda: world.heard)
         assert "worker d: its stream cannot be read" in caplog.text
-        assert "worker d: its end could not be told" in caplog.text
+        assert "worker d: the end of its stream could not be handled" in caplog.text

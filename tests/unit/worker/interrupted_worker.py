@@ -213,7 +213,7 @@ class Tiers:
         self._slots: dict[int, list[int]] = {}
 
     def before_plan(self) -> None:
-        """Nothing comes back for those that were preempted."""
+        """Nothing comes back for preempted sequences."""
 
     def after_plan(self) -> None:
         while self.tiers.wants_spill and (spill := self.tiers.next_spill()) is not None:
@@ -314,7 +314,7 @@ class World:
             answer = self.answers[self._keys[update.sequence]]
             if answer.end:
                 # Another choice of its request was lost in this step.
-                assert answer.end == "lost", "it is told of after its end"
+                assert answer.end == "lost", "an update comes after its end"
                 continue
             answer.tokens += update.token_ids
             if update.sequence.finish_reason:
@@ -457,7 +457,7 @@ class World:
         self._check_engine()
 
     def _check_engine(self) -> None:
-        """What the engine still knows it will be told to drop."""
+        """The engine will drop what it still knows."""
         dropped = set(self.scheduler._dropped)
         assert self.runner._known.keys() <= dropped
         assert self.runner._grammars._states.keys() <= dropped

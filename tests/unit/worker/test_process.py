@@ -246,6 +246,19 @@ async def test_a_worker_that_the_registry_alone_has_lost_ends_what_it_runs(livin
     assert living.process._leave_by > time.monotonic() + LEAVE_S / 2
 
 
+async def test_a_worker_that_is_drained_goes_on_when_its_entry_lapses(living: Living) -> None:
+    """Its event loop still runs what ends the drain."""
+    process = living.process
+    async with process._changing:
+        task = asyncio.create_task(process._heartbeat())
+        await asyncio.sleep(0)
+        process._lost_entry(True)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert process.beats <= 5
+        assert not task.done()
+
+
 # Another role
 
 

@@ -10,20 +10,20 @@ import pytest
 import redis
 from redis.commands.core import AsyncScript
 
-from router import script_line
-from router.script_line import AskedCall, ScriptCall, ScriptLine
+from router import script_queue
+from router.script_queue import AskedCall, ScriptCall, ScriptQueue
 
 CALL = ScriptCall(cast(AsyncScript, None), ("key",), (1,))
 
 
 class Server:
-    """Has been sent what goes together, and answers when it is told to."""
+    """Keeps the calls that go together, and answers when the test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[asyncio.Future[list[Any]]] = []
         self.sizes: list[int] = []
-        monkeypatch.setattr(script_line, "call_together", self._called)
-        self.line = ScriptLine(cast(Any, None), connections=2, most_waiting=100)
+        monkeypatch.setattr(script_queue, "call_together", self._called)
+        self.queue = ScriptQueue(cast(Any, None), connections=2, max_waiting=100)
 
     async def _called(self, client: None, calls: Sequence[ScriptCall]) -> list[Any]:
         self.sizes.append(len(calls))
@@ -31,7 +31,7 @@ class Server:
         return await self.sent[-1]
 
     async def put(self, count: int) -> list[AskedCall]:
-        asked = [self.line.put(CALL) for _ in range(count)]
+        asked = [self.queue.put(CALL) for _ in range(count)]
         await turns()
         assert None not in asked
         return cast(list[AskedCall], asked)
@@ -53,7 +53,7 @@ async def test_a_burst_takes_one_round_trip(server: Server) -> None:
     server.sent[0].set_result(list(range(60)))
     await turns()
     assert [one.answer.result() for one in asked] == list(range(60))
-    await server.line.close()
+    await server.queue.close()
 
 
 async def test_what_comes_while_all_connections_are_busy_goes_together(server: Server) -> None:
@@ -63,10 +63,10 @@ async def test_what_comes_while_all_connections_are_busy_goes_together(server: S
     server.sent[0].set_result(["a"])
     await turns()
     assert server.sizes == [1, 1, 3]
-    await server.line.close()
+    await server.queue.close()
 
 
-async def test_what_was_given_up_in_line_is_never_sent(server: Server) -> None:
+async def test_what_was_given_up_in_the_queue_is_never_sent(server: Server) -> None:
     await server.put(1)
     await server.put(1)
     given_up, kept = await server.put(2)
@@ -76,19 +76,19 @@ async def test_what_was_given_up_in_line_is_never_sent(server: Server) -> None:
     await turns()
     assert server.sizes == [1, 1, 1]
     assert kept.sent
-    await server.line.close()
+    await server.queue.close()
 
 
-async def test_the_line_is_bounded(server: Server) -> None:
+async def test_the_queue_is_bounded(server: Server) -> None:
     await server.put(1)
     await server.put(1)
     await server.put(100)
-    assert server.line.put(CALL) is None
+    assert server.queue.put(CALL) is None
     server.sent[0].set_result(["a"])
     await turns()
-    assert server.sizes == [1, 1, script_line.MOST_TOGETHER]
-    assert server.line.put(CALL) is not None
-    await server.line.close()
+    assert server.sizes == [1, 1, script_queue.MAX_TOGETHER]
+    assert server.queue.put(CALL) is not None
+    await server.queue.close()
 
 
 async def test_one_that_the_server_refuses_fails_alone(server: Server) -> None:
@@ -101,11 +101,11 @@ async def test_one_that_the_server_refuses_fails_alone(server: Server) -> None:
     server.sent[1].set_exception(redis.ConnectionError("away"))
     await turns()
     assert isinstance(third.answer.exception(), redis.ConnectionError)
-    await server.line.close()
+    await server.queue.close()
 
 
 async def test_at_the_end_what_has_no_answer_fails(server: Server) -> None:
     asked = [*await server.put(1), *await server.put(1), *await server.put(1)]
-    await server.line.close()
+    await server.queue.close()
     for one in asked:
         assert isinstance(one.answer.exception(), redis.ConnectionError)

@@ -3,7 +3,7 @@
     waiting ─a connection is free→ sent ─→ answered, or failed
     waiting ─given up→ never sent
 
-What comes while all connections are busy waits, and goes with the next one that is free.
+Calls that come while all connections are busy wait, and go with the next one that is free.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from redis.commands.core import AsyncScript
 
 from baton.background import end_tasks
 
-MOST_TOGETHER = 64
-"""Calls on a connection at a time: some milliseconds of the server's time."""
+MAX_TOGETHER = 64
+"""Calls on a connection at a time: a few milliseconds of the server's time."""
 CALL_S = 2.0
-"""The deadline of calls that go together. Those who wait for one have shorter ones of their own."""
+"""Seconds until the deadline of calls that go together. Callers have shorter deadlines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +37,18 @@ class ScriptCall:
 
 @dataclass(slots=True, eq=False)
 class AskedCall:
-    """One that stands in line, or has left it."""
+    """A call in the queue, or one that has left it."""
 
     call: ScriptCall
     answer: asyncio.Future[Any]
-    """Fails with ``redis.RedisError``. It is cancelled to give up what was not sent."""
+    """Fails with ``redis.RedisError``. Callers cancel it to give up what was not sent."""
     sent: bool = False
 
 
 async def call_together(client: redis.asyncio.Redis, calls: Sequence[ScriptCall]) -> list[Any]:
     """The answers, or the errors that the server gave instead, in the order of the calls.
 
-    Raises ``redis.RedisError`` where some had no answer.
+    Raises ``redis.RedisError`` where some have no answer after ``CALL_S``.
     """
     try:
         async with asyncio.timeout(CALL_S):
@@ -78,30 +78,30 @@ async def _execute(
         return await pipeline.execute(raise_on_error=False)
 
 
-class ScriptLine:
-    """Owned by one event loop."""
+class ScriptQueue:
+    """Calls that wait for a connection. Owned by one event loop."""
 
-    def __init__(self, client: redis.asyncio.Redis, *, connections: int, most_waiting: int) -> None:
-        """At most ``connections`` are used, and at most ``most_waiting`` calls wait for one."""
+    def __init__(self, client: redis.asyncio.Redis, *, connections: int, max_waiting: int) -> None:
+        """At most ``connections`` are used, and at most ``max_waiting`` calls wait for one."""
         self._client = client
         self._connections = connections
-        self._most_waiting = most_waiting
+        self._max_waiting = max_waiting
         self._waiting: deque[AskedCall] = deque()
         self._carrying: set[asyncio.Task[None]] = set()
 
     def put(self, call: ScriptCall) -> AskedCall | None:
-        """Call a script as soon as there is a connection; None where too many wait."""
-        if len(self._waiting) >= self._most_waiting:
+        """Call a script as soon as there is a connection; None where the queue is full."""
+        if len(self._waiting) >= self._max_waiting:
             return None
         loop = asyncio.get_running_loop()
         asked = AskedCall(call, loop.create_future())
         self._waiting.append(asked)
-        # Those of a burst go together.
+        # Calls of a burst go together.
         loop.call_soon(self._send)
         return asked
 
     async def close(self) -> None:
-        """End what is under way; what has no answer fails."""
+        """End the calls under way; a call without an answer fails."""
         waiting, self._waiting = self._waiting, deque()
         for asked in waiting:
             if not asked.answer.done():
@@ -111,7 +111,7 @@ class ScriptLine:
     def _send(self) -> None:
         while self._waiting and len(self._carrying) < self._connections:
             together: list[AskedCall] = []
-            while self._waiting and len(together) < MOST_TOGETHER:
+            while self._waiting and len(together) < MAX_TOGETHER:
                 asked = self._waiting.popleft()
                 if not asked.answer.done():
                     asked.sent = True
