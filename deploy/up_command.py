@@ -217,6 +217,13 @@ def up(
             " to be faster), never or always. Default: auto."
         ),
     ] = None,
+    admission: Annotated[
+        str | None,
+        typer.Option(
+            help="What becomes of requests under too much load: queue lets them wait, slo refuses"
+            " those whose first token would be late. Default: queue."
+        ),
+    ] = None,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -275,6 +282,7 @@ def up(
         ray_address=ray_address,
         gcs_store=gcs_store,
         local_prefill=local_prefill,
+        admission=admission,
         policy=policy,
         otlp_endpoint=otlp_endpoint,
         log_format=log_format,
