@@ -13,6 +13,7 @@ from deploy import (
     bench_part_commands,
     calibrate_command,
     certs_commands,
+    chat_command,
     client_commands,
     doctor_command,
     keys_commands,
@@ -44,7 +45,7 @@ app.command()(up_command.up)
 app.command()(node_commands.join)
 app.command()(node_commands.leave)
 app.command()(node_commands.router)
-app.command()(client_commands.chat)
+app.command()(chat_command.chat)
 app.command()(client_commands.batch)
 app.command()(client_commands.status)
 app.command()(bench_engine_commands.profile)
