@@ -28,7 +28,7 @@ class PoolScaling:
         return tuple(self._pools.values())
 
     async def sizes(self) -> dict[str, int]:
-        """How many workers each pool should have. Raises Unavailable while Redis does not answer."""
+        """How many workers each pool should have. Raises Unavailable if Redis does not answer."""
         try:
             return await self._read()
         except redis.RedisError as error:

@@ -18,8 +18,8 @@ from baton.grpc_channel import make_server, open_channel
 from baton.pool_sizes import PoolSizes
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.access import Access
-from router.grpc_front import add_grpc_front
 from router.cluster_view import ClusterApi
+from router.grpc_front import add_grpc_front
 from router.http_app import create_app
 from router.operator_api import Operators
 from router.pool_scaling import PoolScaling
