@@ -71,9 +71,10 @@ def renew(
     san: Hosts = None,
     days: Days = 365,
 ) -> None:
-    """Replace certificates by new ones with new keys, signed by the same CA for the same hosts.
+    """Replace certificates by new ones with new keys.
 
-    Running processes load them without a restart.
+    They are signed by the same CA, for the same hosts. Running processes load them without a
+    restart.
     """
     from deploy import certificates  # noqa: PLC0415
 
@@ -89,7 +90,10 @@ def issue(
     san: Hosts = None,
     days: Days = 365,
 ) -> None:
-    """Sign one more certificate, for example for another client or a worker's machine."""
+    """Sign one more certificate.
+
+    For example for another client, or for a worker's machine.
+    """
     from deploy import certificates  # noqa: PLC0415
 
     if (folder / f"{name}.pem").exists():
@@ -99,7 +103,10 @@ def issue(
 
 
 def show(folder: Folder = Path("certs")) -> None:
-    """Show the roles, hosts and expiry of certificates. Exit code 4: one of them is unusable."""
+    """Show the roles, hosts and expiry of certificates.
+
+    Exit code 4: one of them is unusable.
+    """
     from deploy import certificates  # noqa: PLC0415
 
     with clear_errors():

@@ -168,4 +168,4 @@ def _options(
 
 def main() -> None:
     """The entry point of the `baton` command."""
-    app()
+    app(prog_name="baton")

@@ -62,9 +62,9 @@ def create(
     ] = 0,
     expires_in: Lifetime = None,
 ) -> None:
-    """Create a key and print it. It is shown only once: the file holds its hash.
+    """Create a key and print it.
 
-    Running routers accept it within two seconds.
+    It is shown only once: the file holds its hash. Running routers accept it within two seconds.
     """
     from pydantic import ValidationError  # noqa: PLC0415
 
@@ -118,7 +118,10 @@ def list_keys(file: File, output: Output = "table") -> None:
 
 
 def revoke(name: Name, file: File) -> None:
-    """Delete a key. Routers refuse it within two seconds; its running requests end normally."""
+    """Delete a key.
+
+    Routers refuse it within two seconds. Requests that it has started end normally.
+    """
     from baton.keys_file import changing, write_keys  # noqa: PLC0415
 
     with clear_errors(), _writable(file), changing(file):
@@ -137,9 +140,10 @@ def rotate(
         str, typer.Option(metavar="30d|12h|45m", help="How long the old key stays valid.")
     ] = "24h",
 ) -> None:
-    """Replace a key by a new one and print it. The old one stays valid for a while.
+    """Replace a key by a new one and print it.
 
-    Until then the old key is listed under another name, with the same limits.
+    The old key stays valid for a while (--keep). Until then the old key is listed under another
+    name, with the same limits.
     """
     from baton.keys_file import changing, hash_of, new_key, write_keys  # noqa: PLC0415
 

@@ -25,7 +25,7 @@ def pull(
 
 
 def list_models(output: Output = "table") -> None:
-    """List the models on this machine, and known ones that can be pulled."""
+    """List the models on this machine and known ones."""
     from rich.table import Table  # noqa: PLC0415
 
     from deploy import model_store  # noqa: PLC0415
