@@ -113,12 +113,16 @@ class OperatorClient:
             fail(f"no router answers at {self._url} ({error}): is the cluster running?")
         if answer.is_error:
             refused = answer.status_code == _CONFLICT
-            fail(_message(answer), code=ExitCode.REFUSED if refused else ExitCode.FAILED)
+            text = f"router {self._target.address}: {_message(answer)}"
+            fail(text, code=ExitCode.REFUSED if refused else ExitCode.FAILED)
         return dict(answer.json())
 
 
 def _message(answer: Any) -> str:
     try:
-        return str(answer.json()["error"]["message"])
+        error = answer.json()["error"]
+        if error["code"] == "unknown_url":
+            return "it is of another version, or not one of Baton's: it has no operators' endpoints"
+        return str(error["message"])
     except (ValueError, KeyError, TypeError):
-        return f"the router answered {answer.status_code}: {answer.text[:300]}"
+        return f"it answered {answer.status_code}: {answer.text[:300]}"

@@ -26,6 +26,8 @@ from router.console.snapshot import Snapshot
 SILENCE_S = 5.0
 """A stream has an event a second."""
 AGAIN_S = 1.0
+_JITTER_S = 0.5
+"""How much earlier than a second after the last one an event may come."""
 _SNAPSHOT = TypeAdapter(Snapshot)
 
 
@@ -79,7 +81,7 @@ def _followed(
     while True:
         try:
             for told in snapshots(http, api_key, tls):
-                if time.monotonic() - shown_at >= interval_s:
+                if time.monotonic() - shown_at >= interval_s - _JITTER_S:
                     shown_at = time.monotonic()
                     yield told, ""
             complaint = f"{http} has ended the stream"

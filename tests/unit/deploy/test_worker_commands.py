@@ -265,6 +265,17 @@ def test_one_of_two_routers_is_drained_once_that_is_confirmed(
     process.wait(DEADLINE_S)
 
 
+async def test_errors_name_the_router(here: Machine) -> None:
+    async with cluster(here) as (there, http):
+        there.sizes.away = True
+        result = await run(here, "scale", "decode", "2", "--yes")
+        assert result.exit_code == ExitCode.FAILED
+        assert f"error: router {http}: Redis does not answer" in result.stderr
+    gone = await run(here, "scale", "decode", "2", "--yes")
+    assert gone.exit_code == ExitCode.FAILED
+    assert f"no router answers at http://{http}" in gone.stderr
+
+
 def test_a_router_elsewhere_is_not_signaled(here: Machine) -> None:
     result = here.run("drain", "router-0", "--yes", "--http", "127.0.0.1:1")
     assert result.exit_code == ExitCode.FAILED
