@@ -74,7 +74,7 @@ def drain(
     client = OperatorClient(tls, chosen, api_key)
     facts = client.look()
     found = facts.worker(worker)
-    _check_last(facts, found, "drain", force=force, dry_run=dry_run)
+    _check_last(facts, found, "draining it", force=force, dry_run=dry_run)
     _show(f"{facts}: drain {worker}", found.fate, dry_run=dry_run)
     if dry_run:
         return
@@ -113,7 +113,7 @@ def role(
     if found.role == to:
         typer.echo(f"{worker} of {facts} is a {to} worker already")
         return
-    _check_last(facts, found, "change the role of", force=force, dry_run=dry_run)
+    _check_last(facts, found, "changing its role", force=force, dry_run=dry_run)
     _show(f"{facts}: make {worker} a {to} worker", found.fate, dry_run=dry_run)
     if dry_run:
         return
@@ -193,7 +193,7 @@ def _check_last(
 ) -> None:
     if worker.is_last:
         _refuse(
-            f"{worker.slot} is the last ready {worker.role} worker of {facts}: to {action} it"
+            f"{worker.slot} is the last ready {worker.role} worker of {facts}: {action}"
             " leaves a gap until another one is ready",
             force=force,
             dry_run=dry_run,

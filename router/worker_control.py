@@ -67,7 +67,7 @@ class WorkerControl:
         link = self._find(slot)
         # A drain that goes on already may be asked for again: the first router may have died.
         if not force and link.record.state != DRAINING:
-            self._check_left(link, "drain")
+            self._check_left(link, "draining it")
         request = control_pb2.DrainRequest(deadline_ms=int(deadline_s * 1e3))
         stub = control_pb2_grpc.ControlServiceStub(link.channel)
         with _errors(link):
@@ -83,7 +83,7 @@ class WorkerControl:
         """
         link = self._find(slot)
         if not force and link.record.role != role:
-            self._check_left(link, "change the role of")
+            self._check_left(link, "changing its role")
         request = control_pb2.ChangeRoleRequest(role=role, deadline_ms=int(deadline_s * 1e3))
         stub = control_pb2_grpc.ControlServiceStub(link.channel)
         with _errors(link):
@@ -94,8 +94,8 @@ class WorkerControl:
         if self._is_last(link):
             role = link.record.role
             raise LastWorker(
-                f"{link.record.slot} is the last ready {role} worker: to {action} it would leave"
-                f" the cluster without one. Add another {role} worker first, or repeat this with"
+                f"{link.record.slot} is the last ready {role} worker: {action} would leave the"
+                f" cluster without one. Add another {role} worker first, or repeat this with"
                 " force",
                 param="force",
             )
