@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from deploy.command_line import DEFAULT_MODEL, clear_errors, say
+from deploy.output import Output, print_json, print_table
 
 
 def pull(
     name: Annotated[
-        str, typer.Argument(help="A name that `baton model list` shows.")
+        str, typer.Argument(help="Name of the model, as `baton model list` shows it.")
     ] = DEFAULT_MODEL,
 ) -> None:
-    """Get a model, so that later starts need no network."""
+    """Download a model, so that a later start needs no network."""
     from deploy import model_store  # noqa: PLC0415
 
     with clear_errors():
@@ -24,15 +24,28 @@ def pull(
     typer.echo(path)
 
 
-def list_models() -> None:
-    """List the models that can be pulled and those that are here."""
+def list_models(output: Output = "table") -> None:
+    """List the models on this machine and known ones."""
     from rich.table import Table  # noqa: PLC0415
 
     from deploy import model_store  # noqa: PLC0415
 
+    if output == "json":
+        models = [
+            {
+                "name": entry.name,
+                "cached": entry.cached,
+                "bytes": entry.size,
+                "source": entry.source,
+                "path": str(entry.path) if entry.path else None,
+            }
+            for entry in model_store.list_models()
+        ]
+        print_json({"models": models})
+        return
     drawn = Table("name", "here", "MiB", "source", "path", box=None, pad_edge=False)
     drawn.columns[-1].overflow = "fold"
     for entry in model_store.list_models():
         here, size = ("yes", f"{entry.size / (1 << 20):.0f}") if entry.cached else ("no", "")
         drawn.add_row(entry.name, here, size, entry.source, str(entry.path or ""))
-    Console().print(drawn)
+    print_table(drawn)

@@ -55,7 +55,7 @@ class NodeShare:
         config = Config(**settings.config)
         run = run_directory_here(settings.cluster_id)
         name = f"{settings.slot}.rank-{rank}" if rank else settings.slot
-        number = NodeRoll(run.workers).sign(name, settings.drain_s, node, gcs)
+        number = NodeRoll(run.workers).sign(name, settings.drain_s, node, gcs, settings.cluster_id)
         workers = workers_of_node(config.ranks)
         own_threads = settings.pool_of(config).threads
         lines = workers + CORE_LINES
