@@ -7,25 +7,39 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deploy.command_line import DEFAULT_MODEL, clear_errors, say
+from deploy.command_line import DEFAULT_MODEL, clear_ends
 
 
 def pull(
     name: Annotated[
-        str, typer.Argument(help="A name that `baton model list` shows.")
+        str,
+        typer.Argument(metavar="MODEL", help="A Hugging Face id (org/name), or a demo model."),
     ] = DEFAULT_MODEL,
+    revision: Annotated[
+        str, typer.Option(help="Branch, tag or commit of a Hugging Face model. Default: main.")
+    ] = "",
 ) -> None:
-    """Get a model, so that later starts need no network."""
+    """Download a model, so that later starts need no network, and print its folder."""
     from deploy import model_store  # noqa: PLC0415
+    from deploy.hub_download import DownloadWatch  # noqa: PLC0415
+    from deploy.progress import Progress  # noqa: PLC0415
 
-    with clear_errors():
+    progress = Progress(Console(stderr=True))
+    step = f"getting the model {name}"
+    with clear_ends(), progress.step(step):
         # As a start without --quantization wants it; other forms are made of it without a network.
-        path = model_store.pull(name, say, "auto")
-    typer.echo(path)
+        model = model_store.resolve(
+            name,
+            lambda text: progress.detail(step, text),
+            "auto",
+            revision,
+            DownloadWatch(progress.detail_every_s),
+        )
+    typer.echo(model.path)
 
 
 def list_models() -> None:
-    """List the models that can be pulled and those that are here."""
+    """List demo models, converted GGUF files, and models in the Hugging Face cache."""
     from rich.table import Table  # noqa: PLC0415
 
     from deploy import model_store  # noqa: PLC0415
