@@ -51,3 +51,16 @@ def test_an_id_of_the_hub_is_served(tmp_path: Path) -> None:
             up.wait_ready()
             up.terminate()
             assert up.wait() == 0, up.text
+
+
+@pytest.mark.timeout(600)
+def test_ctrl_c_ends_a_download(tmp_path: Path) -> None:
+    with HubStub() as hub:
+        hub.add(ID, make_tiny_model(tmp_path / "model"))
+        hub.stalled["model.safetensors"] = 1000
+        env = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf")}
+        with UpProcess("--model", ID, env=env) as up:
+            up.wait_for(f"getting the model {ID}: downloading {ID}: ")
+            up.interrupt()
+            assert up.wait() == 0, up.text
+        assert "ending ..." in up.text
