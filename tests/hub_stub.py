@@ -59,6 +59,8 @@ class HubStub:
         """Files whose next download ends after so many bytes, the connection closed."""
         self.stalled: dict[str, int] = {}
         """Files of which every download stops after so many bytes, the connection open."""
+        self.slow: dict[str, float] = {}
+        """Files that are sent in pieces of 4 KiB, with so many seconds between two."""
         self.answer_nothing = False
         """Whether every request is left without an answer."""
         self.released = threading.Event()
@@ -204,6 +206,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.flush()
             self.stub.released.wait(30)
             self.close_connection = True
+        elif name in self.stub.slow:
+            for begin in range(start, len(data), 4096):
+                self.wfile.write(data[begin : begin + 4096])
+                self.wfile.flush()
+                self.stub.released.wait(self.stub.slow[name])
         else:
             self.wfile.write(data[start:])
 

@@ -17,6 +17,7 @@ import pytest
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
+from baton.cache import cache_dir
 from baton.errors import ConfigError
 from deploy import hub_download, hub_model, model_store
 from deploy.hub_download import Cancelled, DownloadWatch
@@ -112,8 +113,10 @@ def test_an_id_is_downloaded_with_the_needed_files_only(hub: HubStub, folder: Pa
 def test_a_cached_model_takes_one_question(hub: HubStub) -> None:
     first = resolve(ID, Told())
     hub.seen.clear()
+    shutil.rmtree(cache_dir() / "locks")
     told = Told()
     assert resolve(ID, told) == first
+    assert not (cache_dir() / "locks").exists(), "it waits for no download"
     assert [(one.method, one.path) for one in hub.seen] == [
         ("HEAD", f"/{ID}/resolve/main/config.json")
     ]
@@ -429,12 +432,11 @@ def test_processes_share_one_download(hub: HubStub, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_leaves_no_part(hub: HubStub, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
-    hub.stalled["model-1.safetensors"] = 1000
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 4096)
+    hub.slow["model-1.safetensors"] = 0.5  # 22 s in all
 
     def interrupt(line: str) -> None:
         if f"downloading {ID}: " in line:
-            hub.stalled.clear()
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
