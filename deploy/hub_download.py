@@ -114,7 +114,8 @@ class HubDownload:
         self._check_disk(missing)
         meter, ended = Meter(missing), threading.Event()
         self._progress(
-            f"downloading {size_text(meter.total)} in {len(missing)} files of {self._model_id} to "
+            f"downloading {size_text(meter.total)} in {len(missing)} file{'s'[: len(missing) > 1]} "
+            f"of {self._model_id} to "
             f"{self._cache}"
         )
         todo: queue.SimpleQueue[str] = queue.SimpleQueue()
