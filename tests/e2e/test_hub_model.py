@@ -16,8 +16,10 @@ ID = "tests/tiny-llama"
 
 @pytest.mark.timeout(600)
 def test_an_id_of_the_hub_is_served(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", head_dim=16)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     with HubStub() as hub:
-        model = hub.add(ID, make_tiny_model(tmp_path / "model", head_dim=16))
+        model = hub.add(ID, folder)
         model.private = True
         commit = model.refs["main"]
         env = PATIENT | {
