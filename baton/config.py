@@ -335,9 +335,12 @@ class Config(BaseSettings):
     )
 
     model: str = "smollm2-135m-instruct"
-    """A name that ``baton model list`` shows, a Hugging Face folder, or a .gguf file."""
+    """A Hugging Face id (``Qwen/Qwen3-0.6B``), a folder of such a model, a .gguf file, or a demo
+    model's name. A path that exists wins."""
+    revision: str = ""
+    """Branch, tag or commit of a Hugging Face model; empty takes the default branch (main)."""
     served_model_name: str = ""
-    """The model's id in the API; empty takes the name, or the folder's name of a path."""
+    """The model's id in the API; empty takes the id or name, or the folder's name of a path."""
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     """Type of weights that are not quantised, and of the KV cache without ``kv_dtype``."""
     quantization: Literal["auto", "none", "int8", "int4", "fp8"] = "auto"

@@ -17,18 +17,20 @@ def announcement(
     model: str,
     workers: Sequence[str],
     logs: Path,
+    commit: str = "",
     admin_http: str = "",
     needs_key: bool = False,
     tls: TlsFiles | None = None,
 ) -> str:
-    """The addresses (host:port), none where routers are elsewhere; and a command to paste. ``tls``:
+    """The addresses (host:port), none where routers are elsewhere; and a command to paste.
 
-    what that shows and trusts.
+    ``commit`` is that of a Hugging Face model; ``tls`` is what the command shows and trusts.
     """
+    shown = f"{model} (commit {commit})" if commit else model
     if not http:
         lines = [
             "  routers  `baton router`, with the same configuration",
-            f"  model    {model}",
+            f"  model    {shown}",
             f"  workers  {', '.join(workers)}",
             f"  logs     {logs}, and the run directories of the workers' nodes",
         ]
@@ -40,7 +42,7 @@ def announcement(
         f"  HTTP     {url}/v1 (OpenAI; {url}/docs)",
         *admin,
         f"  gRPC     {grpc}{'' if tls is None else ' (TLS)'}",
-        f"  model    {model}",
+        f"  model    {shown}",
         f"  workers  {', '.join(workers)}",
         f"  logs     {logs}",
         "Try it:",

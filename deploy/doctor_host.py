@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 import psutil
 import redis
 
-from baton.cache import cache_dir
 from baton.config import Config, split_host_port
 from baton.errors import BatonError, ConfigError
 from baton.redis_client import redis_client
@@ -60,7 +59,7 @@ def host_checks(config: Config) -> tuple[Check, ...]:
         Check("ports", partial(_ports, config)),
         Check("Redis", partial(_redis, store), needed=bool(config.redis_url)),
         Check("Ray cluster", partial(_ray, config.ray_address), needed=bool(config.ray_address)),
-        Check("model files", partial(_model, config.model), needed=True),
+        Check("model files", partial(_model, config.model, config.revision), needed=True),
         Check("memory", _memory),
         Check("GPU driver", _driver),
         Check("GPUs", _gpus),
@@ -137,21 +136,21 @@ def _ray(address: str) -> str:
     return f"{address} takes connections"
 
 
-def _model(name: str) -> str:
+def _model(name: str, revision: str) -> str:
     from deploy import model_store  # noqa: PLC0415
 
     try:
-        found = model_store.look(name)
+        found = model_store.look(name, revision)
     except BatonError as error:
         raise Missing(error.message) from None
     if found.cached:
         return f"{found.path}: {found.size / 1e9:.2f} GB"
-    folder = _existing(cache_dir())
+    folder = _existing(model_store.download_folder(name))
     free = shutil.disk_usage(folder).free
     if free < 2 * GIB:
         raise Missing(
             f"{name} is not here yet, and the disk of {folder} has {free / GIB:.1f} GiB left: free"
-            " some, or set BATON_CACHE_DIR to a folder elsewhere"
+            " some, or set HF_HOME and BATON_CACHE_DIR to folders elsewhere"
         )
     return f"{name} is not here yet: the first start gets it, or `baton model pull {name}`"
 

@@ -6,26 +6,42 @@ from typing import Annotated
 
 import typer
 
-from deploy.command_line import DEFAULT_MODEL, clear_errors, say
+from deploy.command_line import DEFAULT_MODEL, clear_ends
 from deploy.output import Output, print_json, print_table
 
 
 def pull(
     name: Annotated[
-        str, typer.Argument(help="Name of the model, as `baton model list` shows it.")
+        str,
+        typer.Argument(metavar="MODEL", help="A Hugging Face id (org/name), or a demo model."),
     ] = DEFAULT_MODEL,
+    revision: Annotated[
+        str, typer.Option(help="Branch, tag or commit of a Hugging Face model. Default: main.")
+    ] = "",
 ) -> None:
-    """Download a model, so that a later start needs no network."""
-    from deploy import model_store  # noqa: PLC0415
+    """Download a model, so that a later start needs no network, and print its folder."""
+    from rich.console import Console  # noqa: PLC0415
 
-    with clear_errors():
+    from deploy import model_store  # noqa: PLC0415
+    from deploy.hub_download import DownloadWatch  # noqa: PLC0415
+    from deploy.progress import Progress  # noqa: PLC0415
+
+    progress = Progress(Console(stderr=True))
+    step = f"getting the model {name}"
+    with clear_ends(), progress.step(step):
         # As a start without --quantization wants it; other forms are made of it without a network.
-        path = model_store.pull(name, say, "auto")
-    typer.echo(path)
+        model = model_store.resolve(
+            name,
+            lambda text: progress.detail(step, text),
+            "auto",
+            revision,
+            DownloadWatch(progress.detail_every_s),
+        )
+    typer.echo(model.path)
 
 
 def list_models(output: Output = "table") -> None:
-    """List the models on this machine and known ones."""
+    """List demo models, converted GGUF files, and models in the Hugging Face cache."""
     from rich.table import Table  # noqa: PLC0415
 
     from deploy import model_store  # noqa: PLC0415

@@ -102,7 +102,9 @@ def model_paths(settings: ActorSettings) -> tuple[str, str]:
 
     config = Config(**settings.config)
     try:
-        model = model_store.resolve(config.model, log_progress, config.quantization)
+        model = model_store.resolve(
+            config.model, log_progress, config.quantization, config.revision
+        )
         drafter = ""
         if config.draft_model:
             drafter = str(drafter_folder(config.drafter, config.draft_model, log_progress))

@@ -21,6 +21,11 @@ class Progress:
         self._running: dict[str, str] = {}
         self._status = Status("", console=console) if console.is_terminal else None
 
+    @property
+    def detail_every_s(self) -> float:
+        """Seconds between two details of a long step: more where each is a line of its own."""
+        return 10.0 if self._status is None else 0.5
+
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
         """A step of the start: says when it begins, and how long it took when it ends well."""

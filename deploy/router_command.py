@@ -29,7 +29,7 @@ def serve_router(config: Config) -> None:
     # Slow to import; whoever is told what is missing need not wait.
     from router.main import RouterSettings, run  # noqa: PLC0415
 
-    model = model_store.resolve(config.model, _tell, config.quantization)
+    model = model_store.resolve(config.model, _tell, config.quantization, config.revision)
     scheme = "http" if config.tls.fronts is None else "https"
     sys.stdout.write(f"HTTP {scheme}://{config.http}/v1, gRPC {config.grpc}\n")
     sys.stdout.flush()
