@@ -19,7 +19,7 @@ def pull(
         str, typer.Option(help="Branch, tag or commit of a Hugging Face model. Default: main.")
     ] = "",
 ) -> None:
-    """Download a model, so that a later start needs no network, and print its folder."""
+    """Download a model, and print its folder."""
     from rich.console import Console  # noqa: PLC0415
 
     from deploy import model_store  # noqa: PLC0415
@@ -41,7 +41,7 @@ def pull(
 
 
 def list_models(output: Output = "table") -> None:
-    """List demo models, converted GGUF files, and models in the Hugging Face cache."""
+    """List demo models and the models in the caches."""
     from rich.table import Table  # noqa: PLC0415
 
     from deploy import model_store  # noqa: PLC0415
