@@ -19,8 +19,8 @@ from deploy import (
     model_commands,
     node_commands,
     plan_command,
+    serve_command,
     simulate_command,
-    up_command,
     worker_commands,
 )
 
@@ -40,7 +40,8 @@ bench_app = typer.Typer(help="Benchmarks on this machine.", no_args_is_help=True
 app.command()(worker_commands.drain)
 app.command()(worker_commands.role)
 app.command()(worker_commands.scale)
-app.command()(up_command.up)
+app.command(cls=serve_command.ServeCommand)(serve_command.serve)
+app.command("up", cls=serve_command.ServeCommand, hidden=True)(serve_command.serve)
 app.command()(node_commands.join)
 app.command()(node_commands.leave)
 app.command()(node_commands.router)

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from deploy.command_line import say
+from deploy.config_loading import load
 from deploy.option_group import takes
 from deploy.trace_options import TraceOptions
 
@@ -49,7 +50,6 @@ def simulate(
     ] = 0,
 ) -> None:
     """Serve a trace with a simulated cluster: Baton's own policy and schedulers, no engine."""
-    from baton.config import load_config  # noqa: PLC0415
     from baton.errors import BatonError  # noqa: PLC0415
     from loadtest.simulator.command import SimulateSettings, simulate_command  # noqa: PLC0415
 
@@ -69,7 +69,7 @@ def simulate(
         options.block_tokens,
     )
     try:
-        simulate_command(settings, load_config(options.config), say, Console(), options.json)
+        simulate_command(settings, load(options.config), say, Console(), options.json)
     except (BatonError, OSError, ValueError) as error:
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
         raise typer.Exit(1) from None
