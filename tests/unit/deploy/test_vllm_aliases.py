@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from deploy.cli import app
+from deploy.config_options import config_options
 from deploy.serve_command import configuration
 from deploy.vllm_aliases import ACCEPTED, REFUSED, RENAMED, WORDS, Accepted, Refused
 from tests.unit.deploy.baton_commands import parse
@@ -108,3 +111,26 @@ def test_no_flag_stands_for_two_things() -> None:
     flags = [flag for alias in (*RENAMED, *ACCEPTED, *REFUSED) for flag in alias.flags]
     assert len(set(flags)) == len(flags)
     assert set(WORDS) == {"dtype", "quantization", "kv_dtype", "tool_parser"}
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "migrate-from-vllm.md").read_text()
+
+
+def test_the_page_has_every_name_and_every_word() -> None:
+    for alias in (*RENAMED, *ACCEPTED, *REFUSED):
+        for flag in alias.flags:
+            assert re.search(f"`{flag}[` ]", PAGE), flag
+    for words in WORDS.values():
+        for vllm, own in words.items():
+            assert re.search(f"`{vllm}`.*becomes? `{own}`", PAGE), vllm
+
+
+def test_the_page_s_options_and_metrics_exist() -> None:
+    known = {flag for option in config_options() for flag in option.flags}
+    theirs = {flag for alias in (*ACCEPTED, *REFUSED) for flag in alias.flags}
+    others = {"--host", "--port", "--api-key-file", "--help", "--scope", "--no-log-requests"}
+    for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE):
+        assert flag in known | theirs | others, flag
+    metrics = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    for name in re.findall(r"\bbaton_[a-z_]+", PAGE):
+        assert f"`{name}`" in metrics, name
