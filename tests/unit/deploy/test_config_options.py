@@ -142,3 +142,10 @@ def test_fields_of_pools_have_the_bounds_of_the_pool() -> None:
     assert prefill.field is PoolConfig.model_fields["count"]
     option = prefill.parameter().annotation.__metadata__[0]
     assert (option.min, option.max) == (1, 1024)
+
+
+def test_a_role_is_in_the_name_of_an_option_or_it_is_of_all_pools() -> None:
+    for option in SHOWN:
+        role = option.name.partition("_")[0]
+        if option.pools:
+            assert option.pools == (role if role in ("prefill", "decode") else "all"), option.name
