@@ -20,12 +20,13 @@ from deploy import (
     model_commands,
     node_commands,
     plan_command,
+    serve_command,
     simulate_command,
     status_command,
-    up_command,
     worker_commands,
 )
 from deploy.command_classes import BatonCommand, BatonGroup
+from deploy.serve_command import ServeCommand
 
 Commands = dict[str, Callable[..., Any] | typer.Typer]
 """Functions, or groups of commands, by name."""
@@ -55,7 +56,8 @@ def _group(help_text: str, panels: dict[str, Commands], *, completes: bool = Fal
             if isinstance(command, typer.Typer):
                 app.add_typer(command, name=name, rich_help_panel=panel)
             else:
-                app.command(name, cls=BatonCommand, rich_help_panel=panel)(command)
+                kind = ServeCommand if command is serve_command.serve else BatonCommand
+                app.command(name, cls=kind, rich_help_panel=panel)(command)
     return app
 
 
@@ -114,7 +116,7 @@ app = _group(
     "Disaggregated LLM serving: prefill and decode run in separate worker pools.",
     {
         "Serve": {
-            "up": up_command.up,
+            "serve": serve_command.serve,
             "chat": client_commands.chat,
             "batch": client_commands.batch,
             "model": _MODEL,
@@ -140,6 +142,8 @@ app = _group(
     },
     completes=True,
 )
+# Another name for it, as in Compose.
+app.command("up", cls=ServeCommand, hidden=True)(serve_command.serve)
 
 
 def _show_version(wanted: bool) -> None:

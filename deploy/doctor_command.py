@@ -33,8 +33,8 @@ def doctor(
     Exit code 4: something that Baton needs is missing. Exit code 7: --nccl needs two GPUs.
     """
     from deploy import doctor as examination  # noqa: PLC0415
+    from deploy.config_loading import load  # noqa: PLC0415
     from deploy.doctor_host import host_checks  # noqa: PLC0415
-    from deploy.up_command import load  # noqa: PLC0415
 
     if nccl:
         _check_nccl(output)

@@ -69,6 +69,7 @@ def create(
     from pydantic import ValidationError  # noqa: PLC0415
 
     from baton.config import KeyConfig  # noqa: PLC0415
+    from baton.config_errors import plain_faults  # noqa: PLC0415
     from baton.keys_file import changing, hash_of, new_key, write_keys  # noqa: PLC0415
 
     key = new_key()
@@ -85,7 +86,7 @@ def create(
             expires_at=None if expires_in is None else _later(expires_in),
         )
     except ValidationError as error:
-        fail(*(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()))
+        fail(*plain_faults(error, KeyConfig))
     with clear_errors(), _writable(file), changing(file):
         keys = _keys(file)
         if any(one.name == name for one in keys):

@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from deploy.command_line import DEFAULT_GRPC, DEFAULT_HTTP, MOST_WORKERS, clear_errors, fail, say
+from deploy.config_loading import load
 from deploy.confirmation import DryRun, Yes, confirm
 from deploy.exit_codes import ExitCode
-from deploy.up_command import load
 
 
 def join(
@@ -159,20 +159,22 @@ def router(
     It runs until Ctrl-C. It needs the cluster's redis_url, cluster_id and model, as options, in the
     environment or in --config.
     """
+    from deploy.api_key_file import requiring, taken_from_environment  # noqa: PLC0415
     from deploy.router_command import serve_router  # noqa: PLC0415
 
+    keys = taken_from_environment()
     settings = load(
         config,
         http=http,
         grpc=grpc,
         model=model,
         redis_url=redis_url,
-        keys_file=None if keys_file is None else str(keys_file.absolute()),
+        keys_file=None if keys_file is None else str(keys_file),
         tls=None if certs is None else {"folder": certs},
         insecure_listen=insecure_listen,
     )
     with clear_errors():
-        serve_router(settings)
+        serve_router(requiring(settings, keys))
 
 
 def _gpus_here() -> int:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from deploy.command_line import INTERRUPTED, counts_in, fail, names_in, say
+from deploy.config_loading import load
 from deploy.exit_codes import ExitCode
 from deploy.option_group import takes
 from deploy.trace_options import TraceOptions
@@ -93,7 +94,6 @@ def plan(
     It simulates clusters. Exit code 6: the budget is too small. Then the best cluster within it is
     shown.
     """
-    from baton.config import load_config  # noqa: PLC0415
     from baton.errors import BatonError  # noqa: PLC0415
     from loadtest.planner.cluster_kind import Budget  # noqa: PLC0415
     from loadtest.planner.command import PlanOutputs, PlanSettings, plan_command  # noqa: PLC0415
@@ -121,7 +121,7 @@ def plan(
     )
     outputs = PlanOutputs(options.json, html, write)
     try:
-        config = load_config(options.config)
+        config = load(options.config)
         is_met = plan_command(settings, config, outputs, say, Console())
     except (BatonError, OSError, ValueError) as error:
         fail(str(error))

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from deploy.command_line import INTERRUPTED, fail, say
+from deploy.config_loading import load
 from deploy.option_group import takes
 from deploy.trace_options import TraceOptions
 
@@ -69,7 +70,6 @@ def simulate(
 
     The simulation runs Baton's own routing policy and schedulers, without a model.
     """
-    from baton.config import load_config  # noqa: PLC0415
     from baton.errors import BatonError  # noqa: PLC0415
     from loadtest.simulator.command import SimulateSettings, simulate_command  # noqa: PLC0415
 
@@ -89,7 +89,7 @@ def simulate(
         options.block_tokens,
     )
     try:
-        simulate_command(settings, load_config(options.config), say, Console(), options.json)
+        simulate_command(settings, load(options.config), say, Console(), options.json)
     except (BatonError, OSError, ValueError) as error:
         fail(str(error))
     except KeyboardInterrupt:

@@ -146,7 +146,9 @@ def test_a_tenant_has_a_name(tmp_path: Path, tenant: str) -> None:
     """Without one its prompts would share the default tenant's cache."""
     file = tmp_path / "keys.json"
     file.write_text(json.dumps({"keys": [{"name": "ann", "sha256": "0" * 64, "tenant": tenant}]}))
-    with pytest.raises(ConfigError, match=r"keys.0.tenant: .*leave it out for the tenant default"):
+    with pytest.raises(
+        ConfigError, match=r"`keys.0..tenant`: .*leave it out for the tenant default"
+    ):
         read_keys(file)
     with pytest.raises(ValidationError, match="leave it out"):
         KeyConfig(name="ann", tenant=tenant)
