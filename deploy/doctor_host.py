@@ -53,7 +53,7 @@ _SHARED = Path("/dev/shm")  # noqa: S108 - the memory that the kernel shares und
 
 
 def host_checks(config: Config) -> tuple[Check, ...]:
-    """What ``baton up`` with this configuration would meet here, in the order of a start."""
+    """What ``baton serve`` with this configuration would meet here, in the order of a start."""
     store = store_url(config, "supervisor")
     return (
         Check("ports", partial(_ports, config)),
@@ -85,13 +85,13 @@ def _ports(config: Config) -> str:
     try:
         choose_ports(config)
     except ConfigError as error:
-        raise Missing(f"{error.message}; or let `baton up --http 127.0.0.1:0` choose") from None
+        raise Missing(f"{error.message}; or let `baton serve --http 127.0.0.1:0` choose") from None
     return f"{', '.join(addresses)}: free"
 
 
 def _redis(url: str) -> str:
     if not url:
-        return "none is named: `baton up` starts its own"
+        return "none is named: `baton serve` starts its own"
     try:
         version, policy, took_s = asyncio.run(_ask_redis(url))
     except (redis.RedisError, OSError, TimeoutError, ValueError) as error:
@@ -121,7 +121,7 @@ async def _ask_redis(url: str) -> tuple[str, str | None, float]:
 
 def _ray(address: str) -> str:
     if not address:
-        return "none is named: `baton up` starts its own"
+        return "none is named: `baton serve` starts its own"
     if address == "auto":
         running = [one for one in psutil.process_iter(["name"]) if one.info["name"] == "raylet"]
         if not running:

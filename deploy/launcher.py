@@ -1,4 +1,4 @@
-"""`baton up`: brings a cluster up on this machine, watches it, and takes all of it down again.
+"""`baton serve`: brings a cluster up on this machine, watches it, and takes all of it down again.
 
 States: new → starting → ready → ending → ended. A signal or a failure leads to ending from
 anywhere; a second signal shortens it.

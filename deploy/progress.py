@@ -1,4 +1,4 @@
-"""What `baton up` shows while it works: a spinner on a terminal, plain lines elsewhere."""
+"""What `baton serve` shows while it works: a spinner on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

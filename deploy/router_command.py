@@ -22,7 +22,8 @@ def serve_router(config: Config) -> None:
         raise ConfigError("a router needs --redis-url, which its cluster's workers have, too")
     if not config.cluster_id:
         raise ConfigError(
-            "a router needs cluster_id (BATON_CLUSTER_ID, or in the file), as `baton up` was given"
+            "a router needs cluster_id (BATON_CLUSTER_ID, or in the file), as `baton serve` was"
+            " given"
         )
     check_exposure(config)
     config = choose_ports(config.model_copy(update={"routers": 1}))

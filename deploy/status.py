@@ -111,7 +111,7 @@ def read_status(
             answer = client.get(f"{url}/metrics/cluster")
     except httpx.HTTPError as error:
         raise Unavailable(
-            f"no router answers at {http} ({error}); is `baton up` running?"
+            f"no router answers at {http} ({error}); is `baton serve` running?"
         ) from None
     withheld = ""
     if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):

@@ -112,7 +112,9 @@ def snapshots(http: str, api_key: str, tls: TlsFiles | None = None) -> Iterator[
                     yield _parsed(line.removeprefix("data: "))
     except httpx.HTTPError as error:
         why = str(error) or type(error).__name__
-        raise Unavailable(f"no router answers at {http} ({why}); is `baton up` running?") from None
+        raise Unavailable(
+            f"no router answers at {http} ({why}); is `baton serve` running?"
+        ) from None
 
 
 def _check(http: str, answer: httpx.Response) -> None:

@@ -121,7 +121,7 @@ def test_baton_takes_its_command_lines(value_set: str) -> None:
         if hook[:1] == ["baton"]:
             seen.append(parse(hook[1:]).name)
     apart = {"join", "leave", "router"} if value_set in KUBERAY_SETS else set()
-    assert set(seen) == {"status", "up"} | apart
+    assert set(seen) == {"status", "serve"} | apart
 
 
 @each_set

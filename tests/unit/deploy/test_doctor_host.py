@@ -49,7 +49,7 @@ def test_ports() -> None:
 
 
 def test_redis_that_is_away_is_needed() -> None:
-    assert find("Redis").detail == "none is named: `baton up` starts its own"
+    assert find("Redis").detail == "none is named: `baton serve` starts its own"
     found = find("Redis", redis_url="redis://user:secret@127.0.0.1:1/0")
     assert (found.usable, found.needed) == (False, True)
     assert "127.0.0.1:1" in found.detail
