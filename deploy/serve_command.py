@@ -182,8 +182,8 @@ def _name_of(flag: str) -> str:
 
 _MODEL = typer.Argument(
     metavar="MODEL",
-    help="Model to serve: a name that `baton model list` shows, a Hugging Face folder, or a .gguf"
-    " file. Default: smollm2-135m-instruct.",
+    help="Model to serve: a Hugging Face id (Qwen/Qwen3-0.6B), a folder of such a model, a .gguf"
+    " file, or a demo model's name. Default: smollm2-135m-instruct.",
     rich_help_panel="Model",
 )
 _CONFIG = typer.Option(metavar="FILE", help="A TOML file; docs/configuration.md has its fields.")
