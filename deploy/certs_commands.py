@@ -54,7 +54,7 @@ def init(
         certificates.init(folder, san or (), cluster=name, days=days, authority_days=ca_days)
         _print(certificates.show(folder))
     typer.echo(
-        f"\nStart the cluster with them:  baton up --certs {folder}"
+        f"\nServe with them:  baton serve --certs {folder}"
         f"\nClients trust {folder / 'ca.pem'}:  baton status --ca {folder / 'ca.pem'}"
         f"\nKeep {folder / 'ca.key'} to yourself, away from the cluster's machines: it signs."
     )

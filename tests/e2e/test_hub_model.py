@@ -1,4 +1,4 @@
-"""`baton up --model org/name`: from the hub's API to an answer."""
+"""`baton serve org/name`: from the hub's API to an answer."""
 
 from __future__ import annotations
 
