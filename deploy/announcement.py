@@ -53,7 +53,8 @@ def announcement(
 
 
 def _curl(url: str, model: str, tls: TlsFiles | None, *, needs_key: bool) -> str:
-    body = {"model": model, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]}
+    message = {"role": "user", "content": "What is the capital of France?"}
+    body = {"model": model, "temperature": 0, "messages": [message]}
     # A model's name may hold a quote, which would end the shell's string.
     quoted = json.dumps(body).replace("'", r"'\''")
     kind = "-H 'Content-Type: application/json'"
@@ -66,4 +67,4 @@ def _curl(url: str, model: str, tls: TlsFiles | None, *, needs_key: bool) -> str
         options.append(f"--cert {shlex.quote(str(tls.certificate))}")
         options.append(f"--key {shlex.quote(str(tls.key))}")
     given = " ".join([*options, kind])
-    return f"curl -N {url}/v1/chat/completions {given} -d '{quoted}'"
+    return f"curl -s {url}/v1/chat/completions {given} -d '{quoted}'"
