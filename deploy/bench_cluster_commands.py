@@ -110,7 +110,8 @@ def overload(
     factor: Annotated[
         list[float] | None,
         typer.Option(
-            help="Offered load over the measured capacity; repeatable. Default: 0.5, 1, 3."
+            min=0.01,
+            help="Offered load over the measured capacity; repeatable. Default: 0.5, 1, 3.",
         ),
     ] = None,
     seconds: Annotated[
