@@ -475,7 +475,7 @@ class Config(BaseSettings):
     ``slo_tpot_s``."""
     max_queue_s: float = Field(default=60.0, gt=0)
     """A request without a deadline of its own is refused with 429 where its predicted wait for its
-    turn is longer than this many seconds."""
+    turn is longer than this many seconds, except for probes."""
     max_waiting_requests: int = Field(default=256, ge=1)
     """Requests that may wait for their turn, in one router process; more are refused with 429."""
     priority_step_s: float = Field(default=1.0, gt=0)

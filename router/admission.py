@@ -8,8 +8,8 @@ A request without a deadline of its own waits for its turn. It is refused where
 ``max_waiting_requests`` wait already or the predicted wait is over ``max_queue_s``. One with a
 deadline is refused where its answer is predicted to end later. Where the applicant has an SLO
 (``admission = "slo"``), it is also refused where waiting would make its first token late, while
-more work comes than can be done: at a lower load the queue shortens by itself, and a late answer is
-better than none.
+more work arrives than the cluster can do: at a lower load the queue shortens by itself, and a late
+answer is better than none.
 
 While requests of a length (by power of two) are refused for time, one is accepted as a probe every
 1 to 10 s: a refused request corrects no prediction.

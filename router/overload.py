@@ -1,4 +1,4 @@
-"""Whether more work comes than can be done, and which requests test the predictions.
+"""Whether more work arrives than the cluster can do, and which requests test the predictions.
 
 While requests are refused for time, a few are accepted all the same: probes.
 
@@ -43,7 +43,7 @@ class Overload:
         self._answers += answers
 
     def lasts(self, speed: float, answers_per_s: float, now: float) -> bool:
-        """Whether more work comes than can be done.
+        """Whether more work arrives than the cluster can do.
 
         ``speed`` of all prefill workers is in seconds of work per second; ``answers_per_s`` is the
         maximum rate at which decode workers end answers.

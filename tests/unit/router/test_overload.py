@@ -1,4 +1,4 @@
-"""Whether more work comes than can be done."""
+"""Whether more work arrives than the cluster can do."""
 
 from __future__ import annotations
 
