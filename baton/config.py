@@ -493,7 +493,7 @@ class Config(BaseSettings):
     more slowly while answers miss ``slo_tpot_s``."""
     max_queue_s: float = Field(default=60.0, gt=0)
     """Maximum predicted wait of a request without a deadline of its own, in seconds; it gets 429
-    beyond."""
+    beyond, unless it is accepted as a probe."""
     max_waiting_requests: int = Field(default=256, ge=1)
     """Maximum number of waiting requests in one router process; more get 429."""
     priority_step_s: float = Field(default=1.0, gt=0)

@@ -116,7 +116,8 @@ def overload(
     factor: Annotated[
         list[float] | None,
         typer.Option(
-            help="Load as a multiple of the measured capacity; repeatable (default: 0.5, 1, 3)."
+            min=0.01,
+            help="Load as a multiple of the measured capacity; repeatable (default: 0.5, 1, 3).",
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(min=1, help="Seconds per load.")] = 60.0,
