@@ -342,8 +342,8 @@ class Config(BaseSettings):
     served_model_name: str = ""
     """Name of the model in the API; empty takes the id or name of the model, or its folder's."""
     max_model_len: int = Field(default=0, ge=0)
-    """Maximum number of tokens of a request, prompt and answer together; 0 takes the model's
-    own."""
+    """Maximum number of tokens of a request, prompt and answer together; 0 takes the model's own.
+    """
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     """Type of weights that are not quantized, and of the KV cache without ``kv_dtype``."""
     quantization: Literal["auto", "none", "int8", "int4", "fp8"] = "auto"
@@ -701,6 +701,16 @@ class Config(BaseSettings):
             listed = ", ".join(f"{name} {kind}" for name, kind in types.items())
             raise ValueError(
                 f"deterministic needs one kv_dtype in all pools, and they have: {listed}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _context_holds_a_block(self) -> Config:
+        largest = max(self.pools, key=self.block_size_of)
+        if 0 < self.max_model_len < (size := self.block_size_of(largest)):
+            raise ValueError(
+                f"max_model_len: {self.max_model_len} tokens are less than a KV block of the pool"
+                f" {largest.name}: set at least its block_size, {size}, or 0 for the model's own"
             )
         return self
 

@@ -58,6 +58,7 @@ from deploy.slot_board import SlotBoard
 from deploy.supervisor_actor import RaySupervisor, SupervisorActor, SupervisorSettings
 from deploy.valkey import EmbeddedValkey
 from deploy.wanted_slots import split
+from engine.model_config import load_model_config
 
 _WORKER_STOP_S = 5.0
 _SUPERVISOR_START_S = 60.0
@@ -301,6 +302,8 @@ class Launcher:
                         config.model, tell, config.quantization, config.revision, watch
                     )
                 )
+                # Here too: a model that cannot be served need not wait for Ray and the workers.
+                load_model_config(model.path, config.max_model_len)
                 if config.draft_model:
                     draft = await thread.call(
                         lambda: drafter_folder(config.drafter, config.draft_model, tell, watch)

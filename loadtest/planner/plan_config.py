@@ -14,6 +14,7 @@ from loadtest.planner.plan import Plan
 from loadtest.simulator.hardware import ACCELERATORS
 
 _SIMULATED = (
+    "max_model_len",
     "policy",
     "local_prefill",
     "slo_ttft_s",

@@ -58,7 +58,8 @@ def simulate(
         raise ConfigError(f"{block} tokens of a KV block do not divide the trace's {trace_block}")
     events, directory = EventQueue(), PrefixDirectory()
     side = WorkersSide(events)
-    own = WorkerSettings(block, config.slo_tpot_s if shape.paces_chunks else None, leaps)
+    slo_s = config.slo_tpot_s if shape.paces_chunks else None
+    own = WorkerSettings(block, slo_s, leaps, config.max_model_len)
     hosts = [Host(events) for _ in range(shape.hosts)]
     workers = [
         SimulatedWorker(

@@ -150,6 +150,12 @@ P, D = {"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}
         ({"registry_ttl_s": 1.9}, "at most half"),
         ({"request_deadline_s": -1.0}, "--request-deadline-s must be greater than 0"),
         ({"unknown": 1}, "unknown"),
+        ({"max_model_len": -1}, "max_model_len"),
+        ({"max_model_len": 15}, "max_model_len: 15 tokens are less than a KV block.*16"),
+        (
+            {"max_model_len": 16, "pools": [P, {**D, "block_size": 32}]},
+            "less than a KV block of the pool d: set at least its block_size, 32",
+        ),
         ({"pools": []}, "at least one prefill and one decode"),
         ({"pools": [P]}, "at least one prefill and one decode"),
         ({"pools": [P, D, {**D, "role": "prefill"}]}, "names must differ"),
