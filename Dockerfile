@@ -60,7 +60,7 @@ ENV PATH=/opt/baton/bin:$PATH \
     PYTHONUNBUFFERED=1
 WORKDIR /var/lib/baton
 USER 10001:10001
-# Those of compose.yaml and of the chart; `baton up` itself listens on loopback unless it is told.
+# Those of compose.yaml and of the chart; `baton serve` itself listens on loopback unless it is told.
 EXPOSE 8000 8001
 # Of BATON_HTTP's port, by TLS where there are certificates; whose they are is not for it to ask. The
 # first start gets a model and builds kernels.
@@ -68,7 +68,7 @@ HEALTHCHECK --interval=10s --timeout=6s --start-period=30m --retries=3 \
     CMD ["python", "-I", "-c", "import os, ssl, urllib.request as r; env = os.environ.get; port = env('BATON_HTTP', ':8000').rpartition(':')[2]; s = 's' if env('BATON_TLS__FOLDER') or env('BATON_TLS__CERTIFICATE') else ''; r.build_opener(r.ProxyHandler({}), r.HTTPSHandler(context=ssl._create_unverified_context())).open(f'http{s}://127.0.0.1:{port}/health', timeout=5)"]
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["tini", "--", "baton"]
-CMD ["up"]
+CMD ["serve"]
 
 FROM runtime AS cuda
 # What the container runtime of NVIDIA is to bring along: the driver. CUDA itself comes with torch.

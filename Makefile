@@ -8,7 +8,7 @@ PROTO_BIN := $(PROTO_VENV)/bin
 AUDIT_VENV := .venv-audit
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 PINS := pyproject.toml requirements.lock Makefile
-# Flags for `baton up`, for example: make up ARGS="--decode 2"
+# Flags for `baton serve`, for example: make up ARGS="--decode 2"
 ARGS ?=
 # What `make test` runs, for example: make test TESTS=tests/unit
 # Whole clusters, and what is killed on time, run one after another; the rest three at a time: on two
@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help install install-dev up test test-long test-clients check fuzz audit sbom proto check-proto lock clean
 
 help:
-	@echo "make up         install what is missing and serve the demo model; ARGS=... goes to baton up"
+	@echo "make up         install what is missing and serve the demo model; ARGS=... goes to baton serve"
 	@echo "make install    install into $(VENV) what serving needs"
 	@echo "make test       run the tests; TESTS=... chooses"
 	@echo "make test-long  run the tests that take minutes"
@@ -66,7 +66,7 @@ $(VENV)/.installed-dev: $(PINS) | $(BIN)/python
 	@touch $(VENV)/.installed $@
 
 up: install
-	@exec $(BIN)/baton up $(ARGS)
+	@exec $(BIN)/baton serve $(ARGS)
 
 test: install-dev
 ifeq ($(strip $(TESTS)),)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from contextvars import ContextVar
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,17 +15,16 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from baton.config_errors import fault_lines
+from baton.config_sources import Flag, Sources
+from baton.errors import ConfigError
 from baton.tls import PeerRole, TlsFiles
 
 Role = Literal["prefill", "decode"]
@@ -61,49 +60,49 @@ class PoolConfig(_Section):
     name: str
     """Unique name of the pool; its workers are called ``<name>-<number>``."""
     role: Role
-    """The role that its workers start in."""
+    """Role in which its workers start."""
     count: int = Field(default=1, ge=1, le=1024)
-    """How many workers."""
+    """Number of workers."""
     tp: int = Field(default=1, ge=1, le=64)
-    """Tensor parallelism: on how many ranks each worker's model lies, a process and a GPU each."""
+    """Tensor parallelism: number of ranks of each worker, a process and a GPU each, over which its
+    model is divided."""
     cp: int = Field(default=1, ge=1, le=64)
-    """Context parallelism, of prefill workers: over how many ranks, which have all weights and KV
-    each, a worker divides the tokens of long prompts. Not together with ``tp``."""
+    """Context parallelism of prefill workers: number of ranks, each with all weights, over which a
+    worker divides long prompts. Each rank has all KV, too. Not together with ``tp``."""
     rank_placement: Literal["strict_pack", "pack", "spread", "strict_spread"] = "strict_pack"
-    """Where Ray places a worker's ranks: all on one node (``strict_pack``), on few (``pack``), on
-    many (``spread``), each on another one (``strict_spread``)."""
+    """Where Ray places a worker's ranks: all on one node (strict_pack), on few (pack), on many
+    (spread), or each on another one (strict_spread)."""
     threads: int = Field(default=0, ge=0, le=1024)
-    """Compute threads of a rank on the CPU; 0 shares the machine's cores among the workers, step
-    by step, decode first."""
+    """Compute threads of each rank on a CPU; 0 shares the machine's cores among the workers. They
+    are then shared step by step, decode first."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; ``auto`` takes a GPU where there is one."""
     kv_pool_mib: int = Field(default=1024, ge=1)
-    """Memory for a worker's KV blocks on the CPU, in MiB; its ranks divide it. With ``cp`` each has
-    all blocks, and there are so many fewer."""
+    """Memory for each worker's KV blocks on a CPU, in MiB. The ranks of a worker divide it. With
+    ``cp`` each rank has all blocks, so that there are fewer."""
     gpu_memory_fraction: float = Field(default=0.9, gt=0, le=1)
-    """Share of a GPU's memory that its workers take; workers that share a GPU divide it."""
+    """Share of a GPU's memory that its workers take together."""
     max_sequences: int = Field(default=64, ge=1, le=4096)
-    """Most sequences in one step."""
+    """Maximum number of sequences in one step of a worker."""
     chunk_tokens: int = Field(default=0, ge=0)
-    """Most prompt tokens in one step; 0 takes 512 on the CPU and 8192 on a GPU, ``cp`` times as
-    many where ranks divide them."""
+    """Maximum number of prompt tokens in one step of a worker; 0 takes 512 on a CPU and 8192 on a
+    GPU. It takes ``cp`` times as many where ranks divide them."""
     block_size: int = Field(default=0, ge=0, le=1024)
-    """Tokens in a KV block of its workers, a multiple of the cluster's ``block_size``; 0 takes that
-    itself. Blocks between pools of unequal sizes are converted by whoever sends them."""
+    """Tokens in a KV block of its workers, a multiple of the cluster's ``block_size``; 0 takes
+    that. Workers convert the blocks that they send to a pool of another size."""
     kv_dtype: Literal["", "float32", "bfloat16", "float16", "int8", "fp8"] = ""
-    """Type of its workers' KV cache; empty takes the cluster's. Converted like unequal sizes. On a
-    CPU float32 and float16 caches are computed by torch, which is slow."""
+    """Type of its workers' KV cache; empty takes the cluster's. Workers convert blocks as they do
+    for other sizes. On a CPU torch computes with caches in float32 and float16, which is slow."""
     resources: dict[str, float] = Field(default_factory=dict)
     """Ray resources that each rank of a worker asks for, beside one ``baton_worker``."""
     peak_gflops: float = Field(default=0.0, ge=0)
-    """The most that a rank's device computes, in GFLOP/s of the type that the weights are
-    multiplied in; ``baton profile`` measures it. With ``peak_gb_per_s`` the metrics tell MFU and
-    MBU; 0 is not known."""
+    """Peak speed of a rank's device, in GFLOP/s of the type in which it multiplies weights; 0 is
+    unknown. ``baton profile`` measures it. With ``peak_gb_per_s`` the metrics have MFU and MBU."""
     peak_gb_per_s: float = Field(default=0.0, ge=0)
-    """The most that its memory moves, in GB per second; the same command measures it."""
+    """Peak memory bandwidth of the device, in GB per second; ``baton profile`` measures it, too."""
     price_per_hour: float = Field(default=0.0, ge=0)
-    """What a worker costs an hour, in any currency that all pools share: metrics tell what a
-    million tokens cost. 0 is not known."""
+    """Price of a worker for an hour, in one currency for all pools, for the metric of cost per
+    million tokens; 0 is unknown."""
 
     @property
     def ranks(self) -> int:
@@ -249,23 +248,24 @@ class TlsConfig(_Section):
     """What travels encrypted, and who proves who it is; docs/security.md."""
 
     folder: str = ""
-    """Folder of certificates that `baton certs init` has made. With it the fronts serve TLS alone,
-    and routers, workers and the supervisor prove to each other that they are of this cluster."""
+    """Folder of certificates that ``baton certs init`` has made: the listeners then serve TLS, and
+    the parts of the cluster prove themselves to each other. Listeners then serve TLS alone;
+    routers, workers and the supervisor show each other certificates of this cluster."""
     certificate: str = ""
-    """The fronts' certificate, a PEM file with intermediate ones behind it; empty takes
-    ``router.pem`` of the folder. For one that a public authority has signed."""
+    """Another certificate for the listeners, a PEM file with its intermediate ones; empty takes
+    ``router.pem`` of the folder. It is for one that a public CA has signed."""
     key: str = ""
-    """Its key, a PEM file."""
+    """Private key of that certificate, a PEM file."""
     client_authority: str = ""
-    """A PEM file: the fronts' clients must show a certificate that this authority signed;
-    ``ca.pem`` of the folder is one. Empty asks for none."""
+    """CA whose certificates clients must show, a PEM file: ``ca.pem`` of the folder, or another;
+    empty asks for none."""
     redis_authority: str = ""
-    """A PEM file: the authority of the certificate of a ``rediss://`` server; empty takes
-    ``ca.pem`` of the folder, or without a folder what the system trusts."""
+    """CA of the certificate of a ``rediss://`` server, a PEM file; empty takes ``ca.pem`` of the
+    folder, or without a folder what the system trusts."""
     clear_kv: bool = False
-    """Says that KV blocks may travel unencrypted: the transports ``gloo``, ``nccl`` and ``nixl``
-    have no encryption, nor have the ranks of a worker among each other, and what would
-    take these to other machines is refused with a folder otherwise."""
+    """Let KV blocks travel unencrypted between machines although there is a folder of certificates.
+    The transports ``gloo``, ``nccl`` and ``nixl`` have no encryption, nor have the ranks of a
+    worker among each other; they are refused otherwise."""
 
     @field_validator("folder", "certificate", "key", "client_authority", "redis_authority")
     @classmethod
@@ -335,87 +335,102 @@ class Config(BaseSettings):
     )
 
     model: str = "smollm2-135m-instruct"
-    """A name that ``baton model list`` shows, a Hugging Face folder, or a .gguf file."""
+    """Model to serve: a Hugging Face id (``Qwen/Qwen3-0.6B``), a folder of such a model, a .gguf
+    file, or a demo model's name. A path that exists wins."""
+    revision: str = ""
+    """Branch, tag or commit of a Hugging Face model; empty takes the default branch (main)."""
     served_model_name: str = ""
-    """The model's id in the API; empty takes the name, or the folder's name of a path."""
+    """Name of the model in the API; empty takes the id or name of the model, or its folder's."""
+    max_model_len: int = Field(default=0, ge=0)
+    """Maximum number of tokens of a request, prompt and answer together; 0 takes the model's own.
+    """
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
-    """Type of weights that are not quantised, and of the KV cache without ``kv_dtype``."""
+    """Type of weights that are not quantized, and of the KV cache without ``kv_dtype``."""
     quantization: Literal["auto", "none", "int8", "int4", "fp8"] = "auto"
-    """Weights: as the files hold them (``auto``), as ``dtype`` (``none``), or quantised at load."""
+    """Weights: as the files hold them (auto), unquantized in ``dtype`` (none), or quantized when
+    they are loaded (int8, int4, fp8)."""
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    """Type of the KV cache: ``dtype`` (``auto``), or 8 bits with a scale per token and head."""
+    """Type of the KV cache: as ``dtype`` (auto), or 8 bits with a scale for each token and head
+    (int8, fp8)."""
     deterministic: bool = False
-    """Same bits whatever else is in the batch; refused where they cannot be promised."""
+    """Give each request the same tokens whatever else is in the batch. Baton refuses to start where
+    it cannot promise that."""
     drafter: Literal["auto", "none", "ngram", "draft", "eagle", "medusa"] = "auto"
-    """What guesses tokens that a decode step then checks, which changes no answer: the prompt and
-    the answer themselves, where they repeat (``ngram``), on CPUs a smaller model (``draft``), an
-    EAGLE-3 head or Medusa heads trained for the model (``eagle``, ``medusa``), or nothing
-    (``none``). ``auto``: ``ngram`` on CPUs, and ``none`` on GPUs, where it was not measured yet."""
+    """Speculative method, which changes no answer: text that repeats (ngram), a smaller model
+    (draft), trained heads (eagle, medusa), none, or auto. ``auto`` takes ``ngram`` on CPUs and
+    ``none`` on GPUs, where it has not been measured. ``ngram`` looks for repetitions in the prompt
+    and the answer. ``draft`` runs on CPUs. ``eagle`` is an EAGLE-3 head and ``medusa`` are Medusa
+    heads, both trained for the model."""
     draft_model: str = ""
-    """The smaller model of the drafter ``draft``, named as ``model`` is: it must have the same
-    tokens. Its weights stay as its files hold them, and its KV takes its share of every block. Of
-    ``eagle`` and ``medusa`` the heads' folder."""
+    """The smaller model of ``draft``, or the folder of the heads of ``eagle`` or ``medusa``. A
+    smaller model is named as ``model`` is, and must have the same tokens. Its weights stay as its
+    files hold them, and its KV takes a share of every block."""
     http: str = "127.0.0.1:8000"
-    """host:port of the HTTP front."""
+    """Address of the HTTP listener, host:port; port 0 takes a free port."""
     grpc: str = "127.0.0.1:8001"
-    """host:port of the gRPC front."""
+    """Address of the gRPC listener, host:port; port 0 takes a free port."""
     admin_http: str = ""
-    """host:port of a second HTTP front for metrics, console and the operators' endpoints, which the
-    first one then has no more; empty: they share the first one."""
+    """Serve metrics, console and operators' endpoints at this address only, host:port; empty serves
+    them at ``http``."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names in the Host header by which the HTTP fronts may be called; ``*`` is any. On loopback IP
-    addresses, ``localhost`` and names without a dot always are, and where this is empty no others,
-    so that no web page comes by a name of its own (DNS rebinding); elsewhere empty is any."""
+    """Host names by which clients may call the HTTP listeners; ``*`` is any. On loopback, IP
+    addresses, ``localhost`` and names without a dot are always allowed, and an empty list allows no
+    others, so that no web page can reach the API by a name of its own (DNS rebinding). Elsewhere an
+    empty list allows any name."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins of web pages that may call the API from a browser (CORS), as in
-    ``https://chat.example.com``; ``*`` is any. Empty: none but those that this server has sent."""
+    """Origins of web pages that may call the API from a browser (CORS), such as
+    ``https://chat.example.com``; ``*`` is any. An empty list allows only pages that this server has
+    sent."""
     head_deadline_s: float = Field(default=10.0, gt=0)
-    """The head of an HTTP request must have arrived after this many seconds."""
+    """Seconds that a client has to send the head of an HTTP request."""
     connections_per_client: int = Field(default=0, ge=0, le=1_000_000)
-    """Most HTTP connections at a time from one address to one router process; 503 beyond. Of IPv6 a
-    network of /64 counts as one. 0: as many as there are files for. Behind a proxy all come from
-    its address: bound them there."""
+    """Maximum number of HTTP connections from one address to one router process; 0 is as many as
+    there are files for. Baton answers 503 beyond. A network of /64 counts as one IPv6 address.
+    Behind a proxy all connections come from its address: limit them there."""
     routers: int = Field(default=1, ge=0, le=64)
-    """Router processes behind the HTTP and gRPC ports; the kernel picks one for each connection. 0,
-    with a ``ray_address``, leaves them to ``baton router``."""
+    """Number of router processes behind the HTTP and gRPC ports; 0, with a ``ray_address``, leaves
+    them to ``baton router``. The kernel picks a process for each connection."""
     redis_url: str = ""
     """A Redis or Valkey server, ``redis://user:password@host:port/db``, or ``rediss://…`` with TLS;
     empty starts an embedded Valkey."""
     redis_router_url: str = ""
-    """The same server by the routers' user (deploy/redis/users.acl); empty takes ``redis_url``."""
+    """The same server with the routers' user (deploy/redis/users.acl); empty takes
+    ``redis_url``."""
     redis_worker_url: str = ""
-    """The same server by the workers' user; empty takes ``redis_url``."""
+    """The same server with the workers' user; empty takes ``redis_url``."""
     gcs_store: str = ""
-    """Where Ray's control store keeps what it knows: ``embedded`` starts a Valkey for it; or a
-    Redis or Valkey server, ``redis://host:port``, other than ``redis_url``. With one the cluster
-    serves on when the control store dies; empty has none, and that death ends the cluster."""
+    """Store of Ray's control store: ``embedded`` starts a Valkey for it, or ``redis://host:port``;
+    empty keeps it in memory. With one the cluster serves on when the control store dies; without
+    one that death ends the cluster. It must be another server than ``redis_url``."""
     ray_address: str = ""
-    """A Ray cluster that others have started, whose nodes have ``baton_worker`` places:
-    ``host:port`` of its control store, which this machine joins without a place; or ``auto``, of
-    the Ray node that runs on this machine. Needs ``redis_url``; empty starts a Ray on this machine
-    alone."""
+    """A running Ray cluster that has ``baton_worker`` resources: ``host:port`` of its control
+    store, or ``auto`` for the Ray node on this machine; empty starts a Ray on this machine alone.
+    With ``host:port`` this machine joins that Ray without room for workers. Needs ``redis_url``."""
     leave_workers: bool = False
-    """Whether ``baton up`` with a ``ray_address`` leaves its workers running on SIGTERM: the next
-    launcher of this ``cluster_id``, which has a minute to come, takes them over."""
+    """With a ``ray_address``, leave the workers running on SIGTERM. The next launcher of this
+    ``cluster_id`` takes them over if it comes within a minute."""
     index_mib: int = Field(default=256, ge=1, le=1 << 20)
-    """Most memory of the prefix index in Redis, in MiB; beyond it the index forgets blocks that
-    nobody asks for. A million blocks take some 45 MiB, and 2 more for each worker that holds all of
-    them."""
+    """Maximum memory of the prefix index in Redis, in MiB. Beyond it the index forgets the blocks
+    that were asked for least recently. A million blocks take about 45 MiB, and 2 MiB more for each
+    worker that holds all of them."""
     tls: TlsConfig = Field(default_factory=TlsConfig)
-    """Certificates: of the fronts, and within the cluster."""
+    """Certificates of the listeners, and within the cluster."""
     insecure_listen: bool = False
-    """Says that the fronts may listen beyond this machine without keys, or without TLS. For those
-    behind a proxy that has both."""
+    """Listen beyond this machine without API keys or TLS, for clusters behind a proxy that has
+    both."""
     transport: TransportName = "auto"
-    """How KV blocks travel between workers; ``auto``: the best that both ends of a pair can use."""
+    """How KV blocks travel between workers; ``auto`` takes the best that both workers of a pair can
+    use."""
     transfer_window_mib: int = Field(default=32, ge=1, le=4096)
-    """Most KV on its way from one worker to another at a time, and most memory of such a pair for
-    bytes between blocks and wire, in MiB; four times as much where nothing lies between them."""
+    """Maximum KV in flight from one worker to another, and memory of such a pair for bytes between
+    blocks and wire, in MiB. Four times as much may be in flight where nothing is buffered in
+    between."""
     policy: PolicyName = "predictive"
-    """How a request's workers are chosen: by predicted milliseconds, or by a simple rule."""
+    """How the router chooses a request's workers: by predicted milliseconds (predictive), or by a
+    simple rule."""
     local_prefill: LocalPrefill = "auto"
     """Whether decode workers compute prompts themselves: where that is predicted to be faster
-    (``auto``), always, or never, which hands every request off."""
+    (auto), always, or never."""
     pools: tuple[PoolConfig, ...] = Field(default_factory=_default_pools)
     """The pools of workers."""
     classes: tuple[ContextClass, ...] = Field(default_factory=_default_classes)
@@ -423,109 +438,110 @@ class Config(BaseSettings):
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens in a KV block, where a pool has no other size, and in a block of the prefix index."""
     kv_host_mib: int = Field(default=0, ge=0)
-    """Memory of the host for a worker's KV blocks that its pool evicts, in MiB; they come back when
-    they are asked for. 0 keeps none. For GPUs: on a CPU a larger ``kv_pool_mib`` does more."""
+    """Host memory of each worker for KV blocks that its pool evicts, in MiB; 0 keeps none. The
+    blocks come back when a request needs them. This is for GPUs: on a CPU a larger ``kv_pool_mib``
+    does more."""
     kv_disk_mib: int = Field(default=0, ge=0)
-    """Room on disk for a worker's KV blocks that memory evicts, in MiB; they come back when they
-    are asked for. 0 keeps none."""
+    """Disk space of each worker for KV blocks that its memory evicts, in MiB; 0 keeps none. The
+    blocks come back when a request needs them."""
     kv_disk_path: str = ""
-    """Folder of the file for them, which has no name and ends with its worker; empty takes ``kv``
-    in ``$BATON_CACHE_DIR``, or in ``~/.cache/baton``."""
+    """Folder for KV blocks on disk; empty takes ``kv`` in ``$BATON_CACHE_DIR``, or in
+    ``~/.cache/baton``. The file has no name there, and ends with its worker."""
     tool_parser: ToolParserName = "auto"
-    """How the model writes tool calls: ``hermes`` (also Qwen, SmolLM3), ``llama3``, ``smollm``
-    (SmolLM2), ``mistral``, ``mistral_args`` (Mistral from tokenizer version 11 on); ``auto`` tells
-    by its chat template."""
+    """Format of the model's tool calls; ``auto`` looks at its chat template. ``hermes`` is also for
+    Qwen and SmolLM3, ``smollm`` for SmolLM2, ``mistral_args`` for Mistral from tokenizer version 11
+    on."""
     lease_s: float = Field(default=3.0, gt=0)
-    """A handoff's ticket ends after this many seconds without a heartbeat."""
+    """Seconds without a heartbeat after which a handoff's ticket ends."""
     heartbeat_s: float = Field(default=1.0, gt=0)
-    """A worker renews its registry entry and its leases this often, in seconds."""
+    """Seconds between two renewals of a worker's registry entry and of its leases."""
     registry_ttl_s: float = Field(default=4.0, gt=0)
-    """A worker that is silent for this many seconds is gone."""
+    """Seconds without a renewal after which a worker counts as gone."""
     request_deadline_s: float = Field(default=300.0, gt=0)
-    """A request that has not ended after this many seconds gets an error."""
+    """Seconds after which a request that has not ended gets an error."""
     hang_s: float = Field(default=1.0, ge=0.1)
-    """A worker that runs requests of a router and says nothing to it for this many seconds is taken
-    to hang: its requests move to others, if there are any."""
+    """Seconds of silence after which a worker that runs requests counts as hanging. Its requests
+    move to other workers, if there are any."""
     engine_hang_s: float = Field(default=10.0, ge=0.1)
-    """The same of a worker that says that it lives, and whose engine has ended no step for this
-    many seconds while it was given one."""
+    """Seconds without a finished step after which a worker whose engine has work counts as hanging,
+    although it is not silent."""
     move_budget_ratio: float = Field(default=0.2, ge=0)
-    """Moves because of failures that each request allows a router process, as a fraction."""
+    """Migrations because of failures that each request allows a router process, as a fraction."""
     move_budget_per_s: float = Field(default=4.0, ge=0)
-    """The same of each second."""
+    """Migrations because of failures that each second allows a router process."""
     move_budget_burst: int = Field(default=0, ge=0)
-    """Most moves that are allowed at once; 0 takes twice the most sequences of a decode worker."""
+    """Maximum number of migrations because of failures at once; 0 takes twice the ``max_sequences``
+    of the decode workers."""
     poison_quarantine_s: float = Field(default=300.0, ge=0)
-    """A prompt under which two workers have failed is refused for this many seconds."""
+    """Seconds for which a prompt is refused after two workers have failed while they computed
+    it."""
     drain_deadline_s: float = Field(default=30.0, ge=0)
-    """A worker or router that is told to leave, by ``baton drain`` or SIGTERM, gives what runs
-    there this many seconds to end or to move; 0 ends it at once."""
+    """Seconds that running requests have to end or to move when a worker or router leaves; 0 ends
+    them at once. A process leaves by ``baton drain`` or SIGTERM."""
     standby: bool = True
-    """Whether a process on each node with workers has imported what a worker needs, for the next
-    life of one that dies: it is back some seconds sooner, for some 200 MiB of memory."""
+    """Keep a warm standby process on each node with workers, so that a worker that dies is back
+    some seconds sooner, for about 200 MiB of memory."""
     slow_client_s: float = Field(default=30.0, gt=0)
-    """A client that has not read for this many seconds, while more is there for it than its
-    connection's buffer holds, is cut off, and its request ends; over HTTP also one that reads fewer
-    than 4096 bytes in that time."""
+    """Seconds after which a client that does not read its answer is cut off, and its request ends.
+    It counts once more is there for the client than its connection's buffer holds; over HTTP also
+    where the client reads fewer than 4096 bytes in that time."""
     admission: Literal["queue", "slo"] = "queue"
-    """How a request without a deadline of its own is treated when there is more work than can be
-    done at once: ``queue`` lets it wait for its turn, within ``max_queue_s`` and
-    ``max_waiting_requests``; ``slo`` also refuses it with 429 where its first token would come
-    after its class's SLO, and sends prompts to the workers more slowly while answers miss
-    ``slo_tpot_s``."""
+    """How requests are treated under too much load: ``queue`` lets them wait, ``slo`` refuses those
+    whose first token would be late. This is for requests without a deadline of their own. ``queue``
+    is limited by ``max_queue_s`` and ``max_waiting_requests``; ``slo`` also answers 429 where the
+    first token would come after the SLO of the request's class, and sends prompts to the workers
+    more slowly while answers miss ``slo_tpot_s``."""
     max_queue_s: float = Field(default=60.0, gt=0)
-    """A request without a deadline of its own is refused with 429 where its predicted wait for its
-    turn is longer than this many seconds."""
+    """Maximum predicted wait of a request without a deadline of its own, in seconds; it gets 429
+    beyond, unless it is accepted as a probe."""
     max_waiting_requests: int = Field(default=256, ge=1)
-    """Requests that may wait for their turn, in one router process; more are refused with 429."""
+    """Maximum number of waiting requests in one router process; more get 429."""
     priority_step_s: float = Field(default=1.0, gt=0)
-    """A request that has waited this many seconds longer has overtaken one level of priority."""
+    """Seconds of waiting that make up for one level of priority."""
     tenants: tuple[TenantConfig, ...] = ()
     """Tenants that are known by name; ``default`` always is."""
     keys: tuple[KeyConfig, ...] = ()
     """The API keys that are known."""
     keys_file: str = ""
-    """A file of more keys, which ``baton keys`` writes; it is read again whenever it changes."""
+    """File of API keys that ``baton keys`` writes; clients must then show one. It is read again
+    whenever it changes."""
     require_key: bool = False
-    """Whether requests without a known API key are refused with 401, but for ``/health`` and
-    ``/live``. Where there is a ``keys_file``, they are unless this says otherwise."""
+    """Refuse requests without a known API key, except ``/health`` and ``/live``. With a
+    ``keys_file`` a key is required unless this is false."""
     max_body_bytes: int = Field(default=8 * MIB, ge=1024)
-    """Largest HTTP body that is read, in bytes; of an uploaded file ``file_most_bytes``."""
+    """Maximum size of an HTTP request body, in bytes; uploaded files have ``file_most_bytes``."""
     data_dir: str = ""
     """Folder of uploaded files and batches, which outlive the cluster; empty takes one for the HTTP
     address in ``$XDG_DATA_HOME/baton``, or in ``~/.local/share/baton``."""
     file_most_bytes: int = Field(default=200 * MIB, ge=1024)
-    """Largest file that may be uploaded, in bytes."""
+    """Maximum size of an uploaded file, in bytes."""
     files_most_bytes: int = Field(default=1024 * MIB, ge=1024)
-    """No file is taken in beyond this many bytes of all files together, results of batches
-    included."""
+    """Maximum size of all files together, in bytes, results of batches included; uploads beyond it
+    are refused."""
     batch_most_in_flight: int = Field(default=64, ge=1, le=4096)
-    """Most requests of batches that one router process runs at a time; how many there are adapts to
-    what other traffic leaves."""
+    """Maximum number of batch requests that one router process runs at once; it runs fewer while
+    other traffic needs the workers."""
     slo_ttft_s: float = Field(default=2.0, gt=0)
-    """The time to the first token that counts as good, in seconds."""
+    """Maximum time to the first token that counts as good, in seconds."""
     slo_tpot_s: float = Field(default=0.1, gt=0)
-    """The time per output token that counts as good, in seconds."""
+    """Maximum time per output token that counts as good, in seconds."""
     autoscaler: AutoscalerConfig = Field(default_factory=AutoscalerConfig)
-    """How roles and the pools' sizes follow the traffic."""
+    """How roles and the sizes of the pools follow the traffic."""
     cluster_id: str = ""
-    """Name of the cluster: prefix of its Redis keys; empty draws one."""
+    """Name of the cluster, and prefix of its Redis keys; empty draws one."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severity that is logged."""
     log_format: Literal["text", "json"] = "text"
-    """How log lines look: text, or a JSON object each, with the ids of request and trace."""
+    """Format of log lines: text, or one JSON object each, with the ids of request and trace."""
     log_requests: bool = False
-    """Whether a router logs a line for each request that has ended: its id, class, tokens, times
-    and outcome."""
+    """Log a line for each request that has ended: its id, class, tokens, times and outcome."""
     log_prompts: bool = False
-    """Whether these lines are written and have the prompt's text too, which is nobody's business
-    but the client's."""
+    """Log these lines with the text of the prompt, which is private to the client."""
     otlp_endpoint: str = ""
-    """Where spans of requests are sent, by OTLP over gRPC: http://127.0.0.1:4317, or https; empty
-    traces nothing."""
+    """Where traces of requests are sent, by OTLP over gRPC: http://127.0.0.1:4317, or https; empty
+    sends none."""
     trace_ratio: float = Field(default=1.0, ge=0, le=1)
-    """The share of requests that are traced, of those whose client says nothing of it (by a W3C
-    traceparent)."""
+    """Share of requests that are traced, of those whose client sends no W3C traceparent."""
 
     @field_validator("otlp_endpoint")
     @classmethod
@@ -533,6 +549,12 @@ class Config(BaseSettings):
         if value and not value.startswith(("http://", "https://")):
             raise ValueError("otlp_endpoint must begin with http:// or https://")
         return value
+
+    @field_validator("keys_file")
+    @classmethod
+    def _whole_path(cls, value: str) -> str:
+        # Processes that run elsewhere read it too.
+        return str(Path(value).expanduser().absolute()) if value else ""
 
     @field_validator("http", "grpc", "admin_http")
     @classmethod
@@ -683,6 +705,16 @@ class Config(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _context_holds_a_block(self) -> Config:
+        largest = max(self.pools, key=self.block_size_of)
+        if 0 < self.max_model_len < (size := self.block_size_of(largest)):
+            raise ValueError(
+                f"max_model_len: {self.max_model_len} tokens are less than a KV block of the pool"
+                f" {largest.name}: set at least its block_size, {size}, or 0 for the model's own"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _ranks_can_do_it(self) -> Config:
         self.check_ranks()
         return self
@@ -774,8 +806,8 @@ class Config(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        toml = TomlConfigSettingsSource(settings_cls, _toml_file.get())
-        return init_settings, env_settings, toml
+        # `load_config` reads the others. What another process was told must not change here.
+        return (init_settings,)
 
     def class_of(self, prompt_tokens: int) -> str:
         """The context-length class of a prompt."""
@@ -803,21 +835,27 @@ class Config(BaseSettings):
         return {DEFAULT_TENANT: 1.0} | {tenant.name: tenant.weight for tenant in self.tenants}
 
 
-_toml_file: ContextVar[Path | None] = ContextVar("toml_file", default=None)
+def load_config(file: Path | None = None, flags: Iterable[Flag] = (), **values: Any) -> Config:
+    """Read the configuration: flags override the environment, which overrides the file.
 
-
-def load_config(file: Path | None = None, **flags: Any) -> Config:
-    """Read the configuration; ``flags`` that are None count as not given.
-
-    Raises ``pydantic.ValidationError`` with every field at fault, and ``FileNotFoundError``.
+    ``values`` are flags by the name of their field; None counts as not given. Raises ConfigError,
+    whose message has a line for each fault.
     """
-    if file is not None and not file.is_file():
-        raise FileNotFoundError(f"no configuration file at {file}")
-    token = _toml_file.set(file)
+    named = (
+        Flag(f"--{name.replace('_', '-')}", (name,), value)
+        for name, value in values.items()
+        if value is not None
+    )
+    default_pools = [pool.model_dump(exclude_defaults=True) for pool in _default_pools()]
+    sources = Sources.read(Config, file, [*flags, *named], default_pools)
+    faults = list(sources.faults)
     try:
-        return Config(**{name: value for name, value in flags.items() if value is not None})
-    finally:
-        _toml_file.reset(token)
+        config = Config(**sources.values)
+    except ValidationError as error:
+        faults.extend(fault_lines(error, Config, sources))
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return config
 
 
 def split_host_port(address: str) -> tuple[str, int]:

@@ -115,6 +115,15 @@ class ModelNotFound(BatonError):
     code = "model_not_found"
 
 
+class LastWorker(BatonError):
+    """The last ready worker of a role would leave it, and the operator has not forced that."""
+
+    http_status = 409
+    grpc_status = "FAILED_PRECONDITION"
+    error_type = "invalid_request_error"
+    code = "last_worker"
+
+
 class RequestTooLarge(BatonError):
     """The body is over the size limit."""
 

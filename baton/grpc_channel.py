@@ -19,8 +19,8 @@ Part = TypeVar("Part", bound=Message)
 MESSAGE_LIMIT = 64 << 20
 """Bytes of one message, both ways; gRPC's own default of 4 MiB is too small for long prompts."""
 GATHERED_BYTES = 4 << 20
-"""Maximum bytes of the parts that are gathered in one message. What waits for a peer that stands
-still, or reads slowly, may be more than a message can hold. A single part may be larger."""
+"""Maximum size in bytes of one gathered message. Messages queued for a slow or stopped peer may
+exceed the gRPC limit together. A single part may be larger."""
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_LIMIT),

@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from baton.config import KeyConfig
+from baton.config_errors import plain_faults
 from baton.errors import ConfigError
 
 PREFIX = "baton-"
@@ -72,10 +73,9 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
     try:
         return _Contents.model_validate_json(text).keys
     except ValidationError as error:
-        # Without the input: it is no secret, but nothing for a log either.
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path}: {where}{': ' if where else ''}{first['msg']}") from None
+        # Without the values: they are no secret, but not for a log either.
+        first = plain_faults(error, _Contents, show_values=False)[0]
+        raise ConfigError(f"{path}: {first}") from None
 
 
 def write_keys(path: Path, keys: Sequence[KeyConfig]) -> None:

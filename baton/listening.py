@@ -1,7 +1,7 @@
 """Timers in asyncio for signs of another process: they count silence as ``baton.silence`` does.
 
-``asyncio.timeout`` bounds work of this process. After a pause of this process it is due before the
-input that came meanwhile is read. Only these timers can tell that another process is dead.
+``asyncio.timeout`` bounds work of this process. After a pause it fires before pending input is
+read, so it cannot show that another process is dead; these timers can.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 from baton.silence import SilenceWatch
 
-_TICKS = 8
+_TIMER_TICKS = 8
 """The number of ticks within the limit of a timer."""
 
 
@@ -29,7 +29,7 @@ class SilenceTimer:
         self._begun = time.monotonic()
         self._watch: SilenceWatch[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._next = self._loop.call_later(limit_s / _TICKS, self._tick)
+        self._next = self._loop.call_later(limit_s / _TIMER_TICKS, self._tick)
 
     def cancel(self) -> None:
         """End the timer; idempotent."""
@@ -43,7 +43,7 @@ class SilenceTimer:
         if self._watch.tick({None: None}, time.monotonic()):
             self._on_silence()
         else:
-            self._next = self._loop.call_later(self._limit_s / _TICKS, self._tick)
+            self._next = self._loop.call_later(self._limit_s / _TIMER_TICKS, self._tick)
 
 
 @asynccontextmanager

@@ -38,6 +38,33 @@ def log_to_stream(stream: TextIO, level: str, kind: str) -> None:
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
 
 
+class ErrorRow:
+    """Errors of work that is repeated for ever: only the first of a row is logged.
+
+    A bug that lasts would fill the log otherwise.
+    """
+
+    def __init__(self, log: logging.Logger, what: str) -> None:
+        """``what`` says in the log what could not be done."""
+        self._log = log
+        self._what = what
+        self._count = 0
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Catch an Exception inside. Where there is none, the row ends and its length is logged."""
+        try:
+            yield
+        except Exception:
+            if not self._count:
+                self._log.exception("%s; further errors are only counted", self._what)
+            self._count += 1
+            return
+        if self._count:
+            self._log.warning("%s; errors in a row: %d", self._what, self._count)
+            self._count = 0
+
+
 @contextmanager
 def of_request(request_id: str, trace_id: str = "") -> Iterator[None]:
     """Lines of this task, and of those that it begins, are about a request."""

@@ -175,7 +175,7 @@ class RouterMetrics:
             "Work that the prefill workers do each second while requests wait, in seconds by their"
             " cost model: their number where it is right; 0 where nothing was seen lately.",
             registry=registry,
-            multiprocess_mode="livemax",
+            multiprocess_mode="livesum",
         )
         self.rate_limit_failures = Counter(
             "baton_rate_limit_failures",

@@ -39,9 +39,10 @@ local function text(number) return string.format('%.0f', number) end
 # KEYS: registry, changed, until, the worker's record. ARGV: incarnation, record, load, TTL in ms, a
 # random step to the next version, whether the record is one that was there before (1 or 0).
 #
-# Answers 1, or 0 where a record that was there before has lapsed: then nothing is written. It has
-# not where nobody could write: when for half a TTL nobody has, or the clock was set back, or all
-# was lost, leases begin anew. Nor has it while its key is there: both have the same TTL.
+# Answers 1, or 0 where a record that was there before has lapsed: then nothing is written. A record
+# does not count as lapsed where no worker could write: when for half a TTL none has, or the clock
+# was set back, or all was lost, leases begin anew. It does not lapse either while its key exists:
+# both have the same TTL.
 #
 # Where the clock was set back by more than a TTL, leases would last longer by as much: they are
 # dropped. Each live worker gets another one with its next heartbeat.

@@ -1,4 +1,6 @@
-"""How long peers that should speak have said nothing. All silence is counted in this way.
+"""Counts how long peers have been silent.
+
+Leases use ``baton.listening_clock``, which follows the same rule.
 
     expected ─a sign→ heard ─ticks without a sign→ silent for ``limit_s`` ─the next tick→ found
 
@@ -10,8 +12,6 @@ still, or got no core, has heard no peer meanwhile, and learns nothing from the 
   was held up is read between the two.
 - A listener that was held up for a whole period grants each peer another one. It does so once in
   each silence: a listener that is always late finds a silent peer all the same.
-
-Leases of what was promised to peers follow the same rule (``baton.listening_clock``).
 
 So a peer is never found whose signs are less than ``limit_s`` apart, as the listener counts time;
 and one that has fallen silent is found after at most ``2 * limit_s`` of counted time and two ticks.

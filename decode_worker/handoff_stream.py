@@ -2,9 +2,9 @@
 
     open ─the writer leaves, end()→ ended
 
-A commit waits for bytes. A reserve waits for room and for the other ranks of this worker. Other
-calls go on meanwhile.
-What waits when the stream ends is given up: it has done nothing yet. Owned by the control loop.
+A commit waits for bytes and for its grammar. A reserve waits for room and for the other ranks of
+this worker. Other calls go on meanwhile. What waits when the stream ends is given up: it has done
+nothing yet. Owned by the control loop.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class HandoffStream:
                     others=convert.other_tokens_from_proto(commit),
                 )
         except TimeoutError:
-            _refuse(response, DeadlineExceeded("the blocks have not come in time"))
+            _refuse(response, DeadlineExceeded("the blocks or the grammar were not ready in time"))
         except Exception as failure:
             _refuse(response, failure)
         await self._write(response)

@@ -72,8 +72,8 @@ class ReserveQueue:
                     return
                 except Exception as error:
                     waiting.answer.set_exception(error)
+                self.answered += 1
             queue.popleft()
-            self.answered += 1
 
     def head(self) -> Offer | None:
         """The offer that is served next; None where the queue is empty."""

@@ -70,7 +70,7 @@ class Reserves:
         self._queue.serve(self._reserve)
 
     def heartbeat(self) -> None:
-        """Look again: some room comes back without a call, as blocks that others read, or prefixes.
+        """Check again: some blocks become free without a call, for example blocks that others read.
 
         All are refused at a worker that takes nothing more.
         """

@@ -17,18 +17,20 @@ def announcement(
     model: str,
     workers: Sequence[str],
     logs: Path,
+    commit: str = "",
     admin_http: str = "",
     needs_key: bool = False,
     tls: TlsFiles | None = None,
 ) -> str:
-    """The addresses (host:port), none where routers are elsewhere; and a command to paste. ``tls``:
+    """The addresses (host:port), none where routers are elsewhere; and a command to paste.
 
-    what that shows and trusts.
+    ``commit`` is that of a Hugging Face model; ``tls`` is what the command shows and trusts.
     """
+    shown = f"{model} (commit {commit})" if commit else model
     if not http:
         lines = [
             "  routers  `baton router`, with the same configuration",
-            f"  model    {model}",
+            f"  model    {shown}",
             f"  workers  {', '.join(workers)}",
             f"  logs     {logs}, and the run directories of the workers' nodes",
         ]
@@ -40,7 +42,7 @@ def announcement(
         f"  HTTP     {url}/v1 (OpenAI; {url}/docs)",
         *admin,
         f"  gRPC     {grpc}{'' if tls is None else ' (TLS)'}",
-        f"  model    {model}",
+        f"  model    {shown}",
         f"  workers  {', '.join(workers)}",
         f"  logs     {logs}",
         "Try it:",
@@ -51,7 +53,8 @@ def announcement(
 
 
 def _curl(url: str, model: str, tls: TlsFiles | None, *, needs_key: bool) -> str:
-    body = {"model": model, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]}
+    message = {"role": "user", "content": "What is the capital of France?"}
+    body = {"model": model, "temperature": 0, "messages": [message]}
     # A model's name may hold a quote, which would end the shell's string.
     quoted = json.dumps(body).replace("'", r"'\''")
     kind = "-H 'Content-Type: application/json'"
@@ -64,4 +67,4 @@ def _curl(url: str, model: str, tls: TlsFiles | None, *, needs_key: bool) -> str
         options.append(f"--cert {shlex.quote(str(tls.certificate))}")
         options.append(f"--key {shlex.quote(str(tls.key))}")
     given = " ".join([*options, kind])
-    return f"curl -N {url}/v1/chat/completions {given} -d '{quoted}'"
+    return f"curl -s {url}/v1/chat/completions {given} -d '{quoted}'"

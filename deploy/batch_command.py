@@ -13,11 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from baton.client import BatchInfo, HttpClient
 from baton.errors import InvalidRequest, Unavailable
 from baton.silence import SilenceWatch
+from deploy.exit_codes import ExitCode
 from router.batches.line import BadLine, read_lines
 
-ALL_ANSWERED = 0
-NOT_ALL_ANSWERED = 3
-"""Some lines have no answer: they failed, or the batch was cancelled or has expired."""
 POLL_S = 0.5
 AWAY_S = 120.0
 """A cluster that does not answer for so long is given up; its batch waits for it."""
@@ -96,7 +94,7 @@ class BatchCommand:
                         return batch
                 time.sleep(self._poll_s)
 
-    def finish(self, batch: BatchInfo, files: BatchFiles) -> int:
+    def finish(self, batch: BatchInfo, files: BatchFiles) -> ExitCode:
         """Write the results; the exit code. Raises InvalidRequest where the file was at fault."""
         if batch.status == "failed":
             raise InvalidRequest("; ".join(batch.faults) or "the batch has failed")
@@ -109,8 +107,8 @@ class BatchCommand:
                 self._say(f"{path}")
         self._say(f"{batch.status}: {batch.completed} of {batch.total} lines were answered")
         if batch.status == "completed" and not batch.failed:
-            return ALL_ANSWERED
-        return NOT_ALL_ANSWERED
+            return ExitCode.OK
+        return ExitCode.INCOMPLETE
 
 
 def endpoint_of(file: Path) -> str:
@@ -127,7 +125,7 @@ def endpoint_of(file: Path) -> str:
 
 def run_batch(
     command: BatchCommand, file: Path | None, batch_id: str, window: str, output: Path | None
-) -> int:
+) -> ExitCode:
     """Begin a batch with ``file``, or go on with ``batch_id``; the exit code."""
     batch = command.begin(file, window) if file is not None else None
     name = batch.id if batch is not None else batch_id

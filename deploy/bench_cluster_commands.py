@@ -1,4 +1,4 @@
-"""Of `baton bench` what starts whole clusters: `peers`, `handoff` and `overload`."""
+"""The benchmarks that start whole clusters: `baton bench peers`, `handoff` and `overload`."""
 
 from __future__ import annotations
 
@@ -17,42 +17,45 @@ def peers(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="vLLM's command: the client, and a peer. Default: `vllm` on the path.",
+            help="vLLM's command, as the load generator and as a peer (default: `vllm` on PATH).",
         ),
     ] = None,
     llama_server: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="llama.cpp's server. Default: the one on the path."),
+        typer.Option(metavar="FILE", help="llama.cpp's server (default: `llama-server` on PATH)."),
     ] = None,
     gguf: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The model for llama.cpp in bf16.")
+        Path | None, typer.Option(metavar="FILE", help="GGUF file in bf16, for llama.cpp.")
     ] = None,
     gguf_q8: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The model for llama.cpp in Q8_0.")
+        Path | None, typer.Option(metavar="FILE", help="GGUF file in Q8_0, for llama.cpp.")
     ] = None,
     workloads: Annotated[
-        str, typer.Option(help="Out of a,b,c,d,e,s (docs/performance.md).")
+        str, typer.Option(help="Workloads, out of a,b,c,d,e,s (see docs/performance.md).")
     ] = "a,b,c,d",
     repetitions: Annotated[int, typer.Option(min=1, help="Runs of each workload.")] = 3,
     peers: Annotated[
         str | None,
         typer.Option(
-            help="Out of baton, vllm, vllm-one-core, llamacpp, baton-int8, llamacpp-q8."
-            " Default: all, the last two if --gguf-q8 is given."
+            help="Servers, out of baton, vllm, vllm-one-core, llamacpp, baton-int8, llamacpp-q8"
+            " (default: all; the last two only with --gguf-q8)."
         ),
     ] = None,
     alternate: Annotated[
-        bool, typer.Option("--alternate", help="Start every server afresh for each repetition.")
+        bool, typer.Option("--alternate", help="Restart every server for each repetition.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first run's prompts.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the first run's prompts.")] = 1,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write every run there, as JSON.")
+        Path | None, typer.Option(metavar="FILE", help="Write every run to FILE as JSON.")
     ] = None,
     baton_args: Annotated[
-        str, typer.Option(metavar="OPTIONS", help="More options for `baton up`.")
+        str, typer.Option(metavar="OPTIONS", help="More options for Baton's server.")
     ] = "",
 ) -> None:
-    """Start Baton and other servers in turn, drive each with `vllm bench serve`, print ratios."""
+    """Compare Baton with vLLM and llama.cpp.
+
+    `vllm bench serve` drives each of them in turn.
+    """
     from deploy import model_store  # noqa: PLC0415
     from loadtest.peer_servers import Programs, find_program  # noqa: PLC0415
     from loadtest.peers import Comparison, default_peers, run_comparison  # noqa: PLC0415
@@ -80,16 +83,17 @@ def peers(
 def handoff(
     model: Model = DEFAULT_MODEL,
     transport: Annotated[
-        str, typer.Option(help="Out of shm,grpc,gloo,nixl; a cluster for each.")
+        str, typer.Option(help="KV transports, out of shm,grpc,gloo,nixl; one cluster each.")
     ] = "shm,grpc",
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompts.")] = 1024,
-    answer_tokens: Annotated[
-        int, typer.Option(min=3, help="Length of the answers that are handed off.")
-    ] = 16,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt length in tokens.")] = 1024,
+    answer_tokens: Annotated[int, typer.Option(min=3, help="Answer length in tokens.")] = 16,
     repetitions: Annotated[int, typer.Option(min=1, help="Requests of each kind.")] = 15,
     output: Figures = None,
 ) -> None:
-    """What handing over adds to the first and the second token, in a cluster of its own."""
+    """Measure what the KV handoff adds to a request.
+
+    It starts its own clusters, and measures the first and the second token.
+    """
     from deploy import model_store  # noqa: PLC0415
     from loadtest.handoff_bench import HandoffSettings, bench_handoffs  # noqa: PLC0415
     from loadtest.peer_servers import Programs  # noqa: PLC0415
@@ -103,25 +107,26 @@ def handoff(
 def overload(
     trace: Annotated[
         Path,
-        typer.Option(metavar="FILE", help="As Azure publishes them: CSV, plain or .gz."),
+        typer.Option(metavar="FILE", help="Trace in Azure's format: CSV, plain or .gz."),
     ],
     model: Model = DEFAULT_MODEL,
-    scale_length: Annotated[float, typer.Option(min=1, help="Lengths are divided by it.")] = 8.0,
+    scale_length: Annotated[
+        float, typer.Option(min=1, help="Divide the trace's lengths by this.")
+    ] = 8.0,
     factor: Annotated[
         list[float] | None,
         typer.Option(
-            help="Offered load over the measured capacity; repeatable. Default: 0.5, 1, 3."
+            min=0.01,
+            help="Load as a multiple of the measured capacity; repeatable (default: 0.5, 1, 3).",
         ),
     ] = None,
-    seconds: Annotated[
-        float, typer.Option(min=1, help="Seconds for which each load is offered.")
-    ] = 60.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds per load.")] = 60.0,
     probe_seconds: Annotated[
-        float, typer.Option(min=1, help="How long each rate is, to find the capacity.")
+        float, typer.Option(min=1, help="Seconds per rate while the capacity is searched.")
     ] = 20.0,
     output: Figures = None,
 ) -> None:
-    """Goodput and latency of each admission mode, below capacity and far beyond it."""
+    """Compare the admission modes below and above capacity."""
     from deploy import model_store  # noqa: PLC0415
     from loadtest.overload import OverloadSettings  # noqa: PLC0415
     from loadtest.overload import bench_overload as run_bench  # noqa: PLC0415

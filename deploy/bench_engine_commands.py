@@ -1,4 +1,4 @@
-"""`baton profile`, and of `baton bench` what runs one engine: `quality`, `speculation`, …"""
+"""`baton profile`, and the benchmarks of one engine: `baton bench quality`, `speculation`, …"""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from deploy.choices import DraftingMethod, KvDtype
 from deploy.command_line import (
     DEFAULT_MODEL,
     Figures,
@@ -22,6 +23,7 @@ from deploy.command_line import (
     say,
 )
 from deploy.engine_options import DeviceOptions, EngineOptions, Quantization
+from deploy.exit_codes import ExitCode
 from deploy.option_group import takes
 
 
@@ -29,18 +31,23 @@ from deploy.option_group import takes
 def profile(
     options: DeviceOptions,
     quantization: Quantization = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="As for `baton up`: auto, int8 or fp8.")] = "auto",
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 1024,
+    kv_dtype: Annotated[
+        KvDtype, typer.Option(help="Data type of the KV cache; auto means that of --dtype.")
+    ] = "auto",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt length in tokens.")] = 1024,
     context_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens in the cache of each sequence that decodes.")
+        int, typer.Option(min=1, help="Cached tokens of each decoding sequence.")
     ] = 1024,
-    batches: Annotated[str, typer.Option(help="Sequences that decode at a time.")] = "1,8,32",
+    batches: Annotated[str, typer.Option(help="Batch sizes of decode steps.")] = "1,8,32",
     output: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a trace there, for chrome://tracing or Perfetto."),
+        typer.Option(metavar="FILE", help="Write a trace for Perfetto or chrome://tracing."),
     ] = None,
 ) -> None:
-    """Prefill and decode steps of one engine, without a cluster, against the machine's limits."""
+    """Profile prefill and decode steps of one engine.
+
+    It needs no cluster, and compares the steps with this machine's limits.
+    """
     from loadtest.profile import ProfileSettings, draw, profile_engine  # noqa: PLC0415
     from loadtest.whole_table import print_whole  # noqa: PLC0415
 
@@ -57,20 +64,20 @@ def quality(
     options: DeviceOptions,
     text: Annotated[
         Path,
-        typer.Option(metavar="FILE", help="A text, or a .jsonl file whose rows have `turns`."),
+        typer.Option(metavar="FILE", help="Text file, or a .jsonl file with `turns` in each row."),
     ],
     quantizations: Annotated[
         str,
         typer.Option(
-            help="Out of none,int8,int4,fp8,auto, each perhaps with a KV type, as in none/int8;"
-            " compared with the first."
+            help="Formats to compare with the first one, out of none,int8,int4,fp8,auto, each"
+            " optionally with a KV type such as none/int8."
         ),
     ] = "none,int8,int4,auto",
-    tokens: Annotated[int, typer.Option(min=2, help="Where the text is cut.")] = 8192,
-    window: Annotated[int, typer.Option(min=2, help="Tokens that are computed together.")] = 512,
-    answer: Annotated[int, typer.Option(min=1, help="Tokens of each compared answer.")] = 64,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to use.")] = 8192,
+    window: Annotated[int, typer.Option(min=2, help="Tokens computed together.")] = 512,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens per compared answer.")] = 64,
 ) -> None:
-    """Perplexity and greedy agreement of a model's quantisations, without a cluster."""
+    """Compare quantization formats by perplexity and agreement."""
     from engine.engine import Engine, build_engine  # noqa: PLC0415
     from loadtest.quality import (  # noqa: PLC0415
         Candidate,
@@ -87,7 +94,7 @@ def quality(
 
     names = names_in(quantizations)
     if not names:
-        fail("--quantizations names none")
+        fail("--quantizations is empty", code=ExitCode.USAGE)
     with clear_errors():
         first = names[0].partition("/")[0]
         tokenizer = options.folder(first) / "tokenizer.json"
@@ -107,28 +114,36 @@ def speculation(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Has .jsonl files of `category` and `turns`. Default: tasks of copying alone.",
+            help="Folder of .jsonl files with `category` and `turns` (default: copying tasks).",
         ),
     ] = None,
     quantization: Quantization = "auto",
-    drafter: Annotated[str, typer.Option(help="What is compared with none.")] = "ngram",
+    drafter: Annotated[
+        DraftingMethod, typer.Option(help="Speculative method to compare with none.")
+    ] = "ngram",
     draft_model: Annotated[
         str,
-        typer.Option(metavar="NAME|PATH", help="As for `baton up`."),
+        typer.Option(
+            metavar="NAME|PATH",
+            help="Smaller model for `draft`, or folder of the heads for `eagle` and `medusa`.",
+        ),
     ] = "",
     categories: Annotated[
-        str, typer.Option(help="Out of those of the files, and copy. Default: all.")
+        str, typer.Option(help="Categories of prompts; `copy` is built in (default: all).")
     ] = "",
-    concurrency: Annotated[str, typer.Option(help="Sequences at a time.")] = "1,4,16",
+    concurrency: Annotated[str, typer.Option(help="Numbers of concurrent sequences.")] = "1,4,16",
     rows: Annotated[
-        int, typer.Option(min=1, help="Prompts of a category, or twice the concurrency.")
+        int,
+        typer.Option(min=1, help="Prompts per category; at least twice the concurrency is used."),
     ] = 8,
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    repeats: Annotated[int, typer.Option(min=1, help="How often both ways are run.")] = 2,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")
+    ] = 0.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs with and without drafts.")] = 2,
     output: Figures = None,
 ) -> None:
-    """Tokens a second with and without drafts, of one engine on the CPU, without a cluster."""
+    """Measure the speedup of speculative decoding on the CPU."""
     from deploy.drafter_folder import drafter_folder  # noqa: PLC0415
     from loadtest.speculation import SpeculationSettings  # noqa: PLC0415
     from loadtest.speculation import bench_speculation as run_bench  # noqa: PLC0415
@@ -154,10 +169,10 @@ def speculation(
 
 def grammar(
     model: Model = DEFAULT_MODEL,
-    steps: Annotated[int, typer.Option(min=2, help="Steps of each kind, at each size.")] = 100,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of each kind at each size.")] = 100,
     output: Figures = None,
 ) -> None:
-    """What following a JSON schema costs the steps of one engine."""
+    """Measure what structured output adds to a step."""
     from deploy import model_store  # noqa: PLC0415
     from loadtest.grammar_bench import GrammarBenchSettings  # noqa: PLC0415
     from loadtest.grammar_bench import bench_grammar as run_bench  # noqa: PLC0415
@@ -169,15 +184,17 @@ def grammar(
 
 def tiers(
     model: Model = DEFAULT_MODEL,
-    prompt_tokens: Annotated[int, typer.Option(min=64, help="Length of a prompt.")] = 1024,
-    rounds: Annotated[int, typer.Option(min=1, help="Prompts that come back, of each kind.")] = 5,
+    prompt_tokens: Annotated[int, typer.Option(min=64, help="Prompt length in tokens.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, help="Repeated prompts of each kind.")] = 5,
     folder: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="On the disk to measure. Default: a temporary one."),
+        typer.Option(
+            metavar="FOLDER", help="Folder on the disk to measure (default: a temporary one)."
+        ),
     ] = None,
     output: Figures = None,
 ) -> None:
-    """How soon a prompt begins whose KV is computed, in the pool, in host memory, or on disk."""
+    """Measure time to first token from each KV tier."""
     from deploy import model_store  # noqa: PLC0415
     from loadtest.tier_bench import TierBenchSettings  # noqa: PLC0415
     from loadtest.tier_bench import bench_tiers as run_bench  # noqa: PLC0415

@@ -9,14 +9,13 @@ import typer
 from rich.console import Console
 
 from deploy.command_line import clear_ends, fail, local_cluster, names_in, say
+from deploy.exit_codes import ExitCode
 from deploy.load_options import LoadOptions
 from deploy.option_group import takes
 
 if TYPE_CHECKING:
     from baton.tls import TlsFiles
     from loadtest.generator.soak import WatchedCluster
-
-_LEAKED = 3
 
 
 @takes(LoadOptions)
@@ -25,23 +24,26 @@ def serve(
     rate: Annotated[
         str,
         typer.Option(
-            help="An open loop: requests a second, or several rates, 1,2,4, one after the other."
-            " Default: that of the trace."
+            help="Open loop: requests per second, or several rates in turn such as 1,2,4 (default:"
+            " that of the trace)."
         ),
     ] = "",
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="A closed loop: so many requests at a time.")
+        int | None, typer.Option(min=1, help="Closed loop: number of concurrent requests.")
     ] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="Most that are sent.")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Maximum number of requests.")] = None,
 ) -> None:
-    """Send requests to a server that runs, and show how soon their tokens came."""
+    """Measure latency and throughput of a running server."""
     from loadtest.generator.load_bench import bench_serve  # noqa: PLC0415
 
     rates = _rates(rate)
     if (concurrency is not None) and rates:
-        fail("give --rate for an open loop or --concurrency for a closed one, not both")
+        fail(
+            "give --rate for an open loop or --concurrency for a closed loop, not both",
+            code=ExitCode.USAGE,
+        )
     if concurrency is None and not rates and load.trace is None:
-        fail("give --rate, --concurrency or --trace")
+        fail("give --rate, --concurrency or --trace", code=ExitCode.USAGE)
     with clear_ends():
         settings = load.settings(concurrency=concurrency, requests=requests)
         bench_serve(settings, rates, load.outputs(), Console(), say)
@@ -51,26 +53,27 @@ def serve(
 def goodput(
     load: LoadOptions,
     first_rate: Annotated[
-        float, typer.Option(help="Requests a second that are tried first.")
+        float, typer.Option(help="First rate to try, in requests per second.")
     ] = 1.0,
     most_rate: Annotated[
-        float | None, typer.Option(help="No rate above it is tried. Default: no bound.")
+        float | None, typer.Option(help="Maximum rate to try (default: unlimited).")
     ] = None,
     attainment: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of requests that must meet every SLO.")
+        float, typer.Option(min=0, max=1, help="Share of requests that must meet all SLOs.")
     ] = 0.9,
     precision: Annotated[
-        float, typer.Option(min=0.001, max=1, help="How close the rate is looked for; 0.05: 5 %.")
+        float,
+        typer.Option(min=0.001, max=1, help="Relative precision of the rate; 0.05 means 5 %."),
     ] = 0.05,
 ) -> None:
-    """Find the highest rate at which enough requests meet every SLO, by bisection.
+    """Find the highest request rate that meets the SLOs.
 
-    Each rate is offered for --seconds; longer ones make the result steadier.
+    Each rate is tried for --seconds. Longer trials give more stable results.
     """
     from loadtest.generator.load_bench import SearchSettings, bench_goodput  # noqa: PLC0415
 
     if first_rate <= 0 or (most_rate is not None and most_rate <= 0):
-        fail("rates are above 0")
+        fail("--first-rate and --most-rate must be above 0", code=ExitCode.USAGE)
     search = SearchSettings(
         first_rate, attainment, precision, float("inf") if most_rate is None else most_rate
     )
@@ -81,27 +84,28 @@ def goodput(
 @takes(LoadOptions)
 def soak(
     load: LoadOptions,
-    peak: Annotated[float, typer.Option(help="The highest rate that is expected, requests/s.")],
-    factor: Annotated[float, typer.Option(help="Of the peak, that is offered.")] = 2.0,
+    peak: Annotated[float, typer.Option(help="Highest expected rate, in requests per second.")],
+    factor: Annotated[float, typer.Option(help="Multiple of the peak to offer.")] = 2.0,
     every: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between looks at the cluster.")
+        float, typer.Option(min=0.1, help="Seconds between two measurements of the cluster.")
     ] = 30.0,
 ) -> None:
-    """Offer twice the expected peak for --seconds (hours), and see whether the cluster leaks.
+    """Overload a cluster for hours, and check for leaks.
 
-    Memory and descriptors of its processes, blocks, sequences, and keys in Redis; of a cluster
-    elsewhere, what its metrics say. Exit code 3 where something leaks.
+    --seconds is the duration. It watches the processes' memory and descriptors, KV blocks,
+    sequences, and keys in Redis. Of a cluster on another machine it watches the metrics. Exit code
+    5: something leaks.
     """
     from loadtest.generator.soak import bench_soak  # noqa: PLC0415
 
     if not 0 < peak * factor < float("inf"):
-        fail("--peak and --factor are above 0")
+        fail("--peak and --factor must be above 0", code=ExitCode.USAGE)
     with clear_ends():
         settings = load.settings(rate=peak * factor)
         cluster = _watched(settings.server.url, settings.server.tls)
         report = bench_soak(settings, cluster, every, load.outputs(), Console(), say)
     if report.leaks:
-        raise typer.Exit(_LEAKED)
+        raise typer.Exit(ExitCode.LEAK)
 
 
 def _watched(url: str, tls: TlsFiles | None) -> WatchedCluster:
@@ -127,5 +131,8 @@ def _rates(text: str) -> tuple[float, ...]:
     except ValueError:
         rates = (0.0,)
     if any(not 0 < rate < float("inf") for rate in rates):
-        fail(f"--rate: {text!r} is no list of rates above 0, as in 1,2,4")
+        fail(
+            f"--rate: expected comma-separated rates above 0 such as 1,2,4; got {text!r}",
+            code=ExitCode.USAGE,
+        )
     return rates

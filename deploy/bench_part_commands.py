@@ -1,4 +1,4 @@
-"""Of `baton bench` what measures parts: `transfer`, `policy`, `index` and `router`."""
+"""The benchmarks of parts: `baton bench transfer`, `policy`, `index` and `router`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from deploy.choices import Policy
 from deploy.command_line import (
     DEFAULT_MODEL,
     MOST_WORKERS,
@@ -18,38 +19,43 @@ from deploy.command_line import (
     names_in,
     say,
 )
+from deploy.exit_codes import ExitCode
 
 
 def transfer(
     transport: Annotated[
-        str, typer.Option(help="Out of shm,grpc,gloo,nixl. Default: those that work here.")
+        str,
+        typer.Option(help="KV transports, out of shm,grpc,gloo,nixl; skips those not usable here."),
     ] = "shm,grpc,gloo,nixl",
     block_bytes: Annotated[
         int,
-        typer.Option(min=64, help="A multiple of 64. Default: the demo model's, 360 KiB."),
+        typer.Option(
+            min=64, help="Bytes per KV block, a multiple of 64; the demo model has 360 KiB."
+        ),
     ] = 360 << 10,
     most: Annotated[
-        int, typer.Option(min=1, metavar="MIB", help="The largest size. Default: 1024.")
+        int, typer.Option(min=1, metavar="MIB", help="Largest transfer, in MiB.")
     ] = 1024,
     repetitions: Annotated[
-        int, typer.Option(min=1, help="Of the largest sizes; smaller ones are moved oftener.")
+        int, typer.Option(min=1, help="Repetitions at the largest size; smaller sizes repeat more.")
     ] = 5,
     model: Annotated[
         str | None,
         typer.Option(
-            help="For the cost of an empty handoff, as for `baton up`; `none` leaves it out."
-            " Default: smollm2-135m-instruct."
+            help="Model for the cost of an empty handoff; `none` leaves that out (default:"
+            " smollm2-135m-instruct)."
         ),
     ] = None,
     certs: Annotated[
         str,
         typer.Option(
-            metavar="FOLDER", help="Of `baton certs init`: gRPC by mutual TLS. Default: no TLS."
+            metavar="FOLDER",
+            help="Use mutual TLS for gRPC, with the certificates of this folder.",
         ),
     ] = "",
     output: Figures = None,
 ) -> None:
-    """Speed of each transport from one block to 1 GiB, against limits of the same run."""
+    """Measure the speed of each KV transport."""
     from deploy import model_store  # noqa: PLC0415
     from loadtest.empty_handoff import EMPTY_PER_REPETITION, EmptySettings  # noqa: PLC0415
     from loadtest.transfer_bench import TransferSettings, bench_transfers  # noqa: PLC0415
@@ -68,42 +74,31 @@ def transfer(
 
 def policy(
     trace: Annotated[
-        Path, typer.Option(metavar="FILE", help="In Mooncake's format, plain or gzipped.")
+        Path, typer.Option(metavar="FILE", help="Trace in Mooncake's format, plain or gzipped.")
     ],
-    workers: Annotated[
-        int, typer.Option(min=1, max=MOST_WORKERS, help="Prefill workers.", show_default=True)
-    ] = 4,
+    workers: Annotated[int, typer.Option(min=1, max=MOST_WORKERS, help="Prefill workers.")] = 4,
     scale_length: Annotated[
-        float, typer.Option(help="Divides the lengths of prompts and blocks.")
+        float, typer.Option(help="Divide the lengths of prompts and blocks by this.")
     ] = 1.0,
     cache_blocks: Annotated[
-        int | None, typer.Option(min=1, help="Most blocks in a worker's cache. Default: no bound.")
+        int | None,
+        typer.Option(min=1, help="Maximum blocks in a worker's cache (default: unlimited)."),
     ] = None,
-    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a block of the trace.")] = 512,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens per block of the trace.")] = 512,
     routers: Annotated[
-        int, typer.Option(min=1, max=64, help="Routers that take requests in turns.")
+        int, typer.Option(min=1, max=64, help="Routers, which take requests in turn.")
     ] = 1,
-    policy: Annotated[
-        str,
-        typer.Option(
-            help="predictive, round_robin, least_loaded, prefix, power_of_two or session."
-        ),
-    ] = "predictive",
+    policy: Annotated[Policy, typer.Option(help="Routing policy.")] = "predictive",
     output: Figures = None,
 ) -> None:
-    """Replay a trace through the router's policy and prefix index, without models."""
-    from typing import cast, get_args  # noqa: PLC0415
-
-    from baton.config import PolicyName  # noqa: PLC0415
+    """Replay a trace through the router's policy and prefix index."""
     from loadtest.policy_bench import PolicyBenchSettings  # noqa: PLC0415
     from loadtest.policy_bench import bench_policy as bench  # noqa: PLC0415
 
-    if policy not in get_args(PolicyName):
-        fail(f"--policy: {policy!r} is none of {', '.join(get_args(PolicyName))}")
     if not 0 < scale_length < float("inf"):
-        fail(f"--scale-length: {scale_length} is not above 0")
+        fail(f"--scale-length must be above 0, not {scale_length}", code=ExitCode.USAGE)
     settings = PolicyBenchSettings(
-        trace, workers, cast(PolicyName, policy), scale_length, cache_blocks, block_tokens, routers
+        trace, workers, policy, scale_length, cache_blocks, block_tokens, routers
     )
     with clear_ends():
         bench(settings, say, Console(), output)
@@ -112,13 +107,15 @@ def policy(
 def index(
     workers: Annotated[int, typer.Option(min=1, max=65535, help="Workers in the index.")] = 1000,
     blocks: Annotated[
-        int, typer.Option(min=1, help="(block, worker) pairs in the index.")
+        int, typer.Option(min=1, help="Pairs of block and worker in the index.")
     ] = 10_000_000,
-    rate: Annotated[float, typer.Option(min=1, help="Lookups a second.")] = 500.0,
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long they are measured.")] = 20.0,
+    rate: Annotated[float, typer.Option(min=1, help="Lookups per second.")] = 500.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Duration of the measurement in seconds.")
+    ] = 20.0,
     output: Figures = None,
 ) -> None:
-    """Lookups of 256-block prompts in a prefix index of a given size, and its memory."""
+    """Measure lookups in a large prefix index, and its memory."""
     from loadtest.index_bench import IndexSettings  # noqa: PLC0415
     from loadtest.index_bench import bench_index as run_bench  # noqa: PLC0415
 
@@ -127,40 +124,34 @@ def index(
 
 
 def router(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Whose tokenizer is used, as for `baton up`. Default: smollm2-135m-instruct.",
-            show_default=False,
-        ),
-    ] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Option(help="Model whose tokenizer is used.")] = DEFAULT_MODEL,
     rate: Annotated[
-        float, typer.Option(min=1, help="Requests a second, while latencies are measured.")
+        float, typer.Option(min=1, help="Requests per second during the latency test.")
     ] = 200.0,
-    requests: Annotated[int, typer.Option(min=100, help="How many of them.")] = 2000,
-    prompt_words: Annotated[int, typer.Option(min=1, help="Words of a prompt.")] = 100,
-    answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens of their answers.")] = 16,
+    requests: Annotated[int, typer.Option(min=100, help="Requests of the latency test.")] = 2000,
+    prompt_words: Annotated[int, typer.Option(min=1, help="Words per prompt.")] = 100,
+    answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 16,
     step_ms: Annotated[
-        float, typer.Option(min=0, help="Between an answer's tokens; 0 tells all at once.")
+        float,
+        typer.Option(min=0, help="Milliseconds between an answer's tokens; 0 sends all at once."),
     ] = 10.0,
     streams: Annotated[
-        int, typer.Option(min=1, help="Open answers, while tokens a second are measured.")
+        int, typer.Option(min=1, help="Concurrent answers during the throughput test.")
     ] = 128,
     tokens_per_s: Annotated[
-        str, typer.Option(help="Rates that are tried, until the router falls behind.")
+        str, typer.Option(help="Rates to try, until the router falls behind.")
     ] = "10000,15000,20000,25000,30000,40000,50000",
     peer: Annotated[
         str,
         typer.Option(
             metavar="COMMAND",
-            help="Measure another router too, which passes HTTP on: its command, with {backend}"
-            " (a URL) and {port} in it. Default: none.",
-            show_default=False,
+            help="Also measure another HTTP router, started by this command with {backend} (a URL)"
+            " and {port} in it.",
         ),
     ] = "",
     output: Figures = None,
 ) -> None:
-    """What a router on one core adds to a request, and how many tokens a second it passes on.
+    """Measure the latency and the token rate of one router.
 
     The worker behind it echoes: no model runs, and the first token comes at once.
     """

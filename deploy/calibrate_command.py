@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from deploy.cluster_selection import ClusterId, target
+from deploy.command_line import Http, clear_errors, fail, say
+
 if TYPE_CHECKING:
     from baton.registry import WorkerRecord
     from deploy.cluster_state import ClusterState
@@ -19,42 +22,32 @@ _VALUE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "f
 
 def calibrate(
     output: Annotated[
-        Path, typer.Option("--json", metavar="FILE", help="Write the profile there.")
+        Path, typer.Option("--json", metavar="FILE", help="Write the profile to FILE.")
     ],
-    http: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="The cluster's HTTP front. Default: that of this machine's."
-        ),
-    ] = None,
+    cluster: ClusterId = None,
+    http: Http = None,
     chunk_tokens: Annotated[
-        int, typer.Option(min=1, help="The workers' `chunk_tokens`. Default: a CPU's.")
+        int, typer.Option(min=1, help="The workers' `chunk_tokens`; 512 is that of CPUs.")
     ] = 512,
-    gpu: Annotated[bool, typer.Option("--gpu", help="The workers compute on GPUs.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the prompts that are sent.")] = 0,
+    gpu: Annotated[bool, typer.Option("--gpu", help="The workers run on GPUs.")] = False,
+    seed: Annotated[int, typer.Option(help="Random seed of the prompts.")] = 0,
 ) -> None:
-    """Time a running cluster that has nothing else to do, and write what its workers cost.
+    """Write a hardware profile of a running cluster's workers.
 
-    Prompts of growing length alone, answers side by side, handoffs of growing size, and prompts
-    beside answers: a minute or two. The cluster is to have one prefill and one decode worker, and
-    --local-prefill never. The profile is for `baton simulate`.
+    It measures an idle cluster on this machine. `baton simulate` and `baton plan` read the profile.
+    The cluster must have one prefill and one decode worker, and --local-prefill never. It takes one
+    to two minutes.
     """
-    from baton.errors import BatonError  # noqa: PLC0415
-    from deploy.cluster_state import running_clusters  # noqa: PLC0415
     from loadtest.transfer_rows import write_json  # noqa: PLC0415
 
-    cluster = next((one for one in running_clusters() if http in (None, one.http)), None)
-    if cluster is None:
-        typer.secho("error: no such cluster runs on this machine", fg=typer.colors.RED, err=True)
-        raise typer.Exit(1)
-    try:
-        fields = asyncio.run(
-            _measured(cluster, chunk_tokens=chunk_tokens, is_cpu=not gpu, seed=seed)
-        )
+    chosen = target(http, cluster)
+    state = chosen.cluster
+    if state is None:
+        fail(f"{chosen} is not one of your clusters on this machine: calibrate it where it runs")
+    say(f"calibrating {chosen}")
+    with clear_errors():
+        fields = asyncio.run(_measured(state, chunk_tokens=chunk_tokens, is_cpu=not gpu, seed=seed))
         write_json(output, json.dumps(fields, indent=1) + "\n")
-    except BatonError as error:
-        typer.secho(f"error: {error.message}", fg=typer.colors.RED, err=True)
-        raise typer.Exit(1) from None
     typer.echo(
         f"prefill {_formula(fields['prefill'], 'n', 'n*context')}; "
         f"step {_formula(fields['step'], 'batch', 'context')}; "

@@ -1,4 +1,4 @@
-"""`baton certs`: a cluster's own certificates."""
+"""`baton certs`: a cluster's private CA and its certificates."""
 
 from __future__ import annotations
 
@@ -7,32 +7,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from baton.tls import PeerRole
 from deploy.command_line import clear_errors, fail
+from deploy.exit_codes import ExitCode
+from deploy.output import print_table
 
 if TYPE_CHECKING:
     from deploy.certificates import Shown
 
 _SOON_DAYS = 30
-"""A certificate that ends within so many days is told in yellow."""
-Folder = Annotated[
-    Path, typer.Argument(help="The folder of the certificates. Default: certs.", show_default=False)
-]
+"""A certificate that expires within so many days is shown in yellow."""
+Folder = Annotated[Path, typer.Argument(help="Folder of the certificates.")]
 Hosts = Annotated[
     list[str] | None,
     typer.Option(
         "--san",
         metavar="HOST",
-        help="A name or address by which others reach the cluster's machines; may be repeated."
-        " Those of the loopback interface and this machine's name are always there.",
+        help="Host name or address of the cluster's machines; repeatable. Loopback and this"
+        " machine's name are always included.",
     ),
 ]
-Days = Annotated[
-    int, typer.Option(min=1, max=36500, help="How long certificates are valid, in days.")
-]
+Days = Annotated[int, typer.Option(min=1, max=36500, help="Validity of certificates, in days.")]
 
 
 def init(
@@ -40,19 +38,23 @@ def init(
     san: Hosts = None,
     days: Days = 365,
     ca_days: Annotated[
-        int, typer.Option(min=1, max=36500, help="How long the authority is, in days.")
+        int, typer.Option(min=1, max=36500, help="Validity of the CA, in days.")
     ] = 3650,
-    name: Annotated[str, typer.Option(help="The cluster's, for people.")] = "baton",
+    name: Annotated[
+        str, typer.Option(help="Name of the cluster, as certificates show it.")
+    ] = "baton",
 ) -> None:
-    """Make an authority and the certificates of a cluster: of routers, workers, the supervisor,
-    the API's clients, Prometheus and Redis."""
+    """Create a private CA and the certificates of a cluster.
+
+    There is one for each role: router, worker, supervisor, client, monitor (Prometheus) and redis.
+    """
     from deploy import certificates  # noqa: PLC0415
 
     with clear_errors():
         certificates.init(folder, san or (), cluster=name, days=days, authority_days=ca_days)
         _print(certificates.show(folder))
     typer.echo(
-        f"\nBring the cluster up with them:  baton up --certs {folder}"
+        f"\nServe with them:  baton serve --certs {folder}"
         f"\nClients trust {folder / 'ca.pem'}:  baton status --ca {folder / 'ca.pem'}"
         f"\nKeep {folder / 'ca.key'} to yourself, away from the cluster's machines: it signs."
     )
@@ -62,13 +64,18 @@ def renew(
     folder: Folder = Path("certs"),
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Of these alone, as `show` calls them; repeatable."),
+        typer.Option(
+            metavar="NAME", help="Renew only this certificate, as `show` names it; repeatable."
+        ),
     ] = None,
     san: Hosts = None,
     days: Days = 365,
 ) -> None:
-    """Replace certificates by new ones with new keys, of the same authority and for the same
-    hosts. What listens takes them up by itself."""
+    """Replace certificates by new ones with new keys.
+
+    They are signed by the same CA, for the same hosts. Running processes load them without a
+    restart.
+    """
     from deploy import certificates  # noqa: PLC0415
 
     with clear_errors():
@@ -77,36 +84,36 @@ def renew(
 
 
 def issue(
-    name: Annotated[str, typer.Argument(help="Of the files: NAME.pem and NAME.key.")],
+    name: Annotated[str, typer.Argument(help="Writes NAME.pem and NAME.key.")],
     folder: Folder = Path("certs"),
-    role: Annotated[
-        str, typer.Option(help="router, worker, supervisor, client, monitor or redis.")
-    ] = "client",
+    role: Annotated[PeerRole, typer.Option(help="What the certificate identifies.")] = "client",
     san: Hosts = None,
     days: Days = 365,
 ) -> None:
-    """Sign one more certificate: for another client, or for a worker's machine."""
-    from baton.tls import ROLES  # noqa: PLC0415
+    """Sign one more certificate.
+
+    For example for another client, or for a worker's machine.
+    """
     from deploy import certificates  # noqa: PLC0415
 
-    known = next((one for one in ROLES if one == role), None)
-    if known is None:
-        fail(f"--role: {role!r} is none of {', '.join(ROLES)}")
     if (folder / f"{name}.pem").exists():
-        fail(f"{folder / name}.pem is there already: `baton certs renew --only {name}` replaces it")
+        fail(f"{folder / name}.pem exists: `baton certs renew --only {name}` replaces it")
     with clear_errors():
-        typer.echo(certificates.issue(folder, name, known, san or (), days=days))
+        typer.echo(certificates.issue(folder, name, role, san or (), days=days))
 
 
 def show(folder: Folder = Path("certs")) -> None:
-    """Show what the certificates stand for and when they end; exit code 1 where one is of no
-    use."""
+    """Show the roles, hosts and expiry of certificates.
+
+    Exit code 4: one of them is unusable.
+    """
     from deploy import certificates  # noqa: PLC0415
 
     with clear_errors():
         shown = certificates.show(folder)
     _print(shown)
-    raise typer.Exit(1 if any(one.fault for one in shown) else 0)
+    faulty = any(one.fault for one in shown)
+    raise typer.Exit(ExitCode.UNHEALTHY if faulty else ExitCode.OK)
 
 
 def _print(shown: list[Shown]) -> None:
@@ -127,4 +134,4 @@ def _print(shown: list[Shown]) -> None:
             "here" if one.has_key else "not here",
             ", ".join(one.names),
         )
-    Console().print(table)
+    print_table(table)

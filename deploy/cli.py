@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version as installed_version
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -20,75 +21,156 @@ from deploy import (
     model_commands,
     node_commands,
     plan_command,
+    serve_command,
     simulate_command,
-    up_command,
+    status_command,
     worker_commands,
 )
+from deploy.command_classes import BatonCommand, BatonGroup
+from deploy.serve_command import ServeCommand
 
-app = typer.Typer(
-    name="baton",
-    help="Serves large language models with prefill and decode apart.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+Commands = dict[str, Callable[..., Any] | typer.Typer]
+"""Functions, or groups of commands, by name."""
+
+
+def _group(help_text: str, panels: dict[str, Commands], *, completes: bool = False) -> typer.Typer:
+    """A group that shows its commands in these panels, in this order.
+
+    ``completes``: whether it has the options that install shell completion.
+    """
+    order = [name for commands in panels.values() for name in commands]
+
+    class Ordered(BatonGroup):
+        def list_commands(self, ctx: Any) -> list[str]:
+            # Typer itself lists groups behind all commands.
+            return order
+
+    app = typer.Typer(
+        cls=Ordered,
+        help=help_text,
+        no_args_is_help=True,
+        add_completion=completes,
+        pretty_exceptions_enable=False,
+    )
+    for panel, commands in panels.items():
+        for name, command in commands.items():
+            if isinstance(command, typer.Typer):
+                app.add_typer(command, name=name, rich_help_panel=panel)
+            else:
+                kind = ServeCommand if command is serve_command.serve else BatonCommand
+                app.command(name, cls=kind, rich_help_panel=panel)(command)
+    return app
+
+
+_MODEL = _group(
+    "Download and list models.",
+    {"Commands": {"list": model_commands.list_models, "pull": model_commands.pull}},
 )
-model_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
-keys_app = typer.Typer(help="API keys, in a file that holds their hashes.", no_args_is_help=True)
-certs_app = typer.Typer(help="Certificates of a cluster of one's own.", no_args_is_help=True)
-bench_app = typer.Typer(help="Benchmarks on this machine.", no_args_is_help=True)
+_KEYS = _group(
+    "Manage API keys.",
+    {
+        "Commands": {
+            "list": keys_commands.list_keys,
+            "create": keys_commands.create,
+            "rotate": keys_commands.rotate,
+            "revoke": keys_commands.revoke,
+        }
+    },
+)
+_CERTS = _group(
+    "Manage the TLS certificates of a cluster with a private CA.",
+    {
+        "Commands": {
+            "show": certs_commands.show,
+            "init": certs_commands.init,
+            "issue": certs_commands.issue,
+            "renew": certs_commands.renew,
+        }
+    },
+)
+_BENCH = _group(
+    "Run benchmarks.",
+    {
+        "Measure a server": {
+            "serve": bench_load_commands.serve,
+            "goodput": bench_load_commands.goodput,
+            "soak": bench_load_commands.soak,
+        },
+        "Measure this machine and a model": {
+            "transfer": bench_part_commands.transfer,
+            "quality": bench_engine_commands.quality,
+            "speculation": bench_engine_commands.speculation,
+        },
+        "For Baton's developers": {
+            "grammar": bench_engine_commands.grammar,
+            "handoff": bench_cluster_commands.handoff,
+            "index": bench_part_commands.index,
+            "overload": bench_cluster_commands.overload,
+            "peers": bench_cluster_commands.peers,
+            "policy": bench_part_commands.policy,
+            "router": bench_part_commands.router,
+            "tiers": bench_engine_commands.tiers,
+        },
+    },
+)
+app = _group(
+    "Disaggregated LLM serving: prefill and decode run in separate worker pools.",
+    {
+        "Serve": {
+            "serve": serve_command.serve,
+            "chat": chat_command.chat,
+            "batch": client_commands.batch,
+            "model": _MODEL,
+            "router": node_commands.router,
+            "join": node_commands.join,
+            "leave": node_commands.leave,
+        },
+        "Operate": {
+            "status": status_command.status,
+            "doctor": doctor_command.doctor,
+            "drain": worker_commands.drain,
+            "role": worker_commands.role,
+            "scale": worker_commands.scale,
+        },
+        "Plan": {
+            "plan": plan_command.plan,
+            "simulate": simulate_command.simulate,
+            "calibrate": calibrate_command.calibrate,
+            "profile": bench_engine_commands.profile,
+        },
+        "Measure": {"bench": _BENCH},
+        "Security": {"keys": _KEYS, "certs": _CERTS},
+    },
+    completes=True,
+)
+# Another name for it, as in Compose.
+app.command("up", cls=ServeCommand, hidden=True)(serve_command.serve)
 
-# In the order in which --help shows them.
-app.command()(worker_commands.drain)
-app.command()(worker_commands.role)
-app.command()(worker_commands.scale)
-app.command()(up_command.up)
-app.command()(node_commands.join)
-app.command()(node_commands.leave)
-app.command()(node_commands.router)
-app.command()(chat_command.chat)
-app.command()(client_commands.batch)
-app.command()(client_commands.status)
-app.command()(bench_engine_commands.profile)
-app.command()(simulate_command.simulate)
-app.command()(plan_command.plan)
-app.command()(calibrate_command.calibrate)
-app.command()(doctor_command.doctor)
-app.add_typer(model_app, name="model")
-app.add_typer(keys_app, name="keys")
-app.add_typer(certs_app, name="certs")
-app.add_typer(bench_app, name="bench")
-model_app.command()(model_commands.pull)
-model_app.command("list")(model_commands.list_models)
-keys_app.command()(keys_commands.create)
-keys_app.command("list")(keys_commands.list_keys)
-keys_app.command()(keys_commands.revoke)
-keys_app.command()(keys_commands.rotate)
-certs_app.command()(certs_commands.init)
-certs_app.command()(certs_commands.renew)
-certs_app.command()(certs_commands.issue)
-certs_app.command()(certs_commands.show)
-bench_app.command()(bench_load_commands.serve)
-bench_app.command()(bench_load_commands.goodput)
-bench_app.command()(bench_load_commands.soak)
-bench_app.command()(bench_cluster_commands.peers)
-bench_app.command()(bench_engine_commands.quality)
-bench_app.command()(bench_part_commands.transfer)
-bench_app.command()(bench_cluster_commands.handoff)
-bench_app.command()(bench_engine_commands.speculation)
-bench_app.command()(bench_part_commands.policy)
-bench_app.command()(bench_cluster_commands.overload)
-bench_app.command()(bench_part_commands.index)
-bench_app.command()(bench_engine_commands.grammar)
-bench_app.command()(bench_engine_commands.tiers)
-bench_app.command()(bench_part_commands.router)
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version  # noqa: PLC0415
+
+        typer.echo(f"baton {version('baton')}")
+        raise typer.Exit
 
 
-@app.command()
-def version() -> None:
-    """Show Baton's version."""
-    typer.echo(installed_version("baton"))
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            "-V",
+            is_eager=True,
+            callback=_show_version,
+            help="Show the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:
     """The entry point of the `baton` command."""
-    app()
+    app(prog_name="baton")

@@ -1,4 +1,4 @@
-"""`baton batch` and `status`: what is asked of a cluster that runs."""
+"""`baton batch`: a file of requests for a running cluster."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from deploy.command_line import (
     INTERRUPTED,
     ApiKey,
     Http,
-    clear_ends,
     clear_errors,
     fail,
     local_cluster,
     say,
 )
+from deploy.exit_codes import ExitCode
 from deploy.option_group import takes
 from deploy.tls_options import TlsOptions
 
@@ -28,37 +28,45 @@ def batch(
     file: Annotated[
         Path | None,
         typer.Argument(
-            exists=True, dir_okay=False, help="Requests, one in a line, as OpenAI's batches."
+            exists=True,
+            dir_okay=False,
+            help="Requests in the format of OpenAI's batches, one per line.",
         ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Where answers go; lines without one go to FILE with .errors in its name."
-            " Default: beside the input, .results.jsonl.",
+            help="Write answers to FILE, and lines without an answer to FILE with .errors in its"
+            " name (default: the input's name with .results.jsonl).",
         ),
     ] = None,
     batch_id: Annotated[
-        str, typer.Option("--id", help="Go on with a batch that was begun, instead of a file.")
+        str,
+        typer.Option(
+            "--id", metavar="ID", help="Resume the batch with this id, instead of a file."
+        ),
     ] = "",
     window: Annotated[
-        str, typer.Option(help="The batch ends after this time with what there is.")
+        str,
+        typer.Option(
+            metavar="24h", help="The batch expires after this time; finished lines are kept."
+        ),
     ] = "24h",
     http: Http = None,
     api_key: ApiKey = "",
 ) -> None:
-    """Run a file of requests in the slack that other traffic leaves, and wait for the results.
+    """Run a file of requests at the lowest priority.
 
-    Exit code 0: all lines were answered; 3: not all; 1: it could not be run. Ctrl-C leaves the
-    batch running.
+    The command waits for the results. Ctrl-C leaves the batch running: --id resumes it. Exit code
+    3: some lines have no answer.
     """
     from baton.client import HttpClient  # noqa: PLC0415
     from baton.errors import BatonError  # noqa: PLC0415
     from deploy.batch_command import BatchCommand, run_batch  # noqa: PLC0415
 
     if (file is None) == (not batch_id):
-        fail("give a file, or --id and a batch's id")
+        fail("give either a file or --id", code=ExitCode.USAGE)
     cluster = local_cluster(http)
     url, files = tls.url_of(http, cluster), tls.files(cluster)
     with clear_errors(), HttpClient(url, api_key, tls=files) as client:
@@ -70,53 +78,3 @@ def batch(
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
     raise typer.Exit(code)
-
-
-@takes(TlsOptions)
-def status(
-    tls: TlsOptions,
-    http: Http = None,
-    api_key: ApiKey = "",
-    watch: Annotated[
-        bool,
-        typer.Option("--watch", help="Go on showing it, with rates and latencies, until Ctrl-C."),
-    ] = False,
-    interval: Annotated[
-        float, typer.Option(min=1, help="Seconds between two pictures of --watch.")
-    ] = 1.0,
-) -> None:
-    """Show the router's health and what each worker does; exit code 1 when it is not healthy.
-
-    Where keys are required health alone is shown without one.
-    """
-    from deploy.status import pairs_table, read_status, slots_table, table  # noqa: PLC0415
-    from deploy.watch_command import watch as watch_router  # noqa: PLC0415
-
-    cluster = local_cluster(http)
-    url, files = tls.url_of(http, cluster, operators=True), tls.files(cluster)
-    if watch:
-        with clear_ends():
-            watch_router(url, api_key, interval, Console(), tls=files)
-    with clear_errors():
-        found = read_status(url, cluster, api_key, files)
-    console = Console()
-    console.print(f"router {found.http}: {found.health}", markup=False, highlight=False)
-    if found.supervisor:
-        console.print(f"supervisor: {found.supervisor}", markup=False, highlight=False)
-    if found.autoscaler:
-        console.print(f"autoscaler: {found.autoscaler}", markup=False, highlight=False)
-    if found.withheld and not found.workers:
-        console.print(
-            f"workers are not shown without --api-key: {found.withheld}",
-            markup=False,
-            highlight=False,
-        )
-    else:
-        console.print(table(found))
-    if found.slots:
-        console.print()
-        console.print(slots_table(found))
-    if found.pairs:
-        console.print()
-        console.print(pairs_table(found))
-    raise typer.Exit(0 if found.healthy else 1)

@@ -1,4 +1,4 @@
-"""What the commands of `baton` share: options, and how errors are told."""
+"""What the commands of `baton` share: options, and the one reporter of errors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from deploy.exit_codes import ExitCode
+
 if TYPE_CHECKING:
     from deploy.cluster_state import ClusterState
 
@@ -17,25 +19,21 @@ DEFAULT_GRPC = "127.0.0.1:8001"
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MOST_WORKERS = 1024
 MOST_RANKS = 64
-INTERRUPTED = 130
-"""The exit code of a command that Ctrl-C ended, as shells have it."""
+INTERRUPTED = ExitCode.INTERRUPTED
 
 Http = Annotated[
     str | None,
     typer.Option(
         metavar="HOST:PORT",
-        help="The router's HTTP front. Default: that of the cluster on this machine.",
+        help="The router's HTTP address (default: that of your cluster on this machine).",
     ),
 ]
 ApiKey = Annotated[
-    str, typer.Option(envvar="BATON_API_KEY", help="Where the cluster asks for one.")
+    str, typer.Option(envvar="BATON_API_KEY", help="API key, if the cluster requires one.")
 ]
-Model = Annotated[
-    str,
-    typer.Option(help="As for `baton up`. Default: smollm2-135m-instruct.", show_default=False),
-]
+Model = Annotated[str, typer.Option(help="Model name or folder, as for the server.")]
 Figures = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the results to FILE as JSON.")
 ]
 
 
@@ -49,7 +47,7 @@ def counts_in(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(name) for name in names_in(text))
     except ValueError:
-        fail(f"{text!r} is no list of whole numbers, as in 1,8,32")
+        fail(f"expected comma-separated integers such as 1,8,32; got {text!r}", code=ExitCode.USAGE)
 
 
 def local_cluster(http: str | None = None) -> ClusterState | None:
@@ -62,32 +60,32 @@ def local_cluster(http: str | None = None) -> ClusterState | None:
 
 
 def local_cluster_of_grpc(address: str) -> ClusterState | None:
-    """The cluster that runs here with this gRPC front."""
+    """The cluster that runs here with this gRPC address."""
     from deploy.cluster_state import running_clusters  # noqa: PLC0415
 
     return next((one for one in running_clusters() if one.grpc == address), None)
 
 
 def say(text: str) -> None:
-    """One line of progress, on the error stream: results alone go to the other one."""
+    """Print one line of progress to standard error: standard output has results alone."""
     typer.echo(text, err=True)
 
 
 def complain(*lines: str) -> None:
-    """Say what is wrong, and go on."""
+    """Report an error and go on."""
     for line in lines:
         typer.secho(f"error: {line}", fg=typer.colors.RED, err=True)
 
 
-def fail(*lines: str) -> NoReturn:
-    """Say what is wrong, and end with exit code 1."""
+def fail(*lines: str, code: ExitCode = ExitCode.FAILED) -> NoReturn:
+    """Report an error and end the command with ``code``."""
     complain(*lines)
-    raise typer.Exit(1)
+    raise typer.Exit(code)
 
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """Baton's errors end the command with exit code 1 and their message."""
+    """End the command with exit code 1 and the message of a BatonError."""
     from baton.errors import BatonError  # noqa: PLC0415
 
     try:

@@ -15,18 +15,24 @@ from baton.config import (
     KeyConfig,
     PoolConfig,
     TenantConfig,
+    TlsConfig,
 )
 
 _HEAD = """# Configuration
 
-Flags override the environment (`BATON_` and the field's name in capitals), which overrides the TOML
-file that `baton up --config FILE` names. This page is made from `baton/config.py` by
-`python -m deploy.config_reference`; a test keeps the two equal.
+Flags override the environment (`BATON_` and the field's name in capitals, with `__` before a field
+of a table: `BATON_TLS__FOLDER`), which overrides the TOML file of `baton serve --config FILE`.
+`baton serve` has a flag for each field of the cluster that is not a table, `--kv-dtype` for
+`kv_dtype`. An error names the flag, the variable, or the file and line at fault.
+
+This page is made from `baton/config.py` by `python -m deploy.config_reference`; a test keeps the
+two equal.
 """
 _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("The cluster", "At the top of the file.", Config),
     ("A pool of workers", "A `[[pools]]` table each.", PoolConfig),
     ("A context-length class", "A `[[classes]]` table each.", ContextClass),
+    ("TLS", "The `[tls]` table.", TlsConfig),
     ("The autoscaler", "The `[autoscaler]` table.", AutoscalerConfig),
     ("A tenant", "A `[[tenants]]` table each.", TenantConfig),
     (

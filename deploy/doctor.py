@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from baton.errors import BatonError, ConfigError
 
@@ -66,8 +67,23 @@ def draw(findings: Iterable[Finding]) -> Table:
     table = Table("what", "state", "detail", box=None, pad_edge=False)
     table.columns[-1].overflow = "fold"
     for finding in findings:
-        table.add_row(finding.what, finding.state, finding.detail)
+        table.add_row(finding.what, finding.state, Text(finding.detail))
     return table
+
+
+def document(findings: Sequence[Finding]) -> dict[str, Any]:
+    """The findings for programs; docs/command-line.md lists the fields."""
+    checks = [
+        {
+            "name": one.what,
+            "state": one.state,
+            "usable": one.usable,
+            "needed": one.needed,
+            "detail": one.detail,
+        }
+        for one in findings
+    ]
+    return {"fit": is_fit(findings), "checks": checks}
 
 
 def is_fit(findings: Iterable[Finding]) -> bool:

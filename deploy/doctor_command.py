@@ -2,48 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from deploy.command_line import clear_errors, complain
-
-_COULD_NOT_RUN = 2
+from deploy.choices import OutputFormat
+from deploy.command_line import clear_errors, fail
+from deploy.exit_codes import ExitCode
+from deploy.output import Output, print_json, print_table
 
 
 def doctor(
     nccl: Annotated[
         bool,
-        typer.Option("--nccl", help="Move blocks between two GPUs over NCCL, and abort; GB/s."),
+        typer.Option("--nccl", help="Test NCCL between two GPUs of this machine, with GB/s."),
     ] = False,
     config: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="TOML, as for `baton up`: its ports, Redis, Ray and model."
+            metavar="FILE",
+            help="Also check the ports, Redis, Ray and model of this TOML configuration.",
         ),
     ] = None,
+    output: Output = "table",
 ) -> None:
-    """Show what of Baton can run on this machine, and what to do where something is wrong.
+    """Check this machine, and tell what to fix.
 
-    Exit code 1 when something is missing that is needed. With --nccl the exit code is 2 where there
-    are fewer than two GPUs.
+    Exit code 4: something that Baton needs is missing. Exit code 7: --nccl needs two GPUs.
     """
     from deploy import doctor as examination  # noqa: PLC0415
+    from deploy.config_loading import load  # noqa: PLC0415
     from deploy.doctor_host import host_checks  # noqa: PLC0415
-    from deploy.up_command import load  # noqa: PLC0415
 
     if nccl:
-        _check_nccl()
+        _check_nccl(output)
         return
     checks = [*examination.CHECKS, *host_checks(load(config))]
     findings = examination.examine(checks)
-    Console().print(examination.draw(findings), markup=False, highlight=False)
-    raise typer.Exit(0 if examination.is_fit(findings) else 1)
+    if output == "json":
+        print_json(examination.document(findings))
+    else:
+        print_table(examination.draw(findings))
+    raise typer.Exit(ExitCode.OK if examination.is_fit(findings) else ExitCode.UNHEALTHY)
 
 
-def _check_nccl() -> None:
+def _check_nccl(output: OutputFormat) -> None:
     from baton.errors import BatonError  # noqa: PLC0415
     from deploy.doctor import draw_steps, nccl_devices  # noqa: PLC0415
     from deploy.pair_check import check_pair  # noqa: PLC0415
@@ -51,7 +56,10 @@ def _check_nccl() -> None:
     try:
         devices = nccl_devices()
     except BatonError as error:
-        complain(error.message)
-        raise typer.Exit(_COULD_NOT_RUN) from None
+        fail(error.message, code=ExitCode.UNSUPPORTED)
     with clear_errors():
-        Console().print(draw_steps(check_pair("nccl", devices)))
+        steps = list(check_pair("nccl", devices))
+    if output == "json":
+        print_json({"steps": [asdict(step) | {"gb_per_s": step.gb_per_s} for step in steps]})
+    else:
+        print_table(draw_steps(steps))

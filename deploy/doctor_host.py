@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 import psutil
 import redis
 
-from baton.cache import cache_dir
 from baton.config import Config, split_host_port
 from baton.errors import BatonError, ConfigError
 from baton.redis_client import redis_client
@@ -54,13 +53,13 @@ _SHARED = Path("/dev/shm")  # noqa: S108 - the memory that the kernel shares und
 
 
 def host_checks(config: Config) -> tuple[Check, ...]:
-    """What ``baton up`` with this configuration would meet here, in the order of a start."""
+    """What ``baton serve`` with this configuration would meet here, in the order of a start."""
     store = store_url(config, "supervisor")
     return (
         Check("ports", partial(_ports, config)),
         Check("Redis", partial(_redis, store), needed=bool(config.redis_url)),
         Check("Ray cluster", partial(_ray, config.ray_address), needed=bool(config.ray_address)),
-        Check("model files", partial(_model, config.model), needed=True),
+        Check("model files", partial(_model, config.model, config.revision), needed=True),
         Check("memory", _memory),
         Check("GPU driver", _driver),
         Check("GPUs", _gpus),
@@ -86,13 +85,13 @@ def _ports(config: Config) -> str:
     try:
         choose_ports(config)
     except ConfigError as error:
-        raise Missing(f"{error.message}; or let `baton up --http 127.0.0.1:0` choose") from None
+        raise Missing(f"{error.message}; or let `baton serve --http 127.0.0.1:0` choose") from None
     return f"{', '.join(addresses)}: free"
 
 
 def _redis(url: str) -> str:
     if not url:
-        return "none is named: `baton up` starts its own"
+        return "none is named: `baton serve` starts its own"
     try:
         version, policy, took_s = asyncio.run(_ask_redis(url))
     except (redis.RedisError, OSError, TimeoutError, ValueError) as error:
@@ -122,7 +121,7 @@ async def _ask_redis(url: str) -> tuple[str, str | None, float]:
 
 def _ray(address: str) -> str:
     if not address:
-        return "none is named: `baton up` starts its own"
+        return "none is named: `baton serve` starts its own"
     if address == "auto":
         running = [one for one in psutil.process_iter(["name"]) if one.info["name"] == "raylet"]
         if not running:
@@ -137,21 +136,21 @@ def _ray(address: str) -> str:
     return f"{address} takes connections"
 
 
-def _model(name: str) -> str:
+def _model(name: str, revision: str) -> str:
     from deploy import model_store  # noqa: PLC0415
 
     try:
-        found = model_store.look(name)
+        found = model_store.look(name, revision)
     except BatonError as error:
         raise Missing(error.message) from None
     if found.cached:
         return f"{found.path}: {found.size / 1e9:.2f} GB"
-    folder = _existing(cache_dir())
+    folder = _existing(model_store.download_folder(name))
     free = shutil.disk_usage(folder).free
     if free < 2 * GIB:
         raise Missing(
             f"{name} is not here yet, and the disk of {folder} has {free / GIB:.1f} GiB left: free"
-            " some, or set BATON_CACHE_DIR to a folder elsewhere"
+            " some, or set HF_HOME and BATON_CACHE_DIR to folders elsewhere"
         )
     return f"{name} is not here yet: the first start gets it, or `baton model pull {name}`"
 

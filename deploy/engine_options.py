@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deploy.choices import Dtype
+from deploy.choices import Quantization as QuantizationName
 from deploy.command_line import DEFAULT_MODEL, Model, say
 
 if TYPE_CHECKING:
@@ -15,19 +17,18 @@ if TYPE_CHECKING:
     from engine.engine import EngineSettings
 
 Quantization = Annotated[
-    str, typer.Option(help="Weights, as for `baton up`: auto, none, int8, int4 or fp8.")
+    QuantizationName,
+    typer.Option(help="Weight format: auto keeps that of the files, none does not quantize."),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Which model, and how it is computed: `baton bench speculation`, on the CPU."""
+    """The model and how it is computed, for `baton bench speculation` on the CPU."""
 
     model: Model = DEFAULT_MODEL
-    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float16.")] = "bfloat16"
-    threads: Annotated[
-        int, typer.Option(min=0, help="Compute threads on the CPU; 0 takes one for each core.")
-    ] = 0
+    dtype: Annotated[Dtype, typer.Option(help="Data type of activations.")] = "bfloat16"
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 means one per core.")] = 0
 
     def settings(self, quantization: str) -> EngineSettings:
         """Of an engine on the CPU with such weights. Raises BatonError."""
@@ -53,7 +54,7 @@ class DeviceOptions(EngineOptions):
     """The same where it may be a GPU: `baton profile`, `baton bench quality`."""
 
     device: Annotated[
-        str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU where there is one.")
+        str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU if there is one.")
     ] = "auto"
 
     def settings_on_device(self, quantization: str, kv_dtype: str) -> EngineSettings:

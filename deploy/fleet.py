@@ -42,8 +42,8 @@ _LONGEST_GAP_S = 5.0
 have stood still itself."""
 
 _STALE_S = 5.0
-"""An entry that was not renewed for this long lists no worker: it is only kept because the clock of
-Redis was set back."""
+"""An entry that was not renewed for this long, or for its TTL where that is longer, lists no
+worker: it is only kept because the clock of Redis was set back."""
 
 log = logging.getLogger(__name__)
 
@@ -71,17 +71,19 @@ class Fleet:
         self,
         settings: Callable[[str], ActorSettings],
         roll: Callable[[], Awaitable[Mapping[str, Hashable] | None]],
+        registry_ttl_s: float,
         actor_class: type = WorkerActor,
     ) -> None:
         """``settings`` returns those of a slot.
 
         ``roll`` returns the slots whose workers the registry lists, each with a value that every
-        renewal of its entries changes; None where the registry cannot be asked.
+        renewal of its entries changes; None where the registry cannot be asked. ``registry_ttl_s``
+        is the TTL of these entries in seconds.
         """
         self._settings = settings
         self._roll = roll
         self._listed: Collection[str] | None = None
-        self._renewals = SilenceWatch[str](_STALE_S)
+        self._renewals = SilenceWatch[str](max(_STALE_S, registry_ttl_s))
         self._refreshed_at = time.monotonic()
         self._actor_class = actor_class
         self._thread = DaemonThread("fleet")

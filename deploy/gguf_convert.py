@@ -16,6 +16,7 @@ from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from baton.config_errors import plain_faults
 from baton.errors import ConfigError
 from deploy.gguf_tokenizer import TokenizerMetadata, build_tokenizer, tokenizer_config
 
@@ -164,8 +165,7 @@ def _parse(kind: type[Metadata], raw: dict[str, Any]) -> Metadata:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        faults = (f"{fault['loc'][0]}: {fault['msg']}" for fault in error.errors())
-        raise ConfigError("; ".join(faults)) from error
+        raise ConfigError("; ".join(plain_faults(error, kind))) from error
 
 
 def _check_supported(reader: GGUFReader, raw: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`baton keys`: makes API keys, lists them, takes them away."""
+"""`baton keys`: creates, lists, rotates and revokes API keys."""
 
 from __future__ import annotations
 
@@ -7,28 +7,31 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from deploy.choices import Scope
 from deploy.command_line import clear_errors, fail, say
+from deploy.exit_codes import ExitCode
+from deploy.output import Output, print_json, print_table
 
 if TYPE_CHECKING:
-    from baton.config import KeyConfig, Scope
+    from baton.config import KeyConfig
 
 File = Annotated[
     Path,
     typer.Option(
         envvar="BATON_KEYS_FILE",
         metavar="FILE",
-        help="The file of keys, as for `baton up --keys-file`.",
+        help="The file of API keys that the router reads (option --keys-file of the server).",
     ),
 ]
-Name = Annotated[str, typer.Argument(help="Its public name, for metrics and logs.")]
+Name = Annotated[str, typer.Argument(help="Public name of the key, for metrics and logs.")]
 Lifetime = Annotated[
-    str | None, typer.Option(metavar="30d|12h|45m", help="When it ends. Default: never.")
+    str | None,
+    typer.Option(metavar="30d|12h|45m", help="Lifetime of the key (default: unlimited)."),
 ]
 _UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
 
@@ -37,28 +40,36 @@ def create(
     name: Name,
     file: File,
     scope: Annotated[
-        list[str] | None,
+        list[Scope],
         typer.Option(
-            help="What it may do, once for each: inference, metrics, admin (which is all)."
-            " Default: inference."
+            help="What the key allows; repeat the option for several. admin allows everything."
         ),
-    ] = None,
+    ] = [Scope.INFERENCE],  # noqa: B006 - typer copies it
     tenant: Annotated[
-        str, typer.Option(help="On whose behalf its requests run: who shares a cache.")
+        str, typer.Option(help="Tenant of the key's requests. Tenants share no cached prompts.")
     ] = "default",
-    priority: Annotated[int, typer.Option(help="Of requests that give none; lower is sooner.")] = 0,
-    requests_per_minute: Annotated[int, typer.Option(min=0, help="0: unlimited.")] = 0,
-    tokens_per_minute: Annotated[int, typer.Option(min=0, help="0: unlimited.")] = 0,
-    concurrency: Annotated[int, typer.Option(min=0, help="Requests at a time; 0: unlimited.")] = 0,
+    priority: Annotated[
+        int, typer.Option(help="Priority of requests that set none; lower runs sooner.")
+    ] = 0,
+    requests_per_minute: Annotated[
+        int, typer.Option(min=0, help="Maximum requests per minute; 0 means unlimited.")
+    ] = 0,
+    tokens_per_minute: Annotated[
+        int, typer.Option(min=0, help="Maximum tokens per minute; 0 means unlimited.")
+    ] = 0,
+    concurrency: Annotated[
+        int, typer.Option(min=0, help="Maximum concurrent requests; 0 means unlimited.")
+    ] = 0,
     expires_in: Lifetime = None,
 ) -> None:
-    """Make a key and print it, this once: the file has its hash alone.
+    """Create a key and print it.
 
-    Routers that run find it within a second or two.
+    It is shown only once: the file holds its hash. Running routers accept it within two seconds.
     """
     from pydantic import ValidationError  # noqa: PLC0415
 
     from baton.config import KeyConfig  # noqa: PLC0415
+    from baton.config_errors import plain_faults  # noqa: PLC0415
     from baton.keys_file import changing, hash_of, new_key, write_keys  # noqa: PLC0415
 
     key = new_key()
@@ -71,24 +82,27 @@ def create(
             requests_per_minute=requests_per_minute,
             tokens_per_minute=tokens_per_minute,
             concurrency=concurrency,
-            scopes=_scopes(scope or ["inference"]),
+            scopes=tuple(one.value for one in Scope if one in scope),
             expires_at=None if expires_in is None else _later(expires_in),
         )
     except ValidationError as error:
-        fail(*(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()))
+        fail(*plain_faults(error, KeyConfig))
     with clear_errors(), _writable(file), changing(file):
         keys = _keys(file)
         if any(one.name == name for one in keys):
-            fail(f"there is a key {name!r} already: choose another name, or revoke or rotate it")
+            fail(f"key {name!r} exists: choose another name, or revoke or rotate it")
         write_keys(file, [*keys, made])
     typer.echo(key)
-    say("Keep it: it is shown this once. Clients send it as Authorization: Bearer KEY.")
+    say("Keep it: it is shown only once. Clients send it as Authorization: Bearer KEY.")
 
 
-def list_keys(file: File) -> None:
-    """Show the keys of a file: their names and what they may do."""
+def list_keys(file: File, output: Output = "table") -> None:
+    """List the keys of a file: names, scopes, limits and expiry."""
     with clear_errors():
         keys = _keys(file)
+    if output == "json":
+        print_json({"keys": [_document(key) for key in keys]})
+        return
     shown = Table(box=None, pad_edge=False)
     for column in ("name", "tenant", "scopes", "limits", "expires", "sha256"):
         shown.add_column(column, no_wrap=True)
@@ -101,18 +115,21 @@ def list_keys(file: File) -> None:
             _expiry(key),
             f"{key.sha256[:12]}…",
         )
-    Console().print(shown)
+    print_table(shown)
 
 
 def revoke(name: Name, file: File) -> None:
-    """Take a key away. Routers refuse it within a second or two; what it has begun goes on."""
+    """Delete a key.
+
+    Routers refuse it within two seconds. Requests that it has started end normally.
+    """
     from baton.keys_file import changing, write_keys  # noqa: PLC0415
 
     with clear_errors(), _writable(file), changing(file):
         keys = _keys(file)
         left = [key for key in keys if key.name != name]
         if len(left) == len(keys):
-            fail(f"there is no key {name!r} in {file}")
+            fail(f"{file} has no key {name!r}")
         write_keys(file, left)
     say(f"{name} is revoked")
 
@@ -121,12 +138,13 @@ def rotate(
     name: Name,
     file: File,
     keep: Annotated[
-        str, typer.Option(metavar="30d|12h|45m", help="How long the old one works on beside it.")
+        str, typer.Option(metavar="30d|12h|45m", help="How long the old key stays valid.")
     ] = "24h",
 ) -> None:
-    """Make a new key for an entry, and print it; the old one works on for a while.
+    """Replace a key by a new one and print it.
 
-    The old one has another name until then, and limits of its own.
+    The old key stays valid for a while (--keep). Until then the old key is listed under another
+    name, with the same limits.
     """
     from baton.keys_file import changing, hash_of, new_key, write_keys  # noqa: PLC0415
 
@@ -135,17 +153,17 @@ def rotate(
         keys = {one.name: one for one in _keys(file)}
         old = keys.get(name)
         if old is None:
-            fail(f"there is no key {name!r} in {file}")
+            fail(f"{file} has no key {name!r}")
         aside = f"{name[:40]}.until-{ends:%Y%m%dT%H%M%S}"
         if aside in keys:
-            fail(f"there is a key {aside!r} already: revoke it first")
+            fail(f"key {aside!r} exists: revoke it first")
         if old.expires_at is not None:
             ends = min(ends, old.expires_at)
         keys[name] = old.model_copy(update={"sha256": hash_of(key)})
         keys[aside] = old.model_copy(update={"name": aside, "expires_at": ends})
         write_keys(file, list(keys.values()))
     typer.echo(key)
-    say(f"The old one is {aside} now, and ends at {ends:%Y-%m-%d %H:%M} UTC.")
+    say(f"The old key is {aside} now, and expires at {ends:%Y-%m-%d %H:%M} UTC.")
 
 
 def _keys(file: Path) -> list[KeyConfig]:
@@ -163,22 +181,32 @@ def _writable(file: Path) -> Iterator[None]:
         fail(f"{file} cannot be written: {error.strerror or error}")
 
 
-def _scopes(given: list[str]) -> tuple[Scope, ...]:
-    from baton.config import Scope  # noqa: PLC0415
-
-    known: tuple[Scope, ...] = get_args(Scope)
-    for name in given:
-        if name not in known:
-            fail(f"there is no scope {name!r}: there are {', '.join(known)}")
-    return tuple(scope for scope in known if scope in given)
-
-
 def _later(text: str) -> datetime.datetime:
     found = re.fullmatch(r"([1-9][0-9]{0,5})([dhms])", text)
     if found is None:
-        fail(f"{text!r} is no time, as in 30d, 12h or 45m")
+        fail(f"expected a time such as 30d, 12h or 45m; got {text!r}", code=ExitCode.USAGE)
     span = datetime.timedelta(**{_UNITS[found[2]]: int(found[1])})
-    return datetime.datetime.now(datetime.UTC).replace(microsecond=0) + span
+    return _now().replace(microsecond=0) + span
+
+
+def _document(key: KeyConfig) -> dict[str, Any]:
+    """For programs; docs/command-line.md lists the fields. Of the hash only its beginning."""
+    return {
+        "name": key.name,
+        "tenant": key.tenant,
+        "scopes": list(key.scopes),
+        "priority": key.priority,
+        "requests_per_minute": key.requests_per_minute,
+        "tokens_per_minute": key.tokens_per_minute,
+        "concurrency": key.concurrency,
+        "expires_at": None if key.expires_at is None else key.expires_at.isoformat(),
+        "expired": key.expires_at is not None and key.expires_at <= _now(),
+        "sha256_prefix": key.sha256[:12],
+    }
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
 
 
 def _limits(key: KeyConfig) -> str:
@@ -193,5 +221,5 @@ def _limits(key: KeyConfig) -> str:
 def _expiry(key: KeyConfig) -> str:
     if key.expires_at is None:
         return "never"
-    ended = key.expires_at <= datetime.datetime.now(datetime.UTC)
-    return f"{key.expires_at:%Y-%m-%d %H:%M} UTC{' (ended)' if ended else ''}"
+    ended = key.expires_at <= _now()
+    return f"{key.expires_at:%Y-%m-%d %H:%M} UTC{' (expired)' if ended else ''}"

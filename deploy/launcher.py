@@ -1,4 +1,4 @@
-"""`baton up`: brings a cluster up on this machine, watches it, and takes all of it down again.
+"""`baton serve`: brings a cluster up on this machine, watches it, and takes all of it down again.
 
 States: new → starting → ready → ending → ended. A signal or a failure leads to ending from
 anywhere; a second signal shortens it.
@@ -39,6 +39,7 @@ from deploy.exposure import check_exposure
 from deploy.gcs_store import EMBEDDED, GcsStore, check_gcs_store
 from deploy.gcs_watch import FarGcsWatch, GcsWatch
 from deploy.guardian import Guardian
+from deploy.hub_download import DownloadWatch
 from deploy.joined_ray import JoinedRay
 from deploy.launcher_claim import LauncherClaim
 from deploy.model_store import ResolvedModel
@@ -57,6 +58,7 @@ from deploy.slot_board import SlotBoard
 from deploy.supervisor_actor import RaySupervisor, SupervisorActor, SupervisorSettings
 from deploy.valkey import EmbeddedValkey
 from deploy.wanted_slots import split
+from engine.model_config import load_model_config
 
 _WORKER_STOP_S = 5.0
 _SUPERVISOR_START_S = 60.0
@@ -290,19 +292,30 @@ class Launcher:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
                 loop.call_soon_threadsafe(self._progress.detail, name, text)
 
+        watch = DownloadWatch(self._progress.detail_every_s)
         with self._progress.step(name):
             thread = DaemonThread("model")
             config = self._config
-            model = await thread.call(
-                lambda: model_store.resolve(config.model, tell, config.quantization)
-            )
-            if config.draft_model:
-                draft = await thread.call(
-                    lambda: drafter_folder(config.drafter, config.draft_model, tell)
+            try:
+                model = await thread.call(
+                    lambda: model_store.resolve(
+                        config.model, tell, config.quantization, config.revision, watch
+                    )
                 )
-                self._draft_model_path = str(draft)
-        served = self._config.served_model_name or model.name
-        return ResolvedModel(served, model.path)
+                # Here too: a model that cannot be served need not wait for Ray and the workers.
+                load_model_config(model.path, config.max_model_len)
+                if config.draft_model:
+                    draft = await thread.call(
+                        lambda: drafter_folder(config.drafter, config.draft_model, tell, watch)
+                    )
+                    self._draft_model_path = str(draft)
+            except asyncio.CancelledError:
+                watch.cancelled.set()
+                raise
+        # All nodes, and the workers of a later start, have the same commit of a branch.
+        self._config = config.model_copy(update={"revision": model.commit})
+        served = config.served_model_name or model.name
+        return ResolvedModel(served, model.path, model.commit)
 
     async def _start_ray(self) -> None:
         with self._progress.step("starting Ray"):
@@ -474,6 +487,7 @@ class Launcher:
             http=reachable(self._config.http) if self._config.routers else "",
             grpc=reachable(self._config.grpc) if self._config.routers else "",
             model=self._model.name,
+            commit=self._model.commit,
             workers=[worker.slot for worker in self._parts.workers],
             logs=self._run.logs,
             admin_http=self._admin_http,

@@ -31,7 +31,9 @@ _POLL_S = 2.0
 _TAKE = """
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then
-  redis.call('EXPIRE', KEYS[1], ARGV[2], 'LT')
+  if redis.call('TTL', KEYS[1]) > tonumber(ARGV[2]) then
+    redis.call('EXPIRE', KEYS[1], ARGV[2])
+  end
   return 0
 end
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])

@@ -4,121 +4,148 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deploy.choices import Arrivals, Endpoint
 from deploy.command_line import fail, local_cluster
+from deploy.exit_codes import ExitCode
 from deploy.tls_options import TlsOptions
 
 if TYPE_CHECKING:
     from loadtest.generator.load_bench import Outputs
     from loadtest.generator.load_settings import LoadSettings, ServerSettings, TrafficSettings
 
-_LENGTHS = "128, uniform:64-256, normal:MEAN,DEVIATION[,MOST] or lognormal:MEDIAN,SIGMA[,MOST]."
+_LENGTHS = "128, uniform:64-256, normal:MEAN,DEVIATION[,MAX] or lognormal:MEDIAN,SIGMA[,MAX]."
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions(TlsOptions):
-    """Who is driven, with what, and what counts."""
+    """Which server gets the load, what load, and what counts."""
 
     url: Annotated[
         str,
         typer.Option(
             metavar="URL",
-            help="Any server of OpenAI's API. Default: the cluster on this machine.",
+            help="Server of the OpenAI API (default: your cluster on this machine).",
         ),
     ] = ""
     grpc: Annotated[
         str,
-        typer.Option(
-            metavar="HOST:PORT", help="Drive a Baton router's gRPC front, instead of HTTP."
-        ),
+        typer.Option(metavar="HOST:PORT", help="Send gRPC to this Baton router, instead of HTTP."),
     ] = ""
-    model: Annotated[str, typer.Option(help="Default: the first that the server lists.")] = ""
+    model: Annotated[
+        str, typer.Option(help="Model to ask for (default: the first one that the server lists).")
+    ] = ""
     endpoint: Annotated[
-        str, typer.Option(help="completions (prompts have exact lengths) or chat.")
+        Endpoint,
+        typer.Option(help="API to use. With completions, prompts have exact lengths."),
     ] = "completions"
     arrivals: Annotated[
-        str,
-        typer.Option(
-            help="poisson, gamma, constant, ramp, or trace: as recorded. Default: that of the trace"
-            " where there is one, otherwise poisson."
-        ),
-    ] = ""
+        Arrivals | None,
+        typer.Option(help="Arrival process (default: trace with --trace, else poisson)."),
+    ] = None
     burstiness: Annotated[
-        float, typer.Option(help="Of gamma arrivals: below 1 in bursts, above it evener.")
+        float,
+        typer.Option(help="Gamma shape: below 1 burstier than Poisson, above 1 smoother."),
     ] = 1.0
-    ramp_from: Annotated[float, typer.Option(help="The rate at which a ramp begins.")] = 0.0
+    ramp_from: Annotated[
+        float, typer.Option(help="Requests per second at the start of a ramp.")
+    ] = 0.0
     seconds: Annotated[
         float | None,
         typer.Option(
-            min=0.1, help="In which requests are sent. Default: 60, or as long as the trace."
+            min=0.1,
+            help="Duration of the load in seconds (default: that of the trace, else 60).",
         ),
     ] = None
     warm_up: Annotated[
         float | None,
-        typer.Option(min=0, help="Seconds at first that do not count. Default: 10 %, at most 10."),
+        typer.Option(
+            min=0, help="Warm-up seconds excluded from results (default: 10 %, at most 10 s)."
+        ),
     ] = None
     cool_down: Annotated[
         float | None,
-        typer.Option(min=0, help="Seconds at last that do not count. Default: 10 %, at most 5."),
+        typer.Option(
+            min=0, help="Final seconds excluded from results (default: 10 %, at most 5 s)."
+        ),
     ] = None
     input: Annotated[
-        str, typer.Option(metavar="LENGTHS", help=f"Tokens of prompts: {_LENGTHS}")
+        str, typer.Option(metavar="LENGTHS", help=f"Prompt length in tokens: {_LENGTHS}")
     ] = "128"
     output: Annotated[
-        str, typer.Option(metavar="LENGTHS", help="Tokens of answers, written likewise.")
+        str, typer.Option(metavar="LENGTHS", help="Answer length in tokens, as --input.")
     ] = "128"
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE|FOLDER", help="Prompts of .jsonl: prompt, turns or messages."),
+        typer.Option(
+            metavar="FILE|FOLDER",
+            help="Prompts from .jsonl files, with `prompt`, `turns` or `messages` in each row.",
+        ),
     ] = None
     trace: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Replay Mooncake's JSON lines or Azure's CSV, plain or .gz."
+            metavar="FILE",
+            help="Replay this trace: Mooncake's JSON lines or Azure's CSV, plain or .gz.",
         ),
     ] = None
-    scale_time: Annotated[float, typer.Option(help="A trace's times are divided by it.")] = 1.0
-    scale_length: Annotated[float, typer.Option(help="A trace's lengths are divided by it.")] = 1.0
+    scale_time: Annotated[
+        float, typer.Option(help="Divide the trace's times by this: 2 doubles the request rate.")
+    ] = 1.0
+    scale_length: Annotated[float, typer.Option(help="Divide the trace's lengths by this.")] = 1.0
     most_tokens: Annotated[
         int | None,
-        typer.Option(min=2, help="A trace's prompts and answers are cut to fit so many together."),
+        typer.Option(
+            min=2,
+            help="Maximum tokens of a trace's prompt and answer together; longer ones are cut.",
+        ),
     ] = None
     slo: Annotated[
-        str, typer.Option(help="In seconds, or with a unit: ttft=2,tpot=100ms,e2el=30s.")
+        str,
+        typer.Option(
+            help="Latency targets, in seconds or with a unit: ttft=2,tpot=100ms,e2el=30s."
+        ),
     ] = "ttft=2,tpot=0.1"
     buckets: Annotated[
-        str, typer.Option(help="Input tokens up to which each bucket of the tables reaches.")
+        str, typer.Option(help="Upper bounds of prompt lengths for the results' buckets.")
     ] = "512,4096"
     ignore_eos: Annotated[
-        bool, typer.Option(help="Answers go on to their planned length; not every server can.")
+        bool,
+        typer.Option(help="Generate answers of the planned length; not every server can."),
     ] = True
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest tokens.")] = 0.0
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")
+    ] = 0.0
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds until a request is given up: aborted.")
+        float, typer.Option(min=0.1, help="Seconds after which a request is aborted.")
     ] = 300.0
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same lengths and arrivals.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of lengths and arrivals.")] = 0
     metrics: Annotated[
         str,
         typer.Option(
-            metavar="URL", help="Where queues and batches are read. Default: the server's /metrics."
+            metavar="URL",
+            help="Prometheus page with queues and batches (default: the server's /metrics).",
         ),
     ] = ""
     api_key: Annotated[
-        str, typer.Option(envvar="BATON_API_KEY", help="Where the server asks for one.")
+        str, typer.Option(envvar="BATON_API_KEY", help="API key, if the server requires one.")
     ] = ""
     json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the results to FILE as JSON."),
     ] = None
     html: Annotated[
         Path | None,
-        typer.Option("--html", metavar="FILE", help="Write a page with plots, complete in itself."),
+        typer.Option(
+            "--html", metavar="FILE", help="Write a self-contained HTML report with plots."
+        ),
     ] = None
     records: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the times of every request, as JSON lines."),
+        typer.Option(metavar="FILE", help="Write the times of every request as JSON lines."),
     ] = None
 
     def settings(
@@ -128,21 +155,14 @@ class LoadOptions(TlsOptions):
         concurrency: int | None = None,
         requests: int | None = None,
     ) -> LoadSettings:
-        """Raises ConfigError; ends the command where a word is none of those that are known."""
-        from loadtest.generator.load_settings import (  # noqa: PLC0415
-            Arrivals,
-            LoadSettings,
-            PaceSettings,
-        )
+        """Raises ConfigError."""
+        from loadtest.generator.load_settings import LoadSettings, PaceSettings  # noqa: PLC0415
         from loadtest.generator.slo import Slo  # noqa: PLC0415
         from loadtest.generator.summary import parse_bounds  # noqa: PLC0415
 
-        kinds = [name for part in get_args(Arrivals) for name in get_args(part) or (part,)]
-        if self.arrivals and self.arrivals not in kinds:
-            fail(f"--arrivals: {self.arrivals!r} is none of {', '.join(kinds)}")
         pace = PaceSettings(
             rate=rate,
-            arrivals=cast(Arrivals, self.arrivals) if self.arrivals else None,
+            arrivals=self.arrivals,
             burstiness=self.burstiness,
             first_rate=self.ramp_from,
             concurrency=concurrency,
@@ -163,17 +183,14 @@ class LoadOptions(TlsOptions):
 
     def _server(self) -> ServerSettings:
         from loadtest.generator.load_settings import ServerSettings  # noqa: PLC0415
-        from loadtest.generator.openai_target import Endpoint  # noqa: PLC0415
 
-        if self.endpoint not in get_args(Endpoint):
-            fail(f"--endpoint: {self.endpoint!r} is none of {', '.join(get_args(Endpoint))}")
         cluster = None if self.url else local_cluster()
         url = self.url or self.url_of(None, cluster)
         return ServerSettings(
             # As other clients take it too.
             url=url.rstrip("/").removesuffix("/v1"),
             grpc=self.grpc,
-            endpoint=cast(Endpoint, self.endpoint),
+            endpoint=self.endpoint,
             model=self.model,
             api_key=self.api_key,
             temperature=self.temperature,
@@ -188,7 +205,7 @@ class LoadOptions(TlsOptions):
         from loadtest.generator.load_settings import TrafficSettings  # noqa: PLC0415
 
         if self.prompts is not None and self.trace is not None:
-            fail("give --prompts or --trace, not both")
+            fail("give --prompts or --trace, not both", code=ExitCode.USAGE)
         return TrafficSettings(
             inputs=Lengths.parse(self.input),
             outputs=Lengths.parse(self.output),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from deploy.command_line import DEFAULT_GRPC, DEFAULT_HTTP, MOST_WORKERS, clear_errors, fail, say
-from deploy.up_command import load
+from deploy.config_loading import load
+from deploy.confirmation import DryRun, Yes, confirm
+from deploy.exit_codes import ExitCode
 
 
 def join(
@@ -18,8 +21,7 @@ def join(
         str | None,
         typer.Argument(
             metavar="[HOST:PORT]",
-            help="The control store of a Ray cluster: its head's port, 6379 unless it was told"
-            " otherwise. Default: RAY_ADDRESS of the environment.",
+            help="Address of the Ray cluster's head, usually port 6379 (default: RAY_ADDRESS).",
         ),
     ] = None,
     workers: Annotated[
@@ -27,36 +29,39 @@ def join(
         typer.Option(
             min=1,
             max=MOST_WORKERS,
-            help="How many workers have a place here. Default: one for each GPU, or 1 without.",
+            help="Maximum workers on this node (default: one per GPU, or 1 without GPUs).",
         ),
     ] = None,
     cpus: Annotated[
         int | None,
-        typer.Option(min=0, help="What Ray may give out of them. Default: those of the machine."),
+        typer.Option(min=0, help="CPUs that Ray may schedule on this node (default: all)."),
     ] = None,
     gpus: Annotated[
         int | None,
-        typer.Option(min=0, help="What Ray may give out of them. Default: those of the machine."),
+        typer.Option(min=0, help="GPUs that Ray may schedule on this node (default: all)."),
     ] = None,
     resource: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=AMOUNT",
-            help="Of Ray, which pools may ask for in their `resources`, such as baton_decode=2."
-            " May be given several times.",
+            help="Custom Ray resource that a pool may require in its `resources`, such as"
+            " baton_decode=2; repeatable.",
         ),
     ] = None,
     port: Annotated[
         int,
         typer.Option(
-            min=0, max=65535, help="Where Ray's node manager listens. Default: any that is free."
+            min=0,
+            max=65535,
+            show_default=False,
+            help="Port of Ray's node manager (default: any free port).",
         ),
     ] = 0,
 ) -> None:
-    """Give the workers of a cluster places on this machine, until Ctrl-C or SIGTERM.
+    """Add this machine to a Ray cluster, so that it runs workers.
 
-    The cluster's token of Ray's must be here: in ~/.ray/auth_token, or where RAY_AUTH_TOKEN_PATH
-    says. SIGTERM lets workers end what they run first.
+    It stays until Ctrl-C or SIGTERM. Requires Ray's auth token in ~/.ray/auth_token, or in the file
+    that RAY_AUTH_TOKEN_PATH names. On SIGTERM the workers finish or move their requests first.
     """
     from rich.console import Console  # noqa: PLC0415
 
@@ -66,11 +71,11 @@ def join(
 
     to = address or os.environ.get("RAY_ADDRESS", "")
     if not to:
-        fail("give the address of Ray's control store, HOST:PORT, or set RAY_ADDRESS")
+        fail("give the address of Ray's head, HOST:PORT, or set RAY_ADDRESS", code=ExitCode.USAGE)
     try:
         split_host_port(to)
     except ValueError as error:
-        fail(str(error))
+        fail(str(error), code=ExitCode.USAGE)
     found = _gpus_here() if gpus is None else gpus
     places = workers or max(1, found)
     amounts = _amounts(resource or [])
@@ -84,70 +89,92 @@ def leave(
         float | None,
         typer.Option(
             min=0,
-            help="Seconds after which workers that are left are ended. Default: as long as their"
-            " cluster lets them.",
+            help="Seconds after which the remaining workers are killed (default: the cluster's"
+            " drain_deadline_s, and 20 s more).",
         ),
     ] = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
 ) -> None:
-    """Let the workers of this node leave, and wait until they have: before the node is ended.
+    """Drain your workers on this node before you shut it down.
 
-    Ray places no other ones here. Nothing is done where there are none.
+    The command waits until they have exited. Ray starts no other workers on the node. If there are
+    no workers, nothing happens.
     """
     from deploy.node_leave import leave as leave_node  # noqa: PLC0415
-    from deploy.node_leave import node_rolls  # noqa: PLC0415
+    from deploy.node_leave import node_rolls, workers_by_cluster  # noqa: PLC0415
 
-    if not asyncio.run(leave_node(node_rolls(), say, deadline)):
-        raise typer.Exit(1)
+    rolls = node_rolls()
+    workers = workers_by_cluster(rolls)
+    for cluster, slots in workers.items():
+        typer.echo(f"cluster {cluster}: drain {', '.join(slots)} on this node", err=not dry_run)
+    if not workers:
+        say("none of your workers runs on this node")
+    if dry_run:
+        return
+    if workers:
+        count = sum(map(len, workers.values()))
+        confirm(f"Drain {count} workers of {_named(workers)} on this node", yes=yes)
+    if not asyncio.run(leave_node(rolls, say, deadline)):
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def router(
     http: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help=f"The HTTP front. Default: {DEFAULT_HTTP}."),
+        typer.Option(
+            metavar="HOST:PORT", help=f"HTTP address to listen on (default: {DEFAULT_HTTP})."
+        ),
     ] = None,
     grpc: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help=f"The gRPC front. Default: {DEFAULT_GRPC}."),
+        typer.Option(
+            metavar="HOST:PORT", help=f"gRPC address to listen on (default: {DEFAULT_GRPC})."
+        ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="As for `baton up`, whose workers have it.")
+        str | None, typer.Option(help="Model that the cluster's workers serve.")
     ] = None,
     redis_url: Annotated[
-        str | None, typer.Option(metavar="URL", help="The cluster's Redis or Valkey server.")
+        str | None, typer.Option(metavar="URL", help="Redis or Valkey server of the cluster.")
     ] = None,
     keys_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="API keys, as for `baton up`.")
+        Path | None, typer.Option(metavar="FILE", help="File of API keys; see `baton keys`.")
     ] = None,
     certs: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Certificates, as for `baton up`.")
+        str | None,
+        typer.Option(metavar="FOLDER", help="Folder of certificates; see `baton certs`."),
     ] = None,
     insecure_listen: Annotated[
         bool | None,
-        typer.Option("--insecure-listen", help="Without keys or TLS, as for `baton up`."),
+        typer.Option("--insecure-listen", help="Listen beyond loopback without API keys or TLS."),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The TOML file of the cluster. Default: none."),
+        typer.Option(metavar="FILE", help="TOML configuration of the cluster."),
     ] = None,
 ) -> None:
-    """Serve as one of a cluster's routers until Ctrl-C: `baton up` runs elsewhere.
+    """Run one more router of a running cluster.
 
-    It is configured as `baton up` is, and needs the same redis_url, cluster_id and model.
+    It runs until Ctrl-C. It needs the cluster's redis_url, cluster_id and model, as options, in the
+    environment or in --config.
     """
+    from deploy.api_key_file import requiring, taken_from_environment  # noqa: PLC0415
     from deploy.router_command import serve_router  # noqa: PLC0415
 
+    keys = taken_from_environment()
     settings = load(
         config,
         http=http,
         grpc=grpc,
         model=model,
         redis_url=redis_url,
-        keys_file=None if keys_file is None else str(keys_file.absolute()),
+        keys_file=None if keys_file is None else str(keys_file),
         tls=None if certs is None else {"folder": certs},
         insecure_listen=insecure_listen,
     )
     with clear_errors():
-        serve_router(settings)
+        serve_router(requiring(settings, keys))
 
 
 def _gpus_here() -> int:
@@ -163,7 +190,15 @@ def _amounts(given: list[str]) -> dict[str, float]:
         try:
             amounts[name] = float(amount)
         except ValueError:
-            fail(f"--resource {text}: NAME=AMOUNT, as in baton_decode=2")
+            amounts[name] = 0.0
         if not name or amounts[name] <= 0:
-            fail(f"--resource {text}: NAME=AMOUNT, as in baton_decode=2")
+            fail(
+                f"--resource: expected NAME=AMOUNT such as baton_decode=2; got {text!r}",
+                code=ExitCode.USAGE,
+            )
     return amounts
+
+
+def _named(clusters: Iterable[str]) -> str:
+    names = list(clusters)
+    return f"cluster{'s' if len(names) > 1 else ''} {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""The workers of this node leave: Ray places nobody here any more, and each gets SIGTERM.
+"""The workers of this node leave: Ray places no others here, and each gets SIGTERM.
 
 A worker that gets it takes nothing more, and ends once what it runs has ended or moved, within the
 ``drain_deadline_s`` of its cluster.
@@ -32,6 +32,14 @@ def node_rolls() -> list[NodeRoll]:
             if path.stat().st_uid == os.getuid():
                 rolls.append(NodeRoll(RunDirectory(path).workers))
     return rolls
+
+
+def workers_by_cluster(rolls: Collection[NodeRoll]) -> dict[str, list[str]]:
+    """The slots of the workers that live, by the id of their cluster."""
+    found: dict[str, list[str]] = {}
+    for worker in (worker for roll in rolls for worker in roll.living()):
+        found.setdefault(worker.cluster or "unknown", []).append(worker.slot)
+    return {cluster: sorted(slots) for cluster, slots in sorted(found.items())}
 
 
 async def leave(

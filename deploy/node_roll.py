@@ -32,6 +32,8 @@ class NodeWorker:
     """Ray's id of its node."""
     gcs: str = ""
     """host:port of Ray's control store."""
+    cluster: str = ""
+    """Id of its cluster."""
 
 
 _NODE_WORKER = TypeAdapter(NodeWorker)
@@ -43,10 +45,12 @@ class NodeRoll:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def sign(self, slot: str, drain_s: float, node: str = "", gcs: str = "") -> int:
-        """The least number that nobody has; it is this process's until it ends. Raises OSError."""
+    def sign(
+        self, slot: str, drain_s: float, node: str = "", gcs: str = "", cluster: str = ""
+    ) -> int:
+        """The lowest free number; it is this process's until it ends. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        me = NodeWorker(slot, ProcessIdentity.own(), drain_s, node, gcs)
+        me = NodeWorker(slot, ProcessIdentity.own(), drain_s, node, gcs, cluster)
         for number in range(_MOST):
             path = self._folder / str(number)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -55,7 +55,7 @@ class NodeShare:
         config = Config(**settings.config)
         run = run_directory_here(settings.cluster_id)
         name = f"{settings.slot}.rank-{rank}" if rank else settings.slot
-        number = NodeRoll(run.workers).sign(name, settings.drain_s, node, gcs)
+        number = NodeRoll(run.workers).sign(name, settings.drain_s, node, gcs, settings.cluster_id)
         workers = workers_of_node(config.ranks)
         own_threads = settings.pool_of(config).threads
         lines = workers + CORE_LINES
@@ -102,7 +102,9 @@ def model_paths(settings: ActorSettings) -> tuple[str, str]:
 
     config = Config(**settings.config)
     try:
-        model = model_store.resolve(config.model, log_progress, config.quantization)
+        model = model_store.resolve(
+            config.model, log_progress, config.quantization, config.revision
+        )
         drafter = ""
         if config.draft_model:
             drafter = str(drafter_folder(config.drafter, config.draft_model, log_progress))

@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deploy.command_line import INTERRUPTED, complain, counts_in, fail, names_in, say
+from deploy.command_line import INTERRUPTED, counts_in, fail, names_in, say
+from deploy.config_loading import load
+from deploy.exit_codes import ExitCode
 from deploy.option_group import takes
 from deploy.trace_options import TraceOptions
 
@@ -21,78 +23,83 @@ def plan(
         list[Path],
         typer.Option(
             metavar="FILE",
-            help="Mooncake's JSONL or Azure's CSV, plain or gzipped. Of several each is served by"
-            " itself, and the plan is for all of them.",
+            help="Trace: Mooncake's JSON lines or Azure's CSV, plain or gzipped. Repeatable: the"
+            " plan must serve each trace by itself.",
         ),
     ],
     gpu: Annotated[
         str,
         typer.Option(
             metavar="NAME|FILE,…",
-            help="What workers may be made of: a100, h100, h200, b200, l40s, or a file of `baton"
-            " calibrate`.",
+            help="GPU types to choose from: a100, h100, h200, b200, l40s, or a file that `baton"
+            " calibrate` wrote.",
         ),
     ],
     slo: Annotated[
         str,
         typer.Option(
-            help="In seconds, or with a unit: ttft=2,tpot=100ms. Default: the configuration's."
+            help="Latency targets, in seconds or with a unit: ttft=2,tpot=100ms (default: those of"
+            " --config)."
         ),
     ] = "",
-    budget: Annotated[int | None, typer.Option(min=2, help="GPUs that there are at most.")] = None,
+    budget: Annotated[int | None, typer.Option(min=2, help="Maximum number of GPUs.")] = None,
     budget_per_hour: Annotated[
-        float | None, typer.Option(min=0.01, help="Dollars an hour that there are at most.")
+        float | None, typer.Option(min=0.01, help="Maximum cost, in dollars per hour.")
     ] = None,
     target: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Share of requests that must meet every SLO.")
+        float, typer.Option(min=0.01, max=1, help="Share of requests that must meet all SLOs.")
     ] = 0.9,
     tp: Annotated[
         str,
         typer.Option(
             metavar="N,…",
-            help="GPUs of a worker that are tried. Default: the smallest two that will do.",
+            help="Tensor-parallel sizes to try (default: the two smallest that fit the model).",
         ),
     ] = "",
     transport: Annotated[
-        str, typer.Option(metavar="NAME,…", help="grpc, nixl, nccl, cuda_ipc.")
+        str,
+        typer.Option(
+            metavar="NAME,…", help="KV transports to try, out of grpc, nixl, nccl, cuda_ipc."
+        ),
     ] = "grpc,nixl,cuda_ipc",
     price: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=DOLLARS", help="Of a GPU and hour. Default: what docs/planner.md assumes."
+            metavar="NAME=DOLLARS",
+            help="Price of a GPU per hour; repeatable (default: see docs/planner.md).",
         ),
     ] = None,
     minutes: Annotated[
         float,
         typer.Option(
             min=0,
-            help="Of the trace's busiest part: there is searched; what is found serves all of it"
-            " too. 0: search in all of it.",
+            help="Search on the trace's busiest part of this length, then check the result on all"
+            " of it. 0 searches on the whole trace.",
         ),
     ] = 10.0,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page with plots there.")
+        Path | None, typer.Option(metavar="FILE", help="Write an HTML report with plots to FILE.")
     ] = None,
     write: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the plan there: as TOML for `baton up --config` and Compose, or, where FILE"
-            " ends in .yaml, as values of the Helm chart.",
+            help="Write the plan to FILE: as TOML configuration, or as values of the Helm chart if"
+            " FILE ends in .yaml.",
         ),
     ] = None,
 ) -> None:
-    """Find the cheapest cluster that meets SLOs on a trace, by simulation.
+    """Find the cheapest cluster that meets SLOs on a trace.
 
-    Exit code 1 where the budget is too small; then the best that it allows is shown.
+    It simulates clusters. Exit code 6: the budget is too small. Then the best cluster within it is
+    shown.
     """
-    from baton.config import load_config  # noqa: PLC0415
     from baton.errors import BatonError  # noqa: PLC0415
     from loadtest.planner.cluster_kind import Budget  # noqa: PLC0415
     from loadtest.planner.command import PlanOutputs, PlanSettings, plan_command  # noqa: PLC0415
 
     if budget is None and budget_per_hour is None:
-        fail("give --budget in GPUs, --budget-per-hour in dollars, or both")
+        fail("give --budget in GPUs, --budget-per-hour in dollars, or both", code=ExitCode.USAGE)
     settings = PlanSettings(
         traces=tuple(trace),
         slo=slo,
@@ -114,12 +121,11 @@ def plan(
     )
     outputs = PlanOutputs(options.json, html, write)
     try:
-        config = load_config(options.config)
+        config = load(options.config)
         is_met = plan_command(settings, config, outputs, say, Console())
     except (BatonError, OSError, ValueError) as error:
-        complain(str(error))
-        raise typer.Exit(1) from None
+        fail(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     if not is_met:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.OVER_BUDGET)

@@ -1,4 +1,4 @@
-"""What `baton up` shows while it works: a spinner on a terminal, plain lines elsewhere."""
+"""What `baton serve` shows while it works: a spinner on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ class Progress:
         self._console = console
         self._running: dict[str, str] = {}
         self._status = Status("", console=console) if console.is_terminal else None
+
+    @property
+    def detail_every_s(self) -> float:
+        """Seconds between two details of a long step: more where each is a line of its own."""
+        return 10.0 if self._status is None else 0.5
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:

@@ -22,14 +22,15 @@ def serve_router(config: Config) -> None:
         raise ConfigError("a router needs --redis-url, which its cluster's workers have, too")
     if not config.cluster_id:
         raise ConfigError(
-            "a router needs cluster_id (BATON_CLUSTER_ID, or in the file), as `baton up` was given"
+            "a router needs cluster_id (BATON_CLUSTER_ID, or in the file), as `baton serve` was"
+            " given"
         )
     check_exposure(config)
     config = choose_ports(config.model_copy(update={"routers": 1}))
     # Slow to import; whoever is told what is missing need not wait.
     from router.main import RouterSettings, run  # noqa: PLC0415
 
-    model = model_store.resolve(config.model, _tell, config.quantization)
+    model = model_store.resolve(config.model, _tell, config.quantization, config.revision)
     scheme = "http" if config.tls.fronts is None else "https"
     sys.stdout.write(f"HTTP {scheme}://{config.http}/v1, gRPC {config.grpc}\n")
     sys.stdout.flush()

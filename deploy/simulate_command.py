@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deploy.command_line import say
+from deploy.command_line import INTERRUPTED, fail, say
+from deploy.config_loading import load
 from deploy.option_group import takes
 from deploy.trace_options import TraceOptions
 
@@ -18,38 +19,57 @@ def simulate(
     options: TraceOptions,
     trace: Annotated[
         Path,
-        typer.Option(metavar="FILE", help="Mooncake's JSONL or Azure's CSV, plain or gzipped."),
+        typer.Option(
+            metavar="FILE",
+            help="Trace to replay: Mooncake's JSON lines or Azure's CSV, plain or gzipped.",
+        ),
     ],
     profile: Annotated[
         str,
         typer.Option(
             metavar="NAME|FILE",
-            help="What a worker is: a100, h100, h200, b200, l40s, or a file of `baton calibrate`.",
+            help="Hardware profile of workers: a100, h100, h200, b200, l40s, or a file that `baton"
+            " calibrate` wrote.",
         ),
     ],
     prefill: Annotated[
         int,
-        typer.Option(min=0, help="Prefill workers; 0: every worker does both.", show_default=True),
+        typer.Option(
+            min=0, help="Prefill workers; 0 means that decode workers also compute prompts."
+        ),
     ] = 1,
-    decode: Annotated[int, typer.Option(min=1, help="Decode workers.", show_default=True)] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
     prefill_profile: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="Of prefill workers, if they are others.")
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="Hardware profile for prefill workers (default: --profile).",
+        ),
     ] = "",
     decode_profile: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="Of decode workers, if they are others.")
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="Hardware profile for decode workers (default: --profile).",
+        ),
     ] = "",
-    tp: Annotated[int, typer.Option(min=1, max=64, help="GPUs of a worker.")] = 1,
+    tp: Annotated[
+        int, typer.Option(min=1, max=64, help="Tensor parallelism: GPUs per worker.")
+    ] = 1,
     hosts: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Machines whose cores and memory the workers share, as a profile of `baton"
-            " calibrate` has timed it. Default: one for each worker.",
+            show_default=False,
+            help="Machines that share their cores and memory among workers, as `baton calibrate`"
+            " timed it (default: one per worker).",
         ),
     ] = 0,
 ) -> None:
-    """Serve a trace with a simulated cluster: Baton's own policy and schedulers, no engine."""
-    from baton.config import load_config  # noqa: PLC0415
+    """Simulate a cluster on a request trace.
+
+    The simulation runs Baton's own routing policy and schedulers, without a model.
+    """
     from baton.errors import BatonError  # noqa: PLC0415
     from loadtest.simulator.command import SimulateSettings, simulate_command  # noqa: PLC0415
 
@@ -69,9 +89,8 @@ def simulate(
         options.block_tokens,
     )
     try:
-        simulate_command(settings, load_config(options.config), say, Console(), options.json)
+        simulate_command(settings, load(options.config), say, Console(), options.json)
     except (BatonError, OSError, ValueError) as error:
-        typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
-        raise typer.Exit(1) from None
+        fail(str(error))
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import httpx
 import redis
@@ -85,7 +86,7 @@ class Status:
     autoscaler: str = ""
     """What it sees, and what it did last; empty where there is none."""
     withheld: str = ""
-    """Why workers are not shown to whoever has given no key; empty where they are."""
+    """Why workers are not shown without a key; empty if they are."""
 
 
 def read_status(
@@ -110,7 +111,7 @@ def read_status(
             answer = client.get(f"{url}/metrics/cluster")
     except httpx.HTTPError as error:
         raise Unavailable(
-            f"no router answers at {http} ({error}); is `baton up` running?"
+            f"no router answers at {http} ({error}); is `baton serve` running?"
         ) from None
     withheld = ""
     if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
@@ -193,6 +194,23 @@ def pairs_from_metrics(page: str) -> tuple[PairRow, ...]:
         for sample in family.samples
     ]
     return tuple(sorted(rows, key=lambda row: (row.writer, row.receiver)))
+
+
+def document(status: Status, cluster: ClusterState | None) -> dict[str, Any]:
+    """For programs; docs/command-line.md lists the fields. ``cluster``: what this machine knows."""
+    return {
+        "cluster": None if cluster is None else cluster.cluster_id,
+        "model": None if cluster is None else cluster.model,
+        "router": status.http,
+        "healthy": status.healthy,
+        "health": status.health,
+        "supervisor": status.supervisor or None,
+        "autoscaler": status.autoscaler or None,
+        "workers_withheld": status.withheld or None,
+        "workers": [asdict(row) for row in status.workers],
+        "slots": [asdict(row) for row in status.slots],
+        "pairs": [asdict(row) for row in status.pairs],
+    }
 
 
 def pairs_table(status: Status) -> Table:

@@ -1,10 +1,10 @@
-"""`baton up` with timed workers: Ray, supervisor, routers and all, and steps that only sleep.
+"""`baton serve` with timed workers: Ray, supervisor, routers and all, and steps that only sleep.
 
     python -m deploy.timed_up --prefill 3 --decode 3 --config FILE
 
 For what needs more workers than there are cores, such as live runs of the autoscaler: roles change,
 pools are scaled and workers heal as in any cluster. What else is to be set goes into FILE, as for
-`baton up`. The model is made here, and `m` is its name in the API; prompts may be token ids, or
+`baton serve`. The model is made here, and `m` is its name in the API; prompts may be token ids, or
 text, of which each byte is a token.
 """
 
@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--decode", type=int, default=1, help="likewise")
     options.add_argument("--http", help="host:port of the HTTP front; port 0 takes a free one")
     options.add_argument("--grpc", help="the same of the gRPC front")
-    options.add_argument("--config", type=Path, help="TOML, as for `baton up`")
+    options.add_argument("--config", type=Path, help="TOML, as for `baton serve`")
     options.add_argument("--max-sequences", type=int, default=64, help="of a worker's step")
     for name, costs, what in (
         ("--prefill-costs", COSTS.prefill, "n prompt tokens: a + b*n + c*n*context"),

@@ -1,4 +1,4 @@
-"""The options of commands that ask a cluster: whom they trust, and what they show."""
+"""TLS options of the commands that connect to a cluster."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.command_line import DEFAULT_HTTP, fail
+from deploy.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from baton.tls import TlsFiles
@@ -17,15 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TlsOptions:
-    """Of a cluster on this machine everything is known without them."""
+    """A cluster of this user on this machine needs none of them: its state file has them."""
 
     ca: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             envvar="BATON_CA",
-            help="Ask by TLS, and trust this authority (PEM). Default: what the cluster on this"
-            " machine says; with https:// what the system trusts.",
+            help="CA certificate (PEM) to verify the router with. Turns on TLS (default: as your"
+            " cluster on this machine is set up; with https:// the system's CAs).",
         ),
     ] = None
     certificate: Annotated[
@@ -33,12 +34,16 @@ class TlsOptions:
         typer.Option(
             metavar="FILE",
             envvar="BATON_CERTIFICATE",
-            help="Show this certificate (PEM), where the cluster asks for one.",
+            help="Client certificate (PEM), if the cluster requires one.",
         ),
     ] = None
     certificate_key: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", envvar="BATON_CERTIFICATE_KEY", help="Its key (PEM)."),
+        typer.Option(
+            metavar="FILE",
+            envvar="BATON_CERTIFICATE_KEY",
+            help="Private key (PEM) of --certificate.",
+        ),
     ] = None
 
     def files(self, cluster: ClusterState | None, address: str = "") -> TlsFiles | None:
@@ -46,7 +51,7 @@ class TlsOptions:
         from baton.tls import TlsFiles  # noqa: PLC0415
 
         if bool(self.certificate) != bool(self.certificate_key):
-            fail("--certificate and --certificate-key go together")
+            fail("give --certificate and --certificate-key together", code=ExitCode.USAGE)
         if self.ca or self.certificate:
             return TlsFiles(self.certificate, self.certificate_key, self.ca)
         if cluster is not None and cluster.tls:
@@ -56,9 +61,9 @@ class TlsOptions:
     def url_of(
         self, http: str | None, cluster: ClusterState | None, *, operators: bool = False
     ) -> str:
-        """Of the HTTP front, without a path. ``http``: what the user gave; ``operators``: where
+        """URL of the router without a path. ``http``: what the user gave; ``operators``: if
 
-        their endpoints are, otherwise.
+        nothing, the address of the operators' endpoints.
         """
         known = DEFAULT_HTTP
         if cluster is not None:

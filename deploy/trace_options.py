@@ -1,4 +1,4 @@
-"""What `baton simulate` and `baton plan` are told of a trace, and of the model that serves it."""
+"""Options of `baton simulate` and `baton plan` for the trace and the model that serves it."""
 
 from __future__ import annotations
 
@@ -11,30 +11,35 @@ import typer
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """How traces are read, and by what they are served."""
+    """How a trace is read, and which model serves it."""
 
     model_config: Annotated[
         str,
         typer.Option(
-            metavar="NAME|FILE", help="A config.json, for accelerators. Default: Llama 3.1 8B."
+            metavar="NAME|FILE",
+            help="Model to simulate on an accelerator, as a config.json (default: Llama 3.1 8B).",
         ),
     ] = ""
     scale_time: Annotated[
-        float, typer.Option(help="Divides the trace's times: 2 is twice the rate.")
+        float, typer.Option(help="Divide the trace's times by this: 2 doubles the request rate.")
     ] = 1.0
-    scale_length: Annotated[float, typer.Option(help="Divides the trace's lengths.")] = 1.0
+    scale_length: Annotated[float, typer.Option(help="Divide the trace's lengths by this.")] = 1.0
     block_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of a KV block. Default: the trace's, or 64.")
+        int,
+        typer.Option(
+            min=0, show_default=False, help="Tokens per KV block (default: the trace's, else 64)."
+        ),
     ] = 0
-    seed: Annotated[int, typer.Option(help="For policies that draw.")] = 0
+    seed: Annotated[int, typer.Option(help="Random seed, for policies that draw.")] = 0
     config: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="TOML, as for `baton up`: policy, SLOs, classes, admission, local prefill.",
+            help="TOML configuration of the cluster: policy, SLOs, classes, admission, local"
+            " prefill.",
         ),
     ] = None
     json: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the figures there."),
+        typer.Option("--json", metavar="FILE", help="Write the results to FILE as JSON."),
     ] = None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import httpx
+import typer
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -25,6 +26,8 @@ from router.console.snapshot import Snapshot
 SILENCE_S = 5.0
 """A stream has an event a second."""
 AGAIN_S = 1.0
+_JITTER_S = 0.5
+"""How much earlier than a second after the last one an event may come."""
 _SNAPSHOT = TypeAdapter(Snapshot)
 
 
@@ -38,30 +41,57 @@ def watch(
 ) -> None:
     """Draw until Ctrl-C, at most every ``interval_s``: in place on a terminal, one below the other
 
-    elsewhere. ``http``: host:port, or a URL without a path; ``tls``: whom that must be vouched for
-    by, and what it is shown. Raises Unavailable, Forbidden, KeyboardInterrupt.
+    elsewhere. ``http``: host:port, or a URL without a path; ``tls``: which CA to trust, and what to
+    show the router. Raises Unavailable, Forbidden, KeyboardInterrupt.
     """
-    told: Snapshot | None = None
-    drawn_at = float("-inf")
     live = Live(console=console, screen=True, auto_refresh=False, transient=True)
     shows: Callable[[RenderableType], None] = (
         (lambda drawn: live.update(drawn, refresh=True)) if console.is_terminal else console.print
     )
     with live if console.is_terminal else nullcontext():
-        while True:
-            try:
-                for told in snapshots(http, api_key, tls):
-                    if time.monotonic() - drawn_at >= interval_s:
-                        drawn_at = time.monotonic()
-                        shows(draw(told, _screen(console)))
-                complaint = f"{http} has ended the stream"
-            except Unavailable as error:
-                if told is None:
-                    raise
-                complaint = error.message
-            if told is not None:
-                shows(draw(told, _screen(console), f"{complaint}; asking again"))
-            sleep(AGAIN_S)
+        for told, complaint in _followed(http, api_key, interval_s, sleep, tls):
+            shows(draw(told, _screen(console), complaint))
+
+
+def watch_json(
+    http: str,
+    api_key: str,
+    interval_s: float,
+    sleep: Callable[[float], None] = time.sleep,
+    tls: TlsFiles | None = None,
+) -> None:
+    """Print each snapshot as one line of JSON, until Ctrl-C. Raises as ``watch`` does."""
+    for told, complaint in _followed(http, api_key, interval_s, sleep, tls):
+        if complaint:
+            typer.echo(complaint, err=True)
+        else:
+            typer.echo(_SNAPSHOT.dump_json(told))
+
+
+def _followed(
+    http: str,
+    api_key: str,
+    interval_s: float,
+    sleep: Callable[[float], None],
+    tls: TlsFiles | None,
+) -> Iterator[tuple[Snapshot, str]]:
+    """Snapshots without end. When the stream ends: the last one, and what is wrong."""
+    told: Snapshot | None = None
+    shown_at = float("-inf")
+    while True:
+        try:
+            for told in snapshots(http, api_key, tls):
+                if time.monotonic() - shown_at >= interval_s - _JITTER_S:
+                    shown_at = time.monotonic()
+                    yield told, ""
+            complaint = f"{http} has ended the stream"
+        except Unavailable as error:
+            if told is None:
+                raise
+            complaint = error.message
+        if told is not None:
+            yield told, f"{complaint}; asking again"
+        sleep(AGAIN_S)
 
 
 def snapshots(http: str, api_key: str, tls: TlsFiles | None = None) -> Iterator[Snapshot]:
@@ -82,7 +112,9 @@ def snapshots(http: str, api_key: str, tls: TlsFiles | None = None) -> Iterator[
                     yield _parsed(line.removeprefix("data: "))
     except httpx.HTTPError as error:
         why = str(error) or type(error).__name__
-        raise Unavailable(f"no router answers at {http} ({why}); is `baton up` running?") from None
+        raise Unavailable(
+            f"no router answers at {http} ({why}); is `baton serve` running?"
+        ) from None
 
 
 def _check(http: str, answer: httpx.Response) -> None:

@@ -1,31 +1,45 @@
-"""`baton drain`, `baton role` and `baton scale`: what operators tell a running cluster."""
+"""`baton drain`, `baton role` and `baton scale`: what operators change in a running cluster.
+
+Each one names the cluster and the router that it acts on, and asks before it changes anything.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from collections.abc import Collection
+from typing import Annotated
 
 import typer
 
-from deploy.command_line import Http, local_cluster
+from deploy.choices import Role
+from deploy.cluster_selection import ClusterId, Target, target
+from deploy.command_line import MOST_WORKERS, Http, fail
+from deploy.completion import pool_names, worker_and_router_names, worker_names
+from deploy.confirmation import DryRun, Yes, confirm
+from deploy.exit_codes import ExitCode
+from deploy.operator_client import ClusterFacts, OperatorClient, WorkerFacts
 from deploy.option_group import takes
 from deploy.tls_options import TlsOptions
 
-if TYPE_CHECKING:
-    from deploy.cluster_state import ClusterState
-
-_ANSWER_S = 20.0
-"""How much later than the deadline of a drain its answer may come."""
 _DEFAULT_DEADLINE_S = 30.0
 Deadline = Annotated[
     float,
     typer.Option(
-        min=0, max=3600, help="Seconds; what is left then is ended there and placed elsewhere."
+        min=0,
+        max=3600,
+        help="Seconds to wait for running requests; the rest is then moved to other workers.",
     ),
 ]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Act even on the last ready worker of a role or the last router."),
+]
 ApiKey = Annotated[
-    str, typer.Option(envvar="BATON_API_KEY", help="An admin's, where the cluster asks for one.")
+    str,
+    typer.Option(
+        envvar="BATON_API_KEY", help="API key with the admin scope, if the cluster requires one."
+    ),
 ]
 
 
@@ -33,102 +47,183 @@ ApiKey = Annotated[
 def drain(
     tls: TlsOptions,
     worker: Annotated[
-        str, typer.Argument(help="As `baton status` calls it, decode-0; or a router, router-0.")
+        str,
+        typer.Argument(
+            help="Worker or router, as `baton status` names it: decode-0, router-0.",
+            autocompletion=worker_and_router_names,
+        ),
     ],
     deadline: Deadline = _DEFAULT_DEADLINE_S,
+    force: Force = False,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    cluster: ClusterId = None,
     http: Http = None,
     api_key: ApiKey = "",
 ) -> None:
-    """Let a worker or a router leave: no new work, what runs ends or moves, then it exits with 0.
+    """Drain a worker or a router: its requests end or move.
 
-    A cluster that keeps its size starts another one in its place: that is a restart without loss.
+    It takes no new requests, and exits when it is empty. The cluster keeps its size: it starts
+    another worker in its place, so a drain is a restart that loses no request. Use `baton scale` to
+    remove workers.
     """
-    cluster = local_cluster(http)
-    if worker.startswith("router"):
-        _drain_router(worker, cluster)
+    chosen = target(http, cluster)
+    if worker.partition("-")[0] == "router":
+        _drain_router(worker, chosen, force=force, dry_run=dry_run, yes=yes)
         return
-    answer = _post(tls, cluster, http, api_key, f"workers/{worker}/drain", {"deadline_s": deadline})
-    left = "" if answer["empty"] else "; what was left is placed elsewhere"
-    typer.echo(f"{worker} is drained{left}")
+    client = OperatorClient(tls, chosen, api_key)
+    facts = client.look()
+    found = facts.worker(worker)
+    _check_last(facts, found, "draining it", force=force, dry_run=dry_run)
+    _show(f"{facts}: drain {worker}", found.fate, dry_run=dry_run)
+    if dry_run:
+        return
+    confirm(f"Drain {worker} of cluster {facts.id}", yes=yes)
+    body = {"deadline_s": deadline, "force": force}
+    answer = client.post(f"workers/{worker}/drain", body)
+    left = "" if answer["empty"] else "; its remaining requests moved to other workers"
+    typer.echo(f"{worker} of {facts} is drained{left}")
 
 
 @takes(TlsOptions)
 def role(
     tls: TlsOptions,
-    worker: Annotated[str, typer.Argument(help="As `baton status` calls it, prefill-1.")],
-    to: Annotated[str, typer.Argument(metavar="prefill|decode")],
+    worker: Annotated[
+        str,
+        typer.Argument(
+            help="Worker, as `baton status` names it: prefill-1.", autocompletion=worker_names
+        ),
+    ],
+    to: Annotated[Role, typer.Argument(metavar="prefill|decode", help="The worker's new role.")],
     deadline: Deadline = _DEFAULT_DEADLINE_S,
+    force: Force = False,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    cluster: ClusterId = None,
     http: Http = None,
     api_key: ApiKey = "",
 ) -> None:
-    """Have a worker play the other role, with the weights and the cached blocks that it has."""
-    body = {"role": to, "deadline_s": deadline}
-    answer = _post(tls, local_cluster(http), http, api_key, f"workers/{worker}/role", body)
-    typer.echo(f"{worker} is a {to} worker now; it took {answer['took_s']:.2f} s")
+    """Give a worker the other role, prefill or decode.
+
+    The process goes on, with its weights and its cached blocks.
+    """
+    client = OperatorClient(tls, target(http, cluster), api_key)
+    facts = client.look()
+    found = facts.worker(worker)
+    if found.role == to:
+        typer.echo(f"{worker} of {facts} is a {to} worker already")
+        return
+    _check_last(facts, found, "changing its role", force=force, dry_run=dry_run)
+    _show(f"{facts}: make {worker} a {to} worker", found.fate, dry_run=dry_run)
+    if dry_run:
+        return
+    confirm(f"Make {worker} of cluster {facts.id} a {to} worker", yes=yes)
+    body = {"role": to, "deadline_s": deadline, "force": force}
+    answer = client.post(f"workers/{worker}/role", body)
+    typer.echo(f"{worker} of {facts} is a {to} worker now; it took {answer['took_s']:.2f} s")
 
 
 @takes(TlsOptions)
 def scale(
     tls: TlsOptions,
-    pool: Annotated[str, typer.Argument(help="Its name; `prefill` and `decode` by default.")],
-    count: Annotated[int, typer.Argument(min=0, max=1024, help="Workers that it is to have.")],
+    pool: Annotated[
+        str,
+        typer.Argument(
+            help="Name of the pool; by default there are `prefill` and `decode`.",
+            autocompletion=pool_names,
+        ),
+    ],
+    count: Annotated[
+        int, typer.Argument(min=0, max=MOST_WORKERS, help="Workers that the pool should have.")
+    ],
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    cluster: ClusterId = None,
     http: Http = None,
     api_key: ApiKey = "",
 ) -> None:
-    """Choose how many workers a pool has: others are started, or the newest ones are drained.
+    """Set the number of workers in a pool.
 
-    Does not wait until they are there or gone: `baton status` shows each.
+    The cluster starts new workers, or drains those with the highest numbers. The command does not
+    wait until they are ready or gone: see `baton status`.
     """
-    answer = _post(tls, local_cluster(http), http, api_key, f"pools/{pool}/scale", {"count": count})
-    typer.echo(f"{pool} is to have {count} workers; until now {answer['previous']}")
+    client = OperatorClient(tls, target(http, cluster), api_key)
+    facts = client.look()
+    previous = facts.pools.get(pool)
+    if previous is None:
+        known = ", ".join(sorted(facts.pools))
+        fail(f"{facts} has no pool {pool!r}; its pools: {known}")
+    if previous == count:
+        typer.echo(f"pool {pool} of {facts} has {count} workers already")
+        return
+    action = f"scale pool {pool} from {previous} to {count} workers"
+    _show(f"{facts}: {action}", _change(facts, pool, previous, count), dry_run=dry_run)
+    if dry_run:
+        return
+    confirm(f"Scale pool {pool} of cluster {facts.id} to {count} workers", yes=yes)
+    answer = client.post(f"pools/{pool}/scale", {"count": count})
+    typer.echo(f"pool {pool} of {facts} will have {count} workers; it had {answer['previous']}")
 
 
-def _drain_router(name: str, cluster: ClusterState | None) -> None:
-    pid = None if cluster is None else cluster.processes.get(name)
-    if pid is None:
-        _fail(f"there is no {name} on this machine; elsewhere, send it SIGTERM")
-    os.kill(pid, signal.SIGTERM)
-    typer.echo(f"{name} drains")
-
-
-def _post(
-    tls: TlsOptions,
-    cluster: ClusterState | None,
-    http: str | None,
-    api_key: str,
-    path: str,
-    body: dict[str, Any],
-) -> dict[str, Any]:
-    import httpx  # noqa: PLC0415
-
-    from baton.errors import BatonError  # noqa: PLC0415
-    from baton.tls import client_context  # noqa: PLC0415
-
-    front, files = tls.url_of(http, cluster, operators=True), tls.files(cluster, http or "")
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    url = f"{front}/v1/{path}"
-    try:
-        timeout = float(body.get("deadline_s", 0.0)) + _ANSWER_S
-        verify = True if files is None else client_context(files)
-        answer = httpx.post(
-            url, json=body, headers=headers, timeout=timeout, trust_env=False, verify=verify
+def _drain_router(name: str, chosen: Target, *, force: bool, dry_run: bool, yes: bool) -> None:
+    """By a signal to its process, which must run here."""
+    found = chosen.cluster
+    pid = None if found is None else found.processes.get(name)
+    if found is None or pid is None:
+        known = "" if found is None else f"; there are: {_listed(_routers(found.processes))}"
+        fail(
+            f"{chosen} has no {name} on this machine{known}",
+            "drain a router on its own machine, or send SIGTERM to it there",
         )
-    except BatonError as error:
-        _fail(error.message)
-    except httpx.HTTPError as error:
-        _fail(f"no router answers at {front} ({error}); is `baton up` running?")
-    if answer.is_error:
-        _fail(_message(answer))
-    return dict(answer.json())
+    is_last = len(_routers(found.processes)) == 1
+    if is_last:
+        text = f"{name} is the last router of {chosen}: no request is served until it is back"
+        _refuse(text, force=force, dry_run=dry_run)
+    fate = "its open requests end, it takes no new connections, and another one is started"
+    _show(f"{chosen}: drain {name}", fate, dry_run=dry_run)
+    if dry_run:
+        return
+    confirm(f"Drain {name} of cluster {found.cluster_id}", yes=yes)
+    os.kill(pid, signal.SIGTERM)
+    typer.echo(f"{name} of {chosen} drains")
 
 
-def _message(answer: Any) -> str:
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the router answered {answer.status_code}: {answer.text[:300]}"
+def _check_last(
+    facts: ClusterFacts, worker: WorkerFacts, action: str, *, force: bool, dry_run: bool
+) -> None:
+    if worker.is_last:
+        _refuse(
+            f"{worker.slot} is the last ready {worker.role} worker of {facts}: {action}"
+            " leaves a gap until another one is ready",
+            force=force,
+            dry_run=dry_run,
+        )
 
 
-def _fail(message: str) -> NoReturn:
-    typer.secho(f"error: {message}", fg=typer.colors.RED, err=True)
-    raise typer.Exit(1)
+def _refuse(why: str, *, force: bool, dry_run: bool) -> None:
+    """End the command unless the user forces it, or only asks what would happen."""
+    if not force and not dry_run:
+        fail(why, "nothing was changed: give --force to do it all the same", code=ExitCode.REFUSED)
+    typer.echo(f"warning: {why}{'' if force else ' (needs --force)'}", err=True)
+
+
+def _show(action: str, consequence: str, *, dry_run: bool) -> None:
+    """Of a dry run this is the result; otherwise it comes before the question."""
+    for line in (action, f"  {consequence}", *(["  dry run: nothing was changed"] * dry_run)):
+        typer.echo(line, err=not dry_run)
+
+
+def _change(facts: ClusterFacts, pool: str, previous: int, count: int) -> str:
+    if count > previous:
+        return f"it starts {_listed([f'{pool}-{number}' for number in range(previous, count)])}"
+    slots = [f"{pool}-{number}" for number in range(count, previous)]
+    requests = sum(one.running + one.waiting for one in facts.workers if one.slot in slots)
+    return f"it drains {_listed(slots)}, where {requests} requests end or move to other workers"
+
+
+def _routers(names: Collection[str]) -> list[str]:
+    return sorted(name for name in names if name.partition("-")[0] == "router")
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(names) or "none"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,7 @@ from engine.parallel.weight_slices import WeightSlices
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.quantization.packed_cache import PackedCache
 from engine.roofline import Storage
+from engine.rope_spec import LongRopeScaling
 from engine.runner import ModelRunner
 from engine.sampling import sample
 from engine.scheduler import Scheduler
@@ -102,6 +103,9 @@ class EngineSettings:
     draft_model: Path | None = None
     """The smaller model's folder, for the drafter ``draft``; its weights stay as the files hold
     them. Of ``eagle`` and ``medusa`` the heads' folder."""
+    max_model_len: int = 0
+    """Maximum tokens of a sequence, which the KV pool must have room for; 0 takes the model's own,
+    or as many as there is room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +147,7 @@ def build_engine(
         torch.set_num_threads(settings.threads)
     device = device_of(settings)
     dtype = _dtype(settings.dtype)
-    config = load_model_config(settings.model_path)
+    config = load_model_config(settings.model_path, settings.max_model_len)
     if ranks is not None:
         _check_ranks(settings)
     with fingerprint(settings.model_path, settings.dtype, settings.quantization) as hashed:
@@ -198,7 +202,8 @@ def _build(
     scheduler = Scheduler(pool, limits)
     arithmetic = _arithmetic(device) if settings.deterministic else ""
     lossiest = settings.lossiest_kv_dtype or kv_dtype_name(kv)
-    own = _fingerprint(name, lossiest, arithmetic, "" if draft is None else draft.name)
+    drafter = "" if draft is None else draft.name
+    own = _fingerprint(name, lossiest, arithmetic, drafter, _rotation(settings, config))
     whole = block_bytes(config, settings.block_size, kv, draft_config)
     storage = Storage(*per_weight, whole / cache.block_size)
     return Engine(config, runner, pool, scheduler, own, grammars, storage)
@@ -215,7 +220,7 @@ def build_following(
         torch.set_num_threads(settings.threads)
     device = device_of(settings)
     dtype = _dtype(settings.dtype)
-    config = load_model_config(settings.model_path)
+    config = load_model_config(settings.model_path, settings.max_model_len)
     _check_ranks(settings)
     model, _ = _load_model(settings, config, device, dtype, group)
     weights = _gpu_weights(model, settings, device)
@@ -279,32 +284,47 @@ def _blocks(
     kv = kv_dtype(settings.kv_dtype, dtype)
     size = block_bytes(model.config, settings.block_size, kv, draft)
     pool = settings.kv_pool_bytes if weights is None else _gpu_pool_bytes(settings, weights, device)
+    if model.rank is not None and device.type == "cpu":
+        # The pool's memory is the worker's: all of its ranks share it.
+        ranks = model.rank.share.ranks
+        own = (config_of(config, share_of(config, rank, ranks)) for rank in range(ranks))
+        size = sum(block_bytes(one, settings.block_size, kv) for one in own)
+    if model.context is not None and device.type == "cpu":
+        # The same, and each of them has all of a block.
+        size *= model.context.group.ranks
     blocks = pool // size
-    if model.rank is not None:
-        if device.type == "cpu":
-            # The pool's memory is the worker's: all of its ranks share it.
-            ranks = model.rank.share.ranks
-            own = (config_of(config, share_of(config, rank, ranks)) for rank in range(ranks))
-            size = sum(block_bytes(one, settings.block_size, kv) for one in own)
-            blocks = settings.kv_pool_bytes // size
-        blocks = model.rank.group.least(blocks)
-    if model.context is not None:
-        if device.type == "cpu":
-            blocks //= model.context.group.ranks
-        else:
-            blocks -= _gathered_blocks(settings, device, model)
-        blocks = model.context.group.least(blocks)
+    if model.context is not None and device.type != "cpu":
+        blocks -= _gathered_blocks(settings, device, model)
+    for divided in (model.rank, model.context):
+        if divided is not None:
+            blocks = divided.group.least(blocks)
+    _check_room(settings, blocks, size, device)
+    return blocks
+
+
+def _check_room(settings: EngineSettings, blocks: int, size: int, device: torch.device) -> None:
+    """Raises ConfigError where the pool is too small: ``size`` is what a block takes of it."""
+    advice = (
+        "raise kv_pool_mib"
+        if device.type == "cpu"
+        else "raise gpu_memory_fraction, lower chunk_tokens or max_sequences, or quantise the"
+        " weights"
+    )
     if blocks < 2:
-        advice = (
-            "raise kv_pool_mib"
-            if device.type == "cpu"
-            else "raise gpu_memory_fraction, lower chunk_tokens or max_sequences, or quantise the"
-            " weights"
-        )
         raise ConfigError(
             f"the KV pool holds {max(0, blocks)} blocks of {size} bytes, and needs 2; {advice}"
         )
-    return blocks
+    needed = -(-settings.max_model_len // settings.block_size)
+    if blocks < needed:
+        raise ConfigError(
+            f"a sequence of max_model_len {settings.max_model_len} tokens needs"
+            f" {_mib(needed * size)} of KV memory, and the pool has {_mib(blocks * size)}, enough"
+            f" for {blocks * settings.block_size} tokens; {advice}, or lower max_model_len"
+        )
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MiB"
 
 
 def _gathered_blocks(settings: EngineSettings, device: torch.device, model: DecoderModel) -> int:
@@ -354,13 +374,23 @@ def _gpu_weights(
     return gpu_weights(model, deterministic=settings.deterministic)
 
 
-def _fingerprint(weights: str, kv: str, arithmetic: str, drafter: str) -> str:
+def _fingerprint(weights: str, kv: str, arithmetic: str, drafter: str, rotation: str) -> str:
     """An engine's, of those of its weights and the drafter's and the KV type's name: 32 hex digits.
 
-    ``drafter`` is empty where no drafter has KV.
+    ``drafter`` is empty where no drafter has KV, ``rotation`` where it is the model's own.
     """
-    text = f"{weights}:{kv}:{arithmetic}" + (f":{drafter}" if drafter else "")
+    text = f"{weights}:{kv}:{arithmetic}" + (f":{drafter}" if drafter else "") + rotation
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _rotation(settings: EngineSettings, config: ModelConfig) -> str:
+    """What names the rotary factors, where ``max_model_len`` may have chosen others."""
+    scalings = (rope.scaling for rope in config.ropes)
+    short = any(
+        isinstance(one, LongRopeScaling) and config.context_length <= one.original_context
+        for one in scalings
+    )
+    return ":short rope" if short and settings.max_model_len else ""
 
 
 def _arithmetic(device: torch.device) -> str:
@@ -448,6 +478,7 @@ def _load_draft(
         return load_heads(settings.drafter, folder, target, device, settings.dtype)
     found = load_model_config(folder)
     check_vocabulary(settings.model_path, target.config, folder, found)
+    found = replace(found, context_length=min(found.context_length, target.config.context_length))
     with fingerprint(folder, settings.dtype) as hashed:
         model = DecoderModel(found, load_weights(folder, device, dtype), device)
         return _Draft(found, model, hashed.result())

@@ -16,7 +16,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeAlias
@@ -85,18 +85,17 @@ class Fingerprint:
         kept, new = _load(self._kept), Hashes()
         with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
             for path in self._files:
-                try:
+                with _reading(path):
                     size, found = self._hash_of(path, kept, new, threads)
-                except OSError as error:
-                    raise ConfigError(f"{path} cannot be read: {error}") from error
                 digest.update(f"{path.name}:{size}:{found}".encode())
         if new:
             _keep(self._kept, new)
         folder = self._files[0].parent
         for path in (folder / "config.json", folder / "tokenizer.json"):
-            if path.is_file():
-                digest.update(f"{path.name}:{path.stat().st_size}".encode())
-                digest.update(path.read_bytes())
+            with _reading(path):
+                if path.is_file():
+                    contents = path.read_bytes()
+                    digest.update(f"{path.name}:{len(contents)}".encode() + contents)
         return digest.hexdigest()
 
     def _hash_of(
@@ -128,6 +127,15 @@ class Fingerprint:
                 break
             digest.update(data)
         return digest.digest()
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Inside, while a file is read: raise ConfigError where that fails."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
 def _identity(file: int) -> str:

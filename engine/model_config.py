@@ -77,11 +77,14 @@ class ModelConfig:
     experts: ExpertsConfig | None
 
 
-def load_model_config(folder: Path) -> ModelConfig:
+def load_model_config(folder: Path, max_model_len: int = 0) -> ModelConfig:
     """Read ``config.json`` (and ``generation_config.json`` for its end-of-sequence ids).
 
-    Raises ConfigError for a folder without one, and for what this engine does not compute. Whether
-    quantised weights can be read is for ``engine.weights`` to say.
+    ``max_model_len`` bounds the context, in tokens; 0 takes the model's own.
+
+    Raises ConfigError for a folder without one, for what this engine does not compute, and for a
+    bound above the model's own context. Whether quantised weights can be read is for
+    ``engine.weights`` to say.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -109,7 +112,7 @@ def load_model_config(folder: Path) -> ModelConfig:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        context_length=context,
+        context_length=_bounded(path, context, max_model_len),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         tied_embeddings=fields.flag("tie_word_embeddings"),
         eos_ids=_eos_ids(folder, whole, fields),
@@ -126,6 +129,16 @@ def load_model_config(folder: Path) -> ModelConfig:
         layer_ropes=layer_ropes,
         experts=None if family.experts is None else _experts(fields, family.experts),
     )
+
+
+def _bounded(path: Path, context: int, max_model_len: int) -> int:
+    """The context that is served, in tokens. Raises ConfigError."""
+    if max_model_len > context:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, and the model's context is {context} tokens"
+            f" (max_position_embeddings, {path}): set at most {context}, or 0 for the model's own"
+        )
+    return max_model_len or context
 
 
 def _refuse_bidirectional(fields: ConfigFields) -> None:

@@ -34,8 +34,6 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _PIECE_VALUES = 1 << 22
 """Values that are dequantised at a time."""
 
-"""How many parts of each tensor a fingerprint reads, and their bytes."""
-
 
 def load_weights(
     folder: Path,

@@ -83,7 +83,7 @@ def _join(planner: Planner, number: int) -> None:
 def main(
     workers: Annotated[int, typer.Option(min=2, help="Of both roles.")] = 1000,
     decisions: Annotated[int, typer.Option(min=1, help="Measured for each line.")] = 3000,
-    policy: Annotated[str, typer.Option(help="As for `baton up`.")] = "predictive",
+    policy: Annotated[str, typer.Option(help="As for `baton serve`.")] = "predictive",
 ) -> None:
     """Measure and print percentiles."""
     table = whole_table("local prefill, who holds", "p50 us", "p90 us", "p99 us", title="")

@@ -194,7 +194,7 @@ def _cluster(transport: str, programs: Programs) -> tuple[Server, str]:
     """How it is started, and the address of its gRPC front."""
     port, grpc = free_port(), f"{LOOPBACK}:{free_port()}"
     command = (
-        *(str(programs.baton), "up", "--model", str(programs.model)),
+        *(str(programs.baton), "serve", "--model", str(programs.model)),
         *("--served-model-name", SERVED_NAME),
         *("--http", f"{LOOPBACK}:{port}", "--grpc", grpc),
     )

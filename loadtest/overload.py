@@ -140,7 +140,7 @@ def bench_overload(
         for mode in MODES:
             port, grpc = free_port(), free_port()
             command = (
-                *(str(programs.baton), "up", "--model", str(programs.model)),
+                *(str(programs.baton), "serve", "--model", str(programs.model)),
                 *("--served-model-name", SERVED_NAME, "--admission", mode),
                 *("--http", f"{LOOPBACK}:{port}", "--grpc", f"{LOOPBACK}:{grpc}"),
             )

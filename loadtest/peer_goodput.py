@@ -195,7 +195,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--peers", default="baton,vllm", help="whom to drive; ratios are the first's"
     )
-    parser.add_argument("--baton-args", default="", help="more options of `baton up`")
+    parser.add_argument("--baton-args", default="", help="more options of `baton serve`")
     parser.add_argument("--documents", type=float, default=0.5, help="their share of requests")
     parser.add_argument("--first-rate", type=float, default=0.5, help="requests/s")
     parser.add_argument(

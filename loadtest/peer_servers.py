@@ -61,7 +61,7 @@ class Programs:
     """The same model in Q8_0."""
     baton: Path = field(default_factory=lambda: Path(sysconfig.get_path("scripts")) / "baton")
     baton_arguments: str = ""
-    """More options of `baton up`, as in a shell."""
+    """More options of `baton serve`, as in a shell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def _baton(name: str, programs: Programs) -> Server:
     # Without an option in bf16, as a user would.
     options = ["--quantization", "int8"] if precision == "int8" else []
     command = [
-        *(str(programs.baton), "up", "--model", str(programs.model)),
+        *(str(programs.baton), "serve", "--model", str(programs.model)),
         *("--served-model-name", SERVED_NAME),
         *("--http", f"{LOOPBACK}:{port}", "--grpc", f"{LOOPBACK}:{grpc}"),
         *options,

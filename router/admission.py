@@ -8,11 +8,11 @@ A request without a deadline of its own waits for its turn. It is refused where
 ``max_waiting_requests`` wait already or the predicted wait is over ``max_queue_s``. One with a
 deadline is refused where its answer is predicted to end later. Where the applicant has an SLO
 (``admission = "slo"``), it is also refused where waiting would make its first token late, while
-more work comes than can be done: at a lower load the queue shortens by itself, and a late answer is
-better than none.
+more work arrives than the cluster can do: at a lower load the queue shortens by itself, and a late
+answer is better than none.
 
-While requests are refused for time, one a second is accepted all the same: what was learned may be
-wrong, and a refused request corrects nothing.
+While requests of a length (by power of two) are refused for time, one is accepted as a probe every
+1 to 10 s: a refused request corrects no prediction.
 
 Background requests stand in a queue of their own, behind all others: they are sent while no other
 request waits and ``router.background_slack`` finds slack.
@@ -40,8 +40,6 @@ from router.prefill_forecast import PrefillForecast
 
 MAX_LEAD_S = 30.0
 """No priority, however low its number, is worth more than this many seconds of waiting."""
-SLACK_S = 0.1
-"""A turn that was taken late, for want of anything that told of it, is made up for this far."""
 MIN_PACED_TOKENS = 8
 """The time per token of a shorter answer is that of its handoff more than that of decoding."""
 MIN_RETRY_S = 0.1
@@ -68,7 +66,7 @@ class Applicant:
     deadline_s: float = math.inf
     """Seconds from now by which the answer must have ended."""
     own_deadline: bool = False
-    """Its client has set the deadline: it counts against what is predicted."""
+    """Its client set the deadline: predictions are compared with it."""
     choices: int = 1
     """Answers that are drawn, each as long; how much was generated is told of the first."""
     background: bool = False
@@ -121,15 +119,9 @@ class Admission:
         )
         self._overload = Overload()
         self._pace = Pace()
-        self._not_before = -math.inf
         self._looked_at = -math.inf
 
     # What is known
-
-    @property
-    def in_flight_tokens(self) -> int:
-        """Prompt tokens that were sent and have no first token yet."""
-        return self._prefill.tokens
 
     @property
     def speed(self) -> float | None:
@@ -153,6 +145,7 @@ class Admission:
     def _see(self, capacity: Capacity, now: float) -> None:
         """What there is now, and what is no longer true of what was learned."""
         self._prefill.see(capacity, now)
+        self._pace.served_by(capacity.prefill_workers)
         self._pace.look(now)
         if self._decode.look(capacity, now):
             self._pace.forget()
@@ -176,7 +169,7 @@ class Admission:
             self._entries[applicant.request_id] = entry
             self._behind.push(entry)
             return
-        self._overload.came(request.work_s, now)
+        self._overload.came(request.work_s, applicant.choices, now)
         turn_s = self._turn_s(entry, capacity, now)
         self._check_time(request, turn_s, now)
         self._overload.let_in(applicant.prompt_tokens)
@@ -209,7 +202,7 @@ class Admission:
                 break
             released.append(self._send(self._queue, capacity, now))
         released += self._release_background(capacity, now)
-        # Where decode workers are what is waited for, nothing is learned of the prefill workers.
+        # While requests wait for decode workers, nothing is learned about prefill workers.
         waits = len(self._queue) > 0 and capacity is not None and self._prefill.is_full(capacity)
         self._prefill.saturated(now, waiting=waits)
         return released
@@ -222,7 +215,7 @@ class Admission:
         request_id = request.applicant.request_id
         self._decode.sent(request_id, request.answer, capacity)
         self._prefill.sent(request_id, request.applicant.prompt_tokens, request.work_s, now)
-        self._space(request.work_s, now)
+        self._pace.sent(self._prefill.own_s(request.work_s), now)
         if request.applicant.background:
             self._slack.sent(request_id)
         return request_id
@@ -291,14 +284,11 @@ class Admission:
         there is a place at a decode worker.
         """
         ahead_s = [one.item.work_s for one in self._queue.ahead(entry)]
-        waits = [
+        return max(
             self._prefill.free_after_s(ahead_s, now),
             self._decode.place_s(len(ahead_s), capacity),
-        ]
-        if self._pace.share < 1.0:
-            paced_s = sum(ahead_s) / (self._prefill.speed * self._pace.share)
-            waits.append(max(0.0, self._not_before - now) + paced_s)
-        return max(waits)
+            self._pace.wait_s(map(self._prefill.own_s, ahead_s), now),
+        )
 
     def _check_time(self, request: _Request, turn_s: float, now: float) -> None:
         """Refuse what would be late, except for probes. Raises DeadlineUnreachable, Overloaded."""
@@ -378,21 +368,13 @@ class Admission:
         )
         self._refuse(entry.item.applicant.request_id, error)
 
-    def _space(self, work_s: float, now: float) -> None:
-        """Hold back the next prompt for the time that this work takes at the present pace."""
-        if self._pace.share < 1.0:
-            paced_s = work_s / (self._prefill.speed * self._pace.share)
-            self._not_before = max(now - SLACK_S, self._not_before) + paced_s
-        else:
-            self._not_before = -math.inf
-
     # Room
 
     def _fits(self, request: _Request, capacity: Capacity, now: float) -> bool:
         if self._decode.is_empty:
             # Whatever it takes: nothing of ours would ever make more room.
             return True
-        if self._pace.share < 1.0 and now < self._not_before:
+        if self._pace.wait_s((), now) > 0:
             return False
         if self._prefill.is_full(capacity) or self._decode.free_places(capacity) < 1:
             return False

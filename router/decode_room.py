@@ -79,7 +79,10 @@ class DecodeRoom:
         return min(max_tokens, FIRST_ANSWER_TOKENS if mean is None else math.ceil(mean))
 
     def free_places(self, capacity: Capacity) -> int:
-        """Free places for sequences; negative where more sequences than places are on their way."""
+        """Free places for sequences.
+
+        Negative where more sequences are promised than there are places.
+        """
         # Snapshots know of other routers' sequences and of ours; ours are known earlier here.
         taken = max(capacity.decode_sequences, len(self._begun)) + len(self._sent)
         return capacity.max_sequences - taken

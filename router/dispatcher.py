@@ -17,6 +17,7 @@ from baton.background import end_tasks, spawn
 from baton.config import Config
 from baton.errors import BatonError, WorkerFailed
 from baton.grpc_errors import error_from_code
+from baton.logs import ErrorRow
 from baton.loop_lag import watch_loop
 from baton.metrics import RouterMetrics
 from baton.prefix_index import PrefixIndex
@@ -170,19 +171,19 @@ class ClusterDispatcher:
         await self._links.close()
 
     async def _follow_registry(self) -> None:
+        # A router that follows its workers no longer would be worse than any error.
+        errors = ErrorRow(log, "the registry could not be followed")
         while True:
-            try:
-                await self._read_registry()
-            except (redis.RedisError, OSError) as error:
-                # Serving goes on with the last view; broken streams tell of dead workers.
-                if self._can_read:
-                    log.warning("the registry cannot be read: %s", error)
-                self._can_read = False
-                # Perhaps no worker could renew its record: the time of each dead one begins anew.
-                self._dead.tick({}, time.monotonic())
-            except Exception:
-                # A router that follows its workers no more would be worse than what this is.
-                log.exception("the registry could not be followed")
+            with errors.caught():
+                try:
+                    await self._read_registry()
+                except (redis.RedisError, OSError) as error:
+                    # Serving goes on with the last view; broken streams tell of dead workers.
+                    if self._can_read:
+                        log.warning("the registry cannot be read: %s", error)
+                    self._can_read = False
+                    # Perhaps no worker could renew its record: each dead one's time begins anew.
+                    self._dead.tick({}, time.monotonic())
             self._metrics.registry_age_seconds.set(time.monotonic() - self._read_at)
             for role in ("prefill", "decode"):
                 self._metrics.routable_workers.labels(role=role).set(len(self._links.up(role)))
@@ -273,10 +274,10 @@ class ClusterDispatcher:
                 yield delta
                 held_s += time.monotonic() - given_at
         finally:
-            finished = ended == request.choices
-            self._waiting_room.left(request.request_id, finished=finished, held_s=held_s)
             self._metrics.active_requests.dec()
             self._active -= 1
+            finished = ended == request.choices
+            self._waiting_room.left(request.request_id, finished=finished, held_s=held_s)
 
     async def _turn(self, request: GenerationRequest) -> None:
         """Wait for it. Raises BatonError."""
@@ -402,13 +403,12 @@ class ClusterDispatcher:
     async def _watch(self) -> None:
         words = SilenceWatch[str](self._config.hang_s)
         steps = SilenceWatch[str](self._config.engine_hang_s)
+        # A router that watches its workers no longer would be worse than any error.
+        errors = ErrorRow(log, "the workers could not be watched")
         while True:
             await asyncio.sleep(WATCH_S)
-            try:
+            with errors.caught():
                 self._look(words, steps, time.monotonic())
-            except Exception:
-                # A router that watches its workers no longer would be worse than this error.
-                log.exception("the workers could not be watched")
 
     def _look(self, words: SilenceWatch[str], steps: SilenceWatch[str], now: float) -> None:
         self._links.listen(now)

@@ -85,7 +85,7 @@ class DrainRate:
     @property
     def speed(self) -> float | None:
         """None while too little was seen, or nothing lately."""
-        if self._estimate is None:
+        if self._estimate is None or self._seconds < FADED_S:
             return None
         lower = self._work_s / self._seconds
         upper = (self._work_s + self._unfinished()) / self._seconds
@@ -149,8 +149,8 @@ class DrainRate:
 
     def _judge(self) -> None:
         """A prompt has ended: of those that have not, half is done on average."""
-        known = self._estimate is not None or self._seconds >= ENOUGH_S
-        if known and self._work_s > 0:
+        enough_s = ENOUGH_S if self._estimate is None else FADED_S
+        if self._seconds >= enough_s and self._work_s > 0:
             self._estimate = (self._work_s + self._unfinished() / 2) / self._seconds
 
     def _unfinished(self) -> float:

@@ -19,6 +19,7 @@ from baton.supervision_page import supervision_page
 from router.access import Access
 from router.batches.batches import Batches
 from router.cache_control import CacheControl
+from router.cluster_view import ClusterApi
 from router.console.api import ConsoleApi
 from router.console.what_if import WhatIfProgram
 from router.dispatcher import ClusterDispatcher
@@ -77,6 +78,7 @@ def make_fronts(
             batches.api,
             OperatorApi(cache, operators),
             WorkerOperations(control, scaling, operators, config),
+            ClusterApi(cluster_id, model.id, control, scaling, operators),
             console,
             *more,
         ),

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +91,7 @@ async def serve(settings: RouterSettings) -> None:
     access = Access(config, metrics, limits)
     watch = await _watched_keys(config, access, metrics)
     await dispatcher.start()
-    model = _served(settings.model_name, Path(settings.model_path))
+    model = ServedModel.of(settings.model_name, Path(settings.model_path), config.max_model_len)
     fronts = make_fronts(
         dispatcher,
         tokenizer,
@@ -189,13 +187,6 @@ async def _parent_gone(matters: bool) -> None:
     while os.getppid() == parent:  # noqa: ASYNC110
         await asyncio.sleep(PARENT_POLL_S)
     log.error("the launcher is gone: the router ends")
-
-
-def _served(name: str, folder: Path) -> ServedModel:
-    """With the model's own context; the workers may have room for less, which they tell."""
-    config = json.loads((folder / "config.json").read_text())
-    context, hidden = config["max_position_embeddings"], config["hidden_size"]
-    return ServedModel(name, int(time.time()), int(context), int(hidden))
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.config import Config
@@ -118,15 +118,21 @@ class Moves:
     # What becomes of attempts
 
     def worker_broken(self, name: str, error: BatonError) -> None:
-        """The token stream of a decode worker has ended."""
+        """The token stream of a decode worker has ended.
+
+        No worker is blamed for an ``error`` that is not WorkerFailed.
+        """
         failure = WorkerFailed(error.message, retry_after=RETRY_AFTER_S)
         attempts = self._attempts.at(name)
         ran = [attempt.target for attempt in attempts if attempt.touches(attempt.target)]
         is_cut_off = self._links.is_cut_off()
-        if ran and not is_cut_off:
+        has_failed = isinstance(error, WorkerFailed)
+        if ran and has_failed and not is_cut_off:
             self._blame(ran[0], len(ran))
         for attempt in attempts:
             loss = _broken(DECODE_FAILED, failure, name, is_cut_off=is_cut_off)
+            if not has_failed:
+                loss = replace(loss, culprit="")
             self._lost(attempt, loss, deadly=attempt.touches(attempt.target))
 
     def worker_silent(self, link: WorkerLink) -> None:

@@ -1,4 +1,4 @@
-"""Whether more work comes than can be done, and which requests test the predictions.
+"""Whether more work arrives than the cluster can do, and which requests test the predictions.
 
 While requests are refused for time, a few are accepted all the same: probes.
 
@@ -26,31 +26,34 @@ class Overload:
 
     def __init__(self) -> None:
         self._work_s = 0.0
-        self._requests = 0.0
+        self._answers = 0.0
         self._now = -math.inf
         self._refused_since: dict[int, float] = {}
         """By power of two of prompt tokens: the first refusal since one was last accepted."""
         self._probes: dict[int, str] = {}
         """By the same, the probe that has no first token yet."""
 
-    def came(self, work_s: float, now: float) -> None:
-        """Count an offered request with ``work_s`` seconds of prefill work, even if refused."""
-        self._pass(now)
-        self._work_s += work_s
-        self._requests += 1.0
+    def came(self, work_s: float, answers: int, now: float) -> None:
+        """Count an offered request, even if refused: its answers are drawn from one prompt.
 
-    def lasts(self, speed: float, answers_per_s: float, now: float) -> bool:
-        """Whether more work comes than can be done.
-
-        ``speed`` of all prefill workers is in seconds of work per second; ``answers_per_s`` can end
-        at the decode workers.
+        The prompt takes ``work_s`` seconds of prefill work.
         """
         self._pass(now)
-        prefill, decode = self._work_s / MEMORY_S, self._requests / MEMORY_S
+        self._work_s += work_s
+        self._answers += answers
+
+    def lasts(self, speed: float, answers_per_s: float, now: float) -> bool:
+        """Whether more work arrives than the cluster can do.
+
+        ``speed`` of all prefill workers is in seconds of work per second; ``answers_per_s`` is the
+        maximum rate at which decode workers end answers.
+        """
+        self._pass(now)
+        prefill, decode = self._work_s / MEMORY_S, self._answers / MEMORY_S
         return prefill > SUSTAINABLE * speed or decode > SUSTAINABLE * answers_per_s
 
     def let_in(self, prompt_tokens: int) -> None:
-        """Note an accepted request: what is known of its length is current."""
+        """Note an accepted request: predictions for its length are up to date."""
         self._refused_since.pop(prompt_tokens.bit_length(), None)
 
     def probes(self, request_id: str, prompt_tokens: int, own_s: float, now: float) -> bool:
@@ -81,5 +84,5 @@ class Overload:
         if now > self._now:
             kept = math.exp((self._now - now) / MEMORY_S)
             self._work_s *= kept
-            self._requests *= kept
+            self._answers *= kept
             self._now = now

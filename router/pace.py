@@ -1,12 +1,15 @@
 """How fast prompts are sent, so that the tokens of running answers keep coming in time.
 
-Prefill takes time from decoding: by larger batches, and where both share cores or links. Plain
-Python; ``now`` is passed in.
+Prefill takes time from decoding: by larger batches, and where both share cores or links. At a
+reduced pace each prefill worker rests after a prompt, in proportion to its work: one long prompt
+does not hold back those that other workers could compute. Plain Python; ``now`` is passed in.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Iterable
 
 MIN_SHARE = 0.5
 """Where the SLO is missed whatever is done, no more is given up for it."""
@@ -14,6 +17,8 @@ MISSES = 0.1
 """The share of answers that may miss the SLO."""
 MAX_CALM_S = 40.0
 """After this long without a miss nothing is held back any more, however long misses went on."""
+SLACK_S = 0.1
+"""A turn that was taken late, because no event came at its time, is made up for this far."""
 _STEP = 0.03
 
 
@@ -30,12 +35,14 @@ class Pace:
     def __init__(self) -> None:
         self._share = 1.0
         self._since = self._until = -1e9
-        """When the first slow answer of this disturbance began, and the last one ended. One that
-        comes soon after prompts are no longer held back belongs to the same disturbance, and so
-        does one that comes before any in time."""
+        """Start of the first slow answer of this disturbance, and end of the last one. A miss soon
+        after the pace is back to normal, or before any answer in time, belongs to the same
+        disturbance."""
         self._recovered = True
         """Whether the last answer was in time."""
         self._now = -math.inf
+        self._rested_at = [-math.inf]
+        """A heap: when each prefill worker has computed its prompts and rested after them."""
 
     @property
     def share(self) -> float:
@@ -67,7 +74,7 @@ class Pace:
         calm_s = self._calm_s
         ends = self._until + calm_s
         if now >= ends:
-            self.forget()
+            self._share = 1.0
             return
         rises_from = max(before, ends - calm_s / 2)
         if now > rises_from:
@@ -75,5 +82,33 @@ class Pace:
             self._share **= (ends - now) / (ends - rises_from)
 
     def forget(self) -> None:
-        """Hold nothing back: nothing decodes, so that no answer would gain from it."""
-        self._share = 1.0
+        """Reset: nothing decodes, so no answer would gain from a lower pace."""
+        self._share, self._recovered = 1.0, True
+
+    def served_by(self, workers: int) -> None:
+        """Take in how many prefill workers there are."""
+        if workers and workers != len(self._rested_at):
+            kept = heapq.nlargest(workers, self._rested_at)
+            self._rested_at = kept + [-math.inf] * (workers - len(kept))
+            heapq.heapify(self._rested_at)
+
+    def sent(self, own_s: float, now: float) -> None:
+        """Note a prompt that one worker computes in ``own_s`` seconds."""
+        if self._share < 1.0:
+            begins = max(now - SLACK_S, self._rested_at[0])
+            heapq.heapreplace(self._rested_at, begins + own_s / self._share)
+        else:
+            self._rested_at = [-math.inf] * len(self._rested_at)
+
+    def wait_s(self, ahead_s: Iterable[float], now: float) -> float:
+        """Seconds until a prompt may be sent; 0 where the pace is not reduced.
+
+        ``ahead_s`` are the seconds that one worker takes for each prompt that goes before it.
+        """
+        if self._share == 1.0:
+            return 0.0
+        rested_at = [max(now, at) for at in self._rested_at]
+        heapq.heapify(rested_at)
+        for own_s in ahead_s:
+            heapq.heapreplace(rested_at, rested_at[0] + own_s / self._share)
+        return rested_at[0] - now

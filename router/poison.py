@@ -20,7 +20,7 @@ from baton.hashing import block_hashes, hash_key
 PROGRESS_TOKENS = 8
 """A request that has gone on by this many tokens since a worker's failure did not cause it."""
 MAX_FAILED_WORKERS = 2
-"""This many failures at one place are no chance."""
+"""So many failures at one place are no coincidence."""
 _MOST = 4096
 """Prompts that are remembered: beyond that the oldest are let in again."""
 

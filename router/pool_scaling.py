@@ -22,6 +22,18 @@ class PoolScaling:
         self._pools = {pool.name: pool for pool in pools}
         self._sizes = sizes
 
+    @property
+    def pools(self) -> Sequence[PoolConfig]:
+        """As they are configured."""
+        return tuple(self._pools.values())
+
+    async def sizes(self) -> dict[str, int]:
+        """How many workers each pool should have. Raises Unavailable if Redis does not answer."""
+        try:
+            return await self._read()
+        except redis.RedisError as error:
+            raise Unavailable("Redis does not answer: the pools' sizes are unknown") from error
+
     async def scale(self, pool: str, count: int) -> int:
         """Choose a pool's size; returns the size that it was to have until now.
 
@@ -34,8 +46,7 @@ class PoolScaling:
         if not 0 <= count <= MOST_WORKERS:
             raise InvalidRequest(f"a pool has at most {MOST_WORKERS} workers", param="count")
         try:
-            sizes = {name: of.count for name, of in self._pools.items()}
-            sizes |= await self._sizes.read()
+            sizes = await self._read()
             if not self._decode_workers(sizes | {pool: count}):
                 raise InvalidRequest(
                     f"no decode worker would be left without {pool!r}, and nothing can be served",
@@ -45,6 +56,11 @@ class PoolScaling:
         except redis.RedisError as error:
             raise Unavailable(f"Redis does not answer: {pool!r} stays as it is") from error
         return sizes[pool]
+
+    async def _read(self) -> dict[str, int]:
+        sizes = {name: pool.count for name, pool in self._pools.items()}
+        chosen = await self._sizes.read()
+        return sizes | {name: count for name, count in chosen.items() if name in sizes}
 
     def _decode_workers(self, sizes: dict[str, int]) -> int:
         return sum(sizes[name] for name, pool in self._pools.items() if pool.role == "decode")

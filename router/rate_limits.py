@@ -47,8 +47,8 @@ MOST_CONNECTIONS = 4
 MAX_WAITING = 1024
 """Requests that wait for a connection; a further one goes uncounted."""
 MAX_LEAVES = 16384
-"""Requests that have left and of which Redis does not know yet, about 10 MB. The oldest are
-dropped: their entries end by themselves at their deadlines."""
+"""Maximum ended requests not yet reported to Redis, about 10 MB. The oldest are dropped: their
+entries end by themselves at their deadlines."""
 _FIRST_STAY_S = 1.0
 _WEIGHT = 0.1
 _MICROSECONDS = 1_000_000
@@ -105,10 +105,12 @@ class RateLimits:
 
     async def close(self) -> None:
         """Wait a moment for what is still being told to Redis."""
+        await self._queue.close()
+        # Calls that this has ended are taken back (``_undo``) once the loop goes on.
+        await asyncio.sleep(0)
         if self._teller is not None:
             await asyncio.wait([self._teller], timeout=2 * ANSWER_S)
             await end_tasks([self._teller])
-        await self._queue.close()
 
     async def enter(self, key: KeyConfig, tokens: int, deadline_s: float) -> Charge | None:
         """Count a request with so many prompt tokens. None where nothing was counted.
@@ -220,19 +222,16 @@ class RateLimits:
         """Report until Redis knows all. A report may arrive twice, but counts once."""
         while self._leaves:
             calls = dict(islice(self._leaves.items(), MAX_TOGETHER))
-            answers: list[Any] = []
             try:
                 answers = await call_together(self._client, list(calls.values()))
             except redis.RedisError as error:
-                log.warning("rate limits: requests that have left are reported later: %s", error)
-            told = [
-                entry
-                for entry, answer in zip(calls, answers, strict=False)
-                if not isinstance(answer, Exception)
-            ]
-            for entry in told:
-                self._leaves.pop(entry, None)
-            if len(told) < len(calls):
+                answers = [error] * len(calls)
+            errors = [answer for answer in answers if isinstance(answer, Exception)]
+            for entry, answer in zip(calls, answers, strict=True):
+                if not isinstance(answer, Exception):
+                    self._leaves.pop(entry, None)
+            if errors:
+                log.warning("rate limits: ended requests are reported later: %s", errors[0])
                 await asyncio.sleep(AWAY_S)
 
     def _keys(self, key: KeyConfig) -> list[str]:

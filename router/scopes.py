@@ -13,7 +13,7 @@ OPEN = frozenset({"/health", "/live"})
 _OPEN_PAGES = ("/console", "/console/")
 _OPEN_FILES = "/console/static/"
 """Pages and their files, the same for everybody: what they show has paths of its own."""
-_ADMIN = ("/console/what-if", "/v1/cache", "/v1/pools", "/v1/workers")
+_ADMIN = ("/console/what-if", "/v1/cache", "/v1/cluster", "/v1/pools", "/v1/workers")
 _METRICS = ("/console", "/metrics")
 _INFERENCE = (
     "/detokenize",

@@ -18,7 +18,7 @@ import redis
 import redis.asyncio
 from redis.commands.core import AsyncScript
 
-from baton.background import end_tasks
+from baton.background import end_tasks, spawn
 
 MAX_TOGETHER = 64
 """Calls on a connection at a time: a few milliseconds of the server's time."""
@@ -117,7 +117,7 @@ class ScriptQueue:
                     asked.sent = True
                     together.append(asked)
             if together:
-                task = asyncio.create_task(self._carry(together), name="scripts")
+                task = spawn(self._carry(together), "scripts")
                 self._carrying.add(task)
                 task.add_done_callback(self._carried)
 
@@ -126,11 +126,16 @@ class ScriptQueue:
         self._send()
 
     async def _carry(self, together: Sequence[AskedCall]) -> None:
-        answers: Sequence[Any] = [_stopping()] * len(together)
+        answers: Sequence[Any] = [redis.ConnectionError("the call ended without an answer")] * len(
+            together
+        )
         try:
             answers = await call_together(self._client, [asked.call for asked in together])
         except redis.RedisError as error:
             answers = [error] * len(together)
+        except asyncio.CancelledError:
+            answers = [_stopping()] * len(together)
+            raise
         finally:
             for asked, answer in zip(together, answers, strict=True):
                 if isinstance(answer, Exception):

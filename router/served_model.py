@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import time
 from dataclasses import dataclass
+from pathlib import Path
+
+_UNKNOWN_CONTEXT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,3 +21,18 @@ class ServedModel:
     """Most tokens of prompt and answer together."""
     embedding_size: int
     """Numbers of an embedding."""
+
+    @classmethod
+    def of(cls, name: str, folder: Path, max_model_len: int = 0) -> ServedModel:
+        """The model of a Hugging Face folder, by its ``config.json``.
+
+        ``max_model_len`` bounds the context in tokens; 0 takes the model's own. The workers may
+        have room for less, which they report.
+        """
+        whole = json.loads((folder / "config.json").read_text())
+        # A model for text and images has a section of its own for text.
+        fields = whole.get("text_config") or whole
+        # Where a file leaves it out, the architecture's default holds, which the workers report.
+        context = int(fields.get("max_position_embeddings") or _UNKNOWN_CONTEXT)
+        bounded = min(context, max_model_len or context)
+        return cls(name, int(time.time()), bounded, int(fields["hidden_size"]))

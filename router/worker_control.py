@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import grpc.aio
 
-from baton.errors import InvalidRequest, NotFound, WorkerFailed
+from baton.errors import LastWorker, NotFound, WorkerFailed
 from baton.grpc_errors import CODE_KEY, call_errors
+from baton.registry import DRAINING
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.worker_links import WorkerLink
 
 ANSWER_S = 10.0
 """How much later than the deadline of a drain its answer may come."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """What an operator needs to know of a worker before acting on it."""
+
+    slot: str
+    role: str
+    state: str
+    """As the registry lists it: ``ready``, ``draining``, …"""
+    running: int
+    """Sequences in its batch."""
+    waiting: int
+    """Sequences that wait for a place in it."""
+    is_last: bool
+    """Whether no other worker of its role is ready."""
 
 
 class WorkerControl:
@@ -22,47 +40,72 @@ class WorkerControl:
     def __init__(
         self, links: Callable[[], Sequence[WorkerLink]], is_up: Callable[[WorkerLink], bool]
     ) -> None:
-        """``links`` gives the connections to all workers, ``is_up`` tells who takes requests."""
+        """``links`` gives the connections to all workers, ``is_up`` tells which take requests."""
         self._links = links
         self._is_up = is_up
 
-    async def drain(self, slot: str, deadline_s: float) -> bool:
-        """Have a worker leave; whether nothing was left by the deadline.
+    def workers(self) -> tuple[WorkerView, ...]:
+        """Every worker that this router knows, by slot."""
+        return tuple(
+            WorkerView(
+                slot=link.record.slot,
+                role=link.record.role,
+                state=link.record.state,
+                running=link.engine_load.running,
+                waiting=link.engine_load.waiting,
+                is_last=self._is_last(link),
+            )
+            for link in sorted(self._links(), key=lambda link: link.record.slot)
+        )
 
-        Raises NotFound where there is no such worker, WorkerFailed, Unavailable.
+    async def drain(self, slot: str, deadline_s: float, *, force: bool = False) -> bool:
+        """Drain a worker; whether nothing was left by the deadline.
+
+        Raises NotFound if there is no such worker, LastWorker if no other worker of its role is
+        ready and ``force`` is false, WorkerFailed, Unavailable.
         """
         link = self._find(slot)
+        # A drain that goes on already may be asked for again: the first router may have died.
+        if not force and link.record.state != DRAINING:
+            self._check_left(link, "draining it")
         request = control_pb2.DrainRequest(deadline_ms=int(deadline_s * 1e3))
         stub = control_pb2_grpc.ControlServiceStub(link.channel)
         with _errors(link):
             answer = await stub.Drain(request, timeout=deadline_s + ANSWER_S)
         return answer.empty
 
-    async def change_role(self, slot: str, role: str, deadline_s: float) -> float:
+    async def change_role(
+        self, slot: str, role: str, deadline_s: float, *, force: bool = False
+    ) -> float:
         """Have a worker come back in ``role``; seconds from taking no more work to serving again.
 
-        Raises InvalidRequest where that would leave nobody in its present role, and as ``drain``.
+        Raises as ``drain`` does.
         """
         link = self._find(slot)
-        self._check_left(link, role)
+        if not force and link.record.role != role:
+            self._check_left(link, "changing its role")
         request = control_pb2.ChangeRoleRequest(role=role, deadline_ms=int(deadline_s * 1e3))
         stub = control_pb2_grpc.ControlServiceStub(link.channel)
         with _errors(link):
             answer = await stub.ChangeRole(request, timeout=deadline_s + ANSWER_S)
         return answer.took_ms / 1e3
 
-    def _check_left(self, link: WorkerLink, role: str) -> None:
-        own = link.record.role
-        others = [
-            one
-            for one in self._links()
-            if one is not link and one.record.role == own and self._is_up(one)
-        ]
-        if own == "decode" and role != own and not others:
-            raise InvalidRequest(
-                f"{link.record.slot} is the only decode worker: without one nothing can be served",
-                param="role",
+    def _check_left(self, link: WorkerLink, action: str) -> None:
+        if self._is_last(link):
+            role = link.record.role
+            raise LastWorker(
+                f"{link.record.slot} is the last ready {role} worker: {action} would leave the"
+                f" cluster without one. Add another {role} worker first, or repeat this with"
+                " force",
+                param="force",
             )
+
+    def _is_last(self, link: WorkerLink) -> bool:
+        return not any(
+            one.record.role == link.record.role and self._is_up(one)
+            for one in self._links()
+            if one is not link
+        )
 
     def _find(self, slot: str) -> WorkerLink:
         links = {link.record.slot: link for link in self._links()}

@@ -44,11 +44,11 @@ log = logging.getLogger(__name__)
 RECONNECT_S = 0.2
 """Between a broken token stream and the next try."""
 MOMENT_S = 0.05
-"""Streams that break within this time break together. What ran at a worker is placed elsewhere only
-after it, so that another worker that fails under the same request does not count as cut off."""
+"""Streams that break within this time count as broken together. Sequences are moved only after it,
+so that another worker that fails under the same request does not count as cut off."""
 RETURN_S = 1.0
-"""Where the streams of all decode workers break together, the fault is on the way to them, or here.
-Requests wait this many seconds for them to come back."""
+"""Where the streams of all decode workers break together, the fault is in the network or in this
+router. Requests wait this many seconds for them to come back."""
 _RETURN_POLL_S = 0.02
 SILENCE_S = 5.0
 """A token stream sends a message every heartbeat; one that is silent this long is broken, or for
@@ -393,8 +393,10 @@ class WorkerLinks:
                     self._take(link, message)
         except BatonError as error:
             return error
-        except Exception:
+        except Exception as error:
+            # The worker is not to blame.
             log.exception("worker %s: its stream cannot be read", link.record.incarnation)
+            return BatonError(f"internal error: {type(error).__name__}")
         finally:
             link.token_stream = None
             call.cancel()

@@ -33,6 +33,8 @@ class DrainRequest(BaseModel):
 
     deadline_s: float | None = Field(None, ge=0, le=MOST_DEADLINE_S)
     """What is left after so many seconds is placed elsewhere; absent: ``drain_deadline_s``."""
+    force: bool = False
+    """Act on the last ready worker of a role, too. Otherwise that is a 409, ``last_worker``."""
 
 
 class RoleRequest(DrainRequest):
@@ -93,15 +95,21 @@ class WorkerOperations:
         app.add_api_route("/v1/pools/{pool}/scale", self.scale, methods=["POST"], tags=tags)  # type: ignore[arg-type]
 
     async def drain(self, slot: str, request: Request, body: DrainRequest | None = None) -> Drained:
-        """Have a worker leave: no new work, and what runs ends or moves. Needs an admin's key."""
+        """Drain a worker: it gets no new work, and what runs there ends or moves to another one.
+
+        Needs an admin's key.
+        """
         self._operators.check(request.headers)
-        empty = await self._control.drain(slot, self._deadline(body or DrainRequest()))
+        body = body or DrainRequest()
+        empty = await self._control.drain(slot, self._deadline(body), force=body.force)
         return Drained(slot=slot, empty=empty)
 
     async def change_role(self, slot: str, request: Request, body: RoleRequest) -> RoleChanged:
         """Have a worker come back in the other role. Needs an admin's key."""
         self._operators.check(request.headers)
-        took_s = await self._control.change_role(slot, body.role, self._deadline(body))
+        took_s = await self._control.change_role(
+            slot, body.role, self._deadline(body), force=body.force
+        )
         return RoleChanged(slot=slot, role=body.role, took_s=took_s)
 
     async def scale(self, pool: str, request: Request, body: ScaleRequest) -> PoolScaled:
@@ -136,7 +144,8 @@ class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
     ) -> control_pb2.DrainWorkerResponse:
         """See control.proto."""
         self._operators.check(metadata_of(context))
-        empty = await self._control.drain(request.slot, self._deadline(request))
+        deadline_s = self._deadline(request)
+        empty = await self._control.drain(request.slot, deadline_s, force=request.force)
         return control_pb2.DrainWorkerResponse(empty=empty)
 
     @guarded
@@ -146,7 +155,9 @@ class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
         """See control.proto."""
         self._operators.check(metadata_of(context))
         deadline_s = self._deadline(request)
-        took_s = await self._control.change_role(request.slot, request.role, deadline_s)
+        took_s = await self._control.change_role(
+            request.slot, request.role, deadline_s, force=request.force
+        )
         return control_pb2.ChangeWorkerRoleResponse(took_ms=int(took_s * 1e3))
 
     @guarded

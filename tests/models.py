@@ -226,6 +226,6 @@ def _make_tokenizer() -> Tokenizer:
 def real_model() -> Path:
     """The demo model's folder, in bfloat16; skips the test where it cannot be had."""
     try:
-        return model_store.pull("smollm2-135m-instruct", lambda _: None, "none")
+        return model_store.resolve("smollm2-135m-instruct", lambda _: None).path
     except BatonError as error:
         pytest.skip(f"the demo model cannot be had: {error.message}")

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.errors import BatonError, GrammarFailed, StepFailed, WorkerFailed
+from baton.logs import ErrorRow
 from baton.process_end import Fail
 from baton.request import LoadSnapshot
 from baton.silence import SilenceWatch
@@ -132,6 +133,7 @@ class ControlLoop:
         """Failed steps whose sequences have not ended yet, and why they failed."""
         self._planned = 0
         """The step of the latest plan."""
+        self._upkeep_errors = ErrorRow(log, "gauges and tiers could not be refreshed")
         self._thread = EngineThread(engine.runner, self._hand_over, board, fail=fail)
         self._is_cpu = engine.runner.device.type == "cpu"
         self.prompt_pace = Pace(_CPU_TOKEN_S if self._is_cpu else _GPU_TOKEN_S, _PACE_TOKENS)
@@ -202,12 +204,14 @@ class ControlLoop:
         """Give the engine thread what there is to do, and nothing of what has expired."""
         try:
             self._plan(time.monotonic())
-            self._gauges.refresh(self.scheduler, self.pool)
-            if self.tiers is not None:
-                self.tiers.after_plan()
         except Exception as error:
             log.exception("no step could be planned")
             self._count_failure(self._planned + 1, frozenset(), error)
+        # An error here fails no request, so it must not end the worker either.
+        with self._upkeep_errors.caught():
+            self._gauges.refresh(self.scheduler, self.pool)
+            if self.tiers is not None:
+                self.tiers.after_plan()
 
     def _plan(self, now: float) -> None:
         self._end_broken_steps()

@@ -28,7 +28,15 @@ lead of other ranks it has them compute their parts. Raises BatonError."""
 Measure = Callable[[WorkerSettings, Engine, CoreBoard | None], StepCosts]
 """Tells what an engine's steps cost, perhaps by running some."""
 
-_ENGINE_FIELDS = {"dtype", "quantization", "deterministic", "drafter", "draft_model", "block_size"}
+_ENGINE_FIELDS = {
+    "max_model_len",
+    "dtype",
+    "quantization",
+    "deterministic",
+    "drafter",
+    "draft_model",
+    "block_size",
+}
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +88,7 @@ def engine_settings(settings: WorkerSettings) -> EngineSettings:
         drafter=config.drafter,
         divides_context=pool.cp > 1,
         draft_model=Path(draft) if (draft := settings.draft_model_path) else None,
+        max_model_len=config.max_model_len,
     )
 
 

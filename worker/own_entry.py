@@ -3,7 +3,7 @@
     none ─written→ kept ─written, again and again→ kept
     kept ─the registry says that it has lapsed→ lost ─begin, in another life→ none
 
-However long Redis takes, nothing else of the worker waits for it.
+Nothing else in the worker waits for Redis because of it.
 
 The registry alone says whether a life is over; while it cannot be asked the life goes on. That is
 safe for a worker that stood still, too. What routers have placed elsewhere meanwhile is another
@@ -61,9 +61,10 @@ class OwnEntry:
         self._timed = timed
         self._tell_lost = lost
         self._is_lost = False
+        self._is_struck_off = False
         self._lease = OwnLease(ttl_s, heartbeat_s)
         self._woken = asyncio.Event()
-        """Set when the process goes on after it has stood still: the registry is asked at once."""
+        """Set when the registry is to be asked at once."""
         self._turn = asyncio.Lock()
         """One call at a time, so that the last record that is sent counts."""
 
@@ -73,9 +74,10 @@ class OwnEntry:
         return self._lease.registered
 
     def begin(self) -> None:
-        """Begin another life, with no entry yet."""
+        """Begin another life, with no entry yet: ``keep`` writes it at once."""
         self._lease.begin()
-        self._is_lost = False
+        self._is_lost = self._is_struck_off = False
+        self._woken.set()
 
     def beat(self, now: float) -> None:
         """Note that the event loop runs. Call it several times in a heartbeat."""
@@ -98,8 +100,13 @@ class OwnEntry:
         self._woken.set()
 
     async def tell(self) -> None:
-        """Write this worker's record to the registry. Never raises an error of Redis."""
+        """Write this worker's record to the registry. Never raises an error of Redis.
+
+        Does nothing for a life that was struck off: it would be listed again until it lapses.
+        """
         async with self._turn:
+            if self._is_struck_off:
+                return
             asked_at = time.monotonic()
             record = self._record()
             renew = self._lease.registered and not self._is_lost
@@ -115,12 +122,18 @@ class OwnEntry:
         if is_there:
             self._lease.renewed(asked_at)
             return
-        log.warning("%s is dead to the registry: it takes nothing new", record.incarnation)
+        log.warning(
+            "the registry entry of %s has lapsed: it accepts no new requests", record.incarnation
+        )
         self._is_lost = True
         self._tell_lost(self._lease.stood_still)
 
     async def strike_off(self) -> None:
-        """Remove the entry: a worker that leaves is dead at once. Ignores errors of Redis."""
+        """Remove the entry: a worker that leaves is dead at once. Ignores errors of Redis.
+
+        ``begin`` must follow before ``tell`` writes again.
+        """
+        self._is_struck_off = True
         with contextlib.suppress(redis.RedisError, TimeoutError):
             async with asyncio.timeout(FAREWELL_S), self._turn:
                 await self._registry.remove(self._record().incarnation)

@@ -3,8 +3,9 @@
     renewed ─stood still for longer than the entry lives→ in doubt ─renewed since→ renewed
 
 A process that was stopped (SIGSTOP, a suspended machine), or whose event loop was blocked, may be
-dead to all others, or they stood still with it. Its own clock does not show which. The registry
-knows, and is asked at once. Where the registry was away before, the worker is not to blame.
+considered dead by its peers, or they stopped with it; its own clock does not show which. The
+registry is asked at once. Where the registry was unreachable before, the worker did not cause the
+lapse.
 
 Pure: ``now`` is monotonic, in seconds.
 """

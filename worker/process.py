@@ -439,7 +439,8 @@ class WorkerProcess:
     async def _heartbeat(self) -> None:
         """Renew what was promised, and end what has expired.
 
-        Never waits for Redis: peers must not take this worker for dead because Redis is slow.
+        Waits for Redis only between two lives, and then for 2 s at most: peers must not consider
+        this worker dead because Redis is slow.
         """
         heartbeat_s = self.settings.config.heartbeat_s
         while True:

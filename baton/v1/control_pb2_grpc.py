@@ -179,14 +179,15 @@ class WorkerOperatorServiceServicer(object):
     """
 
     def DrainWorker(self, request, context):
-        """ControlService.Drain at the worker of that name.
+        """ControlService.Drain at the worker of that name. FAILED_PRECONDITION (code last_worker) without
+        `force` where no other worker of its role is ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ChangeWorkerRole(self, request, context):
-        """ControlService.ChangeRole at the worker of that name.
+        """ControlService.ChangeRole at the worker of that name. Refused as DrainWorker is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -89,9 +89,11 @@ class WorkerOperatorServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerOperatorServiceAsyncStub: ...
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainWorkerRequest, _control_pb2.DrainWorkerResponse]
-    """ControlService.Drain at the worker of that name."""
+    """ControlService.Drain at the worker of that name. FAILED_PRECONDITION (code last_worker) without
+    `force` where no other worker of its role is ready.
+    """
     ChangeWorkerRole: _grpc.UnaryUnaryMultiCallable[_control_pb2.ChangeWorkerRoleRequest, _control_pb2.ChangeWorkerRoleResponse]
-    """ControlService.ChangeRole at the worker of that name."""
+    """ControlService.ChangeRole at the worker of that name. Refused as DrainWorker is."""
     ScalePool: _grpc.UnaryUnaryMultiCallable[_control_pb2.ScalePoolRequest, _control_pb2.ScalePoolResponse]
     """Chooses how many workers a pool is to have. Answers once that is written down; the supervisor
     starts workers, and drains those with the highest numbers.
@@ -103,9 +105,11 @@ class WorkerOperatorServiceAsyncStub(WorkerOperatorServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     DrainWorker: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainWorkerRequest, _control_pb2.DrainWorkerResponse]  # type: ignore[assignment]
-    """ControlService.Drain at the worker of that name."""
+    """ControlService.Drain at the worker of that name. FAILED_PRECONDITION (code last_worker) without
+    `force` where no other worker of its role is ready.
+    """
     ChangeWorkerRole: _aio.UnaryUnaryMultiCallable[_control_pb2.ChangeWorkerRoleRequest, _control_pb2.ChangeWorkerRoleResponse]  # type: ignore[assignment]
-    """ControlService.ChangeRole at the worker of that name."""
+    """ControlService.ChangeRole at the worker of that name. Refused as DrainWorker is."""
     ScalePool: _aio.UnaryUnaryMultiCallable[_control_pb2.ScalePoolRequest, _control_pb2.ScalePoolResponse]  # type: ignore[assignment]
     """Chooses how many workers a pool is to have. Answers once that is written down; the supervisor
     starts workers, and drains those with the highest numbers.
@@ -120,7 +124,9 @@ class WorkerOperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.DrainWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DrainWorkerResponse, _abc.Awaitable[_control_pb2.DrainWorkerResponse]]:
-        """ControlService.Drain at the worker of that name."""
+        """ControlService.Drain at the worker of that name. FAILED_PRECONDITION (code last_worker) without
+        `force` where no other worker of its role is ready.
+        """
 
     @_abc_1.abstractmethod
     def ChangeWorkerRole(
@@ -128,7 +134,7 @@ class WorkerOperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ChangeWorkerRoleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ChangeWorkerRoleResponse, _abc.Awaitable[_control_pb2.ChangeWorkerRoleResponse]]:
-        """ControlService.ChangeRole at the worker of that name."""
+        """ControlService.ChangeRole at the worker of that name. Refused as DrainWorker is."""
 
     @_abc_1.abstractmethod
     def ScalePool(

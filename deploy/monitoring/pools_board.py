@@ -74,7 +74,7 @@ POOLS = Dashboard(
                 ),
                 Panel(
                     "What prefill workers do while requests wait",
-                    (Query("max(baton_prefill_speed_workers)", "in workers of the cost model"),),
+                    (Query("sum(baton_prefill_speed_workers)", "in workers of the cost model"),),
                 ),
             ),
         ),

@@ -27,8 +27,8 @@ from router.tokenizer import Tokenizer
 app = typer.Typer(add_completion=False, help=__doc__)
 _CHECKPOINT = "training.pt"
 
-_Model = Annotated[str, typer.Option(metavar="NAME|PATH", help="As for `baton up`.")]
-_Quantization = Annotated[str, typer.Option(help="As for `baton up`: what will be served.")]
+_Model = Annotated[str, typer.Option(metavar="NAME|PATH", help="As for `baton serve`.")]
+_Quantization = Annotated[str, typer.Option(help="As for `baton serve`: what will be served.")]
 _Material = Annotated[Path, typer.Option(help="The folder of the conversations.")]
 _Threads = Annotated[int, typer.Option(help="Of the CPU.")]
 

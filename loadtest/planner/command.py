@@ -71,7 +71,7 @@ class PlanOutputs:
     json: Path | None = None
     html: Path | None = None
     config: Path | None = None
-    """TOML for `baton up`; only where the target is met."""
+    """TOML for `baton serve`; only where the target is met."""
 
 
 def simulated_config(config: Config, slo: Slo) -> Config:

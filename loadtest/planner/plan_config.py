@@ -1,4 +1,4 @@
-"""A plan as the configuration of `baton up`, and as values of the Helm chart."""
+"""A plan as the configuration of `baton serve`, and as values of the Helm chart."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from loadtest.planner.plan import Plan
 from loadtest.simulator.hardware import ACCELERATORS
 
 _SIMULATED = (
+    "max_model_len",
     "policy",
     "local_prefill",
     "slo_ttft_s",
@@ -64,7 +65,7 @@ def plan_toml(plan: Plan, config: Config, about: str) -> str:
     chosen = plan.chosen
     over_all = chosen.whole or chosen.peak
     lines = [
-        "# Written by `baton plan`; `baton up --config` takes it, with the model named by --model.",
+        "# Written by `baton plan`; `baton serve --config` takes it, and the model beside it.",
         f"# {about}",
         f"# {plan.target:.0%} were to meet the SLOs; simulated: {over_all.attainment:.1%}, and"
         f" {chosen.peak.attainment:.1%} in the busiest part.",

@@ -62,6 +62,8 @@ class WorkerSettings:
     slo_tpot_s: float | None
     """A step with prompts and sequences that decode is to take no longer; None: nobody looks."""
     leaps: bool = True
+    max_model_len: int = 0
+    """Maximum tokens of a sequence; 0: as many as the profile says."""
 
 
 @dataclass(slots=True)
@@ -103,7 +105,11 @@ class SimulatedWorker:
         self.role = role
         self.profile = profile
         self.pool = BlockPool(max(1, profile.kv_tokens // settings.block_tokens))
-        self.context_length = min(profile.context_length, self.pool.total * settings.block_tokens)
+        self.context_length = min(
+            profile.context_length,
+            settings.max_model_len or profile.context_length,
+            self.pool.total * settings.block_tokens,
+        )
         limits = SchedulerLimits(
             block_size=settings.block_tokens,
             chunk_tokens=profile.chunk_tokens,

@@ -45,7 +45,7 @@ def simulate(
 ) -> SimulationResult:
     """Serve ``requests``, which come in the order of their times.
 
-    ``config`` is that of `baton up`: policy, classes, SLOs, admission, local prefill, and the
+    ``config`` is that of `baton serve`: policy, classes, SLOs, admission, local prefill, and the
     autoscaler, which changes roles alone; its pools are not asked. ``trace_block``: tokens of a
     block of the trace's hashes. ``block_tokens``: tokens of a KV block and of the index, which
     divide that; 0 takes the trace's own where it has hashes, and 64 where it has none. ``seed`` is
@@ -58,7 +58,8 @@ def simulate(
         raise ConfigError(f"{block} tokens of a KV block do not divide the trace's {trace_block}")
     events, directory = EventQueue(), PrefixDirectory()
     side = WorkersSide(events)
-    own = WorkerSettings(block, config.slo_tpot_s if shape.paces_chunks else None, leaps)
+    slo_s = config.slo_tpot_s if shape.paces_chunks else None
+    own = WorkerSettings(block, slo_s, leaps, config.max_model_len)
     hosts = [Host(events) for _ in range(shape.hosts)]
     workers = [
         SimulatedWorker(

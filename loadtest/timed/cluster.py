@@ -151,13 +151,13 @@ class TimedCluster:
 
     async def change_role(self, slot: str, role: str) -> float:
         """As ``baton role`` does it; seconds from taking no more work to serving again."""
-        answer = await self._operate(slot, "role", {"role": role})
+        answer = await self._operate(slot, "role", {"role": role, "force": True})
         await self.until_serving({slot: role})
         return float(answer["took_s"])
 
     async def drain(self, slot: str) -> bool:
         """As ``baton drain`` does it; whether nothing was left at the deadline."""
-        return bool((await self._operate(slot, "drain", {}))["empty"])
+        return bool((await self._operate(slot, "drain", {"force": True}))["empty"])
 
     async def steps(self, slot: str) -> Steps:
         """A worker's steps since the last time that it was asked. Best when none runs."""

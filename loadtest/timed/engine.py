@@ -32,7 +32,7 @@ def build_timed_engine(
     are. Chunks do not get shorter late in a prompt: what a step costs is the cost model's part.
     """
     pool, config, folder = settings.pool, settings.config, Path(settings.model_path)
-    shape = load_model_config(folder)
+    shape = load_model_config(folder, config.max_model_len)
     size = config.block_size_of(pool)
     blocks = (pool.kv_pool_mib << 20) // block_bytes(shape, size, torch.bfloat16)
     device = torch.device("cpu")

@@ -4,8 +4,8 @@
     python -m loadtest.validation live --url http://127.0.0.1:8000 --profile FILE --rates 0.5,1
 
 ``timed`` starts real workers whose engine is timed; ``live`` drives a cluster of this machine that
-`baton up` has started, and of which `baton calibrate` has written a profile. Exit code 1: a figure
-is further off than it is to be.
+`baton serve` has started, and of which `baton calibrate` has written a profile. Exit code 1: a
+figure is further off than it is to be.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The cluster under test: two workers of each role, two routers, and a store behind a proxy.
 
-Owned by one event loop; `baton up` is a child of this process.
+Owned by one event loop; `baton serve` is a child of this process.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from tests.chaos.kinds import KINDS
 from tests.chaos.report import Report
 
 SEED = 43296
-"""Its first rounds have what matters most: who stands still, dies or leaves, and pools that go."""
+"""Its first rounds have what matters most: processes that stop, die or leave, and whole pools that
+die."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`baton up` as a child of the tests: on free ports, watched, and ended whatever happens."""
+"""`baton serve` as a child of the tests: on free ports, watched, and ended whatever happens."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ to be gone."""
 
 
 class UpProcess:
-    """One `baton up`. ``output`` holds what it has printed so far."""
+    """One `baton serve`. ``output`` holds what it has printed so far."""
 
     def __init__(
         self,
         *arguments: str,
         env: Mapping[str, str] | None = None,
-        program: Sequence[str] = (BATON, "up"),
+        program: Sequence[str] = (BATON, "serve"),
     ) -> None:
         """Start it with ``arguments``, and on free ports unless these name some."""
         command = [*program, *arguments]

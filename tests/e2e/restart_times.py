@@ -1,4 +1,4 @@
-"""From a worker's death to its next life in the registry, of the demo model, under `baton up`.
+"""From a worker's death to its next life in the registry, of the demo model, under `baton serve`.
 
     python -m tests.e2e.restart_times --times 10
     BATON_STANDBY=false python -m tests.e2e.restart_times --times 10

@@ -1,4 +1,4 @@
-"""The official `openai` client and plain HTTP and gRPC against `baton up` with the real model."""
+"""The `openai` client and plain HTTP and gRPC against `baton serve` with the real model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches and the cache's endpoints against `baton up` with the real model."""
+"""Batches and the cache's endpoints against `baton serve` with the real model."""
 
 from __future__ import annotations
 

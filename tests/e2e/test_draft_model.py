@@ -1,4 +1,4 @@
-"""`baton up --drafter draft`: handed-off prompts, guessed by a smaller model of the same tokens."""
+"""`baton serve --drafter draft`: handed-off prompts, guessed by a smaller model."""
 
 from __future__ import annotations
 

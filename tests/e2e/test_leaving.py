@@ -49,7 +49,7 @@ def goes_on(load: Load) -> None:
 
 def scale(up: UpProcess, pool: str, count: int) -> str:
     done = subprocess.run(
-        [BATON, "scale", pool, str(count), "--http", up.state.http],
+        [BATON, "scale", pool, str(count), "--yes", "--http", up.state.http],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -90,7 +90,7 @@ def test_pools_grow_and_shrink_and_workers_leave_on_sigterm_and_nobody_notices()
         up.wait_ready()
         supervisor = pid_of(up, SUPERVISOR)
         with loaded(up) as load:
-            assert "until now 2" in scale(up, "decode", 3)
+            assert "it had 2" in scale(up, "decode", 3)
             up.wait_for("decode-2 has joined")
             goes_on(load)
             leaves(up, "decode-0")
@@ -104,7 +104,7 @@ def test_pools_grow_and_shrink_and_workers_leave_on_sigterm_and_nobody_notices()
                 lambda: set(slot_states(up)) == {"prefill-0", "decode-0", "decode-1", "decode-2"},
                 "the slots are not shown",
             )
-            assert "until now 3" in scale(up, "decode", 1)
+            assert "it had 3" in scale(up, "decode", 1)
             up.wait_for("decode-1 has left")
             until(lambda: "decode-2" not in up.state.processes, "decode-2 does not leave")
             goes_on(load)

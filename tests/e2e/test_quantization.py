@@ -1,4 +1,4 @@
-"""`baton up` with codes for weights and KV: it comes up, and its answers make sense."""
+"""`baton serve` with codes for weights and KV: it comes up, and its answers make sense."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def addresses(up: UpProcess) -> dict[str, str]:
 
 def drain(up: UpProcess, name: str) -> None:
     done = subprocess.run(
-        [BATON, "drain", name, "--http", up.http.removeprefix("http://")],
+        [BATON, "drain", name, "--yes", "--http", up.http.removeprefix("http://")],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

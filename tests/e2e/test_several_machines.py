@@ -1,7 +1,7 @@
 """A cluster on several machines: prefill and decode on nodes of their own, and the loss of one.
 
 Each machine has its own network, its own processes and its own idea of process ids. Ray's head and
-`baton up` are on the first; the workers' nodes have joined by `baton join`. Once the network is
+`baton serve` are on the first; the workers' nodes have joined by `baton join`. Once the network is
 nobody else's, and once anybody's: with keys, certificates, and a Redis that asks for them.
 """
 
@@ -143,7 +143,7 @@ class Network:
             CONFIG.format(model=model, head=self.head.address, stores=self.stores, decode=decode)
         )
         fronts = [f"--{front}={self.head.address}:{port}" for front, port in PORTS.items()]
-        up = self.start(self.head, name, BATON, "up", "--config", str(file), *fronts)
+        up = self.start(self.head, name, BATON, "serve", "--config", str(file), *fronts)
         self.until(lambda: "\nready\n" in self.text(name) or up.poll() is not None, "up")
         assert up.poll() is None, self.text(name)
         return up

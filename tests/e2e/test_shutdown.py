@@ -1,4 +1,4 @@
-"""However `baton up` ends, nothing of its cluster is left."""
+"""However `baton serve` ends, nothing of its cluster is left."""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ def test_timed_workers_serve_change_roles_and_come_back() -> None:
         first = answer()
         assert len(first) == 8
         for command in (("role", "prefill-1", "decode"), ("drain", "decode-0")):
-            subprocess.run([BATON, *command, "--http", up.state.http], check=True, timeout=START_S)
+            subprocess.run(
+                [BATON, *command, "--yes", "--http", up.state.http], check=True, timeout=START_S
+            )
         up.wait_for("decode-0 is back")
         assert answer() == first
         up.terminate()

@@ -238,7 +238,7 @@ def test_no_role_has_asked_the_store_for_more_than_it_may(secured: Secured) -> N
 def test_beyond_this_machine_it_wants_keys_and_certificates(secured: Secured) -> None:
     certs = ("--certs", str(secured.authority.folder))
     for options, missing in (((), "API keys and TLS"), (certs, "API keys")):
-        command = [BATON, "up", "--http", "0.0.0.0:0", "--grpc", "127.0.0.1:0", *options]
+        command = [BATON, "serve", "--http", "0.0.0.0:0", "--grpc", "127.0.0.1:0", *options]
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=START_S)
         text = " ".join(done.stdout.split())
         assert done.returncode == 1

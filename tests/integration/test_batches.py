@@ -59,7 +59,7 @@ async def check_results(client: AsyncHttpClient, batch: BatchInfo, path: Path) -
 async def test_a_batch_outlives_its_routers(
     tiny_model: Path, redis_url: str, tmp_path: Path
 ) -> None:
-    """They stop in its middle, as with `baton up`'s Ctrl-C, and are started again."""
+    """They stop in its middle, as with `baton serve`'s Ctrl-C, and are started again."""
     changes = {"data_dir": str(tmp_path / "data"), "batch_most_in_flight": 1}
     async with two_routers(tiny_model, redis_url, **changes) as routers:
         async with begun(routers) as (client, started):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import InvalidRequest, NotFound
+from baton.errors import LastWorker, NotFound
 from baton.sampling_params import SamplingParams
 from router.generation import OutputDelta
 from router.worker_control import WorkerControl
@@ -81,9 +81,11 @@ async def test_a_prefill_worker_becomes_a_decode_worker_and_back(
         answer = await cluster.answer(prompt, LONG)
         assert answer.token_ids == reference.token_ids
         assert cluster.value("prefill-0", "baton_sequences", state="running") == 0
-        with pytest.raises(InvalidRequest, match="only decode worker"):
+        with pytest.raises(LastWorker, match="prefill-0 is the last ready decode worker"):
             await control.change_role("prefill-0", "prefill", DEADLINE_S)
-        await control.change_role("prefill-1", "decode", DEADLINE_S)
+        with pytest.raises(LastWorker, match="prefill-1 is the last ready prefill worker"):
+            await control.change_role("prefill-1", "decode", DEADLINE_S)
+        await control.change_role("prefill-1", "decode", DEADLINE_S, force=True)
         await cluster.until(lambda: roles_up(cluster).get("prefill-1") == "decode")
         await control.change_role("prefill-0", "prefill", DEADLINE_S)
         await cluster.until(

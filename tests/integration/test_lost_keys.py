@@ -15,10 +15,8 @@ from baton.index_scripts import NAME_BYTES
 from baton.prefix_index import PrefixIndex
 from baton.registry import Registry, WorkerRecord
 from baton.request import LoadSnapshot
-from engine.block_pool import BlockPool
-from tests.integration.test_redis import Store, contents, names, open_store, record_of
+from tests.integration.test_redis import Publisher, Store, contents, names, open_store, record_of
 from tests.mini_cluster import valkey
-from worker.index_publisher import IndexPublisher
 
 TTL_S = 30.0
 CHAINS = [names(letter, 3) for letter in "abcd"]
@@ -30,33 +28,23 @@ def own_url() -> Iterator[str]:
         yield url
 
 
-class Worker:
+class Worker(Publisher):
     """What a worker process tells Redis."""
 
     def __init__(self, store: Store, incarnation: str) -> None:
-        self._store = store
+        super().__init__(store, incarnation, blocks=5)
         self.record = record_of(incarnation)
-        self.pool = BlockPool(5)
-        self.publisher = IndexPublisher(store.index, self.pool, incarnation)
         self._registered = False
 
     async def beat(self) -> None:
-        told = await self._store.registry.put(self.record, TTL_S, renew=self._registered)
+        told = await self.store.registry.put(self.record, TTL_S, renew=self._registered)
         assert told, "its life would end"
         self._registered = True
         await self.publisher.publish(verify=True)
 
     async def fall_silent(self) -> None:
-        await self._store.registry.put(self.record, 0.001)
+        await self.store.registry.put(self.record, 0.001)
         await asyncio.sleep(0.002)
-
-    def fill(self, chain: list[bytes]) -> None:
-        held = self.pool.match(chain)
-        self.pool.pin(held)
-        missing = self.pool.allocate(len(chain) - len(held))
-        for block, digest in zip(missing, chain[len(held) :], strict=True):
-            self.pool.register(block, digest)
-        self.pool.release([*held, *missing])
 
 
 class Cluster:

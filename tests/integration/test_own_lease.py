@@ -15,24 +15,21 @@ from typing import Any
 import pytest
 import redis
 
-from baton.config import Config, Role
 from baton.errors import BatonError
 from baton.hashing import block_hashes, hash_key
 from baton.registry import WorkerRecord
 from baton.request import FinishReason
 from baton.sampling_params import SamplingParams
 from tests.chaos.stage import until_whole
-from tests.chaos.worker_child import WorkerChild
-from tests.chaos.worker_script import Job
 from tests.integration.test_handoff import local_answer, prompt_of
 from tests.integration.test_redis_away import stopped
+from tests.integration.worker_processes import worker_processes
 from tests.mini_cluster import MiniCluster, collect, mini_cluster, valkey
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 TTL_S = 2.0
 PATIENCE_S = 60.0
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 BEATS: dict[str, Any] = {"heartbeat_s": TTL_S / 4, "registry_ttl_s": TTL_S}
 
 
@@ -49,29 +46,10 @@ async def decode_record(cluster: MiniCluster, but: str = "") -> WorkerRecord:
 async def test_a_worker_that_was_stopped_wakes_in_another_life_with_what_it_had_cached(
     tiny_model: Path, redis_url: str, tmp_path: Path
 ) -> None:
-    config = Config(dtype="float32", local_prefill="never", **BEATS)
-    cluster = MiniCluster(config, tiny_model, redis_url)
-    children = [
-        WorkerChild(
-            Job(
-                role,
-                f"{role}-0",
-                "shm",
-                str(tiny_model),
-                redis_url,
-                cluster.cluster_id,
-                registry_ttl_s=TTL_S,
-            ),
-            tmp_path / f"{role}.log",
-        )
-        for role in ROLES
-    ]
-    decode = children[1]
-    try:
-        for child in children:
-            await child.ready()
-        await cluster.dispatcher.start()
-        await cluster.until(lambda: cluster.dispatcher.health()[0] == "ok")
+    async with worker_processes(tiny_model, redis_url, tmp_path, registry_ttl_s=TTL_S) as (
+        cluster,
+        (_, decode),
+    ):
         prompt = prompt_of(100)
         expected = local_answer(tiny_model, prompt, SHORT)
         assert (await cluster.answer(prompt, SHORT)).token_ids == expected
@@ -95,10 +73,6 @@ async def test_a_worker_that_was_stopped_wakes_in_another_life_with_what_it_had_
                 await asyncio.sleep(0.05)
         assert (await cluster.answer(prompt, SHORT)).token_ids == expected
         await until_whole(decode, time.monotonic() + PATIENCE_S)
-    finally:
-        await cluster.stop()
-        for child in children:
-            child.end()
 
 
 async def ends_clearly(running: Any) -> None:
@@ -166,29 +140,11 @@ async def test_a_host_that_stood_still_for_longer_than_leases_loses_nothing(
     tiny_model: Path, tmp_path: Path, pause_s: float
 ) -> None:
     """Workers, store and router (this process) alike: no life ends, and the answer goes on."""
-    config = Config(dtype="float32", local_prefill="never", **BEATS)
     with valkey() as url:
-        cluster = MiniCluster(config, tiny_model, url)
-        children = [
-            WorkerChild(
-                Job(
-                    role,
-                    f"{role}-0",
-                    "shm",
-                    str(tiny_model),
-                    url,
-                    cluster.cluster_id,
-                    registry_ttl_s=TTL_S,
-                ),
-                tmp_path / f"{role}.log",
-            )
-            for role in ROLES
-        ]
-        try:
-            for child in children:
-                await child.ready()
-            await cluster.dispatcher.start()
-            await cluster.until(lambda: cluster.dispatcher.health()[0] == "ok")
+        async with worker_processes(tiny_model, url, tmp_path, registry_ttl_s=TTL_S) as (
+            cluster,
+            children,
+        ):
             before = set(await cluster.registry.all())
             prompt = prompt_of(30)
             request = replace(cluster.request(prompt, LONG), deadline_s=pause_s + PATIENCE_S)
@@ -207,7 +163,3 @@ async def test_a_host_that_stood_still_for_longer_than_leases_loses_nothing(
             async with asyncio.timeout(PATIENCE_S):
                 while set(await cluster.registry.all()) != before:
                     await asyncio.sleep(0.05)
-        finally:
-            await cluster.stop()
-            for child in children:
-                child.end()

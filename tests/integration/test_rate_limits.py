@@ -300,6 +300,42 @@ async def test_a_leave_whose_answer_is_lost_is_charged_once(
     assert 599 <= tokens.remaining <= 620
 
 
+async def test_a_leave_that_redis_refuses_is_logged_and_told_again(
+    client: redis.asyncio.Redis,
+    limits: RateLimits,
+    cluster_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    charge = await enter(limits, key(concurrency=1))
+    monkeypatch.setattr(rate_limits, "AWAY_S", 0.0)
+    answered, refusals = script_queue.call_together, [redis.ResponseError("NOPERM no permission")]
+
+    async def call(*args: Any) -> list[Any]:
+        return [refusals.pop()] if refusals else await answered(*args)
+
+    monkeypatch.setattr(rate_limits, "call_together", call)
+    limits.leave(charge, 0, refund=False)
+    async with asyncio.timeout(DEADLINE_S):
+        while await running(client, cluster_id):
+            await asyncio.sleep(0.01)
+    assert "NOPERM" in caplog.text
+
+
+async def test_limits_that_close_leave_no_task_behind(
+    client: redis.asyncio.Redis, limits: RateLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What closing ends may have been counted: it is taken back before the end, not after it."""
+    monkeypatch.setattr(rate_limits, "ANSWER_S", 0.0)
+    await client.client_pause(100)
+    assert await limits.enter(key(concurrency=1), 1, 300.0) is None
+    monkeypatch.setattr(rate_limits, "ANSWER_S", DEADLINE_S)
+    before = asyncio.all_tasks()
+    await limits.close()
+    await asyncio.sleep(0)
+    assert not asyncio.all_tasks() - before
+
+
 async def test_no_request_waits_for_a_connection_for_longer_than_for_an_answer(
     client: redis.asyncio.Redis,
     limits: RateLimits,

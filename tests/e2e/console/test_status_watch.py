@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import json
 import os
 import pty
 import re
@@ -95,6 +96,24 @@ async def test_it_is_drawn_in_place_until_ctrl_c(stage: Stage) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while stage.console.watch.viewers:
             await asyncio.sleep(0.02)
+
+
+async def test_each_line_for_programs_is_a_document(stage: Stage) -> None:
+    command = (BATON, "status", "--watch", "-o", "json", "--http", address(stage))
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            told = [json.loads(await process.stdout.readline()) for _ in range(2)]
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, errors = await process.communicate()
+    assert process.returncode == 130
+    assert errors == b""
+    assert told[0]["at"] < told[1]["at"]
+    assert {worker["slot"] for worker in told[0]["workers"]} == {"decode-0", "prefill-0"}
 
 
 async def test_a_router_that_goes_is_told(stage: Stage) -> None:

@@ -11,10 +11,10 @@ from deploy.ports import free_port
 runner = CliRunner()
 
 
-def nothing_starts(*arguments: str) -> str:
-    """What `baton up` says when it refuses."""
-    result = runner.invoke(app, ["up", *arguments])
-    assert result.exit_code == 1
+def nothing_starts(*arguments: str, code: int = 1) -> str:
+    """What `baton serve` says when it refuses."""
+    result = runner.invoke(app, ["serve", *arguments])
+    assert result.exit_code == code
     assert isinstance(result.exception, SystemExit)
     assert "starting" not in result.output
     return result.output
@@ -23,10 +23,14 @@ def nothing_starts(*arguments: str) -> str:
 def test_every_fault_of_the_configuration_has_a_line(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
     file.write_text("lease_s = -1\nmade_up = 3\n")
-    lines = nothing_starts("--config", str(file), "--dtype", "int3", "--http", "8000").splitlines()
-    assert len(lines) == 4
-    for field in ("lease_s", "made_up", "dtype", "http"):
-        assert sum(line.startswith(f"error: {field}: ") for line in lines) == 1, lines
+    lines = nothing_starts("--config", str(file), "--block-size", "24", "--http", "8000")
+    for field in (":1: `lease_s`", ":2: unknown field `made_up`", "error: --http"):
+        assert sum(field in line for line in lines.splitlines()) == 1, lines
+    assert len(lines.splitlines()) == 3
+
+
+def test_a_wrong_choice_is_a_usage_error() -> None:
+    assert "bfloat16" in nothing_starts("--dtype", "int3", code=2)
 
 
 def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
@@ -39,7 +43,7 @@ def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
 
 def test_an_environment_variable_that_is_no_json_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_POOLS", "one of each")
-    assert "pools" in nothing_starts()
+    assert "BATON_POOLS must be JSON" in nothing_starts()
 
 
 def test_a_count_needs_a_single_pool_of_the_role(tmp_path: Path) -> None:
@@ -66,6 +70,6 @@ def test_a_cluster_that_is_not_there_is_said(command: list[str]) -> None:
 
 
 def test_every_command_has_help() -> None:
-    for command in (["up"], ["chat"], ["status"], ["model", "pull"], ["model", "list"]):
+    for command in (["serve"], ["up"], ["chat"], ["status"], ["model", "pull"], ["model", "list"]):
         result = runner.invoke(app, [*command, "--help"])
         assert result.exit_code == 0

@@ -49,7 +49,7 @@ def test_a_configuration_is_looked_at(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
     file.write_text('redis_url = "redis://127.0.0.1:1"\n')
     result = CliRunner().invoke(app, ["doctor", "--config", str(file)])
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == 4, result.output
     assert "GB/s between" in result.output
     file.write_text("nothing = 1\n")
     result = CliRunner().invoke(app, ["doctor", "--config", str(file)])

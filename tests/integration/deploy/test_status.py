@@ -182,3 +182,11 @@ def test_restarts_slow_down_and_end_when_they_come_too_fast() -> None:
 def test_the_curl_line_survives_a_quote_in_the_models_name() -> None:
     text = announcement(http="h:1", grpc="h:2", model="it's", workers=["a"], logs=Path("/l"))
     assert r"""it'\''s""" in text
+
+
+def test_the_commit_of_a_hugging_face_model_is_announced() -> None:
+    text = announcement(
+        http="h:1", grpc="h:2", model="org/m", commit="1f2e", workers=["a"], logs=Path("/l")
+    )
+    assert "  model    org/m (commit 1f2e)\n" in text
+    assert '"model": "org/m"' in text

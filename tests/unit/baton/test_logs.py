@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from baton.logs import formatter, log_to_stream, of_request
+from baton.logs import ErrorRow, formatter, log_to_stream, of_request
 
 
 @pytest.fixture
@@ -86,3 +86,18 @@ async def test_tasks_that_a_request_begins_are_about_it() -> None:
 
     await asyncio.gather(request("r-1"), request("r-2"))
     assert sorted(line["request_id"] for line in lines(stream)) == ["r-1", "r-2"]
+
+
+def test_a_row_of_errors_is_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    row = ErrorRow(logging.getLogger("a"), "it could not be done")
+    for divisor in (0, 0, 0, 1, 1, 0, 1):
+        with row.caught():
+            1 / divisor
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [
+        "it could not be done; further errors are only counted",
+        "it could not be done; errors in a row: 3",
+        "it could not be done; further errors are only counted",
+        "it could not be done; errors in a row: 1",
+    ]
+    assert caplog.records[0].exc_info is not None

@@ -99,6 +99,7 @@ metrics = RouterMetrics(CollectorRegistry())
 metrics.requests.labels("short", "ok", "").inc(int(sys.argv[1]))
 metrics.time_to_first_token.labels("short").observe(0.02)
 metrics.active_requests.inc(2)
+metrics.prefill_speed.set(int(sys.argv[1]))
 metrics.routable_workers.labels("decode").set(int(sys.argv[1]))
 if sys.argv[2:]:
     from prometheus_client.multiprocess import mark_process_dead
@@ -120,13 +121,15 @@ def test_processes_that_share_a_folder_show_their_sums(tmp_path: Path) -> None:
         return process.pid, output.decode()
 
     gone, _ = run("3")
+    run("5")
     # Another one has just begun.
     (tmp_path / "counter_1.db").touch()
     _, page = run("5", str(gone), str(tmp_path))
-    assert 'baton_requests_total{class="short",code="",outcome="ok"} 8.0' in page
-    assert 'baton_time_to_first_token_seconds_bucket{class="short",le="0.025"} 2.0' in page
-    assert 'baton_time_to_first_token_seconds_count{class="short"} 2.0' in page
-    assert "baton_active_requests 2.0" in page
+    assert 'baton_requests_total{class="short",code="",outcome="ok"} 13.0' in page
+    assert 'baton_time_to_first_token_seconds_bucket{class="short",le="0.025"} 3.0' in page
+    assert 'baton_time_to_first_token_seconds_count{class="short"} 3.0' in page
+    assert "baton_active_requests 4.0" in page
+    assert "baton_prefill_speed_workers 10.0" in page
     assert 'baton_routable_workers{role="decode"} 5.0' in page
 
 

@@ -100,6 +100,7 @@ def test_reserves_that_leave_or_are_over_are_not_served() -> None:
     assert isinstance(aborted.exception(0), TicketEnded)
     assert worker.served == ["d"]
     assert last.done()
+    assert worker.queue.answered == 1
 
 
 def test_closing_answers_all() -> None:

@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 
 from baton.client import HttpClient
 from baton.errors import InvalidRequest, Unavailable
-from deploy.batch_command import NOT_ALL_ANSWERED, BatchCommand, run_batch
+from deploy.batch_command import BatchCommand, run_batch
 from deploy.cli import app
+from deploy.exit_codes import ExitCode
 from deploy.ports import free_port
 from tests.unit.router.batches.test_api import chat, lines, served
 
@@ -71,7 +72,7 @@ async def test_all_lines_are_answered(tmp_path: Path) -> None:
 async def test_lines_without_an_answer_are_told(tmp_path: Path) -> None:
     async with terminal(tmp_path) as there:
         file, output = written(tmp_path, [chat(), chat(top_p=7)]), tmp_path / "out.jsonl"
-        assert await there.run(file, output=output) == NOT_ALL_ANSWERED
+        assert await there.run(file, output=output) == ExitCode.INCOMPLETE
         assert names(output) == ["c-0"]
         assert names(tmp_path / "out.errors.jsonl") == ["c-1"]
 
@@ -107,8 +108,8 @@ def test_a_file_or_an_id_is_needed(tmp_path: Path, arguments: list[str]) -> None
     file = written(tmp_path, [chat()])
     given = [str(file) if argument == "FILE" else argument for argument in arguments]
     result = CliRunner().invoke(app, ["batch", *given])
-    assert result.exit_code == 1
-    assert "give a file, or --id" in result.output
+    assert result.exit_code == 2
+    assert "give either a file or --id" in result.output
 
 
 def test_exit_code_where_nobody_listens(tmp_path: Path) -> None:

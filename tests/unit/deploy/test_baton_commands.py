@@ -8,13 +8,14 @@ from tests.unit.deploy.baton_commands import parse, unknown_variables
 
 
 def test_what_exists_is_parsed_down_to_the_last_command() -> None:
-    parsed = parse(["up", "--config", "a.toml", "--prefill", "2"])
-    assert (parsed.name, parsed.parameters["prefill"]) == ("up", 2)
+    parsed = parse(["serve", "--config", "a.toml", "--prefill", "2"])
+    assert (parsed.name, parsed.parameters["prefill"]) == ("serve", 2)
     assert parse(["model", "pull", "a"]).name == "pull"
 
 
 @pytest.mark.parametrize(
-    "arguments", [["up", "--no-such-flag"], ["no-such-command"], ["model", "push"], ["up", "more"]]
+    "arguments",
+    [["serve", "--no-such-flag"], ["no-such-command"], ["model", "push"], ["serve", "a", "more"]],
 )
 def test_what_does_not_exist_is_refused(arguments: list[str]) -> None:
     with pytest.raises(Exception, match=r"(?i)no such|unexpected"):

@@ -29,10 +29,16 @@ def test_each_quantisation_has_a_row(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
-    [("", "names none"), ("int3", "known: auto, none"), ("none/int4", "known: auto, int8")],
+    ("names", "code", "message"),
+    [
+        ("", 2, "--quantizations is empty"),
+        ("int3", 1, "known: auto, none"),
+        ("none/int4", 1, "known: auto, int8"),
+    ],
 )
-def test_quantisations_that_are_not_known(arguments: list[str], names: str, message: str) -> None:
+def test_quantizations_that_are_not_known(
+    arguments: list[str], names: str, code: int, message: str
+) -> None:
     result = CliRunner().invoke(app, [*arguments, "--quantizations", names])
-    assert result.exit_code == 1
+    assert result.exit_code == code
     assert message in result.output

@@ -135,7 +135,7 @@ def test_the_commands(tmp_path: Path) -> None:
     assert run("init", folder)[0] == 1
     assert run("issue", "alice", folder)[0] == 0
     assert run("issue", "alice", folder)[0] == 1
-    assert run("issue", "bob", folder, "--role", "king")[0] == 1
+    assert run("issue", "bob", folder, "--role", "king")[0] == 2
     assert run("renew", folder, "--only", "alice")[0] == 0
     code, text = run("show", folder)
     assert code == 0

@@ -121,7 +121,7 @@ def test_baton_takes_its_command_lines(value_set: str) -> None:
         if hook[:1] == ["baton"]:
             seen.append(parse(hook[1:]).name)
     apart = {"join", "leave", "router"} if value_set in KUBERAY_SETS else set()
-    assert set(seen) == {"status", "up"} | apart
+    assert set(seen) == {"status", "serve"} | apart
 
 
 @each_set
@@ -305,7 +305,7 @@ def locked_front(status: int) -> Iterator[str]:
             thread.join()
 
 
-@pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
+@pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 4)])
 @pytest.mark.parametrize("value_set", ["production-values.yaml", "kuberay-values.yaml"])
 def test_helm_test_needs_no_key_where_others_do(value_set: str, status: int, code: int) -> None:
     """What its pod runs, against a front that shows nothing but its health without one."""

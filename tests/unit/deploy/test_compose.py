@@ -82,7 +82,7 @@ def test_launcher_and_routers_take_command_line_and_variables(
 ) -> None:
     service = services()[name]
     parsed = parse(service["command"])
-    assert parsed.name == {"launcher": "up", "router": "router"}[name]
+    assert parsed.name == {"launcher": "serve", "router": "router"}[name]
     assert unknown_variables(list(service["environment"])) == []
     (local,) = [one for one in service["volumes"] if one.startswith("./")]
     file, inside, _ = local.split(":")

@@ -15,13 +15,14 @@ from tokenizers import Tokenizer
 
 from baton.cache import cache_dir
 from baton.errors import ConfigError
-from deploy.model_store import KNOWN_MODELS, pull
+from deploy.demo_model import KNOWN_MODELS
+from deploy.model_store import resolve
 
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
     try:
-        return pull(KNOWN_MODELS[0].name, lambda line: None)
+        return resolve(KNOWN_MODELS[0].name, lambda line: None).path
     except ConfigError as error:
         pytest.skip(error.message)
 

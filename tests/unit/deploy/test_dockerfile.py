@@ -75,7 +75,7 @@ def test_it_runs_batons_own_command() -> None:
     assert init == ["tini", "--"]
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert name in scripts
-    assert parse(json.loads(command)).name == "up"
+    assert parse(json.loads(command)).name == "serve"
 
 
 def test_baton_reads_its_variables() -> None:

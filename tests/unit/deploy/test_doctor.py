@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from rich.console import Console
@@ -9,6 +11,7 @@ from baton.errors import ConfigError
 from deploy import doctor, doctor_host
 from deploy.cli import app
 from deploy.doctor import Check, Missing, draw, draw_steps, examine, is_fit, nccl_devices
+from deploy.exit_codes import ExitCode
 from deploy.pair_check import PairStep
 
 runner = CliRunner()
@@ -26,7 +29,7 @@ def lines(table: object) -> list[list[str]]:
     console = Console(width=200)
     with console.capture() as captured:
         console.print(table)
-    return [line.split(maxsplit=2) for line in captured.get().splitlines()]
+    return [line.rstrip().split(maxsplit=2) for line in captured.get().splitlines()]
 
 
 def test_what_is_needed_decides() -> None:
@@ -42,13 +45,40 @@ def test_what_is_missing_is_said() -> None:
     assert {finding.detail for finding in found} == {"install [it]"}
 
 
-@pytest.mark.parametrize(("needed", "code"), [(True, 1), (False, 0)])
+@pytest.mark.parametrize(("needed", "code"), [(True, 4), (False, 0)])
 def test_the_exit_code_says_it(monkeypatch: pytest.MonkeyPatch, needed: bool, code: int) -> None:
     monkeypatch.setattr(doctor, "CHECKS", (Check("one", missing, needed=needed),))
     monkeypatch.setattr(doctor_host, "host_checks", lambda config: ())
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == code
     assert "install [it]" in result.output
+
+
+def test_findings_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = (Check("one", missing, needed=True), Check("two", there))
+    monkeypatch.setattr(doctor, "CHECKS", checks)
+    monkeypatch.setattr(doctor_host, "host_checks", lambda config: ())
+    result = runner.invoke(app, ["doctor", "-o", "json"])
+    assert result.exit_code == ExitCode.UNHEALTHY
+    assert json.loads(result.stdout) == {
+        "fit": False,
+        "checks": [
+            {
+                "name": "one",
+                "state": "missing",
+                "usable": False,
+                "needed": True,
+                "detail": "install [it]",
+            },
+            {
+                "name": "two",
+                "state": "ok",
+                "usable": True,
+                "needed": False,
+                "detail": "version 1",
+            },
+        ],
+    }
 
 
 def test_a_module_that_cannot_be_imported_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +107,7 @@ def test_nccl_needs_nccl_and_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="two GPUs, and torch sees 1"):
         nccl_devices()
     result = runner.invoke(app, ["doctor", "--nccl"])
-    assert result.exit_code == 2
+    assert result.exit_code == ExitCode.UNSUPPORTED
     assert "two GPUs" in result.output
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert nccl_devices() == ("cuda:0", "cuda:1")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+from huggingface_hub import constants
 
 from baton.config import Config
 from baton.errors import HandoffError
@@ -48,7 +49,7 @@ def test_ports() -> None:
 
 
 def test_redis_that_is_away_is_needed() -> None:
-    assert find("Redis").detail == "none is named: `baton up` starts its own"
+    assert find("Redis").detail == "none is named: `baton serve` starts its own"
     found = find("Redis", redis_url="redis://user:secret@127.0.0.1:1/0")
     assert (found.usable, found.needed) == (False, True)
     assert "127.0.0.1:1" in found.detail
@@ -72,13 +73,15 @@ def test_model_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "model.safetensors").unlink()
     broken = find("model files", model=str(folder))
     assert (broken.usable, broken.needed) == (False, True)
-    assert "is neither a known model" in find("model files", model="no-such-model").detail
+    assert "neither a demo model" in find("model files", model="no-such-model").detail
     monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
     missing = find("model files")
     assert missing.usable, "it is fetched"
     assert "baton model pull" in missing.detail
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(GIB, 0, GIB))
     assert "BATON_CACHE_DIR" in find("model files").detail
+    assert "HF_HOME" in find("model files", model="org/name").detail
 
 
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:

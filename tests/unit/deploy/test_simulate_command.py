@@ -104,4 +104,4 @@ def test_calibration_needs_a_cluster(tmp_path: Path) -> None:
         app, ["calibrate", "--http", "127.0.0.1:1", "--json", str(tmp_path / "p.json")]
     )
     assert result.exit_code == 1
-    assert "no such cluster" in result.output
+    assert "127.0.0.1:1 is not one of your clusters" in result.output

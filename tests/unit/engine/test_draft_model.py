@@ -23,6 +23,8 @@ from engine.block_pool import BlockPool
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from engine.filled_slots import FilledSlots
 from engine.local import compile_grammar, make_sequence
+from engine.model import DecoderModel
+from engine.model_config import ModelConfig
 from engine.model_draft_length import Candidate, ModelDraftLength
 from engine.model_speculation import ModelSpeculation
 from engine.plan import StepPlan, StepResult
@@ -387,6 +389,33 @@ def test_an_engine_is_built_with_it(folders: dict[str, Path]) -> None:
     assert (
         engine.cache.block_bytes > build_engine(replace(settings, drafter="none")).cache.block_bytes
     )
+    warm_up(engine)
+
+
+def test_its_tables_end_with_the_bounded_context(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts = []
+
+    class Watched(DecoderModel):
+        def __init__(self, config: ModelConfig, *rest: Any) -> None:
+            super().__init__(config, *rest)
+            contexts.append([len(table) for table in self.ropes])
+
+    monkeypatch.setattr("engine.engine.DecoderModel", Watched)
+    settings = EngineSettings(
+        folders["plain"],
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        kv_pool_bytes=1 << 20,
+        drafter="draft",
+        draft_model=folders["plain-another"],
+        max_model_len=48,
+    )
+    engine = build_engine(settings)
+    assert engine.context_length == 48
+    assert contexts == [[48], [48]]
     warm_up(engine)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,9 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from engine.local import generate
+from engine.model import DecoderModel
+from engine.model_config import load_model_config
+from engine.weights import load_weights
 from tests.models import make_tiny_model
 from worker.cores import CoreBoard
 
@@ -129,6 +133,62 @@ def test_a_pool_beyond_the_machines_memory_is_refused(base: EngineSettings) -> N
     """The kernel would grant it and kill a process when its pages are touched."""
     with pytest.raises(ConfigError, match="lower kv_pool_mib"):
         build_engine(replace(base, kv_pool_bytes=1 << 50))
+
+
+def test_a_bounded_context_changes_no_token(base: EngineSettings) -> None:
+    plain, bounded = build_engine(base), build_engine(replace(base, max_model_len=40))
+    assert (plain.context_length, bounded.context_length) == (512, 40)
+    assert answers(bounded) == answers(plain)
+    assert bounded.fingerprint == plain.fingerprint
+    warm_up(bounded)
+
+
+def test_an_answer_ends_where_the_bounded_context_does(base: EngineSettings) -> None:
+    engine = build_engine(replace(base, max_model_len=33))
+    assert [len(found) for found in answers(engine)] == [3] * 4
+
+
+def test_a_pool_must_hold_a_sequence_of_the_length_that_was_asked_for(
+    base: EngineSettings,
+) -> None:
+    block = build_engine(base).cache.block_bytes
+    small = replace(base, kv_pool_bytes=4 * block)
+    assert build_engine(small).context_length == 64
+    assert build_engine(replace(small, max_model_len=64)).context_length == 64
+    mib = f"{5 * block / (1 << 20):.1f}", f"{4 * block / (1 << 20):.1f}"
+    with pytest.raises(ConfigError) as caught:
+        build_engine(replace(small, max_model_len=65))
+    assert caught.value.message == (
+        f"a sequence of max_model_len 65 tokens needs {mib[0]} MiB of KV memory, and the pool has"
+        f" {mib[1]} MiB, enough for 64 tokens; raise kv_pool_mib, or lower max_model_len"
+    )
+
+
+def test_rotary_tables_end_with_the_bounded_context(base: EngineSettings) -> None:
+    config = load_model_config(base.model_path, 40)
+    weights = load_weights(base.model_path, torch.device("cpu"), torch.float32, "auto")
+    whole = DecoderModel(load_model_config(base.model_path), weights, torch.device("cpu"))
+    bounded = DecoderModel(config, weights, torch.device("cpu"))
+    assert torch.equal(bounded.ropes[0], whole.ropes[0][:40])
+    assert len(whole.ropes[0]) == 512
+
+
+def test_a_bound_that_chooses_other_rotary_factors_is_in_the_fingerprint(tmp_path: Path) -> None:
+    """Of longrope, as Phi-3 has it: the short factors hold within the original context."""
+    folder = make_tiny_model(tmp_path, head_dim=16)
+    config = json.loads((folder / "config.json").read_text())
+    config["original_max_position_embeddings"] = 128
+    config["rope_scaling"] = {
+        "type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = EngineSettings(folder, device="cpu", threads=1, kv_pool_bytes=1 << 20)
+    names = [
+        build_engine(replace(settings, max_model_len=bound)).fingerprint for bound in (0, 129, 128)
+    ]
+    assert names[0] == names[1] != names[2]
 
 
 def test_a_long_step_says_that_it_goes_on(base: EngineSettings, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def load(folder: Path, generation: dict[str, Any] | None = None, **changes: Any)
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
     return load_model_config(folder)
+
+
+def test_the_context_may_be_bounded(tmp_path: Path) -> None:
+    own = load(tmp_path, max_position_embeddings=64)
+    assert own.context_length == 64
+    assert load_model_config(tmp_path, 64) == own
+    assert load_model_config(tmp_path, 63) == replace(own, context_length=63)
+    with pytest.raises(ConfigError, match="max_model_len is 65, and the model's context is 64"):
+        load_model_config(tmp_path, 65)
 
 
 def test_what_is_absent_has_llamas_defaults(tmp_path: Path) -> None:

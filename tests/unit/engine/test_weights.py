@@ -332,3 +332,21 @@ def test_shards_have_a_fingerprint(tmp_path: Path, tensors: dict[str, torch.Tens
     name = next(iter(changed))
     save_file(changed | {name: changed[name] + 1}, shards[2])
     assert name_of(tmp_path) != known
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / WEIGHTS).write_bytes(b"weights")
+    (tmp_path / name).write_text("{}")
+
+    def read_bytes(path: Path) -> bytes:
+        raise PermissionError("Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with (
+        Fingerprint([tmp_path / WEIGHTS], "bfloat16", "auto", tmp_path / "cache") as found,
+        pytest.raises(ConfigError, match=f"{name} cannot be read: Permission denied"),
+    ):
+        found.result()

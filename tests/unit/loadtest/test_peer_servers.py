@@ -25,7 +25,7 @@ def test_every_peer_can_be_made(tmp_path: Path) -> None:
 def test_baton_is_started_as_a_user_would(tmp_path: Path) -> None:
     programs = replace(make_fakes(tmp_path).programs, baton_arguments="--decode 2")
     command = make_server("baton", programs).command
-    assert command[1:4] == ("up", "--model", str(tmp_path))
+    assert command[1:4] == ("serve", "--model", str(tmp_path))
     assert command[-2:] == ("--decode", "2")
     assert "--quantization" not in command
     quantized = make_server("baton-int8", programs).command

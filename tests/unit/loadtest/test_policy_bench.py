@@ -104,17 +104,19 @@ def test_small_caches_find_less(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "code", "says"),
     [
-        (("--policy", "best"), "'best' is none of predictive"),
-        (("--scale-length", "0"), "is not above 0"),
-        (("--json", "/nonexistent/found.json"), "cannot be written"),
+        (("--policy", "best"), 2, "'best' is not one of 'predictive'"),
+        (("--scale-length", "0"), 2, "must be above 0"),
+        (("--json", "/nonexistent/found.json"), 1, "cannot be written"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, flags: tuple[str, ...], says: str) -> None:
+def test_what_is_wrong_is_said(
+    tmp_path: Path, flags: tuple[str, ...], code: int, says: str
+) -> None:
     trace = write_chats(tmp_path / "chats.jsonl", 1, 1)
     result = CliRunner().invoke(app, ["bench", "policy", "--trace", str(trace), *flags])
-    assert result.exit_code == 1
+    assert result.exit_code == code
     assert says in result.output
 
 

@@ -104,5 +104,5 @@ def test_the_command(model: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "decode, batch 2, context 20" in done.output
     refused = CliRunner().invoke(app, [*command, "--batches", "1;2"])
-    assert refused.exit_code == 1
-    assert "no list of whole numbers" in refused.output
+    assert refused.exit_code == 2
+    assert "comma-separated integers" in refused.output

@@ -187,7 +187,7 @@ def test_who_waited_too_long_after_all_is_refused_and_costs_nothing() -> None:
     assert set(cluster.refused) > at_once
     assert not set(cluster.refused) & set(cluster.begun)
     assert len(cluster.refused) + len(cluster.begun) == len(cluster.wanted)
-    assert cluster.admission.waiting_requests == cluster.admission.in_flight_tokens == 0
+    assert cluster.admission.waiting_requests == cluster.admission._prefill.tokens == 0
 
 
 def test_overload_keeps_what_is_admitted_within_its_time() -> None:
@@ -394,7 +394,7 @@ def test_room_is_never_promised_twice(
     assert cluster.most_running <= places
     assert cluster.most_blocks <= blocks + BLOCK_ERROR * places
     assert set(cluster.begun) == set(cluster.wanted)
-    assert cluster.admission.in_flight_tokens == cluster.admission.waiting_requests == 0
+    assert cluster.admission.waiting_requests == cluster.admission._prefill.tokens == 0
 
 
 BLOCK_ERROR = 3
@@ -415,10 +415,27 @@ def test_leaving_is_legal_at_any_time(leavers: list[int]) -> None:
         cluster.pump()
         cluster.until(cluster.now + 0.03)
     cluster.finish()
-    assert cluster.admission.waiting_requests == cluster.admission.in_flight_tokens == 0
+    assert cluster.admission.waiting_requests == cluster.admission._prefill.tokens == 0
     assert {f"r{number}" for number in range(31)} - set(cluster.begun) <= {
         f"r{number}" for number in leavers
     }
+
+
+def test_at_a_reduced_pace_a_long_prompt_leaves_the_other_prefill_workers_theirs() -> None:
+    """A single worker computes it for 10 s: the others' prompts need not wait for that."""
+    cluster = Cluster(workers=4, slo_s=60.0, slo_tpot_s=0.05)
+    cluster.offer("slow", 100, 1000)
+    cluster.until(1.0)
+    cluster.admission._pace.heard(in_time=False, took_s=100.0, now=cluster.now)
+    assert cluster.admission._pace.share < 1.0
+    for name, prompt in (("long", 20_000), ("a", 4000), ("b", 4000), ("c", 4000)):
+        cluster.offer(name, prompt)
+    assert cluster.order == ["slow", "long", "a", "b", "c"]
+    cluster.offer("d", 4000)
+    cluster.until(2.9, step_s=0.05)
+    assert "d" not in cluster.order
+    cluster.until(3.2, step_s=0.05)
+    assert "d" in cluster.order
 
 
 def test_without_workers_all_go_to_be_told_so() -> None:
@@ -427,3 +444,10 @@ def test_without_workers_all_go_to_be_told_so() -> None:
     cluster.offer("b")
     assert cluster.order == ["a"]
     assert cluster.admission.release(None, 0.0) == ["b"]
+
+
+def test_an_hour_without_workers_leaves_a_speed_that_can_be_asked_for() -> None:
+    cluster = Cluster()
+    cluster.learn()
+    cluster.admission.release(None, cluster.now + 4000.0)
+    assert cluster.admission.speed is None

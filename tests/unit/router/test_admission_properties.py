@@ -29,6 +29,18 @@ MOMENTS = st.tuples(
 stand still for some seconds."""
 
 
+def roomy(slo_s: float, workers: int, model_error: float = 1.0) -> Cluster:
+    """A cluster in which only prefill is short."""
+    return Cluster(
+        workers=workers,
+        model_error=model_error,
+        slo_s=slo_s,
+        max_queue_s=60.0,
+        places=1000,
+        blocks=1_000_000,
+    )
+
+
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     history=st.lists(MOMENTS, max_size=40),
@@ -78,14 +90,7 @@ def test_a_steady_load_below_capacity_is_served_in_full(
     slo_s: float, workers: int, model_error: float, load: float, prompts: list[int], seed: int
 ) -> None:
     """Each prompt comes when the ones before it have had their share of the workers' time."""
-    cluster = Cluster(
-        workers=workers,
-        model_error=model_error,
-        slo_s=slo_s,
-        max_queue_s=60.0,
-        places=1000,
-        blocks=1_000_000,
-    )
+    cluster = roomy(slo_s, workers, model_error)
     dice = random.Random(seed)
     for number in range(200):
         prompt = prompts[number % len(prompts)]
@@ -108,7 +113,7 @@ def test_chance_alone_refuses_nothing_below_capacity(
     slo_s: float, workers: int, prompt: int, seed: int
 ) -> None:
     """Arrivals without memory, at 70 %, of prompts that are short beside the SLO."""
-    cluster = Cluster(workers=workers, slo_s=slo_s, max_queue_s=60.0, places=1000, blocks=1_000_000)
+    cluster = roomy(slo_s, workers)
     dice, rate = random.Random(seed), 0.7 * workers * 2000.0 / prompt
     for number in range(1000):
         cluster.offer(f"r{number}", prompt)
@@ -166,14 +171,7 @@ def test_at_three_times_the_load_shedding_keeps_goodput(
     workers: int, model_error: float, longest: int, seed: int
 ) -> None:
     """Capacity: as many prompts as the workers compute in the same time, late or not."""
-    cluster = Cluster(
-        workers=workers,
-        model_error=model_error,
-        slo_s=SLO_S,
-        max_queue_s=60.0,
-        places=1000,
-        blocks=1_000_000,
-    )
+    cluster = roomy(SLO_S, workers, model_error)
     dice = random.Random(seed)
     seconds, offered_s = 40.0, 0.0
     number = 0

@@ -35,7 +35,7 @@ class Shared(Cluster):
         interactive = self.admission.waiting("default")
         before = len(self.order)
         super().pump()
-        self.most_tokens = max(self.most_tokens, self.admission.in_flight_tokens)
+        self.most_tokens = max(self.most_tokens, self.admission._prefill.tokens)
         sent = self.order[before:]
         if any(self.wanted[name].background for name in sent):
             # Whoever was not in the background has gone first, and nobody of them waits still.
@@ -188,7 +188,7 @@ def test_one_that_leaves_leaves_nothing_behind() -> None:
     for number in range(10):
         cluster.admission.left(f"b{number}", cluster.now)
     assert cluster.admission.waiting_requests == 0
-    assert cluster.admission.in_flight_tokens == 0
+    assert cluster.admission._prefill.tokens == 0
     cluster.events.clear()
     cluster.offer_background("late")
     assert "late" in cluster.order

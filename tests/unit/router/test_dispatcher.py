@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import cast
 
@@ -57,10 +59,9 @@ def record_of(role: str, block_size: int) -> WorkerRecord:
     )
 
 
-async def test_workers_are_told_what_is_left_of_the_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Time in the waiting room, and for choosing workers, has passed when the request is sent."""
+@asynccontextmanager
+async def unreached() -> AsyncIterator[ClusterDispatcher]:
+    """A dispatcher whose Redis cannot be reached."""
     redis = redis_client("redis://127.0.0.1:1/0")
     dispatcher = ClusterDispatcher(
         Config(),
@@ -69,6 +70,24 @@ async def test_workers_are_told_what_is_left_of_the_deadline(
         Registry(redis, "c"),
         PrefixIndex(redis, "c"),
     )
+    try:
+        yield dispatcher
+    finally:
+        await dispatcher.close()
+        await redis.aclose()
+
+
+@pytest.fixture
+async def dispatcher() -> AsyncIterator[ClusterDispatcher]:
+    async with unreached() as opened:
+        yield opened
+
+
+async def test_workers_are_told_what_is_left_of_the_deadline(
+    dispatcher: ClusterDispatcher,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Time in the waiting room, and for choosing workers, has passed when the request is sent."""
     sent: list[float] = []
 
     async def turn(request: GenerationRequest) -> None:
@@ -91,7 +110,6 @@ async def test_workers_are_told_what_is_left_of_the_deadline(
                 pass
     (left,) = sent
     assert 0 < left < 4.91
-    await redis.aclose()
 
 
 async def test_capacity_counts_in_hash_blocks() -> None:
@@ -105,18 +123,12 @@ async def test_capacity_counts_in_hash_blocks() -> None:
 
 
 async def test_whatever_goes_wrong_the_workers_are_watched(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    dispatcher: ClusterDispatcher,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(dispatcher_module, "WATCH_S", 0.001)
-    redis = redis_client("redis://127.0.0.1:1/0")
-    dispatcher = ClusterDispatcher(
-        Config(),
-        tiny_tokenizer(),
-        RouterMetrics(CollectorRegistry()),
-        Registry(redis, "c"),
-        PrefixIndex(redis, "c"),
-    )
-    failures: list[Exception] = [ValueError("a bug")]
+    failures: list[Exception] = [ValueError("a bug") for _ in range(3)]
     watched = asyncio.Event()
 
     def listen(now: float) -> None:
@@ -126,24 +138,28 @@ async def test_whatever_goes_wrong_the_workers_are_watched(
 
     monkeypatch.setattr(dispatcher.workers, "listen", listen)
     await dispatcher.start()
-    try:
-        async with asyncio.timeout(60):
-            await watched.wait()
-        assert "the workers could not be watched" in caplog.text
-    finally:
-        await dispatcher.close()
-        await redis.aclose()
+    async with asyncio.timeout(60):
+        await watched.wait()
+    await asyncio.sleep(0.01)
+    assert caplog.text.count("a bug") == 1, "the first of a row is logged"
+    assert "the workers could not be watched; errors in a row: 3" in caplog.text
 
 
-async def test_an_output_that_is_lost_ends_its_request() -> None:
-    redis = redis_client("redis://127.0.0.1:1/0")
-    dispatcher = ClusterDispatcher(
-        Config(),
-        tiny_tokenizer(),
-        RouterMetrics(CollectorRegistry()),
-        Registry(redis, "c"),
-        PrefixIndex(redis, "c"),
-    )
+async def test_whatever_goes_wrong_a_request_that_has_gone_is_counted_out(
+    dispatcher: ClusterDispatcher,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A router that stops would wait for it for ever."""
+    monkeypatch.setattr(dispatcher._waiting_room, "left", lambda *_, **__: 1 / 0)
+    request = GenerationRequest("r", (1,), SamplingParams(), Principal(), 5.0)
+    with pytest.raises(ZeroDivisionError):
+        async for _ in dispatcher.generate(request):
+            pass
+    async with asyncio.timeout(60):
+        await dispatcher.until_idle()
+
+
+async def test_an_output_that_is_lost_ends_its_request(dispatcher: ClusterDispatcher) -> None:
     life = RequestLife("r", 0, OutputAssembler(ByteDetokenizer(lambda token: b"x")))
     attempt = SimpleNamespace(owner=SimpleNamespace(life=life))
     dispatcher._attempts._by_name["r", 0] = cast(Attempt, attempt)
@@ -151,23 +167,15 @@ async def test_an_output_that_is_lost_ends_its_request() -> None:
     dispatcher._on_unheard("r", 0, MemoryError())
     with pytest.raises(BatonError, match="MemoryError"):
         await life.next_delta()
-    await redis.aclose()
 
 
 async def test_whatever_goes_wrong_the_registry_is_followed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    dispatcher: ClusterDispatcher,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A router that has lost sight of its workers, and does not say so, would serve ever less."""
     monkeypatch.setattr(dispatcher_module, "REGISTRY_POLL_S", 0.001)
-    redis = redis_client("redis://127.0.0.1:1/0")
-    registry = Registry(redis, "c")
-    dispatcher = ClusterDispatcher(
-        Config(),
-        tiny_tokenizer(),
-        RouterMetrics(CollectorRegistry()),
-        registry,
-        PrefixIndex(redis, "c"),
-    )
     failures: list[Exception] = [ValueError("a bug"), OSError("reset"), TimeoutError("late")]
     followed = asyncio.Event()
 
@@ -177,33 +185,27 @@ async def test_whatever_goes_wrong_the_registry_is_followed(
         followed.set()
         return {}, frozenset()
 
-    monkeypatch.setattr(registry, "read", read)
+    monkeypatch.setattr(dispatcher._registry, "read", read)
     await dispatcher.start()
-    try:
-        async with asyncio.timeout(60):
-            await followed.wait()
-        assert "could not be followed" in caplog.text
-        await asyncio.sleep(0.01)
-        told = [record for record in caplog.records if "no request can be served" in record.message]
-        assert len(told) == 1, "a change is told, and no more"
-    finally:
-        await dispatcher.close()
-        await redis.aclose()
+    async with asyncio.timeout(60):
+        await followed.wait()
+    assert "could not be followed" in caplog.text
+    await asyncio.sleep(0.01)
+    told = [record for record in caplog.records if "no request can be served" in record.message]
+    assert len(told) == 1, "a change is told, and no more"
 
 
 async def follow(
-    monkeypatch: pytest.MonkeyPatch, answers: list[tuple[dict[str, WorkerRecord], set[str]] | None]
-) -> tuple[ClusterDispatcher, list[str]]:
-    """A dispatcher that has read these of its registry, None where Redis was away.
+    dispatcher: ClusterDispatcher,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[tuple[dict[str, WorkerRecord], set[str]] | None],
+) -> list[str]:
+    """Have it read these of its registry, None where Redis was away.
 
-    Returns it and the workers that the index has forgotten.
+    Returns the workers that the index has forgotten.
     """
     monkeypatch.setattr(dispatcher_module, "REGISTRY_POLL_S", 0.0)
-    redis = redis_client("redis://127.0.0.1:1/0")
-    registry, index = Registry(redis, "c"), PrefixIndex(redis, "c")
-    metrics = RouterMetrics(CollectorRegistry())
-    dispatcher = ClusterDispatcher(Config(), tiny_tokenizer(), metrics, registry, index)
-    read, forgotten, left = asyncio.Event(), [], iter(answers)
+    read, forgotten, left = asyncio.Event(), list[str](), iter(answers)
 
     async def answer() -> tuple[dict[str, WorkerRecord], set[str]]:
         for told in left:
@@ -217,13 +219,13 @@ async def follow(
     async def forget(incarnation: str) -> None:
         forgotten.append(incarnation)
 
-    monkeypatch.setattr(registry, "read", answer)
-    monkeypatch.setattr(registry, "forget", forget)
-    monkeypatch.setattr(index, "collect", forget)
+    monkeypatch.setattr(dispatcher._registry, "read", answer)
+    monkeypatch.setattr(dispatcher._registry, "forget", forget)
+    monkeypatch.setattr(dispatcher._index, "collect", forget)
     await dispatcher.start()
     async with asyncio.timeout(60):
         await read.wait()
-    return dispatcher, forgotten
+    return forgotten
 
 
 async def test_five_minutes_without_redis_leave_a_router_as_it_was(
@@ -231,18 +233,17 @@ async def test_five_minutes_without_redis_leave_a_router_as_it_was(
 ) -> None:
     record = record_of("prefill", HASH_BLOCK)
     polls = int(300 / dispatcher_module.REGISTRY_POLL_S)
-    before, _ = await follow(monkeypatch, [({"p": record}, set())])
-    (link,), tasks = before.workers.all(), len(asyncio.all_tasks())
-    assert link.record is record
-    await before.close()
-    after, forgotten = await follow(monkeypatch, [({"p": record}, set()), *[None] * polls])
-    try:
+    async with unreached() as before:
+        await follow(before, monkeypatch, [({"p": record}, set())])
+        (link,), tasks = before.workers.all(), len(asyncio.all_tasks())
+        assert link.record is record
+    async with unreached() as after:
+        looks = [({"p": record}, set[str]()), *[None] * polls]
+        forgotten = await follow(after, monkeypatch, looks)
         (link,) = after.workers.all()
         assert (link.record, link.missing_since) == (record, None)
         assert len(asyncio.all_tasks()) <= tasks
         assert forgotten == []
-    finally:
-        await after.close()
 
 
 @pytest.mark.parametrize("away", [False, True])
@@ -253,6 +254,6 @@ async def test_the_time_of_a_dead_worker_begins_anew_after_redis_was_away(
     monkeypatch.setattr(dispatcher_module, "COLLECT_AFTER_S", 0.0)
     dead: tuple[dict[str, WorkerRecord], set[str]] = ({}, {"d"})
     looks = [dead, dead, None if away else dead, dead, dead]
-    dispatcher, forgotten = await follow(monkeypatch, looks)
-    await dispatcher.close()
+    async with unreached() as dispatcher:
+        forgotten = await follow(dispatcher, monkeypatch, looks)
     assert ("d" in forgotten) is not away

@@ -32,6 +32,20 @@ def test_nothing_is_said_before_enough_was_seen() -> None:
     assert rate.speed is not None
 
 
+def test_what_faded_is_not_believed_whenever_it_is_asked_for() -> None:
+    """After an hour no second is remembered at all, and a prompt may still end."""
+    rate = DrainRate()
+    rate.saturated(0.0, waiting=True)
+    last = rate.sent(1000, 0.0)
+    rate.finished(rate.sent(1000, 0.0), 1.0)
+    assert rate.speed is not None
+    for now in (1.0, 1871.0, 3741.0):
+        rate.saturated(now, waiting=False)
+    assert rate.speed is None
+    rate.finished(last, 3741.0)
+    assert rate.speed is None
+
+
 def test_an_idle_clusters_prompts_say_nothing() -> None:
     rate = DrainRate()
     for second in range(10):

@@ -121,22 +121,22 @@ def test_the_command_shows_a_key_once_and_keeps_its_hash(tmp_path: Path) -> None
 
 
 FAULTS = [
-    (("create", "ann"), "already"),
-    (("create", "a b"), "name"),
-    (("create", "bob", "--scope", "root"), "inference, metrics, admin"),
-    (("create", "bob", "--expires-in", "soon"), "30d"),
-    (("create", "bob", "--tenant", ""), "leave it out"),
-    (("revoke", "bob"), "no key 'bob'"),
-    (("rotate", "bob"), "no key 'bob'"),
+    (("create", "ann"), 1, "key 'ann' exists"),
+    (("create", "a b"), 1, "name"),
+    (("create", "bob", "--scope", "root"), 2, "'inference', 'metrics', 'admin'"),
+    (("create", "bob", "--expires-in", "soon"), 2, "30d"),
+    (("create", "bob", "--tenant", ""), 1, "leave it out"),
+    (("revoke", "bob"), 1, "no key 'bob'"),
+    (("rotate", "bob"), 1, "no key 'bob'"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), FAULTS)
-def test_faults_are_told(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+@pytest.mark.parametrize(("arguments", "code", "said"), FAULTS)
+def test_faults_are_told(tmp_path: Path, arguments: tuple[str, ...], code: int, said: str) -> None:
     file = tmp_path / "keys.json"
     baton_keys("create", "ann", "--file", str(file))
     before = file.read_text()
-    _, error = baton_keys(*arguments, "--file", str(file), code=1)
+    _, error = baton_keys(*arguments, "--file", str(file), code=code)
     assert said in error
     assert file.read_text() == before
 
@@ -146,7 +146,9 @@ def test_a_tenant_has_a_name(tmp_path: Path, tenant: str) -> None:
     """Without one its prompts would share the default tenant's cache."""
     file = tmp_path / "keys.json"
     file.write_text(json.dumps({"keys": [{"name": "ann", "sha256": "0" * 64, "tenant": tenant}]}))
-    with pytest.raises(ConfigError, match=r"keys.0.tenant: .*leave it out for the tenant default"):
+    with pytest.raises(
+        ConfigError, match=r"`keys.0..tenant`: .*leave it out for the tenant default"
+    ):
         read_keys(file)
     with pytest.raises(ValidationError, match="leave it out"):
         KeyConfig(name="ann", tenant=tenant)

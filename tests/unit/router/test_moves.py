@@ -757,6 +757,22 @@ async def test_what_is_no_workers_fault_leaves_nobody_out(monkeypatch: pytest.Mo
     assert all(link.breaker.openings == 0 for link in world.links.values())
 
 
+async def test_an_error_of_the_router_blames_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breaker_module, "MOMENT_S", 0.001)
+    world = World()
+    for _ in range(4):
+        running = await world.run()
+        for name in ("d0", "d1"):
+            world.tell(running, 1)
+            world.moves.worker_broken(name, BatonError("internal error: ValueError"))
+            await world.settle()
+            assert running.attempts, "it goes on"
+        world.close(running)
+        await asyncio.sleep(0.002)
+    assert all(link.breaker.openings == 0 for link in world.links.values())
+    assert not world.moves.quarantine
+
+
 async def test_workers_are_expected_to_speak_while_they_have_something_to_do() -> None:
     world = World()
     running = await world.run()

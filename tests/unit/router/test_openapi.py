@@ -11,6 +11,7 @@ import httpx
 from router.access import Access
 from router.batches.api import BatchesApi
 from router.batches.desk import BatchDesk
+from router.cluster_view import ClusterApi
 from router.console.api import ConsoleApi
 from router.dispatcher import ClusterDispatcher
 from router.http_app import create_app
@@ -54,11 +55,15 @@ async def test_nothing_refers_to_what_is_not_there(tmp_path: Path) -> None:
         WorkerOperations(
             cast(WorkerControl, None), cast(PoolScaling, None), Operators(access), front.config
         ),
+        ClusterApi(
+            "1f2e3d", "tiny", cast(WorkerControl, None), cast(PoolScaling, None), Operators(access)
+        ),
     )
     transport = httpx.ASGITransport(create_app(*parts, more=more))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         schema = (await client.get("/openapi.json")).json()
     told = list(references(schema))
+    assert "/v1/cluster" in schema["paths"]
     assert any(name.startswith("#/paths/~1v1~1files") for name in told)
     assert all(at(schema, name) for name in told)
     # One that may be left out has no name of its own.

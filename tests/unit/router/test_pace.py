@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.pace import MAX_CALM_S, MIN_SHARE, MISSES, Pace
+from router.pace import MAX_CALM_S, MIN_SHARE, MISSES, SLACK_S, Pace
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -100,3 +100,43 @@ def test_a_miss_soon_after_prompts_are_held_back_no_more_belongs_to_the_same_dis
     assert pace.share < 1.0
     pace.look(16.0 + 26.0)
     assert pace.share == 1.0
+
+
+def test_a_last_miss_before_an_idle_time_begins_no_disturbance_that_lasts_through_it() -> None:
+    pace = Pace()
+    pace.heard(in_time=False, took_s=1.0, now=0.0)
+    pace.look(5.0)
+    pace.forget()
+    for second in range(3600, 3603):
+        pace.heard(in_time=False, took_s=1.0, now=float(second))
+    assert pace.share < 1.0
+    pace.look(3605.1)
+    assert pace.share == 1.0
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_each_worker_rests_in_proportion_to_its_prompts(workers: int) -> None:
+    pace = slowed()
+    pace.served_by(workers)
+    for _ in range(workers):
+        assert pace.wait_s((), 0.0) == 0.0
+        pace.sent(2.0, 0.0)
+    assert pace.wait_s((), 0.0) == pytest.approx(2.0 / MIN_SHARE - SLACK_S)
+    assert pace.wait_s([0.5] * workers, 0.0) == pytest.approx(2.5 / MIN_SHARE - SLACK_S)
+
+
+def test_a_worker_that_comes_has_not_to_rest_and_others_go_with_their_rest() -> None:
+    pace = slowed()
+    pace.sent(2.0, 0.0)
+    waits_s = pace.wait_s((), 0.0)
+    pace.served_by(2)
+    assert pace.wait_s((), 0.0) == 0.0
+    pace.served_by(1)
+    assert pace.wait_s((), 0.0) == waits_s
+
+
+def test_at_full_pace_nothing_rests() -> None:
+    pace = slowed()
+    pace.sent(20.0, 0.0)
+    pace.look(2 * MAX_CALM_S)
+    assert pace.wait_s((1.0,), 2 * MAX_CALM_S) == 0.0

@@ -277,7 +277,7 @@ async def test_an_answer_that_awaits_its_prompts_part_can_fail() -> None:
 
 
 async def test_a_prompts_part_that_is_there_leaves_nothing_to_fail() -> None:
-    """The stream of prefills comes first, and the token stream breaks once all is told."""
+    """The stream of prefills comes first, and the token stream breaks after the last token."""
     life = make_choices(1, scores=True)
     life.accept(TokenOutput("r", 0, 0, (97,), embedding=(0.6, 0.8)))
     life.accept(choice_output(0, 1, "b", ends=True))

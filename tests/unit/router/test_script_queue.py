@@ -104,6 +104,20 @@ async def test_one_that_the_server_refuses_fails_alone(server: Server) -> None:
     await server.queue.close()
 
 
+async def test_a_bug_fails_its_calls_and_is_logged(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    (asked,) = await server.put(1)
+    server.sent[0].set_exception(ValueError("a bug"))
+    await turns()
+    with pytest.raises(redis.ConnectionError, match="ended without an answer"):
+        asked.answer.result()
+    assert "task scripts has died" in caplog.text
+    await server.put(1)
+    assert server.sizes == [1, 1]
+    await server.queue.close()
+
+
 async def test_at_the_end_what_has_no_answer_fails(server: Server) -> None:
     asked = [*await server.put(1), *await server.put(1), *await server.put(1)]
     await server.queue.close()

@@ -545,6 +545,8 @@ async def test_a_stream_that_cannot_be_read_is_opened_again(
             world.bugs.append(RuntimeError("a bug of what moves requests"))
             world.decode.says.put_nowait(OUTPUTS[0])
             await world.until(lambda: world.broken)
+            # No worker is blamed for it (``Moves.worker_broken``).
+            assert not isinstance(world.broken[0][1], WorkerFailed)
         await world.until(world.is_up)
         world.decode.says.put_nowait(OUTPUTS[1])
         await world.until(lambda: world.heard)

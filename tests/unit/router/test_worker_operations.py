@@ -13,16 +13,17 @@ import httpx
 import pytest
 import redis
 
-from baton.errors import NotFound, WorkerFailed
+from baton.errors import LastWorker, NotFound, WorkerFailed
 from baton.grpc_channel import make_server, open_channel
 from baton.pool_sizes import PoolSizes
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.access import Access
+from router.cluster_view import ClusterApi
 from router.grpc_front import add_grpc_front
 from router.http_app import create_app
 from router.operator_api import Operators
 from router.pool_scaling import PoolScaling
-from router.worker_control import WorkerControl
+from router.worker_control import WorkerControl, WorkerView
 from router.worker_links import WorkerLink
 from router.worker_operations import WorkerOperations, WorkerOperatorServicer
 from tests.mini_cluster import free_port
@@ -38,15 +39,25 @@ class FakeControl:
     def __init__(self) -> None:
         self.told: list[tuple[object, ...]] = []
 
-    async def drain(self, slot: str, deadline_s: float) -> bool:
-        if slot != "decode-0":
+    async def drain(self, slot: str, deadline_s: float, *, force: bool) -> bool:
+        if slot == "prefill-0" and not force:
+            raise LastWorker("prefill-0 is the last ready prefill worker", param="force")
+        if slot not in ("decode-0", "prefill-0"):
             raise NotFound(f"there is no worker {slot!r}", param="worker")
         self.told.append((slot, deadline_s))
         return deadline_s > 0
 
-    async def change_role(self, slot: str, role: str, deadline_s: float) -> float:
+    async def change_role(self, slot: str, role: str, deadline_s: float, *, force: bool) -> float:
+        if slot == "prefill-0" and not force:
+            raise LastWorker("prefill-0 is the last ready prefill worker", param="force")
         self.told.append((slot, role, deadline_s))
         return 0.25
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        return (
+            WorkerView("decode-0", "decode", "ready", 3, 1, is_last=True),
+            WorkerView("prefill-0", "prefill", "draining", 0, 0, is_last=False),
+        )
 
 
 class FakeSizes:
@@ -86,9 +97,10 @@ async def fronts(**config: Any) -> AsyncIterator[Fronts]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     api = WorkerOperations(real, scaling, operators, front.config)
+    view = ClusterApi("1f2e3d", MODEL.id, real, scaling, operators)
     try:
         async with (
-            serve(create_app(*parts, more=(api,))) as address,
+            serve(create_app(*parts, more=(api, view))) as address,
             httpx.AsyncClient(base_url=f"http://{address}", timeout=DEADLINE_S) as client,
             open_channel(f"127.0.0.1:{port}") as channel,
         ):
@@ -111,16 +123,125 @@ async def test_drains() -> None:
         assert there.control.told == [("decode-0", 7.0), ("decode-0", 0.0), ("decode-0", 1.5)]
 
 
+async def test_the_last_worker_of_a_role_is_kept_unless_that_is_forced() -> None:
+    """Over both protocols, so that no client empties a role by mistake."""
+    async with fronts() as there:
+        for path, body in (("drain", {}), ("role", {"role": "decode"})):
+            url = f"/v1/workers/prefill-0/{path}"
+            answer = await there.http.post(url, json=body)
+            assert answer.status_code == 409, answer.text
+            check_schema(answer.json(), "ErrorResponse")
+            error = answer.json()["error"]
+            assert (error["code"], error["param"]) == ("last_worker", "force")
+            assert (await there.http.post(url, json=body | {"force": "yes"})).status_code == 400
+            assert (await there.http.post(url, json=body | {"force": True})).is_success
+        drain = control_pb2.DrainWorkerRequest(slot="prefill-0")
+        change = control_pb2.ChangeWorkerRoleRequest(slot="prefill-0", role="decode")
+        for call, request in (
+            (there.grpc.DrainWorker, drain),
+            (there.grpc.ChangeWorkerRole, change),
+        ):
+            refused = call(request, timeout=DEADLINE_S)
+            assert await refused.code() is grpc.StatusCode.FAILED_PRECONDITION
+            request.force = True
+            await call(request, timeout=DEADLINE_S)
+        assert len(there.control.told) == 4
+
+
+def fake_link(slot: str, role: str, state: str = "ready") -> WorkerLink:
+    record = SimpleNamespace(slot=slot, role=role, state=state, incarnation=f"{slot}:1")
+    load = SimpleNamespace(running=2, waiting=1)
+    return cast(WorkerLink, SimpleNamespace(record=record, engine_load=load, channel=None))
+
+
+@pytest.mark.parametrize(
+    ("others", "is_last"),
+    [
+        ([], True),
+        ([("prefill-0", "prefill", "ready")], True),
+        ([("decode-1", "decode", "draining")], True),
+        ([("decode-1", "decode", "ready")], False),
+    ],
+)
+async def test_which_worker_is_the_last_of_its_role(
+    others: list[tuple[str, str, str]], is_last: bool
+) -> None:
+    links = [fake_link("decode-0", "decode"), *(fake_link(*one) for one in others)]
+    control = WorkerControl(lambda: links, lambda link: link.record.state == "ready")
+    view = control.workers()[0]
+    assert (view.slot, view.running, view.waiting) == ("decode-0", 2, 1)
+    assert view.is_last is is_last
+    # Past the guard, the call fails on the channel that the fake link does not have.
+    refusal = LastWorker if is_last else AttributeError
+    with pytest.raises(refusal):
+        await control.drain("decode-0", DEADLINE_S)
+    with pytest.raises(refusal):
+        await control.change_role("decode-0", "prefill", DEADLINE_S)
+    for forced in (
+        control.drain("decode-0", DEADLINE_S, force=True),
+        # A role that it has already leaves nothing behind.
+        control.change_role("decode-0", "decode", DEADLINE_S),
+    ):
+        with pytest.raises(AttributeError):
+            await forced
+
+
+async def test_a_drain_that_goes_on_may_be_asked_for_again() -> None:
+    links = [fake_link("decode-0", "decode", "draining")]
+    control = WorkerControl(lambda: links, lambda link: False)
+    with pytest.raises(AttributeError):
+        await control.drain("decode-0", DEADLINE_S)
+
+
+async def test_a_cluster_is_shown_to_operators() -> None:
+    async with fronts(keys=(key("ann"), key("root", admin=True))) as there:
+        ann, root = ({"authorization": f"Bearer {name}"} for name in ("ann", "root"))
+        assert (await there.http.get("/v1/cluster", headers=ann)).status_code == 403
+        there.sizes.sizes = {"decode": 4, "gone": 9}
+        answer = await there.http.get("/v1/cluster", headers=root)
+        assert answer.json() == {
+            "object": "cluster",
+            "id": "1f2e3d",
+            "model": MODEL.id,
+            "workers": [
+                {
+                    "slot": "decode-0",
+                    "role": "decode",
+                    "state": "ready",
+                    "running": 3,
+                    "waiting": 1,
+                    "is_last": True,
+                },
+                {
+                    "slot": "prefill-0",
+                    "role": "prefill",
+                    "state": "draining",
+                    "running": 0,
+                    "waiting": 0,
+                    "is_last": False,
+                },
+            ],
+            "pools": [
+                {"name": "prefill", "role": "prefill", "count": 1},
+                {"name": "decode", "role": "decode", "count": 4},
+            ],
+        }
+        there.sizes.away = True
+        assert (await there.http.get("/v1/cluster", headers=root)).status_code == 503
+
+
 async def test_one_that_has_gone_is_told_as_such() -> None:
     """Not by the words of gRPC, which name addresses."""
     async with open_channel(f"127.0.0.1:{free_port()}") as channel:
         link = SimpleNamespace(
-            record=SimpleNamespace(slot="decode-0", role="decode", incarnation="decode-0:1"),
+            record=SimpleNamespace(
+                slot="decode-0", role="decode", state="ready", incarnation="decode-0:1"
+            ),
             channel=channel,
         )
         control = WorkerControl(lambda: [cast(WorkerLink, link)], lambda _: True)
         with pytest.raises(WorkerFailed, match=r"^decode-0 does not answer: it has ended"):
-            await control.drain("decode-0", DEADLINE_S)
+            await control.drain("decode-0", DEADLINE_S, force=True)
         with pytest.raises(WorkerFailed, match=r"^decode-0 does not answer: it has ended"):
             await control.change_role("decode-0", "decode", DEADLINE_S)
 

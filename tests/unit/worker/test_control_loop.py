@@ -281,3 +281,15 @@ async def test_an_engine_whose_steps_all_fail_makes_no_progress(world: World) ->
         await one_second()
     with pytest.raises(WorkerFailed, match="engine"):
         await one_second()
+
+
+async def test_gauges_that_cannot_be_refreshed_end_no_worker(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(world.control._gauges, "refresh", lambda *_: 1 / 0)
+    for _ in range(5):
+        world.control.beat(world.now)
+    assert world.reasons == []
+    assert caplog.text.count("Traceback") == 1, "the first of a row is logged"
+    sequence = world.add(spec_of(length=8))
+    assert [row.sequence_id for row in world.plan().rows] == [sequence.sequence_id]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from baton.config import Config, PoolConfig
-from worker.engine_start import core_board
+from worker.engine_start import core_board, engine_settings
 from worker.settings import WorkerSettings
 
 
@@ -26,6 +27,13 @@ def settings_for(device: str, board: Path | None) -> WorkerSettings:
         threads=1,
         core_board="" if board is None else str(board),
     )
+
+
+def test_the_configurations_bound_is_the_engines() -> None:
+    settings = settings_for("cpu", None)
+    bounded = replace(settings, config=Config(max_model_len=512))
+    assert engine_settings(settings).max_model_len == 0
+    assert engine_settings(bounded).max_model_len == 512
 
 
 def test_a_cpus_worker_shares_its_cores(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,11 @@ def test_ranks_give_the_tokens_and_logits_of_one(
     assert len({cache.blocks for cache in caches}) == 1
     heads = [cache.shape.kv_heads for cache in caches]
     assert heads == ([1] * ranks)
+
+
+def test_ranks_bound_the_context_alike(
+    settings: EngineSettings, expected: tuple[list[list[int]], torch.Tensor]
+) -> None:
+    with engine_of_ranks(replace(settings, max_model_len=80), 2) as (engine, _):
+        assert engine.context_length == 80
+        assert answers(engine)[0] == expected[0]

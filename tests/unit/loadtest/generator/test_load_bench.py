@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from baton.errors import ConfigError
 from deploy import bench_load_commands
 from deploy.cli import app
+from deploy.exit_codes import ExitCode
 from loadtest.generator import footprint, soak
 from loadtest.generator.load_bench import SearchSettings, search_rate
 from loadtest.generator.load_run import LoadRun
@@ -160,26 +161,28 @@ def test_goodput(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "code", "says"),
     [
-        (("serve",), "give --rate"),
-        (("serve", "--rate", "1", "--concurrency", "2"), "not both"),
-        (("serve", "--rate", "0"), "--rate"),
-        (("serve", "--rate", "x"), "--rate"),
-        (("serve", "--rate", "1", "--arrivals", "never"), "--arrivals"),
-        (("serve", "--rate", "1", "--arrivals", "trace"), "need a trace"),
-        (("serve", "--rate", "1", "--endpoint", "other"), "--endpoint"),
-        (("serve", "--rate", "1", "--input", "few"), "distribution"),
-        (("serve", "--rate", "1", "--slo", "fast"), "SLO"),
-        (("serve", "--rate", "1", "--seconds", "2", "--warm-up", "3"), "leave nothing"),
-        (("serve", "--rate", "1", "--trace", "none"), "cannot be read"),
-        (("serve", "--rate", "1", "--json", "none/else"), "none/else"),
-        (("goodput", "--first-rate", "0"), "above 0"),
-        (("soak", "--peak", "0"), "above 0"),
+        (("serve",), 2, "give --rate"),
+        (("serve", "--rate", "1", "--concurrency", "2"), 2, "not both"),
+        (("serve", "--rate", "0"), 2, "--rate"),
+        (("serve", "--rate", "x"), 2, "--rate"),
+        (("serve", "--rate", "1", "--arrivals", "never"), 2, "--arrivals"),
+        (("serve", "--rate", "1", "--arrivals", "trace"), 1, "need a trace"),
+        (("serve", "--rate", "1", "--endpoint", "other"), 2, "--endpoint"),
+        (("serve", "--rate", "1", "--input", "few"), 1, "distribution"),
+        (("serve", "--rate", "1", "--slo", "fast"), 1, "SLO"),
+        (("serve", "--rate", "1", "--seconds", "2", "--warm-up", "3"), 1, "leave nothing"),
+        (("serve", "--rate", "1", "--trace", "none"), 1, "cannot be read"),
+        (("serve", "--rate", "1", "--json", "none/else"), 1, "none/else"),
+        (("goodput", "--first-rate", "0"), 2, "above 0"),
+        (("soak", "--peak", "0"), 2, "above 0"),
     ],
 )
-def test_what_is_wrong_is_said(server: Server, words: tuple[str, ...], says: str) -> None:
-    assert says in bench(server, *words, code=1)
+def test_what_is_wrong_is_said(
+    server: Server, words: tuple[str, ...], code: int, says: str
+) -> None:
+    assert says in bench(server, *words, code=code)
     assert not posts(server)
 
 
@@ -236,7 +239,7 @@ def test_soak_sees_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     serving.begin()
     try:
         words = ("soak", "--peak", "20", "--seconds", "0.3", "--input", "4", "--output", "2")
-        assert "leak: 2 sequences are held" in bench(serving, *words, code=3)
+        assert "leak: 2 sequences are held" in bench(serving, *words, code=ExitCode.LEAK)
     finally:
         serving.end()
 
@@ -269,7 +272,7 @@ def test_soak_sees_a_process_that_leaks(
         while not (tmp_path / "leaked").exists():
             assert leaky.poll() is None
         words = ("--seconds", "3", "--every", "0.1", "--input", "4", "--output", "2")
-        output = bench(server, "soak", "--peak", "20", *words, code=3)
+        output = bench(server, "soak", "--peak", "20", *words, code=ExitCode.LEAK)
     finally:
         leaky.kill()
         leaky.wait(20)

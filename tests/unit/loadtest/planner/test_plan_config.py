@@ -1,4 +1,4 @@
-"""A plan is a configuration that `baton up` and `baton simulate` take."""
+"""A plan is a configuration that `baton serve` and `baton simulate` take."""
 
 from __future__ import annotations
 

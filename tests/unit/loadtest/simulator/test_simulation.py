@@ -134,6 +134,14 @@ def test_leaps_are_few_events_for_many_steps() -> None:
     assert decode.steps > 1500
 
 
+def test_the_configurations_bound_holds_for_every_request() -> None:
+    requests = [TracedRequest(0.1 * n, prompt, 5) for n, prompt in enumerate((95, 99, 600))]
+    asked = config().model_copy(update={"max_model_len": 100})
+    found = simulate(requests, shape(1, 1), asked)
+    assert [one.ok for one in found.requests] == [True, False, False]
+    assert all(one.ok for one in simulate(requests, shape(1, 1), config()).requests)
+
+
 def test_equal_seeds_give_equal_results() -> None:
     requests = [TracedRequest(0.05 * n, 40 + 7 * n, 5 + n) for n in range(12)]
     asked = config().model_copy(update={"policy": "power_of_two"})

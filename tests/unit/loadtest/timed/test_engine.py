@@ -60,6 +60,15 @@ def test_a_mebibyte_holds_2048_blocks(engine: Engine) -> None:
     assert engine.context_length == 2048 * 16
 
 
+def test_the_context_may_be_bounded(folder: Path, model: TimedStepModel) -> None:
+    config = Config(max_model_len=64)
+    settings = WorkerSettings(config, config.pools[0], "prefill-0", str(folder), "m", "", "", 1)
+    engine = build_timed_engine(settings, model, allocate_plain)
+    assert engine.context_length == 64
+    (answer,) = generate(engine, [spec_of(61)])
+    assert len(answer.token_ids) == 3
+
+
 def test_prompts_are_computed_in_chunks_and_answers_token_by_token(
     engine: Engine, model: TimedStepModel
 ) -> None:

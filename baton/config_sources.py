@@ -1,0 +1,268 @@
+"""Where the values of a configuration come from: flags, the environment, a TOML file.
+
+Each source says how an error names a value: ``--policy``, ``BATON_POLICY``, ``baton.toml:3``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
+
+from baton.errors import ConfigError
+
+PREFIX = "BATON_"
+_OTHER_VARIABLES = frozenset(
+    {
+        "API_KEY",
+        "CA",
+        "CACHE_DIR",
+        "CERTIFICATE",
+        "CERTIFICATE_KEY",
+        "NODE_PLACES",
+        "RUN_DIRECTORY",
+    }
+)
+"""What Baton's commands and processes read beside the configuration, without the prefix."""
+_CLOSE = 0.8
+"""How alike an unknown variable and a field must be, from 0 to 1, before a warning is given."""
+
+PoolsOf = Literal["", "all", "prefill", "decode"]
+"""Whose field it is: the cluster's, every pool's, or that of the only pool of a role."""
+Location = tuple[str | int, ...]
+"""Where a value is in the configuration: ``("pools", 0, "count")``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A value from the command line."""
+
+    name: str
+    """As the user types it: ``--policy``."""
+    field: tuple[str, ...]
+    """The field that it sets: ``("policy",)``, ``("tls", "folder")``; with ``pools`` a pool's."""
+    value: Any
+    pools: PoolsOf = ""
+
+
+class Source(Protocol):
+    """One place that values come from."""
+
+    values: dict[str, Any]
+    """The raw values, by field."""
+
+    def name_of(self, location: Location) -> str:
+        """How an error names the value at ``location``, which this source has."""
+        ...
+
+
+class FlagSource:
+    """The command line. What it sets of pools lies over the pools of other sources."""
+
+    def __init__(self, flags: Iterable[Flag], pools: Sequence[Any]) -> None:
+        """``pools``: those that the other sources have, as they are written there."""
+        self.values: dict[str, Any] = {}
+        self.faults: list[str] = []
+        self._names: dict[Location, str] = {}
+        for flag in flags:
+            for location in self._locations(flag, pools):
+                self._put(location, flag)
+
+    def name_of(self, location: Location) -> str:
+        """The flags that have set the value, something in it, or what it is in."""
+        names = [
+            name
+            for where, name in self._names.items()
+            if all(one == other for one, other in zip(where, location, strict=False))
+        ]
+        return " and ".join(dict.fromkeys(names))
+
+    def sets(self, location: Location) -> bool:
+        """Whether there is a flag for just this value."""
+        return location in self._names
+
+    def _locations(self, flag: Flag, pools: Sequence[Any]) -> list[Location]:
+        if not flag.pools:
+            return [flag.field]
+        tables = [(n, pool) for n, pool in enumerate(pools) if isinstance(pool, dict)]
+        if flag.pools == "all":
+            return [("pools", n, *flag.field) for n, _ in tables]
+        own = [(n, pool) for n, pool in tables if pool.get("role") == flag.pools]
+        if len(own) > 1:
+            names = ", ".join(str(pool.get("name")) for _, pool in own)
+            self.faults.append(
+                f"{flag.name} needs a single {flag.pools} pool, and the configuration has {names}:"
+                " set it there, for each pool"
+            )
+            return []
+        return [("pools", n, *flag.field) for n, _ in own]
+
+    def _put(self, location: Location, flag: Flag) -> None:
+        within: dict[Any, Any] = self.values
+        for part in location[:-1]:
+            within = within.setdefault(part, {})
+        within[location[-1]] = flag.value
+        self._names[location] = flag.name
+
+
+class EnvironmentSource:
+    """Variables: ``BATON_`` and the field's name in capitals; a table's field behind ``__``."""
+
+    def __init__(self, settings: type[BaseSettings]) -> None:
+        self.faults: list[str] = []
+        reader = EnvSettingsSource(settings)
+        while True:
+            try:
+                self.values = reader()
+                return
+            except SettingsError as error:
+                field = re.search(r'field "(\w+)"', str(error))
+                name = f"{PREFIX}{field[1]}".lower() if field else ""
+                if name not in reader.env_vars:
+                    raise
+                cause = f": {error.__cause__}" if error.__cause__ else ""
+                self.faults.append(f"{name.upper()} must be JSON{cause}")
+                reader.env_vars = {k: v for k, v in reader.env_vars.items() if k != name}
+
+    def name_of(self, location: Location) -> str:
+        """The variable that has the value, or the table around it."""
+        parts = [part.upper() for part in location if isinstance(part, str)]
+        given = {name.upper() for name in os.environ}
+        for size in range(len(parts), 0, -1):
+            if (name := PREFIX + "__".join(parts[:size])) in given:
+                return name
+        # A table of which only fields are set.
+        start = PREFIX + "__".join(parts)
+        return " and ".join(sorted(name for name in given if name.startswith(f"{start}__")))
+
+
+class FileSource:
+    """A TOML file."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError where it cannot be read, or is no TOML."""
+        self._path = path
+        try:
+            self._text = path.read_text(encoding="utf-8")
+            self.values: dict[str, Any] = tomllib.loads(self._text)
+        except FileNotFoundError:
+            raise ConfigError(f"no configuration file at {path}") from None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not TOML: {error}") from None
+
+    def name_of(self, location: Location) -> str:
+        """The file, and the line in which the value begins."""
+        return f"{self._path}:{self._line_of(location)}"
+
+    def _line_of(self, location: Location) -> int:
+        """The first line after which the file has the value: of a statement over several lines
+
+        the first one, as none of them makes sense without the last.
+        """
+        lines = self._text.split("\n")
+
+        def has_value_after(count: int) -> bool:
+            for size in range(count, len(lines) + 1):
+                try:
+                    return has(tomllib.loads("\n".join(lines[:size])), location)
+                except tomllib.TOMLDecodeError:
+                    continue
+            return True
+
+        return bisect_left(range(len(lines) + 1), True, key=has_value_after)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """All of them."""
+
+    in_order: tuple[Source, ...]
+    """The strongest first."""
+    values: dict[str, Any]
+    """Of all of them together, each from the strongest source that has it."""
+    faults: tuple[str, ...]
+    """What could not be read; the rest can be checked without it."""
+
+    @classmethod
+    def read(
+        cls,
+        settings: type[BaseSettings],
+        file: Path | None,
+        flags: Iterable[Flag],
+        default_pools: Sequence[Any],
+    ) -> Sources:
+        """``default_pools``: what flags for pools change where no source has pools.
+
+        Raises ConfigError where the file cannot be read at all.
+        """
+        environment = EnvironmentSource(settings)
+        below: tuple[Source, ...] = (environment,)
+        if file is not None:
+            below = (environment, FileSource(file))
+        values: dict[str, Any] = {}
+        for source in reversed(below):
+            values = _merge(values, source.values)
+        pools = values.get("pools", default_pools)
+        given = FlagSource(flags, pools if isinstance(pools, list | tuple) else ())
+        if "pools" in given.values:
+            values = {**values, "pools": pools}
+        values = _merge(values, given.values)
+        return cls((given, *below), values, (*given.faults, *environment.faults))
+
+    def of(self, location: Location, *, with_flags: bool = True) -> Source | None:
+        """The source whose value at ``location`` counts; None where it is a default."""
+        sources = self.in_order if with_flags else self.in_order[1:]
+        return next((one for one in sources if has(one.values, location)), None)
+
+
+def has(values: Any, location: Location) -> bool:
+    """Whether there is a value at ``location``."""
+    for part in location:
+        if isinstance(values, Mapping):
+            found = part in values
+        else:
+            is_list = isinstance(values, list | tuple)
+            found = is_list and isinstance(part, int) and part < len(values)
+        if not found:
+            return False
+        values = values[part]
+    return True
+
+
+def unknown_variables(settings: type[BaseSettings]) -> list[str]:
+    """A warning for each variable that looks like a field misspelled. It is not read."""
+    fields = {name.upper() for name in settings.model_fields}
+    warnings = []
+    for variable in sorted(os.environ):
+        name = variable.upper().removeprefix(PREFIX)
+        if name == variable.upper() or name.partition("__")[0] in fields | _OTHER_VARIABLES:
+            continue
+        close = get_close_matches(name.partition("__")[0], sorted(fields), 1, _CLOSE)
+        if close:
+            rest = "".join(name.partition("__")[1:])
+            warnings.append(
+                f"the environment variable {variable} is unknown and has no effect; did you mean"
+                f" {PREFIX}{close[0]}{rest}?"
+            )
+    return warnings
+
+
+def _merge(below: Any, above: Any) -> Any:
+    """``above`` wins; tables are merged, and numbered tables lie over the entries of a list."""
+    if isinstance(below, dict) and isinstance(above, dict):
+        changed = {key: _merge(below.get(key), value) for key, value in above.items()}
+        return {**below, **changed}
+    numbered = isinstance(above, dict) and all(isinstance(key, int) for key in above)
+    if isinstance(below, list | tuple) and numbered:
+        return [_merge(one, above[n]) if n in above else one for n, one in enumerate(below)]
+    return above

@@ -1,0 +1,28 @@
+"""The values that options take, for help and completion.
+
+Those of the configuration are repeated here: `baton.config` imports pydantic, which the command
+line does not load before it runs a command that needs it. A test keeps both in step.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+Arrivals = Literal["poisson", "gamma", "constant", "ramp", "trace"]
+DraftingMethod = Literal["none", "ngram", "draft", "eagle", "medusa"]
+Dtype = Literal["bfloat16", "float32", "float16"]
+Endpoint = Literal["completions", "chat"]
+KvDtype = Literal["auto", "int8", "fp8"]
+OutputFormat = Literal["table", "json"]
+Policy = Literal["predictive", "round_robin", "least_loaded", "prefix", "power_of_two", "session"]
+Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
+Role = Literal["prefill", "decode"]
+
+
+class Scope(StrEnum):
+    """What an API key allows. An option that may be repeated takes an enumeration."""
+
+    INFERENCE = "inference"
+    METRICS = "metrics"
+    ADMIN = "admin"

@@ -1,0 +1,197 @@
+"""Which cluster a command acts on.
+
+1. ``--cluster ID`` or ``--http HOST:PORT`` names it.
+2. Otherwise it is the only cluster that this user runs on this machine, from whatever terminal it
+   was started.
+3. Of several, none is taken: the error lists them.
+4. If there is none, a command that only reads asks the default address, and says so. A command that
+   changes something fails.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deploy.command_line import DEFAULT_HTTP, fail, say
+from deploy.completion import cluster_ids
+from deploy.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from deploy.cluster_state import ClusterState
+
+ClusterId = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="ID",
+        help="Your cluster on this machine with this id, if several run here.",
+        autocompletion=cluster_ids,
+    ),
+]
+
+
+class NoChoice(Exception):
+    """No cluster was selected; ``lines`` say why and what to do."""
+
+    def __init__(self, *lines: str, code: ExitCode) -> None:
+        super().__init__(*lines)
+        self.lines = lines
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Stranger:
+    """A run directory that belongs to another user of this machine."""
+
+    user: str
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The cluster that a command acts on."""
+
+    http: str | None
+    """The address that the user gave, with or without a scheme; None: the cluster's own."""
+    cluster: ClusterState | None
+    """What is known of it on this machine; None if it runs elsewhere, or as another user."""
+
+    @property
+    def address(self) -> str:
+        """host:port of the router's operators' endpoints."""
+        if self.http is not None:
+            return address_of(self.http)
+        return DEFAULT_HTTP if self.cluster is None else self.cluster.operators
+
+    def __str__(self) -> str:
+        """For people: the cluster and the router that the command asks."""
+        if self.cluster is None:
+            return f"the cluster at {self.address}"
+        return f"cluster {self.cluster.cluster_id} at {self.address} (model {self.cluster.model})"
+
+
+def select(
+    clusters: Sequence[ClusterState],
+    strangers: Sequence[Stranger] = (),
+    *,
+    http: str | None = None,
+    cluster_id: str | None = None,
+    only_reads: bool = False,
+) -> Target:
+    """Choose by the rules above. ``clusters``: those that this user runs here. Raises NoChoice."""
+    if http is not None and cluster_id is not None:
+        raise NoChoice("give --cluster or --http, not both", code=ExitCode.USAGE)
+    if http is not None:
+        address = address_of(http)
+        known = (one for one in clusters if address in (one.http, one.admin_http))
+        return Target(http, next(known, None))
+    if cluster_id is not None:
+        return Target(None, _with_id(clusters, cluster_id))
+    if len(clusters) > 1:
+        raise NoChoice(
+            f"{len(clusters)} of your clusters run on this machine: choose one with --cluster ID",
+            *map(_line, clusters),
+            code=ExitCode.USAGE,
+        )
+    if clusters:
+        return Target(None, clusters[0])
+    if only_reads:
+        return Target(None, None)
+    raise NoChoice(
+        "none of your clusters runs on this machine: give --http HOST:PORT for one elsewhere",
+        *_about(strangers),
+        code=ExitCode.FAILED,
+    )
+
+
+def target(http: str | None, cluster_id: str | None, *, only_reads: bool = False) -> Target:
+    """Choose among what runs here now; ends the command if there is no choice."""
+    from deploy.cluster_state import running_clusters  # noqa: PLC0415
+
+    try:
+        found = select(
+            running_clusters(),
+            strangers(),
+            http=http,
+            cluster_id=cluster_id,
+            only_reads=only_reads,
+        )
+    except NoChoice as error:
+        fail(*error.lines, code=error.code)
+    if found.cluster is None and found.http is None:
+        say(f"none of your clusters runs on this machine: asking {found.address}")
+    return found
+
+
+def strangers(own: int | None = None) -> list[Stranger]:
+    """The run directories on this machine of users other than ``own`` (default: this user)."""
+    from deploy.run_directory import PREFIX, parent_directory  # noqa: PLC0415
+
+    mine = os.getuid() if own is None else own
+    found = []
+    for path in sorted(parent_directory().glob(f"{PREFIX}*/")):
+        try:
+            owner = path.stat().st_uid
+        except OSError:
+            continue
+        if owner != mine:
+            found.append(Stranger(_user_name(owner), path))
+    return found
+
+
+def address_of(http: str) -> str:
+    """host:port of what a user gave, which may be a URL."""
+    return http.rpartition("//")[2].rstrip("/")
+
+
+def _with_id(clusters: Sequence[ClusterState], cluster_id: str) -> ClusterState:
+    for one in clusters:
+        if one.cluster_id == cluster_id:
+            return one
+    if not clusters:
+        raise NoChoice(
+            f"none of your clusters runs on this machine, so none is {cluster_id!r}",
+            code=ExitCode.FAILED,
+        )
+    raise NoChoice(
+        f"none of your clusters on this machine is {cluster_id!r}; there are:",
+        *map(_line, clusters),
+        code=ExitCode.FAILED,
+    )
+
+
+def _line(cluster: ClusterState) -> str:
+    since = _started_at(cluster.launcher.start_ticks)
+    return f"  {cluster.cluster_id}  {cluster.http}  {cluster.model}  since {since:%Y-%m-%d %H:%M}"
+
+
+def _started_at(ticks: int) -> datetime:
+    """``ticks``: clock ticks from the boot, see ``deploy.process_identity``."""
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    running_s = uptime_s - ticks / os.sysconf("SC_CLK_TCK")
+    return datetime.now().astimezone() - timedelta(seconds=running_s)
+
+
+def _about(strangers: Sequence[Stranger]) -> list[str]:
+    if not strangers:
+        return []
+    users = ", ".join(sorted({one.user for one in strangers}))
+    return [
+        f"another user ({users}) runs Baton here, or did ({strangers[0].directory}): to act on that"
+        " cluster, give --http and an API key with the admin scope (--api-key)"
+    ]
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"

@@ -1,0 +1,63 @@
+"""What a folder must hold to be served as a Hugging Face model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from baton.errors import ConfigError
+from engine.config_fields import ConfigFields
+from engine.families import family_of
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ConfigError unless ``folder`` holds a complete model of an architecture served."""
+    names = {file.name for file in folder.iterdir() if file.is_file()} if folder.is_dir() else ()
+    missing = [name for name in ("config.json", "tokenizer.json") if name not in names]
+    if not any(name.endswith(".safetensors") for name in names):
+        missing.append("*.safetensors")
+    if missing:
+        raise ConfigError(f"{folder} is not a Hugging Face model: no {', no '.join(missing)}")
+    family_of(ConfigFields.read(folder / "config.json"))
+    if WEIGHTS not in names and INDEX in names:
+        lost = [name for name in shards(folder / INDEX) if name not in names]
+        if lost:
+            raise ConfigError(f"{folder} lacks shards that its index names: {', '.join(lost)}")
+
+
+def check_config(folder: Path) -> None:
+    """Raises ConfigError unless the engine computes what ``config.json`` describes.
+
+    It needs no other file, so it can be asked before weights are downloaded.
+    """
+    from engine.model_config import load_model_config  # noqa: PLC0415
+
+    load_model_config(folder)
+    fields = ConfigFields.read(folder / "config.json")
+    if fields.get("quantization_config") or fields.get("compression_config"):
+        # It imports torch, which plain weights do not need here.
+        from engine.quantization.checkpoint_format import checkpoint_format  # noqa: PLC0415
+
+        checkpoint_format(folder)
+
+
+def shards(index: Path) -> list[str]:
+    """The names of the weight files of an index, sorted. Raises ConfigError for a broken one."""
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} cannot be read: {error}") from error
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise ConfigError(f"{index} names no files of its folder")
+    return names
+
+
+def weight_files(names: Collection[str]) -> list[str]:
+    """The files of weights where no index lists them, as ``engine.weights`` chooses them."""
+    if WEIGHTS in names:
+        return [WEIGHTS]
+    return sorted(name for name in names if name.endswith(".safetensors"))

@@ -1,0 +1,145 @@
+"""What users of vLLM type, and what it means to `baton serve`. Help does not show these options.
+
+docs/migrate-from-vllm.md has the same as a table; a test keeps the two equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+API_KEY_VARIABLE = "VLLM_API_KEY"
+
+WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "dtype": {"auto": "bfloat16", "half": "float16", "float": "float32"},
+        "quantization": {
+            "awq": "auto",
+            "awq_marlin": "auto",
+            "gptq": "auto",
+            "gptq_marlin": "auto",
+            "compressed-tensors": "auto",
+            "gguf": "auto",
+        },
+        "kv_dtype": {"fp8_e4m3": "fp8"},
+        "tool_parser": {"llama3_json": "llama3"},
+    }
+)
+"""By field: vLLM's word, and Baton's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """An option that sets a field of Baton's."""
+
+    flags: tuple[str, ...]
+    field: tuple[str, ...]
+    """Of a pool where there are ``pools``."""
+    pools: Literal["", "all"] = ""
+    constant: Any = None
+    """What the flag stands for; None where it takes a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A flag that changes nothing, as Baton always does what it asks for."""
+
+    flags: tuple[str, ...]
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An option of which Baton has no like. ``reason`` says so, and what to do."""
+
+    flags: tuple[str, ...]
+    reason: str
+    takes_value: bool = True
+    harmless: str = ""
+    """A value that changes nothing, and is accepted."""
+
+
+RENAMED = (
+    Renamed(("--tensor-parallel-size", "-tp"), ("tp",), "all"),
+    Renamed(("--kv-cache-dtype",), ("kv_dtype",)),
+    Renamed(("--max-num-seqs",), ("max_sequences",), "all"),
+    Renamed(("--max-num-batched-tokens",), ("chunk_tokens",), "all"),
+    Renamed(("--gpu-memory-utilization",), ("gpu_memory_fraction",), "all"),
+    Renamed(("--tool-call-parser",), ("tool_parser",)),
+    Renamed(("-q",), ("quantization",)),
+    Renamed(("--ssl-certfile",), ("tls", "certificate")),
+    Renamed(("--ssl-keyfile",), ("tls", "key")),
+    Renamed(("--enable-log-requests",), ("log_requests",), constant=True),
+    Renamed(
+        ("--disable-log-requests", "--no-enable-log-requests"), ("log_requests",), constant=False
+    ),
+)
+ACCEPTED = (
+    Accepted(("--enable-prefix-caching",), "Baton always reuses cached prefixes"),
+    Accepted(("--enable-chunked-prefill",), "Baton always computes prompts in chunks"),
+    Accepted(("--enable-auto-tool-choice",), "Baton always lets the model choose a tool"),
+    Accepted(("--trust-remote-code",), "Baton never runs code that comes with a model"),
+)
+REFUSED = (
+    Refused(
+        ("--reasoning-parser",),
+        "Baton leaves the reasoning text in the answer's content: leave the option out",
+    ),
+    Refused(
+        ("--enable-reasoning",),
+        "Baton leaves the reasoning text in the answer's content: leave the option out",
+        takes_value=False,
+    ),
+    Refused(
+        ("--api-key",),
+        "every user of this machine can see a key on the command line: put it in a file for"
+        f" --api-key-file, or in {API_KEY_VARIABLE}",
+    ),
+    Refused(
+        ("--enforce-eager",),
+        "Baton captures decode steps on GPUs and cannot be told not to: leave the option out",
+        takes_value=False,
+    ),
+    Refused(
+        ("--no-enable-prefix-caching",),
+        "Baton always reuses cached prefixes: leave the option out",
+        takes_value=False,
+    ),
+    Refused(
+        ("--no-enable-chunked-prefill",),
+        "Baton always computes prompts in chunks: leave the option out",
+        takes_value=False,
+    ),
+    Refused(
+        ("--pipeline-parallel-size", "-pp"),
+        "Baton has no pipeline parallelism: use --tensor-parallel-size",
+        harmless="1",
+    ),
+    Refused(
+        ("--data-parallel-size", "-dp"),
+        "Baton has pools of workers instead: use --prefill and --decode",
+        harmless="1",
+    ),
+    Refused(
+        ("--swap-space",),
+        "Baton computes preempted requests again: leave the option out; --kv-host-mib keeps"
+        " evicted KV blocks in the host's memory",
+        harmless="0",
+    ),
+    Refused(
+        ("--seed",),
+        "Baton has no seed for the whole server: send `seed` with each request that needs one",
+    ),
+    Refused(
+        ("--kv-transfer-config",),
+        "Baton passes KV between its own pools: leave the option out, or choose a --transport",
+    ),
+    Refused(
+        ("--speculative-config",), "choose a speculative method by --drafter and --draft-model"
+    ),
+    Refused(("--enable-lora",), "Baton does not serve LoRA adapters", takes_value=False),
+    Refused(("--lora-modules",), "Baton does not serve LoRA adapters"),
+    Refused(("--chat-template",), "Baton takes the model's own: leave the option out"),
+)

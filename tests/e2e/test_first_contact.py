@@ -1,0 +1,68 @@
+"""What README and the quick start show is what a new user gets."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import PATIENT, UpProcess
+
+ROOT = Path(__file__).parents[2]
+_ROW = re.compile(r"^\| (?P<prompt>[^|]+[.?]) \| (?P<answer>[^|]+) \|$", re.MULTILINE)
+
+
+def shown_prompts() -> list[tuple[str, str]]:
+    page = (ROOT / "docs" / "quick-start.md").read_text()
+    return [(row["prompt"], row["answer"]) for row in _ROW.finditer(page)]
+
+
+@pytest.fixture(scope="module")
+def defaults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
+    """A cluster as `make up` starts it."""
+    env = PATIENT | {"BATON_DATA_DIR": str(tmp_path_factory.mktemp("data"))}
+    with UpProcess(env=env) as up:
+        yield up.wait_ready()
+        up.terminate()
+        assert up.wait() == 0, up.text
+
+
+def ask(cluster: UpProcess, body: dict[str, object]) -> str:
+    url = f"{cluster.http}/v1/chat/completions"
+    answer = httpx.post(url, json=body, timeout=60.0, trust_env=False).raise_for_status()
+    choice = answer.json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    return str(choice["message"]["content"])
+
+
+def test_the_demo_model_answers_the_prompts_that_are_shown_as_shown(defaults: UpProcess) -> None:
+    shown = shown_prompts()
+    assert len(shown) >= 6
+    for prompt, answer in shown:
+        body = {
+            "model": "smollm2-135m-instruct",
+            "temperature": 0,
+            "messages": [{"role": "user", "content": prompt}],
+        }
+        assert ask(defaults, body) == answer
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quick-start.md"])
+def test_the_first_request_of_the_page_is_answered(defaults: UpProcess, page: str) -> None:
+    command = re.search(
+        r"^curl -s (\S+) .*?-d '(\{.*?\})'$", (ROOT / page).read_text(), re.M | re.S
+    )
+    assert command is not None
+    assert command[1] == "http://127.0.0.1:8000/v1/chat/completions"
+    assert ask(defaults, json.loads(command[2])) == "The capital of France is Paris."
+
+
+def test_the_first_request_that_the_start_prints_is_answered(defaults: UpProcess) -> None:
+    command = re.search(r"^  curl -s (\S+) .*-d '(\{.*\})'$", defaults.text, re.MULTILINE)
+    assert command is not None
+    assert command[1] == f"{defaults.http}/v1/chat/completions"
+    assert ask(defaults, json.loads(command[2])) == "The capital of France is Paris."

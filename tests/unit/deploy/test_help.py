@@ -1,0 +1,157 @@
+"""The help of every command, as a user sees it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import pytest
+import typer.main
+from typer.core import TyperGroup, TyperOption
+from typer.testing import CliRunner
+
+from baton.config import Config, PolicyName, Role, Scope
+from deploy import choices
+from deploy.cli import app
+from loadtest.generator import load_settings, openai_target
+
+NOT_WORDS = (
+    "apart",
+    "authority",
+    "front",
+    "fronts",
+    "likeliest",
+    "nobody",
+    "somebody",
+    "evener",
+    "oftener",
+    "whoever",
+    "whose place",
+)
+"""Private vocabulary; CONTRIBUTING.md says what the words are."""
+NOT_YET = {("serve",), ("up",), ("chat",)}
+"""Commands whose texts follow those of the configuration."""
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, command
+    if isinstance(command, TyperGroup):
+        for name, child in command.commands.items():
+            yield from commands(child, (*path, name))
+
+
+ALL = dict(commands(typer.main.get_command(app)))
+
+
+def help_of(path: tuple[str, ...]) -> str:
+    result = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("path", ALL, ids=" ".join)
+def test_help_is_complete_and_plain(path: tuple[str, ...]) -> None:
+    text = help_of(path)
+    for wrong in ("<bool>", "None", "[default: ]"):
+        assert wrong not in text
+    if path in NOT_YET:
+        return
+    words = set(re.findall(r"[a-z]+", text.lower()))
+    assert words.isdisjoint(NOT_WORDS), words & set(NOT_WORDS)
+    for one in ALL[path].params:
+        assert one.help, f"{' '.join(path)}: {one.name} has no help"
+        if isinstance(one, TyperOption) and re.search(r"[Dd]efault:", one.help):
+            assert one.default in (None, "") or one.show_default is False, (path, one.name)
+
+
+@pytest.mark.parametrize("path", ALL, ids=" ".join)
+def test_help_is_one_line_in_its_panel(path: tuple[str, ...]) -> None:
+    """Of 80 columns."""
+    if path in NOT_YET or not path:
+        return
+    first = (ALL[path].help or "").split("\n\n")[0]
+    assert 0 < len(first) <= 64, first
+
+
+def test_commands_are_in_panels_and_nothing_destructive_is_first() -> None:
+    text = help_of(())
+    panels = re.findall(r"─ (\w+) ─", text)
+    assert panels == ["Options", "Serve", "Operate", "Plan", "Measure", "Security"]
+    assert list(ALL[()].list_commands(None))[:1] == ["up"]
+    listed = re.findall(r"^│ ([a-z]+) ", text, re.MULTILINE)
+    assert listed == list(ALL[()].list_commands(None))
+    assert listed.index("status") < listed.index("drain")
+
+
+def test_benchmarks_of_baton_itself_come_last() -> None:
+    text = help_of(("bench",))
+    assert text.index(" goodput ") < text.index("For Baton's developers") < text.index(" tiers ")
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_the_version(flag: str) -> None:
+    result = CliRunner().invoke(app, [flag])
+    assert result.exit_code == 0
+    assert re.fullmatch(r"baton \d+\.\d+\.\d+\S*\n", result.output)
+
+
+def test_it_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "baton", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("baton ")
+    help_text = subprocess.run(
+        [sys.executable, "-m", "baton", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "Usage: baton [OPTIONS]" in help_text
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['baton', '--help']\n"
+        "from deploy.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'ray', 'pydantic', 'httpx', 'grpc', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["drain", "decode-0", "--polciy"], "error: No such option: --polciy"),
+        (["servr"], "error: No such command 'servr'"),
+        (["role", "decode-0", "both"], "'both' is not one of 'prefill', 'decode'"),
+        (["status", "-o", "xml"], "'xml' is not one of 'table', 'json'"),
+    ],
+)
+def test_a_wrong_command_line_is_reported_as_every_error(words: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert "--help` for the options" in result.stderr
+    assert "╭" not in result.stderr
+
+
+def test_choices_are_those_of_the_configuration() -> None:
+    fields = Config.model_fields
+    for chosen, known in (
+        (choices.Policy, PolicyName),
+        (choices.Role, Role),
+        (choices.Dtype, fields["dtype"].annotation),
+        (choices.KvDtype, fields["kv_dtype"].annotation),
+        (choices.Quantization, fields["quantization"].annotation),
+    ):
+        assert set(get_args(chosen)) == set(get_args(known))
+    assert {*get_args(choices.DraftingMethod), "auto"} == {*get_args(fields["drafter"].annotation)}
+    assert {one.value for one in choices.Scope} == set(get_args(Scope))
+    assert set(get_args(choices.Endpoint)) == set(get_args(openai_target.Endpoint))
+    arrivals = [
+        one for part in get_args(load_settings.Arrivals) for one in get_args(part) or [part]
+    ]
+    assert set(get_args(choices.Arrivals)) == set(arrivals)

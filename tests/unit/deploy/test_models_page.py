@@ -1,0 +1,15 @@
+"""docs/models.md lists the architectures that the engine serves."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from engine.families import FAMILIES
+
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+
+
+def test_the_page_lists_every_architecture() -> None:
+    listed = re.findall(r"^\| `(\w+For\w+)` \|", PAGE.read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(FAMILIES)
