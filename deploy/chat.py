@@ -1,73 +1,157 @@
-"""`baton chat`: a conversation in the terminal, over the gRPC front."""
+"""A conversation with the model over gRPC: what was said, and the figures of each answer."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from baton.client import Client
-from baton.errors import BatonError
-from baton.v1.inference_pb2 import ChatMessage, GenerateResponse
+from baton.errors import ContextLengthExceeded
+from baton.v1.inference_pb2 import FINISH_REASON_LENGTH, ChatMessage
 from baton.v1.sampling_pb2 import SamplingParameters
 
-_PROMPT = "> "
+Write = Callable[[str], None]
+"""Shows a piece of text at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer with its figures."""
+
+    text: str
+    tokens: int = 0
+    """Of the answer."""
+    first_s: float | None = None
+    """Seconds until the first token came; None where none did."""
+    tokens_per_s: float | None = None
+    """Behind the first message; None where nothing came behind it."""
+    is_cut: bool = False
+    """It ended at its maximum of tokens."""
+    interrupted: bool = False
+    """Ctrl-C ended it."""
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    """Empty where the cluster does not name its workers to this client."""
+    forgotten: int = 0
+    """How many of the oldest questions the conversation has lost, so that this one had room."""
+
+    @property
+    def figures(self) -> str:
+        """One line about it, for people."""
+        parts = [f"{self.tokens} token{'' if self.tokens == 1 else 's'}"]
+        if self.tokens_per_s is not None:
+            parts.append(f"{self.tokens_per_s:.1f} tokens/s")
+        if self.first_s is not None:
+            parts.append(f"first token after {_duration(self.first_s)}")
+        if self.interrupted:
+            parts.append("interrupted")
+        elif self.is_cut:
+            parts.append("cut at the maximum length (--max-tokens)")
+        if self.prefill_worker or self.decode_worker:
+            parts.append(f"{self.prefill_worker} → {self.decode_worker}")
+        return " · ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    question: str
+    answer: str
 
 
 class Chat:
     """Keeps the conversation, so that the model knows what was said before."""
 
     def __init__(
-        self, client: Client, sampling: SamplingParameters, write: Callable[[str], None]
+        self,
+        client: Client,
+        sampling: SamplingParameters,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``write`` shows a piece of text at once."""
+        self.system = ""
+        """The system prompt; empty: none is sent."""
         self._client = client
         self._sampling = sampling
-        self._write = write
-        self._messages: list[ChatMessage] = []
+        self._clock = clock
+        self._turns: list[_Turn] = []
+        self._failed = ""
+        """The last question, where it has no answer."""
 
-    def ask(self, text: str) -> bool:
-        """Stream the answer to ``text``; False when Ctrl-C ended it. Raises BatonError.
+    def ask(self, question: str, write: Write) -> Answer:
+        """Stream the answer to a question through ``write``. Raises BatonError.
 
-        What there is of an interrupted answer stays in the conversation; a question that failed
-        does not.
+        What there is of an interrupted answer stays in the conversation. A question that failed
+        does not, and ``take_back`` gives it. Where the context is full the oldest questions are
+        left out, with their answers.
         """
-        self._messages.append(ChatMessage(role="user", content=text))
+        self._failed = question
+        kept = self._turns
+        while True:
+            try:
+                answer = self._stream(kept, question, write)
+            except ContextLengthExceeded:
+                if not kept:
+                    raise
+                kept = kept[max(1, len(kept) // 4) :]
+            else:
+                break
+        forgotten = len(self._turns) - len(kept)
+        self._turns = [*kept, _Turn(question, answer.text)]
+        self._failed = ""
+        return replace(answer, forgotten=forgotten)
+
+    def take_back(self) -> str:
+        """The last question, whose answer is forgotten if it has one; empty: there is none."""
+        if not self._failed and self._turns:
+            self._failed = self._turns.pop().question
+        return self._failed
+
+    def clear(self) -> None:
+        """Begin a new conversation, with the same system prompt."""
+        self._turns = []
+        self._failed = ""
+
+    def _stream(self, turns: Sequence[_Turn], question: str, write: Write) -> Answer:
+        messages = self._messages(turns, question)
         pieces: list[str] = []
+        begun = first = last = self._clock()
+        tokens = first_tokens = 0
+        answer = Answer("", interrupted=True)
         try:
-            self._show(
-                self._client.generate(messages=self._messages, sampling=self._sampling), pieces
-            )
-            whole = True
+            for message in self._client.generate(messages=messages, sampling=self._sampling):
+                last = self._clock()
+                if message.token_ids and not tokens:
+                    first, first_tokens = last, len(message.token_ids)
+                tokens += len(message.token_ids)
+                if message.text:
+                    pieces.append(message.text)
+                    write(message.text)
+                if message.HasField("usage"):
+                    answer = Answer(
+                        "",
+                        is_cut=message.finish_reason == FINISH_REASON_LENGTH,
+                        prefill_worker=message.prefill_worker,
+                        decode_worker=message.decode_worker,
+                    )
         except KeyboardInterrupt:
-            whole = False
-        except BatonError:
-            self._messages.pop()
-            raise
-        finally:
-            self._write("\n")
-        self._messages.append(ChatMessage(role="assistant", content="".join(pieces)))
-        return whole
+            pass
+        rest = tokens - first_tokens
+        return replace(
+            answer,
+            text="".join(pieces),
+            tokens=tokens,
+            first_s=first - begun if tokens else None,
+            tokens_per_s=rest / (last - first) if rest and last > first else None,
+        )
 
-    def _show(self, answer: Iterator[GenerateResponse], pieces: list[str]) -> None:
-        for piece in answer:
-            pieces.append(piece.text)
-            self._write(piece.text)
-
-
-def converse(chat: Chat, complain: Callable[[str], None]) -> None:
-    """Ask for questions until the input ends, or Ctrl-C while it waits for one."""
-    prompt = _PROMPT if sys.stdin.isatty() else ""
-    while (text := _read(prompt)) is not None:
-        if not text.strip():
-            continue
-        try:
-            chat.ask(text)
-        except BatonError as error:
-            complain(error.message)
+    def _messages(self, turns: Sequence[_Turn], question: str) -> list[ChatMessage]:
+        messages = [ChatMessage(role="system", content=self.system)] if self.system else []
+        for turn in turns:
+            messages.append(ChatMessage(role="user", content=turn.question))
+            messages.append(ChatMessage(role="assistant", content=turn.answer))
+        messages.append(ChatMessage(role="user", content=question))
+        return messages
 
 
-def _read(prompt: str) -> str | None:
-    try:
-        return input(prompt)
-    except (EOFError, KeyboardInterrupt):
-        return None
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

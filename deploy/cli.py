@@ -14,6 +14,7 @@ from deploy import (
     bench_part_commands,
     calibrate_command,
     certs_commands,
+    chat_command,
     client_commands,
     doctor_command,
     keys_commands,
@@ -117,7 +118,7 @@ app = _group(
     {
         "Serve": {
             "serve": serve_command.serve,
-            "chat": client_commands.chat,
+            "chat": chat_command.chat,
             "batch": client_commands.batch,
             "model": _MODEL,
             "router": node_commands.router,

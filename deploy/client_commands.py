@@ -1,4 +1,4 @@
-"""`baton chat` and `baton batch`: what is asked of a running cluster."""
+"""`baton batch`: a file of requests for a running cluster."""
 
 from __future__ import annotations
 
@@ -9,63 +9,17 @@ import typer
 from rich.console import Console
 
 from deploy.command_line import (
-    DEFAULT_GRPC,
     INTERRUPTED,
     ApiKey,
     Http,
     clear_errors,
-    complain,
     fail,
     local_cluster,
-    local_cluster_of_grpc,
     say,
 )
 from deploy.exit_codes import ExitCode
 from deploy.option_group import takes
 from deploy.tls_options import TlsOptions
-
-
-@takes(TlsOptions)
-def chat(
-    tls: TlsOptions,
-    prompt: Annotated[
-        str | None, typer.Argument(help="What to ask; without it, a conversation begins.")
-    ] = None,
-    grpc: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="The router's gRPC front. Default: that of the cluster on this machine.",
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens of an answer. Default: 512.", show_default=False)
-    ] = 512,
-    temperature: Annotated[
-        float | None, typer.Option(min=0, help="0 takes the most likely token. Default: 1.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Same seed, same answer. Default: drawn.")
-    ] = None,
-    api_key: ApiKey = "",
-) -> None:
-    """Stream answers in the terminal. Ctrl-C ends an answer; Ctrl-D ends the conversation."""
-    from baton.client import Client  # noqa: PLC0415
-    from baton.v1.sampling_pb2 import SamplingParameters  # noqa: PLC0415
-    from deploy.chat import Chat, converse  # noqa: PLC0415
-
-    cluster = local_cluster() if grpc is None else local_cluster_of_grpc(grpc)
-    files = tls.files(cluster)
-    address = grpc or (cluster.grpc if cluster is not None else DEFAULT_GRPC)
-    sampling = SamplingParameters(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    with clear_errors(), Client(address, api_key, tls=files) as client:
-        session = Chat(client, sampling, lambda text: typer.echo(text, nl=False))
-        with clear_errors():
-            client.list_models()
-            if prompt is None:
-                converse(session, complain)
-            elif not session.ask(prompt):
-                raise typer.Exit(INTERRUPTED)
 
 
 @takes(TlsOptions)

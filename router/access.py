@@ -49,6 +49,15 @@ class Access:
         """
         return self._keys.caller(authorization_of(headers))
 
+    def may_see_workers(self, caller: Caller) -> bool:
+        """Whether answers name their workers to a caller: it may read metrics, which name them too.
+
+        Without a required key every caller may, unless metrics have a listener of their own.
+        """
+        if caller.key is not None and caller.key.allows("metrics"):
+            return True
+        return not self._config.require_key and not self._config.admin_http
+
     def check(self, headers: Mapping[str, str], scope: Scope) -> None:
         """Whether whoever asks may do what takes ``scope``. Raises Unauthenticated, Forbidden.
 

@@ -73,7 +73,7 @@ class Attempts:
         self._by_target[decision.decode].add(attempt)
         owner.attempts.add(attempt)
         for number in choices:
-            owner.life.choices[number].move(spec.attempt)
+            owner.life.choices[number].place(spec.attempt, source.record.slot, target.record.slot)
         message = prefill_pb2.PrefillRequest(
             sequence=convert.sequence_to_proto(spec),
             decode_address=target.record.address,

@@ -108,6 +108,9 @@ class OutputDelta:
     """In the last delta of a choice that a stop string has ended: which one."""
     embedding: tuple[float, ...] = ()
     """fp32 [hidden_size], of length 1: where it is wanted, in a request's one delta."""
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    """In the last delta of a choice: the names of the workers that it ran at last."""
 
 
 def without_answer(delta: OutputDelta) -> OutputDelta:

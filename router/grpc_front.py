@@ -93,10 +93,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 raise
             choices = choices_for([built])
             outputs = self._tool_outputs(request, built)
+            shows_workers = self._access.may_see_workers(caller)
 
             async def write(_: int, delta: OutputDelta) -> None:
                 choices[delta.choice].add(delta, keep_text=False)
                 response = _response(name or built.request_id, delta)
+                if shows_workers:
+                    response.prefill_worker = delta.prefill_worker
+                    response.decode_worker = delta.decode_worker
                 ended = all(choice.finish_reason is not None for choice in choices)
                 if ended or request.continuous_usage:
                     response.usage.CopyFrom(_usage(choices))

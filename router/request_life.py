@@ -148,6 +148,8 @@ class ChoiceLife:
         self.number = number
         self.assembler = assembler
         self.attempt = attempt
+        self.prefill_worker = self.decode_worker = ""
+        """The names of the workers that it was placed at last."""
         self.preemptions = 0
         """How often a worker has handed it back."""
         self.token_ids: list[int] = []
@@ -168,9 +170,10 @@ class ChoiceLife:
         """Whether no more tokens are wanted of it."""
         return self.worker_finished or self.assembler.finished
 
-    def move(self, attempt: int) -> None:
-        """It goes on elsewhere, behind the tokens that were accepted: these alone count."""
+    def place(self, attempt: int, prefill_worker: str, decode_worker: str) -> None:
+        """It begins, or goes on elsewhere behind the tokens that were accepted."""
         self.attempt = attempt
+        self.prefill_worker, self.decode_worker = prefill_worker, decode_worker
         self._early.clear()
 
     def accept(self, output: TokenOutput, cached_prompt_tokens: int) -> None:
@@ -196,6 +199,10 @@ class ChoiceLife:
                 new, output.finish_reason, cached_prompt_tokens, output.logprobs[known:]
             )
             if delta is not None:
+                if delta.finish_reason is not None:
+                    delta = replace(
+                        delta, prefill_worker=self.prefill_worker, decode_worker=self.decode_worker
+                    )
                 self._keep_unread(delta)
         if output.finish_reason is not None:
             self.worker_finished = True
@@ -231,4 +238,6 @@ def _joined(pieces: Sequence[OutputDelta]) -> OutputDelta:
         sum(piece.cached_prompt_tokens for piece in pieces),
         scored=tuple(chain.from_iterable(piece.scored for piece in pieces)),
         stop_string=last.stop_string,
+        prefill_worker=last.prefill_worker,
+        decode_worker=last.decode_worker,
     )

@@ -1,56 +1,15 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import pytest
 
 from baton.client import Client
-from baton.errors import InvalidRequest, Overloaded, Unavailable
-from baton.grpc_errors import CODE_KEY, RETRY_KEY
-from baton.v1 import inference_pb2 as pb
-from baton.v1.inference_pb2_grpc import (
-    InferenceServiceServicer,
-    add_InferenceServiceServicer_to_server,
-)
+from baton.errors import ContextLengthExceeded, InvalidRequest, Overloaded, Unavailable
 from baton.v1.sampling_pb2 import SamplingParameters
 from deploy.chat import Chat
 from deploy.ports import free_port
-
-DEADLINE_S = 60.0
-
-
-class Parrot(InferenceServiceServicer):
-    """Repeats the last message word by word; some words have an effect."""
-
-    def __init__(self) -> None:
-        self.requests: list[pb.GenerateRequest] = []
-        self.cancelled = threading.Event()
-
-    def Generate(  # noqa: N802
-        self, request: pb.GenerateRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.GenerateResponse]:
-        self.requests.append(request)
-        context.add_callback(self.cancelled.set)
-        if request.WhichOneof("input") != "messages":
-            context.set_trailing_metadata(((CODE_KEY, "invalid_value"),))
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "parrots need messages")
-        for word in request.messages.messages[-1].content.split():
-            if word == "full":
-                trailers = ((CODE_KEY, "overloaded"), (RETRY_KEY, "1500"))
-                context.set_trailing_metadata(trailers)
-                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "queues are full")
-            if word == "wait":
-                self.cancelled.wait(DEADLINE_S)
-                return
-            yield pb.GenerateResponse(text=f"{word} ")
-
-    def ListModels(  # noqa: N802
-        self, request: pb.ListModelsRequest, context: grpc.ServicerContext
-    ) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(models=[pb.Model(id="parrot", context_length=8)])
+from tests.integration.deploy.parrot import DEADLINE_S, Parrot, said, served
 
 
 @pytest.fixture
@@ -60,28 +19,36 @@ def parrot() -> Parrot:
 
 @pytest.fixture
 def client(parrot: Parrot) -> Iterator[Client]:
-    server = grpc.server(ThreadPoolExecutor(4))
-    add_InferenceServiceServicer_to_server(parrot, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    with Client(f"127.0.0.1:{port}") as client:
+    with served(parrot) as address, Client(address) as client:
         yield client
-    server.stop(0).wait(DEADLINE_S)
 
 
-def messages(request: pb.GenerateRequest) -> list[tuple[str, str]]:
-    return [(message.role, message.content) for message in request.messages.messages]
+def nothing(_: str) -> None:
+    """Show nothing."""
 
 
 def test_the_conversation_grows_and_the_sampling_travels(client: Client, parrot: Parrot) -> None:
     shown: list[str] = []
-    chat = Chat(client, SamplingParameters(max_tokens=7, seed=3), shown.append)
-    assert chat.ask("one two")
-    assert "".join(shown) == "one two \n"
-    assert chat.ask("three")
-    expected = [("user", "one two"), ("assistant", "one two "), ("user", "three")]
-    assert messages(parrot.requests[1]) == expected
+    chat = Chat(client, SamplingParameters(max_tokens=7, seed=3))
+    assert chat.ask("one two", shown.append).text == "one two "
+    assert shown == ["one ", "two "]
+    chat.ask("three", nothing)
+    assert said(parrot.requests[1]) == [
+        ("user", "one two"),
+        ("assistant", "one two "),
+        ("user", "three"),
+    ]
     assert parrot.requests[1].sampling == SamplingParameters(max_tokens=7, seed=3)
+
+
+def test_an_answer_has_its_figures(client: Client) -> None:
+    ticks = iter(range(100))
+    chat = Chat(client, SamplingParameters(), clock=lambda: next(ticks) * 0.5)
+    # Asked at 0, words at 0.5, 1 and 1.5, the end at 2 seconds.
+    assert chat.ask("one two three", nothing).figures == (
+        "3 tokens · 1.3 tokens/s · first token after 500 ms · prefill-3 → decode-4"
+    )
+    assert "cut at the maximum length" in chat.ask("long", nothing).figures
 
 
 def test_ctrl_c_ends_the_answer_alone_and_aborts_the_request(
@@ -91,22 +58,74 @@ def test_ctrl_c_ends_the_answer_alone_and_aborts_the_request(
         if text == "go ":
             raise KeyboardInterrupt
 
-    chat = Chat(client, SamplingParameters(), interrupt)
-    assert not chat.ask("go wait")
+    chat = Chat(client, SamplingParameters())
+    answer = chat.ask("go wait", interrupt)
+    assert answer.interrupted
+    assert answer.figures.startswith("1 token · ")
+    assert answer.figures.endswith(" · interrupted")
     assert parrot.cancelled.wait(DEADLINE_S)
-    assert chat.ask("again")
-    assert messages(parrot.requests[1])[1] == ("assistant", "go ")
+    assert not chat.ask("again", nothing).interrupted
+    assert said(parrot.requests[1])[1] == ("assistant", "go ")
 
 
-def test_a_question_that_failed_is_not_part_of_the_conversation(
+def test_a_question_that_failed_is_not_part_of_the_conversation_and_can_be_taken_back(
     client: Client, parrot: Parrot
 ) -> None:
-    chat = Chat(client, SamplingParameters(), lambda _: None)
+    chat = Chat(client, SamplingParameters())
+    assert chat.take_back() == ""
     with pytest.raises(Overloaded, match="queues are full") as failure:
-        chat.ask("full")
+        chat.ask("full", nothing)
     assert failure.value.retry_after == 1.5
-    assert chat.ask("hello")
-    assert messages(parrot.requests[1]) == [("user", "hello")]
+    assert chat.take_back() == "full"
+    chat.ask("hello", nothing)
+    assert said(parrot.requests[1]) == [("user", "hello")]
+
+
+def test_a_question_that_is_taken_back_loses_its_answer(client: Client, parrot: Parrot) -> None:
+    chat = Chat(client, SamplingParameters())
+    chat.ask("one", nothing)
+    chat.ask("two", nothing)
+    chat.ask(chat.take_back(), nothing)
+    assert said(parrot.requests[2]) == said(parrot.requests[1])
+
+
+def test_a_new_conversation_keeps_the_system_prompt(client: Client, parrot: Parrot) -> None:
+    chat = Chat(client, SamplingParameters())
+    chat.system = "Be brief."
+    chat.ask("one", nothing)
+    chat.clear()
+    assert chat.take_back() == ""
+    chat.ask("two", nothing)
+    assert said(parrot.requests[1]) == [("system", "Be brief."), ("user", "two")]
+
+
+def test_the_oldest_questions_go_where_the_context_is_full() -> None:
+    parrot = Parrot(most_messages=4)
+    with served(parrot) as address, Client(address) as client:
+        chat = Chat(client, SamplingParameters())
+        chat.system = "Be brief."
+        assert chat.ask("one", nothing).forgotten == 0
+        assert chat.ask("two", nothing).forgotten == 0
+        assert chat.ask("three", nothing).forgotten == 1
+        assert said(parrot.requests[-1]) == [
+            ("system", "Be brief."),
+            ("user", "two"),
+            ("assistant", "two "),
+            ("user", "three"),
+        ]
+
+
+def test_a_question_that_is_too_long_alone_fails_and_nothing_is_forgotten() -> None:
+    parrot = Parrot(most_messages=3)
+    with served(parrot) as address, Client(address) as client:
+        chat = Chat(client, SamplingParameters())
+        chat.ask("one", nothing)
+        parrot.most_messages = 0
+        with pytest.raises(ContextLengthExceeded):
+            chat.ask("two", nothing)
+        parrot.most_messages = 3
+        chat.ask("three", nothing)
+        assert said(parrot.requests[-1])[0] == ("user", "one")
 
 
 def test_models_are_listed(client: Client) -> None:

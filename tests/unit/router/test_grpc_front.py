@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,7 +19,9 @@ from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]
 )
 
 from baton import errors
+from baton.config import KeyConfig, Scope
 from baton.grpc_channel import make_server, open_channel
+from baton.request import FinishReason
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from router.generation import GenerationRequest, OutputDelta
 from router.grpc_front import add_grpc_front
@@ -78,6 +81,45 @@ async def test_generate() -> None:
     assert last.usage.completion_tokens == sum(len(r.token_ids) for r in responses)
     assert last.usage.cached_prompt_tokens == 1
     assert front.requests() == {("short", "ok", ""): 1}
+
+
+def shown_key(name: str, *scopes: Scope) -> KeyConfig:
+    return KeyConfig(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), scopes=scopes)
+
+
+NO_KEYS: dict[str, Any] = {}
+METRICS_ELSEWHERE = {"admin_http": "127.0.0.1:9000"}
+KEYS = {
+    "keys": (shown_key("asks", "inference"), shown_key("reads", "inference", "metrics")),
+    "require_key": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "are_named"),
+    [
+        (NO_KEYS, "", True),
+        (METRICS_ELSEWHERE, "", False),
+        (KEYS, "asks", False),
+        (KEYS, "reads", True),
+        (KEYS | METRICS_ELSEWHERE, "reads", True),
+    ],
+)
+async def test_workers_are_named_to_a_caller_that_may_read_metrics(
+    config: dict[str, Any], key: str, are_named: bool
+) -> None:
+    async def speak(_: GenerationRequest) -> AsyncIterator[OutputDelta]:
+        yield OutputDelta("a", (5,), None)
+        yield OutputDelta(
+            "b", (6,), FinishReason.STOP, prefill_worker="prefill-0", decode_worker="decode-1"
+        )
+
+    async with serve(make_front(speak, **config)) as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        metadata = (("authorization", f"Bearer {key}"),) if key else ()
+        call = stub.Generate(Request(prompt="Hello"), timeout=20, metadata=metadata)
+        named = [(one.prefill_worker, one.decode_worker) async for one in call]
+    assert named == [("", ""), ("prefill-0", "decode-1") if are_named else ("", "")]
 
 
 async def test_messages_and_token_ids() -> None:

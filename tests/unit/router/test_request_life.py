@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -201,6 +202,23 @@ def test_choices_do_not_mix(texts: list[str], data: st.DataObject) -> None:
         assert life.worker_finished
 
     asyncio.run(run())
+
+
+async def test_the_last_delta_names_the_workers_where_the_choice_was_last() -> None:
+    life = make_choices(2)
+    for choice in life.choices:
+        choice.place(0, "prefill-0", "decode-0")
+    life.accept(choice_output(0, 0, "a", ends=True))
+    life.accept(choice_output(1, 0, "b"))
+    first, unfinished = await life.next_delta(), await life.next_delta()
+    life.choices[1].place(1, "prefill-1", "decode-1")
+    life.accept(replace(choice_output(1, 1, "c", ends=True), attempt=1))
+    moved = await life.next_delta()
+    assert [(one.prefill_worker, one.decode_worker) for one in (first, unfinished, moved)] == [
+        ("prefill-0", "decode-0"),
+        ("", ""),
+        ("prefill-1", "decode-1"),
+    ]
 
 
 async def test_a_choice_that_is_stopped_is_ended_once() -> None:

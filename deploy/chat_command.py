@@ -1,0 +1,131 @@
+"""`baton chat`: a conversation with the model, or one answer."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deploy.command_line import (
+    DEFAULT_GRPC,
+    INTERRUPTED,
+    ApiKey,
+    clear_errors,
+    complain,
+    local_cluster,
+    local_cluster_of_grpc,
+)
+from deploy.option_group import takes
+from deploy.tls_options import TlsOptions
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from deploy.chat import Chat
+
+MAX_TOKENS = 512
+"""Of an answer, by default; half of a context that is smaller than twice that."""
+
+
+@takes(TlsOptions)
+def chat(
+    tls: TlsOptions,
+    prompt: Annotated[
+        str | None, typer.Argument(help="A question. Without it, a conversation begins.")
+    ] = None,
+    grpc: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The router's gRPC address. Default: that of the cluster on this machine.",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Maximum number of tokens of an answer. Default: {MAX_TOKENS}."),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0 takes the most likely token. Default: 1.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Same seed, same answer. Default: drawn.")
+    ] = None,
+    api_key: ApiKey = "",
+) -> None:
+    """Chat with the model in the terminal. Ctrl-C ends an answer; Ctrl-D ends the conversation.
+
+    In a pipe the output is plain text: the answers, and nothing else.
+    """
+    from rich.console import Console  # noqa: PLC0415
+
+    from baton.client import Client  # noqa: PLC0415
+    from baton.v1.sampling_pb2 import SamplingParameters  # noqa: PLC0415
+    from deploy.chat import Chat  # noqa: PLC0415
+
+    cluster = local_cluster() if grpc is None else local_cluster_of_grpc(grpc)
+    files = tls.files(cluster)
+    address = grpc or (cluster.grpc if cluster is not None else DEFAULT_GRPC)
+    console = Console()
+    renders = console.is_terminal and not console.is_dumb_terminal
+    with clear_errors(), Client(address, api_key, tls=files) as client:
+        model = client.list_models()[0]
+        most = max_tokens or max(1, min(MAX_TOKENS, model.context_length // 2))
+        sampling = SamplingParameters(max_tokens=most, temperature=temperature, seed=seed)
+        conversation = Chat(client, sampling)
+        if prompt is not None:
+            if not _answer(conversation, prompt, console if renders else None):
+                raise typer.Exit(INTERRUPTED)
+        elif renders and sys.stdin.isatty():
+            where = f"{model.id} at {address}"
+            if cluster is not None:
+                where += f", cluster {cluster.cluster_id}"
+            _converse(conversation, console, where)
+        else:
+            _converse_plainly(conversation)
+
+
+def _converse(chat: Chat, console: Console, where: str) -> None:
+    from deploy import chat_input  # noqa: PLC0415
+    from deploy.chat_terminal import ChatTerminal  # noqa: PLC0415
+
+    history = chat_input.open_history(chat_input.history_file())
+    with chat_input.keys_held_back():
+        console.print(where, style="bold", markup=False, highlight=False)
+        console.print(
+            "/help lists the commands. Ctrl-D ends the conversation.", style="dim", highlight=False
+        )
+        ChatTerminal(chat, chat_input.QuestionInput(history), console, complain).run()
+
+
+def _converse_plainly(chat: Chat) -> None:
+    """Ask for questions until the input ends, or Ctrl-C while it waits for one."""
+    from baton.errors import BatonError  # noqa: PLC0415
+
+    prompt = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            text = input(prompt)
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not text.strip():
+            continue
+        try:
+            _answer(chat, text, None)
+        except BatonError as error:
+            complain(error.message)
+
+
+def _answer(chat: Chat, question: str, console: Console | None) -> bool:
+    """Ask, and show the answer, as plain text without a console; False when Ctrl-C ended it.
+
+    Raises BatonError.
+    """
+    if console is not None:
+        from deploy.chat_terminal import show_answer  # noqa: PLC0415
+
+        return show_answer(chat, question, console)
+    try:
+        return not chat.ask(question, lambda text: typer.echo(text, nl=False)).interrupted
+    finally:
+        typer.echo()

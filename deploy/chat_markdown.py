@@ -1,0 +1,156 @@
+"""An answer in a terminal: rendered as Markdown, while it comes.
+
+A block of Markdown (a paragraph, a list, a piece of code) that is complete is printed once and
+stays. Only the open block is drawn anew, and never more of it than the screen can hold: a terminal
+cannot redraw what it has scrolled away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Self
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.segment import Segment
+from rich.spinner import Spinner
+
+REFRESHES_PER_S = 10
+_CODE_THEME = "ansi_dark"
+"""Colors of the terminal's own palette, on its own background."""
+# HTML is shown as the text that it is.
+_PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+_CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
+"""Characters that would control the terminal: they are not shown."""
+
+
+class MarkdownAnswer:
+    """A context in which ``write`` shows the pieces of one answer; in the end it is all there."""
+
+    def __init__(self, console: Console) -> None:
+        """``console`` is a terminal's."""
+        self._console = console
+        self._open = _OpenBlock()
+        self._live = Live(
+            self._open,
+            console=console,
+            refresh_per_second=REFRESHES_PER_S,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+        self._print(self._open.text)
+
+    def write(self, text: str) -> None:
+        """Show a piece of the answer's text."""
+        text = text.translate(_CONTROLS)
+        self._open.text += text
+        if "\n" in text:
+            complete, self._open.text = settled(self._open.text)
+            self._print(complete)
+
+    def refresh(self) -> None:
+        """Draw at once what was written, which is drawn before long in any case."""
+        self._live.refresh()
+
+    def _print(self, text: str) -> None:
+        if not text.strip():
+            return
+        if self._open.follows_others:
+            self._console.line()
+        self._open.follows_others = True
+        self._console.print(RenderedText(text))
+
+
+class RenderedText:
+    """Renders Markdown: its blocks with a blank line between them, and none around them.
+
+    Line breaks stay as they are, and the addresses of links are visible.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._blocks = [_markdown(block) for block in _blocks(_PARSER.parse(text))]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for number, block in enumerate(self._blocks):
+            if number:
+                yield Segment.line()
+            for line in _without_blank_ends(console.render_lines(block, options, pad=False)):
+                yield from line
+                yield Segment.line()
+
+
+class _OpenBlock:
+    """The end of an answer, as much as the screen can hold; a sign of life before it begins."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.follows_others = False
+        self._spinner = Spinner("dots", style="dim")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text = self.text
+        if not text.strip():
+            if not self.follows_others:
+                yield self._spinner
+            return
+        lines = console.render_lines(RenderedText(text), options, pad=False)
+        if self.follows_others:
+            lines.insert(0, [])
+        for line in lines[-max(1, console.height - 2) :]:
+            yield from line
+            yield Segment.line()
+
+
+def settled(text: str) -> tuple[str, str]:
+    """Split an unfinished text before its last block: no further text can change those before it.
+
+    A line that is not complete begins no block, since its next character may make it another one.
+    """
+    complete = text[: text.rfind("\n") + 1]
+    starts = [token.map[0] for token in _PARSER.parse(complete) if token.level == 0 and token.map]
+    if len(starts) < 2:
+        return "", text
+    lines = text.split("\n")
+    return "\n".join(lines[: starts[-1]]), "\n".join(lines[starts[-1] :])
+
+
+def _blocks(tokens: Sequence[Token]) -> Iterator[list[Token]]:
+    """The tokens of each block."""
+    block = []
+    for token in tokens:
+        block.append(token)
+        if token.level == 0 and token.nesting <= 0:
+            yield block
+            block = []
+
+
+def _markdown(block: list[Token]) -> Markdown:
+    shown = Markdown("", code_theme=_CODE_THEME, hyperlinks=False)
+    shown.parsed = block
+    for token in block:
+        for child in token.children or ():
+            if child.type == "softbreak":
+                child.type = "hardbreak"
+    return shown
+
+
+def _without_blank_ends(lines: list[list[Segment]]) -> list[list[Segment]]:
+    filled = [n for n, line in enumerate(lines) if any(part.text.strip() for part in line)]
+    return lines[filled[0] : filled[-1] + 1] if filled else []
