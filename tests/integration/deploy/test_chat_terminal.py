@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -147,10 +148,8 @@ def test_a_server_that_comes_back_answers_the_question_that_failed(chats: Chats)
         with served(parrot, int(address.rpartition(":")[2])):
             while not parrot.requests:
                 terminal.type(f"/retry{ENTER}")
-                shown = terminal.text.count("/retry asks") + terminal.text.count(WORKERS)
-                terminal.wait_until(
-                    lambda text, n=shown: text.count("/retry asks") + text.count(WORKERS) > n
-                )
+                shown = _outcomes(terminal.text)
+                terminal.wait_until(partial(_more_outcomes, shown))
             terminal.wait_for(WORKERS)
             terminal.type(CTRL_D)
             assert terminal.wait_end() == 0
@@ -171,3 +170,12 @@ def test_an_answer_that_is_longer_than_the_screen_is_there_once(chats: Chats, ad
 def test_in_a_pipe_there_are_answers_alone(address: str) -> None:
     assert in_a_pipe(address, "a **bold** word") == "a **bold** word \n"
     assert in_a_pipe(address, typed="one\n\n/new\ntwo\n") == "one \n/new \ntwo \n"
+
+
+def _outcomes(text: str) -> int:
+    """How many questions have failed or were answered."""
+    return text.count("/retry asks") + text.count(WORKERS)
+
+
+def _more_outcomes(before: int, text: str) -> bool:
+    return _outcomes(text) > before
