@@ -13,7 +13,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import redis
 
 from baton.config import Config, PoolConfig
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from baton.keys_file import read_keys
 from baton.logs import formatter
 from baton.redis_client import redis_client
@@ -41,6 +41,7 @@ from deploy.gcs_watch import FarGcsWatch, GcsWatch
 from deploy.guardian import Guardian
 from deploy.hub_download import DownloadWatch
 from deploy.joined_ray import JoinedRay
+from deploy.kernels import compile_kernels, kernels_of, missing_kernels
 from deploy.launcher_claim import LauncherClaim
 from deploy.model_store import ResolvedModel
 from deploy.own_redis import check_redis
@@ -225,6 +226,7 @@ class Launcher:
             store = group.create_task(self._start_store())
             model = group.create_task(self._resolve_model())
             ray = group.create_task(self._start_ray())
+            group.create_task(self._compile_kernels())
             await store
             self._model = await model
             routers = await self._start_routers()
@@ -286,15 +288,9 @@ class Launcher:
 
     async def _resolve_model(self) -> ResolvedModel:
         name = f"getting the model {self._config.model}"
-        loop = asyncio.get_running_loop()
-
-        def tell(text: str) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
-                loop.call_soon_threadsafe(self._progress.detail, name, text)
-
         watch = DownloadWatch(self._progress.detail_every_s)
         with self._progress.step(name):
-            thread = DaemonThread("model")
+            tell, thread = self._teller(name), DaemonThread("model")
             config = self._config
             try:
                 model = await thread.call(
@@ -316,6 +312,30 @@ class Launcher:
         self._config = config.model_copy(update={"revision": model.commit})
         served = config.served_model_name or model.name
         return ResolvedModel(served, model.path, model.commit)
+
+    async def _compile_kernels(self) -> None:
+        """Before the workers need them; each of these would wait for it, or do it itself."""
+        if self._config.ray_address:
+            return
+        thread, name = DaemonThread("kernels"), "compiling kernels for this CPU (first start only)"
+        try:
+            missing = await thread.call(lambda: missing_kernels(kernels_of(self._config)))
+            if missing:
+                with self._progress.step(name):
+                    tell = self._teller(name)
+                    await thread.call(lambda: compile_kernels(missing, tell))
+        except ConfigError as error:
+            self._report(f"{error.message}\nWithout it torch computes, several times slower.")
+
+    def _teller(self, name: str) -> Callable[[str], None]:
+        """Tells, from any thread, what a step is doing."""
+        loop = asyncio.get_running_loop()
+
+        def tell(text: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
+                loop.call_soon_threadsafe(self._progress.detail, name, text)
+
+        return tell
 
     async def _start_ray(self) -> None:
         with self._progress.step("starting Ray"):
@@ -494,7 +514,9 @@ class Launcher:
             needs_key=self._config.require_key,
             tls=self._config.tls.front_client,
         )
-        self._progress.line("ready", "bold green")
+        longest = self._progress.longest()
+        about = f" ({longest})" if longest else ""
+        self._progress.line(f"ready in {ProcessIdentity.own().age_s:.1f} s{about}", "bold green")
         self._progress.line(text)
 
     def _tell(self, failure: BaseException) -> None:

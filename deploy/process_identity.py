@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import signal
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,6 +41,12 @@ class ProcessIdentity:
         """That of the process that has a pid here now. Raises OSError where there is none."""
         _, ticks = _look(pid)
         return cls(pid, ticks, pid_space())
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was started; of a process that can be seen from here."""
+        started_s = self.start_ticks / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
     @property
     def is_near(self) -> bool:

@@ -4,21 +4,49 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.status import Status
+from rich.text import Text
+
+STILL_S = 10.0
+"""Where nothing spins, a long step says this often that it goes on."""
+_SHOWN_S = 0.5
+"""Shorter steps are not worth a mention at the end."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Step:
+    name: str
+    began: float
+    text: str = ""
+
+    def shown(self, now: float) -> str:
+        about = f": {self.text}" if self.text else ""
+        return f"{self.name}{about} ({now - self.began:.0f} s)"
 
 
 class Progress:
     """Steps may overlap. Printing never fails: the reader of a pipe, or a terminal, may be gone."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(
+        self,
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+        still_s: float = STILL_S,
+    ) -> None:
+        """``clock`` returns seconds; ``still_s`` is as ``STILL_S``."""
         self._console = console
-        self._running: dict[str, str] = {}
+        self._clock = clock
+        self._still_s = still_s
+        self._running: dict[str, _Step] = {}
+        self._ended: dict[str, float] = {}
         self._status = Status("", console=console) if console.is_terminal else None
 
     @property
@@ -29,43 +57,74 @@ class Progress:
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
         """A step of the start: says when it begins, and how long it took when it ends well."""
-        start = time.monotonic()
-        self._set(name, "")
+        began = self._clock()
+        self._running[name] = _Step(name, began)
+        over = threading.Event()
         if self._status is None:
             self.line(f"{name} ...")
+            threading.Thread(
+                target=self._say_still, args=(name, over), name="progress", daemon=True
+            ).start()
+        self._show()
         try:
             yield
         finally:
+            over.set()
             self._running.pop(name, None)
             self._show()
-        self.line(f"{name}: done in {time.monotonic() - start:.1f} s")
+        self._ended[name] = self._clock() - began
+        self.line(f"{name}: done in {self._ended[name]:.1f} s")
 
     def detail(self, name: str, text: str) -> None:
         """What the running step ``name`` is doing."""
+        step = self._running.get(name)
+        if step is not None:
+            step.text = text
         if self._status is None:
             self.line(f"{name}: {text}")
-        else:
-            self._set(name, text)
 
     def line(self, text: str = "", style: str = "") -> None:
         """A line that stays, unwrapped so that it can be copied."""
         with contextlib.suppress(OSError, ValueError):
             self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    def _set(self, name: str, text: str) -> None:
-        self._running[name] = text
-        self._show()
+    def longest(self, count: int = 3) -> str:
+        """The steps that took longest, as in ``starting Ray 3.1 s, …``; they may have overlapped.
+
+        Empty where all were short.
+        """
+        worth = [(took, name) for name, took in self._ended.items() if took >= _SHOWN_S]
+        return ", ".join(f"{name} {took:.1f} s" for took, name in sorted(worth)[::-1][:count])
+
+    def _say_still(self, name: str, over: threading.Event) -> None:
+        while not over.wait(self._still_s):
+            if step := self._running.get(name):
+                self.line(f"{step.shown(self._clock())} ...")
 
     def _show(self) -> None:
         if self._status is None:
             return
-        steps = [f"{name}: {text}" if text else name for name, text in self._running.items()]
         with contextlib.suppress(OSError, ValueError):
-            if steps:
-                self._status.update(", ".join(steps).replace("[", r"\["))
+            if self._running:
+                self._status.update(_Running(self))
                 self._status.start()
             else:
                 self._status.stop()
+
+    def shown(self) -> str:
+        """The running steps, and for how long each has run."""
+        now = self._clock()
+        return ", ".join(step.shown(now) for step in list(self._running.values()))
+
+
+class _Running:
+    """Drawn anew with each turn of the spinner."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def __rich__(self) -> Text:
+        return Text(self._progress.shown())
 
 
 def log_progress(text: str) -> None:

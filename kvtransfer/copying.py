@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from baton import cpp_library
+from baton.cpp_library import NATIVE, CppLibrary
 from baton.errors import ConfigError
 from kvtransfer import checksum as reference
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 Bytes = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 """Contiguous bytes, of any shape and item size."""
 _FOLDER = Path(__file__).parent / "native"
-_TARGET = cpp_library.NATIVE
+_TARGET = NATIVE
 
 
 @lru_cache(maxsize=1)
@@ -36,7 +36,7 @@ def copy_library() -> ctypes.CDLL | None:
     The first call may build it, which takes seconds.
     """
     try:
-        library = cpp_library.load_library(_FOLDER, _TARGET)
+        library = CppLibrary(_FOLDER, _TARGET).load()
     except ConfigError as error:
         log.warning("numpy copies KV blocks, several times slower: %s", error)
         return None

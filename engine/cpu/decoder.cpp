@@ -14,7 +14,6 @@
 
 #include "attention.h"
 #include "linear.h"
-#include "quantized.h"
 #include "threads.h"
 
 enum QkNorm { QK_NONE = 0, QK_HEAD = 1, QK_FULL = 2 };

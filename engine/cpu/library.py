@@ -10,20 +10,20 @@ import logging
 from functools import lru_cache
 from pathlib import Path
 
-from baton import cpp_library
+from baton.cpp_library import NATIVE, CppLibrary
 from baton.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_FOLDER = Path(__file__).parent
-_TARGET = cpp_library.NATIVE
+SOURCES = Path(__file__).parent
+_TARGET = NATIVE
 
 
 @lru_cache(maxsize=1)
 def cpu_library() -> ctypes.CDLL | None:
     """The library, or None where torch is to compute; the reason is logged once."""
     try:
-        return cpp_library.load_library(_FOLDER, _TARGET)
+        return CppLibrary(SOURCES, _TARGET).load()
     except ConfigError as error:
         log.warning("torch computes, several times slower: %s", error)
         return None
@@ -33,8 +33,3 @@ def library_build() -> str:
     """What names the library: its sources, compiler and CPU. Two builds may differ in last bits."""
     library = cpu_library()
     return "" if library is None else Path(library._name).stem
-
-
-def build_library(compiler: str, target: str) -> Path:
-    """See ``baton.cpp_library.build_library``."""
-    return cpp_library.build_library(_FOLDER, compiler, target)

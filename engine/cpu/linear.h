@@ -27,59 +27,35 @@ struct Matrix {
   long panels() const { return (outputs + PANEL - 1) / PANEL; }
 };
 
-namespace linear {
+// Takes a tile of sums, [count][32], of the rows from `first` on. It refers to a function object, which
+// must outlive it: products are compiled once, and not for every use of their results.
+class TileTaker {
+ public:
+  template <class Take>
+  TileTaker(const Take& take)
+      : take_(&take), call_([](const void* take, long first, long count, float* tile) {
+          (*(const Take*)take)(first, count, tile);
+        }) {}
 
-// The sums of ROWS rows by 32 outputs, in registers.
-template <int ROWS>
-struct Sums {
-  f32x16 sums[ROWS][2] = {};
+  void operator()(long first, long count, float* tile) const { call_(take_, first, count, tile); }
 
-  void start(const float* from, long stride) {
-    for (int m = 0; m < ROWS; m++)
-      for (int i = 0; i < 2; i++) sums[m][i] = load<f32x16>(from + m * stride + i * 16);
-  }
-
-  // One pair of inputs: x points to the first row's.
-  inline __attribute__((always_inline)) void add(const bf16* x, long stride, u32x16 left,
-                                                 u32x16 right) {
-#pragma GCC unroll 16
-    for (int m = 0; m < ROWS; m++) {
-      uint32_t bits;
-      memcpy(&bits, x + m * stride, 4);
-      const u32x16 pair = bits - (u32x16){};
-      sums[m][0] = add_products(sums[m][0], left, pair);
-      sums[m][1] = add_products(sums[m][1], right, pair);
-    }
-  }
-
-  void finish(float* to, long stride) const {
-    for (int m = 0; m < ROWS; m++)
-      for (int i = 0; i < 2; i++) store(to + m * stride + i * 16, sums[m][i]);
-  }
+ private:
+  const void* take_;
+  void (*call_)(const void*, long, long, float*);
 };
+
+// x [rows, stride] times one panel: calls take(first row, count, tile [count][32]).
+void multiply_panel(const Matrix& w, long panel, const bf16* x, long stride, long rows,
+                    const TileTaker& take);
+
+namespace linear {
 
 // Rows [rows, stride] times a panel → out [rows, out_stride] of 32 outputs each. `fetch` bytes of
 // `next` are fetched for every pair. With `more`, what is in `out` is added to.
-template <int ROWS>
-void multiply(const bf16* x, long stride, const bf16* panel, long pairs, float* out, long out_stride,
-              const char* next, int fetch, bool more) {
-  Sums<ROWS> sums;
-  if (more) sums.start(out, out_stride);
-  for (long p = 0; p < pairs; p++) {
-    const u32x16 left = load<u32x16>(panel + p * 64), right = load<u32x16>(panel + p * 64 + 32);
-    if (fetch) __builtin_prefetch(next + p * fetch, 0, 3);
-    if (fetch > 64) __builtin_prefetch(next + p * fetch + 64, 0, 3);
-    sums.add(x + 2 * p, stride, left, right);
-  }
-  sums.finish(out, out_stride);
-}
+typedef void (*Multiply)(const bf16* x, long stride, const bf16* panel, long pairs, float* out,
+                         long out_stride, const char* next, int fetch, bool more);
 
-typedef void (*Multiply)(const bf16*, long, const bf16*, long, float*, long, const char*, int, bool);
-
-static const Multiply multiply_rows[TILE + 1] = {
-    nullptr,      multiply<1>,  multiply<2>,  multiply<3>,  multiply<4>,
-    multiply<5>,  multiply<6>,  multiply<7>,  multiply<8>,  multiply<9>,
-    multiply<10>, multiply<11>, multiply<12>, multiply<13>, multiply<14>};
+extern const Multiply multiply_rows[TILE + 1];  // by the number of rows
 
 // Rows in equal tiles: calls each(first row, count).
 template <class Each>

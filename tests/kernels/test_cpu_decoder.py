@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import shutil
 import threading
@@ -15,7 +14,7 @@ import torch
 
 from engine.cpu import library
 from engine.cpu.decoder import CpuDecoder, cpu_decoder
-from engine.cpu.library import build_library, cpu_library
+from engine.cpu.library import cpu_library
 from engine.kv_cache import KvCache
 from engine.linear import Linear
 from engine.model import DecoderModel
@@ -451,14 +450,3 @@ def test_what_it_does_not_compute_is_left_to_torch(
     assert cpu_decoder(half, KvCache(half.config, 4, 8, torch.bfloat16, CPU)) is None
     other_target.setenv("CXX", "false")
     assert cpu_decoder(half, new_cache(half)) is None
-
-
-@pytest.mark.long
-def test_the_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))
-    assert CXX is not None
-    first = build_library(CXX, "-march=native")
-    written = first.stat().st_mtime_ns
-    assert build_library(CXX, "-march=native") == first
-    assert first.stat().st_mtime_ns == written
-    assert ctypes.CDLL(str(first)).baton_decoder_new
