@@ -56,7 +56,7 @@ $(BIN)/python:
 # Two stamps: serving needs less than testing. One command for all of torch's dependents, so that
 # pip sees every bound at once.
 #
-# Kernels are compiled meanwhile, which needs no package; `baton up` waits for them, and does it itself
+# Kernels are compiled meanwhile, which needs no package; `baton serve` waits for them, and does it itself
 # where that fails. kernels.log has what the compiler says.
 $(VENV)/.installed: $(PINS) | $(BIN)/python
 	@echo "installing Baton into $(VENV); the first time takes a minute or more"

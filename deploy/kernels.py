@@ -2,7 +2,7 @@
 
     python -m deploy.kernels
 
-`make install` runs this while pip installs, `baton up` at its start. It needs a C++ compiler and
+`make install` runs this while pip installs, `baton serve` at its start. It needs a C++ compiler and
 Python's own library.
 """
 

@@ -150,7 +150,7 @@ P, D = {"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}
         ({"registry_ttl_s": 1.9}, "at most half"),
         ({"request_deadline_s": -1.0}, "--request-deadline-s must be greater than 0"),
         ({"unknown": 1}, "unknown"),
-        ({"max_model_len": -1}, "max_model_len"),
+        ({"max_model_len": -1}, "--max-model-len must be at least 0"),
         ({"max_model_len": 15}, "max_model_len: 15 tokens are less than a KV block.*16"),
         (
             {"max_model_len": 16, "pools": [P, {**D, "block_size": 32}]},
