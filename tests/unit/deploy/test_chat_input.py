@@ -3,8 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from prompt_toolkit.history import FileHistory
 
-from deploy import chat_input
 from deploy.chat_input import MOST_BYTES, MOST_ENTRIES, history_file, open_history
 
 
@@ -57,7 +57,7 @@ def test_a_full_disk_ends_no_conversation(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError("no space left on device")
 
     history = open_history(tmp_path / "chat_history")
-    monkeypatch.setattr(chat_input.FileHistory, "store_string", full)
+    monkeypatch.setattr(FileHistory, "store_string", full)
     history.append_string("one")
     assert history.get_strings() == ["one"]
 
