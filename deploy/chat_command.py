@@ -57,7 +57,9 @@ def chat(
     ] = None,
     api_key: ApiKey = "",
 ) -> None:
-    """Chat with the model in the terminal. Ctrl-C ends an answer; Ctrl-D ends the conversation.
+    """Chat with the model in the terminal.
+
+    Ctrl-C ends an answer, Ctrl-D ends the conversation.
 
     In a pipe the output is plain text: the answers, and nothing else.
     """

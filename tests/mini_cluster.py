@@ -147,7 +147,11 @@ class MiniCluster:
             for number in range(pool.count):
                 await self.start_worker(pool, f"{pool.name}-{number}")
         await self.dispatcher.start()
-        await self.until(lambda: self.dispatcher.health()[0] == "ok")
+        await self.until(self._all_up)
+
+    def _all_up(self) -> bool:
+        links = self.dispatcher._links
+        return sum(len(links.up(role)) for role in ("prefill", "decode")) == len(self.workers)
 
     async def start_worker(self, pool: PoolConfig, slot: str) -> WorkerProcess:
         """Start one worker, in the place of one of that name if there was one."""
