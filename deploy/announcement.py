@@ -53,7 +53,7 @@ def announcement(
 
 
 def _curl(url: str, model: str, tls: TlsFiles | None, *, needs_key: bool) -> str:
-    message = {"role": "user", "content": "What is the capital of France?"}
+    message = {"role": "user", "content": "What is the capital of Japan?"}
     body = {"model": model, "temperature": 0, "messages": [message]}
     # A model's name may hold a quote, which would end the shell's string.
     quoted = json.dumps(body).replace("'", r"'\''")

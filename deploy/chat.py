@@ -11,6 +11,9 @@ from baton.errors import ContextLengthExceeded
 from baton.v1.inference_pb2 import FINISH_REASON_LENGTH, ChatMessage
 from baton.v1.sampling_pb2 import SamplingParameters
 
+_BURST_S = 0.02
+"""Tokens that arrive within so many seconds say nothing about a rate: they were read together."""
+
 Write = Callable[[str], None]
 """Shows a piece of text at once."""
 
@@ -25,7 +28,7 @@ class Answer:
     first_s: float | None = None
     """Seconds until the first token came; None where none did."""
     tokens_per_s: float | None = None
-    """Behind the first message; None where nothing came behind it."""
+    """After the first message; None where that cannot be told."""
     is_cut: bool = False
     """It ended at its maximum of tokens."""
     interrupted: bool = False
@@ -48,8 +51,9 @@ class Answer:
             parts.append("interrupted")
         elif self.is_cut:
             parts.append("cut at the maximum length (--max-tokens)")
-        if self.prefill_worker or self.decode_worker:
-            parts.append(f"{self.prefill_worker} → {self.decode_worker}")
+        workers = dict.fromkeys(filter(None, (self.prefill_worker, self.decode_worker)))
+        if workers:
+            parts.append(" → ".join(workers))
         return " · ".join(parts)
 
 
@@ -141,7 +145,7 @@ class Chat:
             text="".join(pieces),
             tokens=tokens,
             first_s=first - begun if tokens else None,
-            tokens_per_s=rest / (last - first) if rest and last > first else None,
+            tokens_per_s=rest / (last - first) if rest and last - first >= _BURST_S else None,
         )
 
     def _messages(self, turns: Sequence[_Turn], question: str) -> list[ChatMessage]:

@@ -32,24 +32,28 @@ MAX_TOKENS = 512
 def chat(
     tls: TlsOptions,
     prompt: Annotated[
-        str | None, typer.Argument(help="A question. Without it, a conversation begins.")
+        str | None, typer.Argument(help="Question to answer (default: start a conversation).")
     ] = None,
     grpc: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="The router's gRPC address. Default: that of the cluster on this machine.",
+            help="The router's gRPC address (default: that of your cluster on this machine).",
         ),
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Maximum number of tokens of an answer. Default: {MAX_TOKENS}."),
+        typer.Option(min=1, help=f"Maximum tokens of an answer (default: {MAX_TOKENS})."),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="0 takes the most likely token. Default: 1.")
+        float | None,
+        typer.Option(
+            min=0, help="Sampling temperature; 0 takes the most likely token (default: 1)."
+        ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Same seed, same answer. Default: drawn.")
+        int | None,
+        typer.Option(min=0, help="Seed; the same seed gives the same answer (default: random)."),
     ] = None,
     api_key: ApiKey = "",
 ) -> None:

@@ -49,8 +49,6 @@ def open_history(path: Path) -> History:
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            path.chmod(0o600)
         _shorten(path)
     except OSError:
         return InMemoryHistory()

@@ -13,12 +13,24 @@ import pytest
 from tests.e2e.cluster import PATIENT, UpProcess
 
 ROOT = Path(__file__).parents[2]
-_ROW = re.compile(r"^\| (?P<prompt>[^|]+[.?]) \| (?P<answer>[^|]+) \|$", re.MULTILINE)
+_ROW = re.compile(
+    r"^\| (?P<prompt>[^|]+[.?]) \| (?P<answer>[^|]+) \| (?P<tokens>\d+) \|$", re.MULTILINE
+)
+
+_CODE = re.compile(
+    r'To "(?P<prompt>[^"]+)" it answers, in (?P<tokens>\d+)\s+tokens:'
+    r"\n\n````\n(?P<answer>.+?)\n````\n",
+    re.DOTALL,
+)
 
 
-def shown_prompts() -> list[tuple[str, str]]:
+def shown_prompts() -> list[tuple[str, str, int]]:
+    """Each with its answer, and the tokens of that."""
     page = (ROOT / "docs" / "quick-start.md").read_text()
-    return [(row["prompt"], row["answer"]) for row in _ROW.finditer(page)]
+    code = _CODE.search(page)
+    assert code is not None
+    found = [code, *_ROW.finditer(page)]
+    return [(one["prompt"], one["answer"], int(one["tokens"])) for one in found]
 
 
 @pytest.fixture(scope="module")
@@ -31,24 +43,25 @@ def defaults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
         assert up.wait() == 0, up.text
 
 
-def ask(cluster: UpProcess, body: dict[str, object]) -> str:
+def ask(cluster: UpProcess, body: dict[str, object]) -> tuple[str, int]:
+    """The text of an answer that has ended, and its tokens."""
     url = f"{cluster.http}/v1/chat/completions"
     answer = httpx.post(url, json=body, timeout=60.0, trust_env=False).raise_for_status()
     choice = answer.json()["choices"][0]
     assert choice["finish_reason"] == "stop"
-    return str(choice["message"]["content"])
+    return choice["message"]["content"], answer.json()["usage"]["completion_tokens"]
 
 
 def test_the_demo_model_answers_the_prompts_that_are_shown_as_shown(defaults: UpProcess) -> None:
     shown = shown_prompts()
     assert len(shown) >= 6
-    for prompt, answer in shown:
+    for prompt, answer, tokens in shown:
         body = {
             "model": "smollm2-135m-instruct",
             "temperature": 0,
             "messages": [{"role": "user", "content": prompt}],
         }
-        assert ask(defaults, body) == answer
+        assert ask(defaults, body) == (answer, tokens)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quick-start.md"])
@@ -58,11 +71,11 @@ def test_the_first_request_of_the_page_is_answered(defaults: UpProcess, page: st
     )
     assert command is not None
     assert command[1] == "http://127.0.0.1:8000/v1/chat/completions"
-    assert ask(defaults, json.loads(command[2])) == "The capital of France is Paris."
+    assert ask(defaults, json.loads(command[2]))[0] == "The capital of Japan is Tokyo."
 
 
 def test_the_first_request_that_the_start_prints_is_answered(defaults: UpProcess) -> None:
     command = re.search(r"^  curl -s (\S+) .*-d '(\{.*\})'$", defaults.text, re.MULTILINE)
     assert command is not None
     assert command[1] == f"{defaults.http}/v1/chat/completions"
-    assert ask(defaults, json.loads(command[2])) == "The capital of France is Paris."
+    assert ask(defaults, json.loads(command[2]))[0] == "The capital of Japan is Tokyo."
