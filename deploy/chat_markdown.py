@@ -7,6 +7,7 @@ cannot redraw what it has scrolled away.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
@@ -19,7 +20,8 @@ from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.spinner import Spinner
 
-REFRESHES_PER_S = 10
+_REFRESH_S = 0.1
+"""Seconds between two drawings of the open block."""
 _CODE_THEME = "ansi_dark"
 """Colors of the terminal's own palette, on its own background."""
 # HTML is shown as the text that it is.
@@ -38,14 +40,19 @@ class MarkdownAnswer:
         self._live = Live(
             self._open,
             console=console,
-            refresh_per_second=REFRESHES_PER_S,
+            # Its own thread and a print from another one can both draw from the same old position.
+            auto_refresh=False,
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,
         )
+        self._drawing = threading.Lock()
+        self._ended = threading.Event()
+        self._refresher = threading.Thread(target=self._refresh_often, daemon=True)
 
     def __enter__(self) -> Self:
         self._live.start()
+        self._refresher.start()
         return self
 
     def __exit__(
@@ -54,20 +61,28 @@ class MarkdownAnswer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._ended.set()
+        self._refresher.join()
         self._live.stop()
         self._print(self._open.text)
 
     def write(self, text: str) -> None:
         """Show a piece of the answer's text."""
         text = text.translate(_CONTROLS)
-        self._open.text += text
-        if "\n" in text:
-            complete, self._open.text = settled(self._open.text)
-            self._print(complete)
+        with self._drawing:
+            self._open.text += text
+            if "\n" in text:
+                complete, self._open.text = settled(self._open.text)
+                self._print(complete)
 
     def refresh(self) -> None:
         """Draw at once what was written, which is drawn before long in any case."""
-        self._live.refresh()
+        with self._drawing:
+            self._live.refresh()
+
+    def _refresh_often(self) -> None:
+        while not self._ended.wait(_REFRESH_S):
+            self.refresh()
 
     def _print(self, text: str) -> None:
         if not text.strip():

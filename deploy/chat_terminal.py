@@ -52,13 +52,12 @@ class ChatTerminal:
         """Converse until /quit or Ctrl-D."""
         while not self._ended:
             try:
-                text = self._questions.read()
+                self._take(self._questions.read())
             except EOFError:
                 return
             except KeyboardInterrupt:
+                # At the prompt, or in the moment between an answer and the next prompt.
                 self._say("Ctrl-D or /quit ends the conversation.")
-                continue
-            self._take(text)
 
     def _take(self, text: str) -> None:
         command = _COMMAND.fullmatch(text.rstrip())

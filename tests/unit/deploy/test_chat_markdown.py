@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import threading
+from typing import Any
 
 import pyte
 import pytest
@@ -115,6 +117,28 @@ def test_what_is_longer_than_the_screen_is_there_once(rows: int) -> None:
             answer.refresh()
     expected = [f" • item-{n};" for n in range(40)]
     assert [line for line in screen.lines if line] == expected
+
+
+def test_a_drawing_from_another_thread_waits_for_a_print(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    threads: list[threading.Thread] = []
+    render_lines = screen.console.render_lines
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        """The first time, another thread draws in the middle of it, if it can."""
+        if not threads:
+            threads.append(threading.Thread(target=answer.refresh))
+            threads[0].start()
+            threads[0].join(0.1)
+        return render_lines(*arguments, **options)
+
+    with MarkdownAnswer(screen.console) as answer:
+        answer.write("one\n\ntwo\n\nthree\nfour")
+        answer.refresh()
+        monkeypatch.setattr(screen.console, "render_lines", interrupted)
+        answer.write("\n\nfive\n")
+    threads[0].join()
+    assert screen.lines == ["one", "", "two", "", "three", "four", "", "five"]
 
 
 def test_what_would_control_the_terminal_is_not_shown() -> None:

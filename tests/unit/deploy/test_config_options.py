@@ -33,6 +33,9 @@ OTHERS = {
     "chunk_tokens": {"--max-sequences": "1"},
 }
 
+SMALLEST = {"max_model_len": 32}
+"""Where 2 is too small."""
+
 
 def arguments_for(option: ConfigOption) -> tuple[list[str], Any]:
     """The option with a value that is not its default, and the value."""
@@ -44,7 +47,7 @@ def arguments_for(option: ConfigOption) -> tuple[list[str], Any]:
     if get_origin(kind) is Literal:
         value = next(one for one in reversed(get_args(kind)) if one != default)
     elif kind is int:
-        value = (default or 0) + 2
+        value = (default or 0) + SMALLEST.get(option.name, 2)
     elif kind is float:
         value = round(default / 2, 3)
     elif "HOST:PORT" in str(option.parameter().annotation.__metadata__[0].metavar):
