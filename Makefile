@@ -57,11 +57,13 @@ $(BIN)/python:
 # pip sees every bound at once.
 #
 # Kernels are compiled meanwhile, which needs no package; `baton serve` waits for them, and does it itself
-# where that fails. kernels.log has what the compiler says.
+# where that fails. kernels.log has what the compiler says. Nor does pip compile 12,000 Python files, of which
+# a cluster imports a quarter, and writes what it compiles: unless it is told to write nothing.
 $(VENV)/.installed: $(PINS) | $(BIN)/python
 	@echo "installing Baton into $(VENV); the first time takes a minute or more"
 	@nohup $(BIN)/python -m deploy.kernels > $(VENV)/kernels.log 2>&1 < /dev/null &
-	@$(BIN)/python -m pip install --constraint requirements.lock --editable .
+	@$(BIN)/python -m pip install $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile) \
+	  --constraint requirements.lock --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: $(PINS) | $(BIN)/python

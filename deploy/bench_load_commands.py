@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 import typer
 from rich.console import Console
 
-from deploy.command_line import clear_ends, fail, local_cluster, names_in, say
+from deploy.cluster_selection import cluster_of_client
+from deploy.command_line import clear_ends, fail, names_in, say
 from deploy.exit_codes import ExitCode
 from deploy.load_options import LoadOptions
 from deploy.option_group import takes
@@ -113,12 +114,12 @@ def _watched(url: str, tls: TlsFiles | None) -> WatchedCluster:
     from loadtest.generator.soak import WatchedCluster  # noqa: PLC0415
 
     http = urlsplit(url).netloc
-    cluster = local_cluster(http)
+    cluster = cluster_of_client(None, http)
     if cluster is None:
         return WatchedCluster(url, dict, tls=tls)
 
     def pids() -> dict[str, int]:
-        now = local_cluster(http)
+        now = cluster_of_client(None, http)
         return {} if now is None else now.processes
 
     prefix = f"baton:{{{cluster.cluster_id}}}:"

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deploy.cluster_selection import ClusterId, cluster_of_client, cluster_of_grpc
 from deploy.command_line import (
     DEFAULT_GRPC,
     INTERRUPTED,
     ApiKey,
     clear_errors,
     complain,
-    local_cluster,
-    local_cluster_of_grpc,
 )
 from deploy.option_group import takes
 from deploy.tls_options import TlsOptions
@@ -41,6 +40,7 @@ def chat(
             help="The router's gRPC address (default: that of your cluster on this machine).",
         ),
     ] = None,
+    cluster: ClusterId = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(min=1, help=f"Maximum tokens of an answer (default: {MAX_TOKENS})."),
@@ -69,9 +69,9 @@ def chat(
     from baton.v1.sampling_pb2 import SamplingParameters  # noqa: PLC0415
     from deploy.chat import Chat  # noqa: PLC0415
 
-    cluster = local_cluster() if grpc is None else local_cluster_of_grpc(grpc)
-    files = tls.files(cluster)
-    address = grpc or (cluster.grpc if cluster is not None else DEFAULT_GRPC)
+    state = cluster_of_client(cluster) if grpc is None else cluster_of_grpc(grpc, cluster)
+    files = tls.files(state)
+    address = grpc or (state.grpc if state is not None else DEFAULT_GRPC)
     console = Console()
     renders = console.is_terminal and not console.is_dumb_terminal
     with clear_errors(), Client(address, api_key, tls=files) as client:
@@ -84,8 +84,8 @@ def chat(
                 raise typer.Exit(INTERRUPTED)
         elif renders and sys.stdin.isatty():
             where = f"{model.id} at {address}"
-            if cluster is not None:
-                where += f", cluster {cluster.cluster_id}"
+            if state is not None:
+                where += f", cluster {state.cluster_id}"
             _converse(conversation, console, where)
         else:
             _converse_plainly(conversation)

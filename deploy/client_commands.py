@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from deploy.cluster_selection import ClusterId, cluster_of_client
 from deploy.command_line import (
     INTERRUPTED,
     ApiKey,
     Http,
     clear_errors,
     fail,
-    local_cluster,
     say,
 )
 from deploy.exit_codes import ExitCode
@@ -54,6 +54,7 @@ def batch(
         ),
     ] = "24h",
     http: Http = None,
+    cluster: ClusterId = None,
     api_key: ApiKey = "",
 ) -> None:
     """Run a file of requests at the lowest priority.
@@ -67,8 +68,8 @@ def batch(
 
     if (file is None) == (not batch_id):
         fail("give either a file or --id", code=ExitCode.USAGE)
-    cluster = local_cluster(http)
-    url, files = tls.url_of(http, cluster), tls.files(cluster)
+    state = cluster_of_client(cluster, http)
+    url, files = tls.url_of(http, state), tls.files(state)
     with clear_errors(), HttpClient(url, api_key, tls=files) as client:
         command = BatchCommand(client, say, Console(stderr=True))
         try:

@@ -114,21 +114,27 @@ def select(
 
 def target(http: str | None, cluster_id: str | None, *, only_reads: bool = False) -> Target:
     """Choose among what runs here now; ends the command if there is no choice."""
-    from deploy.cluster_state import running_clusters  # noqa: PLC0415
-
-    try:
-        found = select(
-            running_clusters(),
-            strangers(),
-            http=http,
-            cluster_id=cluster_id,
-            only_reads=only_reads,
-        )
-    except NoChoice as error:
-        fail(*error.lines, code=error.code)
+    found = _selected(http, cluster_id, only_reads=only_reads)
     if found.cluster is None and found.http is None:
         say(f"none of your clusters runs on this machine: asking {found.address}")
     return found
+
+
+def cluster_of_client(cluster_id: str | None, http: str | None = None) -> ClusterState | None:
+    """The cluster here that a client asks; None: there is none, or ``http`` is elsewhere.
+
+    Ends the command where several run and neither argument names one.
+    """
+    return _selected(http, cluster_id, only_reads=True).cluster
+
+
+def cluster_of_grpc(address: str, cluster_id: str | None) -> ClusterState | None:
+    """The cluster that runs here with this gRPC address, for which there must be no id."""
+    from deploy.cluster_state import running_clusters  # noqa: PLC0415
+
+    if cluster_id is not None:
+        fail("give --cluster or --grpc, not both", code=ExitCode.USAGE)
+    return next((one for one in running_clusters() if one.grpc == address), None)
 
 
 def strangers(own: int | None = None) -> list[Stranger]:
@@ -150,6 +156,21 @@ def strangers(own: int | None = None) -> list[Stranger]:
 def address_of(http: str) -> str:
     """host:port of what a user gave, which may be a URL."""
     return http.rpartition("//")[2].rstrip("/")
+
+
+def _selected(http: str | None, cluster_id: str | None, *, only_reads: bool) -> Target:
+    from deploy.cluster_state import running_clusters  # noqa: PLC0415
+
+    try:
+        return select(
+            running_clusters(),
+            strangers(),
+            http=http,
+            cluster_id=cluster_id,
+            only_reads=only_reads,
+        )
+    except NoChoice as error:
+        fail(*error.lines, code=error.code)
 
 
 def _with_id(clusters: Sequence[ClusterState], cluster_id: str) -> ClusterState:

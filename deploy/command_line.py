@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from deploy.exit_codes import ExitCode
-
-if TYPE_CHECKING:
-    from deploy.cluster_state import ClusterState
 
 DEFAULT_HTTP = "127.0.0.1:8000"
 DEFAULT_GRPC = "127.0.0.1:8001"
@@ -48,22 +45,6 @@ def counts_in(text: str) -> tuple[int, ...]:
         return tuple(int(name) for name in names_in(text))
     except ValueError:
         fail(f"expected comma-separated integers such as 1,8,32; got {text!r}", code=ExitCode.USAGE)
-
-
-def local_cluster(http: str | None = None) -> ClusterState | None:
-    """The newest cluster that runs here, or the one at ``http``."""
-    from deploy.cluster_state import running_clusters  # noqa: PLC0415
-
-    address = None if http is None else http.rpartition("//")[2].rstrip("/")
-    clusters = running_clusters()
-    return next((one for one in clusters if address in (None, one.http, one.admin_http)), None)
-
-
-def local_cluster_of_grpc(address: str) -> ClusterState | None:
-    """The cluster that runs here with this gRPC address."""
-    from deploy.cluster_state import running_clusters  # noqa: PLC0415
-
-    return next((one for one in running_clusters() if one.grpc == address), None)
 
 
 def say(text: str) -> None:

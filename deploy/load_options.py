@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.choices import Arrivals, Endpoint
-from deploy.command_line import fail, local_cluster
+from deploy.cluster_selection import ClusterId, cluster_of_client
+from deploy.command_line import fail
 from deploy.exit_codes import ExitCode
 from deploy.tls_options import TlsOptions
 
@@ -31,6 +32,7 @@ class LoadOptions(TlsOptions):
             help="Server of the OpenAI API (default: your cluster on this machine).",
         ),
     ] = ""
+    cluster: ClusterId = None
     grpc: Annotated[
         str,
         typer.Option(metavar="HOST:PORT", help="Send gRPC to this Baton router, instead of HTTP."),
@@ -184,7 +186,7 @@ class LoadOptions(TlsOptions):
     def _server(self) -> ServerSettings:
         from loadtest.generator.load_settings import ServerSettings  # noqa: PLC0415
 
-        cluster = None if self.url else local_cluster()
+        cluster = None if self.url else cluster_of_client(self.cluster)
         url = self.url or self.url_of(None, cluster)
         return ServerSettings(
             # As other clients take it too.

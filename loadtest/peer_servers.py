@@ -22,7 +22,7 @@ from typing import Literal
 import httpx
 
 from baton.errors import ConfigError, Unavailable
-from loadtest.process_group import last_lines, process_group
+from loadtest.process_group import last_lines, process_group, signals_interrupt
 
 LOOPBACK = "127.0.0.1"
 SERVED_NAME = "m"
@@ -111,10 +111,11 @@ def cores() -> list[int]:
 def serving(server: Server, log: Path, *, ready_s: float = _READY_S) -> Iterator[float]:
     """Start ``server``, wait until its /health is 200, and end it. Yields the seconds it took.
 
-    Raises Unavailable with the last lines of ``log`` where it ends or is not ready in time.
+    Raises Unavailable with the last lines of ``log`` where it ends or is not ready in time. SIGINT,
+    SIGTERM and SIGHUP end it too, and then raise KeyboardInterrupt. For the main thread.
     """
     began = time.monotonic()
-    with process_group(server.command, _environment(server), log) as process:
+    with signals_interrupt(), process_group(server.command, _environment(server), log) as process:
         _await_health(server, process, log, began + ready_s)
         yield time.monotonic() - began
 

@@ -5,13 +5,10 @@ Figures of different machines or days say little; what counts are the ratios of 
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
@@ -124,7 +121,7 @@ def compare(
     """
     everything = range(comparison.repetitions)
     rounds = [(number,) for number in everything] if comparison.alternate else [tuple(everything)]
-    with _signals_interrupt(), tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         for repetitions in rounds:
             for name in comparison.peers:
                 server = make_server(name, programs)
@@ -151,19 +148,3 @@ def _drive(
 def _progress(run: Run) -> str:
     figures = summarise([run.result])
     return f"workload {run.workload}, repetition {run.repetition + 1}: {figures.text()}"
-
-
-@contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Whatever asks this process to end lets it end its servers first."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

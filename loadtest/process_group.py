@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
@@ -40,6 +41,22 @@ def process_group(
         yield process
     finally:
         _end(process, grace_s)
+
+
+@contextlib.contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """What asks this process to end raises KeyboardInterrupt, so that its groups end first."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def ending_with_parent(command: Sequence[str]) -> tuple[str, ...]:

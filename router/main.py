@@ -91,7 +91,9 @@ async def serve(settings: RouterSettings) -> None:
     access = Access(config, metrics, limits)
     watch = await _watched_keys(config, access, metrics)
     await dispatcher.start()
-    model = ServedModel.of(settings.model_name, Path(settings.model_path), config.max_model_len)
+    model = ServedModel.of(
+        settings.model_name, Path(settings.model_path), config.max_model_len, config.revision
+    )
     fronts = make_fronts(
         dispatcher,
         tokenizer,

@@ -21,9 +21,11 @@ class ServedModel:
     """Most tokens of prompt and answer together."""
     embedding_size: int
     """Numbers of an embedding."""
+    revision: str = ""
+    """The commit of its repository; empty: the model is a folder or a file of the operator."""
 
     @classmethod
-    def of(cls, name: str, folder: Path, max_model_len: int = 0) -> ServedModel:
+    def of(cls, name: str, folder: Path, max_model_len: int = 0, revision: str = "") -> ServedModel:
         """The model of a Hugging Face folder, by its ``config.json``.
 
         ``max_model_len`` bounds the context in tokens; 0 takes the model's own. The workers may
@@ -35,4 +37,4 @@ class ServedModel:
         # Where a file leaves it out, the architecture's default holds, which the workers report.
         context = int(fields.get("max_position_embeddings") or _UNKNOWN_CONTEXT)
         bounded = min(context, max_model_len or context)
-        return cls(name, int(time.time()), bounded, int(fields["hidden_size"]))
+        return cls(name, int(time.time()), bounded, int(fields["hidden_size"]), revision)

@@ -21,6 +21,8 @@ class ModelFacts:
     id: str
     created: int
     """Unix seconds."""
+    revision: str
+    """The commit of its repository; empty: the model is a folder or a file of the operator."""
     max_model_len: int
     """Most tokens of prompt and answer together."""
     vocab_size: int
@@ -71,6 +73,7 @@ class TokenDesk:
         return ModelFacts(
             id=self._model.id,
             created=self._model.created,
+            revision=self._model.revision,
             max_model_len=self.context_length,
             vocab_size=self._tokenizer.vocab_size,
             eos_token_ids=tuple(sorted(self._tokenizer.eos_ids)),

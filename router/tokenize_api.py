@@ -66,6 +66,8 @@ class ModelInfo(BaseModel):
     id: str
     created: int
     """Unix seconds."""
+    revision: str
+    """The commit of its repository; empty: the model is a folder or a file of the operator."""
     max_model_len: int
     """Most tokens of prompt and answer together."""
     vocab_size: int

@@ -111,26 +111,28 @@ def start_engine(settings: WorkerSettings, allocate: Allocate, lead: LeadRank | 
 def measure(settings: WorkerSettings, engine: Engine, board: CoreBoard | None) -> StepCosts:
     """What its steps cost as the engine thread, which has not started, will run them.
 
-    Where an earlier life of the slot has measured that here, it is not measured again.
+    Where an earlier life of the slot has measured that here, it is not measured again; nor where
+    another worker has that shares the same cores with a like engine.
     """
-    known = None if not settings.costs_folder else _known_costs(settings, engine)
+    known = None if not settings.costs_folder else _known_costs(settings, engine, board)
     costs = None if known is None else known.read()
-    if costs is not None:
-        log.info("%s: steps cost %s, as before", settings.slot, costs)
-        return costs
-    use_device(engine.runner.device)
-    lock = None if board is None else Path(f"{settings.core_board}.calibration")
-    with alone(lock):
-        costs = calibrate(engine, partial(run_sharing, engine.runner, board))
+    if costs is None:
+        use_device(engine.runner.device)
+        with alone(None if board is None else Path(f"{settings.core_board}.calibration")):
+            # While this worker waited, another one may have measured.
+            costs = None if known is None else known.read()
+            if costs is None:
+                costs = calibrate(engine, partial(run_sharing, engine.runner, board))
+                if known is not None:
+                    with contextlib.suppress(OSError):
+                        known.write(costs)
     log.info("%s: steps cost %s", settings.slot, costs)
-    if known is not None:
-        with contextlib.suppress(OSError):
-            known.write(costs)
     return costs
 
 
-def _known_costs(settings: WorkerSettings, engine: Engine) -> KnownCosts:
+def _known_costs(settings: WorkerSettings, engine: Engine, board: CoreBoard | None) -> KnownCosts:
     config = settings.config.model_dump(mode="json", include=_ENGINE_FIELDS)
-    pool = settings.pool.model_dump(mode="json", exclude={"count"})
-    alike = [engine.fingerprint, config, pool, settings.threads, bool(settings.core_board)]
-    return KnownCosts(Path(settings.costs_folder), settings.slot, alike)
+    pool = settings.pool.model_dump(mode="json", exclude={"count", "name", "role"})
+    alike = [engine.fingerprint, config, pool, settings.threads]
+    owner = settings.slot if board is None else "cores"
+    return KnownCosts(Path(settings.costs_folder), owner, alike)

@@ -1,8 +1,8 @@
-"""What a slot's worker has measured of its steps, for its next life on the same machine.
+"""What a worker has measured of its steps, for its next life on the same machine, or for others.
 
 To measure takes a second, in which a worker that was lost is still missing; the same engine on the
 same machine costs the same, and what has changed is learned from the steps that follow. A file for
-each slot and engine, which appears complete or not at all.
+each owner and engine, which appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from worker.step_costs import StepCosts
 
 
 class KnownCosts:
-    """Of one slot's engine, in a folder of its machine."""
+    """Of one engine, in a folder of its machine."""
 
-    def __init__(self, folder: Path, slot: str, engine: Sequence[Any]) -> None:
-        """``engine`` is all that steps' costs depend on, as JSON can tell it."""
+    def __init__(self, folder: Path, owner: str, engine: Sequence[Any]) -> None:
+        """``engine`` is all that steps' costs depend on, as JSON can tell it.
+
+        ``owner``: a slot that has a device of its own, or a name for the cores that workers share.
+        """
         told = json.dumps(engine, sort_keys=True).encode()
-        self._path = folder / f"{slot}-{hashlib.sha256(told).hexdigest()[:16]}.json"
+        self._path = folder / f"{owner}-{hashlib.sha256(told).hexdigest()[:16]}.json"
 
     def read(self) -> StepCosts | None:
         """What is known; None where that is nothing, or cannot be read."""

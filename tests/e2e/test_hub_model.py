@@ -34,6 +34,7 @@ def test_an_id_of_the_hub_is_served(tmp_path: Path) -> None:
             with httpx.Client(base_url=up.http, timeout=60) as http:
                 assert [one["id"] for one in http.get("/v1/models").json()["data"]] == [ID]
                 assert http.get(f"/v1/models/{ID}").json()["id"] == ID
+                assert http.get("/v1/model/info").json()["revision"] == commit
                 question = {
                     "model": ID,
                     "messages": [{"role": "user", "content": "Hello!"}],

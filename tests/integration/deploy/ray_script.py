@@ -68,13 +68,8 @@ async def main() -> None:
         seen["first"] = await asyncio.wrap_future(echo.life.remote().future())
         seen["listening"] = sorted(listening(mark))
         seen["stranger"] = ask_without_token(str(ray.get_runtime_context().gcs_address))
-        # What is left of it without: no pages, and no job or state API.
-        seen["dashboards"] = [
-            one
-            for one in command_lines(mark)
-            if "dashboard/dashboard.py" in one
-            and not {"--minimal", "--disable-frontend"} <= {*one.split()}
-        ]
+        unused = ("dashboard/dashboard.py", "monitor.py")
+        seen["unused"] = [one for one in command_lines(mark) if any(name in one for name in unused)]
         if "standby" in sys.argv:
             seen["prepared"] = await prepared(echo, options)
         psutil.Process(seen["first"][0]).kill()

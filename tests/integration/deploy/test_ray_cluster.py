@@ -42,5 +42,5 @@ def test_ray_listens_on_loopback_heals_an_actor_and_its_own_death_is_noticed(
     assert seen["lost"] == "Ray's node manager"
     assert seen["stopped"]
     assert seen["stranger"] == "UNAUTHENTICATED"
-    assert seen["dashboards"] == []
+    assert seen["unused"] == []
     assert (run.path / "ray-token").stat().st_mode & 0o777 == 0o600

@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from deploy import run_directory
+from deploy import cluster_state, run_directory
+from deploy.cli import app
 from deploy.cluster_selection import NoChoice, Stranger, select, strangers
 from deploy.cluster_state import ClusterState
 from deploy.exit_codes import ExitCode
@@ -46,6 +48,18 @@ def test_of_several_none_is_taken_and_all_are_listed(only_reads: bool) -> None:
     for line, cluster in zip(others, (ONE, TWO), strict=True):
         for fact in (cluster.cluster_id, cluster.http, cluster.model, "since 2"):
             assert fact in line
+
+
+@pytest.mark.parametrize(
+    "words", [["chat", "Hi"], ["batch", __file__], ["bench", "serve", "--rate", "1"], ["status"]]
+)
+def test_commands_take_none_of_several(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_state, "running_clusters", lambda: [ONE, TWO])
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == ExitCode.USAGE, result.output
+    assert "choose one with --cluster ID" in result.output
+    result = CliRunner().invoke(app, [*words, "--cluster", "nowhere"])
+    assert "'nowhere'; there are:" in result.output
 
 
 def test_one_of_several_is_named_by_its_id() -> None:

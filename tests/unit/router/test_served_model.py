@@ -25,5 +25,6 @@ def test_the_context_is_the_models_own_or_its_bound(
     tmp_path: Path, config: dict[str, Any], bound: int, context: int
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = ServedModel.of("tiny", tmp_path, bound)
+    model = ServedModel.of("tiny", tmp_path, bound, "1234abcd")
     assert (model.id, model.context_length, model.embedding_size) == ("tiny", context, 8)
+    assert model.revision == "1234abcd"

@@ -70,6 +70,7 @@ async def test_model_info() -> None:
     assert body == {
         "id": "tiny",
         "created": 1_700_000_000,
+        "revision": "",
         "max_model_len": CONTEXT,
         "vocab_size": front.tokenizer.vocab_size,
         "eos_token_ids": sorted(front.tokenizer.eos_ids),

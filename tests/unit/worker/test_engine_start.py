@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from baton.config import Config, PoolConfig
-from worker.engine_start import core_board, engine_settings
+from worker import engine_start
+from worker.engine_start import core_board, engine_settings, measure
 from worker.settings import WorkerSettings
+from worker.step_costs import StepCosts
 
 
 def settings_for(device: str, board: Path | None) -> WorkerSettings:
@@ -34,6 +38,32 @@ def test_the_configurations_bound_is_the_engines() -> None:
     bounded = replace(settings, config=Config(max_model_len=512))
     assert engine_settings(settings).max_model_len == 0
     assert engine_settings(bounded).max_model_len == 512
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_workers_of_like_engines_that_share_cores_measure_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
+) -> None:
+    measured: list[object] = []
+
+    def calibrate(engine: object, run: object) -> StepCosts:
+        measured.append(engine)
+        return StepCosts((1.0, 2.0, 0.0), (3.0, float(len(measured)), 0.0))
+
+    monkeypatch.setattr(engine_start, "calibrate", calibrate)
+    runner = SimpleNamespace(device=torch.device("cpu"))
+    engine: Any = SimpleNamespace(fingerprint="f", runner=runner)
+    decode = replace(settings_for("cpu", tmp_path / "cores"), costs_folder=str(tmp_path / "costs"))
+    prefill = replace(decode, pool=decode.config.pools[0], slot="prefill-0")
+    found = [
+        measure(settings, engine, core_board(settings) if shares else None)
+        for settings in (decode, prefill, decode)
+    ]
+    assert len(measured) == (1 if shares else 2)
+    assert found[2] == found[0]
+    assert (found[1] == found[0]) == shares
+    other: Any = SimpleNamespace(fingerprint="g", runner=runner)
+    assert measure(decode, other, core_board(decode) if shares else None) != found[0]
 
 
 def test_a_cpus_worker_shares_its_cores(tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def test_soak_sees_a_process_that_leaks(
     leaky = subprocess.Popen([sys.executable, "-c", LEAKY], cwd=tmp_path)
     try:
         state = SimpleNamespace(processes={"decode-0": leaky.pid}, redis_url="", cluster_id="x")
-        monkeypatch.setattr(bench_load_commands, "local_cluster", lambda _: state)
+        monkeypatch.setattr(bench_load_commands, "cluster_of_client", lambda *_: state)
         while not (tmp_path / "leaked").exists():
             assert leaky.poll() is None
         words = ("--seconds", "3", "--every", "0.1", "--input", "4", "--output", "2")
