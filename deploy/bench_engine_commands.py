@@ -144,7 +144,7 @@ def speculation(
     output: Figures = None,
 ) -> None:
     """Measure the speedup of speculative decoding on the CPU."""
-    from deploy.drafter_folder import drafter_folder  # noqa: PLC0415
+    from deploy.drafter_folder import resolve_drafter  # noqa: PLC0415
     from loadtest.speculation import SpeculationSettings  # noqa: PLC0415
     from loadtest.speculation import bench_speculation as run_bench  # noqa: PLC0415
 
@@ -152,7 +152,7 @@ def speculation(
         engine = replace(
             options.settings(quantization),
             drafter=drafter,
-            draft_model=drafter_folder(drafter, draft_model, say) if draft_model else None,
+            draft_model=resolve_drafter(drafter, draft_model, say).path if draft_model else None,
         )
         settings = SpeculationSettings(
             engine,
