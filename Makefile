@@ -118,7 +118,7 @@ $(AUDIT_VENV)/.installed: Makefile
 	@touch $@
 
 audit: install $(AUDIT_VENV)/.installed
-	@$(BIN)/python -m deploy.dependency_audit $(AUDIT_VENV)/bin/pip-audit \
+	@$(BIN)/python -m tools.dependency_audit $(AUDIT_VENV)/bin/pip-audit \
 	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 sbom: install $(AUDIT_VENV)/.installed

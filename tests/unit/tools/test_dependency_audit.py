@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deploy.dependency_audit import verdict
+from tools.dependency_audit import verdict
 
 GOOD = {"name": "a", "version": "1", "vulns": []}
 FAULT = {"id": "CVE-1", "fix_versions": ["2"], "description": ""}
@@ -40,7 +40,7 @@ def test_a_service_that_is_away_is_told(tmp_path: Path, script: str | None) -> N
     if script is not None:
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
-    command = [sys.executable, "-m", "deploy.dependency_audit", str(program), str(tmp_path)]
+    command = [sys.executable, "-m", "tools.dependency_audit", str(program), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "NOTHING WAS AUDITED" in done.stderr

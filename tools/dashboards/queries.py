@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.monitoring.dashboard import Query
+from tools.dashboards.dashboard import Query
 
 RATE = "[$__rate_interval]"
 """Grafana takes what suits the picture and the scraping."""

@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
 from baton.metrics import RouterMetrics, SupervisorMetrics, WorkerMetrics
-from deploy.metric_catalogue import Family, families, known_series
-from deploy.metrics_reference import reference
-from tests.unit.deploy.monitoring.metric_lint import problems
+from tests.unit.tools.metric_lint import problems
+from tools.metric_catalogue import Family, families, known_series
+from tools.metrics_reference import reference
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 KINDS = (RouterMetrics, WorkerMetrics, SupervisorMetrics)
@@ -33,7 +33,7 @@ def full_page(kind: type[RouterMetrics] | type[WorkerMetrics] | type[SupervisorM
 
 
 def test_the_page_is_what_the_code_says() -> None:
-    hint = "run: python -m deploy.metrics_reference > docs/metrics.md"
+    hint = "run: python -m tools.metrics_reference > docs/metrics.md"
     assert PAGE.read_text() == reference(), hint
 
 

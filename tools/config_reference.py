@@ -25,7 +25,7 @@ of a table: `BATON_TLS__FOLDER`), which overrides the TOML file of `baton serve 
 `baton serve` has a flag for each field of the cluster that is not a table, `--kv-dtype` for
 `kv_dtype`. An error names the flag, the variable, or the file and line at fault.
 
-This page is made from `baton/config.py` by `python -m deploy.config_reference`; a test keeps the
+This page is made from `baton/config.py` by `python -m tools.config_reference`; a test keeps the
 two equal.
 """
 _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (

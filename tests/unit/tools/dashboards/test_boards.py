@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from deploy.monitoring.boards import BOARDS, FOLDER, text_of
 from tests.unit.deploy.monitoring.promql import Checker
 from tests.unit.deploy.monitoring.watched import checker_with_rules
+from tools.dashboards.boards import BOARDS, FOLDER, text_of
 
 CHECKER = checker_with_rules()
 _LEGEND = re.compile(r"{{(\w+)}}")
@@ -18,7 +18,7 @@ _LEGEND = re.compile(r"{{(\w+)}}")
 
 @pytest.mark.parametrize("name", BOARDS)
 def test_the_file_is_what_the_module_says(name: str) -> None:
-    hint = "run: python -m deploy.monitoring.boards"
+    hint = "run: python -m tools.dashboards.boards"
     assert (FOLDER / f"{name}.json").read_text(encoding="utf-8") == text_of(BOARDS[name]), hint
 
 

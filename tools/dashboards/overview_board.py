@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from deploy.monitoring.dashboard import Dashboard, Panel, Query, Row
-from deploy.monitoring.queries import RATE, quantiles, rated, summed
-from deploy.monitoring.slo_board import LATENCIES
+from tools.dashboards.dashboard import Dashboard, Panel, Query, Row
+from tools.dashboards.queries import RATE, quantiles, rated, summed
+from tools.dashboards.slo_board import LATENCIES
 
 OVERVIEW = Dashboard(
     "baton-overview",

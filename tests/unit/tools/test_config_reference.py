@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deploy.config_reference import reference
+from tools.config_reference import reference
 
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
 
 
 def test_the_page_is_what_the_code_says() -> None:
-    hint = "run: python -m deploy.config_reference > docs/configuration.md"
+    hint = "run: python -m tools.config_reference > docs/configuration.md"
     assert PAGE.read_text() == reference(), hint

@@ -1,6 +1,6 @@
 """Baton's Grafana dashboards. This module writes them:
 
-python -m deploy.monitoring.boards
+python -m tools.dashboards.boards
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from deploy.monitoring.cache_board import CACHE
-from deploy.monitoring.dashboard import Dashboard
-from deploy.monitoring.handoff_board import HANDOFF
-from deploy.monitoring.overview_board import OVERVIEW
-from deploy.monitoring.pools_board import POOLS
-from deploy.monitoring.slo_board import SLO
+from tools.dashboards.cache_board import CACHE
+from tools.dashboards.dashboard import Dashboard
+from tools.dashboards.handoff_board import HANDOFF
+from tools.dashboards.overview_board import OVERVIEW
+from tools.dashboards.pools_board import POOLS
+from tools.dashboards.slo_board import SLO
 
-FOLDER = Path(__file__).parent / "dashboards"
+FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring" / "dashboards"
 BOARDS = {"overview": OVERVIEW, "pools": POOLS, "handoff": HANDOFF, "cache": CACHE, "slo": SLO}
 """By their files' names."""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from deploy.metric_catalogue import Family, families
+from tools.metric_catalogue import Family, families
 
 _HEAD = """# Metrics
 
-This page is made from `baton/metrics.py` by `python -m deploy.metrics_reference`; a test keeps the
+This page is made from `baton/metrics.py` by `python -m tools.metrics_reference`; a test keeps the
 two equal. How to scrape them, dashboards and alerts: docs/observability.md.
 
 Times are in seconds, sizes in bytes. A histogram `x` has the series `x_bucket` (with the label

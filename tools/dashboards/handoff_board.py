@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deploy.monitoring.dashboard import Dashboard, Panel, Query, Row
-from deploy.monitoring.queries import RATE, quantiles, rated, summed
+from tools.dashboards.dashboard import Dashboard, Panel, Query, Row
+from tools.dashboards.queries import RATE, quantiles, rated, summed
 
 HANDOFF = Dashboard(
     "baton-handoff",

@@ -1,6 +1,6 @@
 """Asks pip-audit about what is installed, and says so where it learned nothing: ``make audit``.
 
-python -m deploy.dependency_audit PIP_AUDIT SITE_PACKAGES
+python -m tools.dependency_audit PIP_AUDIT SITE_PACKAGES
 
 Exit code 0: each was looked up, and none has a known fault. 1: some have. 2: not all were looked
 up; pip-audit by itself ends well then.
