@@ -91,7 +91,7 @@ test-long: install-dev
 CLIENTS ?= light
 URL ?= http://127.0.0.1:8000
 test-clients: install
-	@$(BIN)/python -m loadtest.clients --url $(URL) --clients $(CLIENTS) \
+	@$(BIN)/python -m tests.clients --url $(URL) --clients $(CLIENTS) \
 	  --model-path "$$($(BIN)/baton model pull)"
 
 check: install-dev check-proto

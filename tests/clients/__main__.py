@@ -1,4 +1,4 @@
-"""Runs clients that nobody here wrote against a cluster: python -m loadtest.clients.
+"""Runs clients that nobody here wrote against a cluster: python -m tests.clients.
 
 Exit code 1 when a check fails, or a client cannot be installed. What the server itself refuses as
 not supported is shown as missing, and is no failure unless --strict says so.
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from baton.client import HttpClient
 from baton.errors import BatonError
-from loadtest.clients.checking import Outcome, check, chosen, draw
+from tests.clients.checking import Outcome, check, chosen, draw
 
 
 def main(

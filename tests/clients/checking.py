@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from baton.errors import ConfigError
-from loadtest.clients.environments import ClientProgram, install, read_table
+from tests.clients.environments import ClientProgram, install, read_table
 
 CHECK_S = 1800.0
 """All checks of one client."""
@@ -47,7 +47,7 @@ def check(program: ClientProgram, url: str, model: str, model_path: str) -> list
     variables = {"BATON_URL": url, "BATON_MODEL": model, "BATON_MODEL_PATH": model_path}
     try:
         install(program)
-        done = subprocess.run(  # noqa: S603 - the clients of the table
+        done = subprocess.run(
             program.command(),
             env={**os.environ, **variables, "PYTHONPATH": ""},
             capture_output=True,

@@ -89,7 +89,7 @@ def install(program: ClientProgram) -> None:
 
 def _run(arguments: list[str]) -> None:
     try:
-        subprocess.run(  # noqa: S603 - our own words and those of the table
+        subprocess.run(
             arguments,
             check=True,
             stdout=subprocess.PIPE,
