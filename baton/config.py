@@ -399,9 +399,10 @@ class Config(BaseSettings):
     redis_worker_url: str = ""
     """URL of that server with the user of the workers; empty takes ``redis_url``."""
     gcs_store: str = ""
-    """Where Ray's control store keeps its data: ``embedded`` starts a Valkey for it, or ``redis://host:port``;
-    empty keeps it in memory. With one the cluster serves on when the control store dies; without
-    one that death ends the cluster. It must be another server than ``redis_url``."""
+    """Where Ray's control store keeps its data: ``embedded`` starts a Valkey for it, or
+    ``redis://host:port``; empty keeps it in memory. With one the cluster serves on when the control
+    store dies; without one that death ends the cluster. It must be another server than
+    ``redis_url``."""
     ray_address: str = ""
     """A running Ray cluster that has ``baton_worker`` resources: ``host:port`` of its control
     store, or ``auto`` for the Ray node on this machine; empty starts a Ray on this machine alone.
