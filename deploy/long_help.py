@@ -78,7 +78,7 @@ def _value(parameter: Any, ctx: typer.Context) -> str:
     """The placeholder of an option's value."""
     if parameter.metavar is not None:
         return str(parameter.metavar)
-    kind = parameter.display_type(ctx).strip("<>").removesuffix(" range")
+    kind: str = parameter.display_type(ctx).strip("<>").removesuffix(" range")
     kind = kind.removeprefix("list[").removesuffix("]")
     return _TYPES.get(kind, kind)
 
