@@ -64,7 +64,7 @@ def create(
 
     It is shown only once: the file holds its hash. Running routers accept it within two seconds.
 
-        baton keys create alice --file keys.toml --scope inference --scope metrics
+        baton keys create alice --file keys.json --scope inference --scope metrics
     """
     from pydantic import ValidationError  # noqa: PLC0415
 
@@ -146,7 +146,7 @@ def rotate(
     The old key stays valid for the time of --keep, with the same limits, and is listed under
     another name.
 
-        baton keys rotate alice --file keys.toml --keep 12h
+        baton keys rotate alice --file keys.json --keep 12h
     """
     from baton.keys_file import changing, hash_of, new_key, write_keys  # noqa: PLC0415
 
