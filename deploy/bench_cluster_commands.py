@@ -31,8 +31,8 @@ def transfer(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model for the cost of an empty handoff; `none` leaves that out (default:"
-            " smollm2-135m-instruct)."
+            help="Model for the cost of an empty handoff; `none` leaves that out. Default:"
+            " smollm2-135m-instruct."
         ),
     ] = None,
     certs: Annotated[
@@ -67,12 +67,12 @@ def peers(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="vLLM's command, as the load generator and as a peer (default: `vllm` on PATH).",
+            help="vLLM's command, as the load generator and as a peer. Default: `vllm` on PATH.",
         ),
     ] = None,
     llama_server: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="llama.cpp's server (default: `llama-server` on PATH)."),
+        typer.Option(metavar="FILE", help="llama.cpp's server. Default: `llama-server` on PATH."),
     ] = None,
     gguf: Annotated[
         Path | None, typer.Option(metavar="FILE", help="GGUF file in bf16, for llama.cpp.")
@@ -87,8 +87,8 @@ def peers(
     peers: Annotated[
         str | None,
         typer.Option(
-            help="Servers, out of baton, vllm, vllm-one-core, llamacpp, baton-int8, llamacpp-q8"
-            " (default: all; the last two only with --gguf-q8)."
+            help="Servers, out of baton, vllm, vllm-one-core, llamacpp, baton-int8, llamacpp-q8."
+            " Default: all; the last two only with --gguf-q8."
         ),
     ] = None,
     alternate: Annotated[

@@ -376,7 +376,7 @@ def main(
         list[float] | None,
         typer.Option(
             min=0.01,
-            help="Load as a multiple of the measured capacity; repeatable (default: 0.5, 1, 3).",
+            help="Load as a multiple of the measured capacity; repeatable. Default: 0.5, 1, 3.",
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(min=1, help="Seconds per load.")] = 60.0,

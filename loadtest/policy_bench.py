@@ -296,7 +296,7 @@ def main(
     ] = 1.0,
     cache_blocks: Annotated[
         int | None,
-        typer.Option(min=1, help="Maximum blocks in a worker's cache (default: unlimited)."),
+        typer.Option(min=1, help="Maximum blocks in a worker's cache. Default: unlimited."),
     ] = None,
     block_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens per block of the trace.")

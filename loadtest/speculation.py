@@ -300,7 +300,7 @@ def main(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Folder of .jsonl files with `category` and `turns` (default: copying tasks).",
+            help="Folder of .jsonl files with `category` and `turns`. Default: copying tasks.",
         ),
     ] = None,
     quantization: Annotated[
@@ -325,7 +325,7 @@ def main(
         ),
     ] = None,
     categories: Annotated[
-        str, typer.Option(help="Categories of prompts; `copy` is built in (default: all).")
+        str, typer.Option(help="Categories of prompts; `copy` is built in. Default: all.")
     ] = "",
     concurrency: Annotated[str, typer.Option(help="Numbers of concurrent sequences.")] = "1,4,16",
     rows: Annotated[

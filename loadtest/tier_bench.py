@@ -257,7 +257,7 @@ def main(
     folder: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Folder on the disk to measure (default: a temporary one)."
+            metavar="FOLDER", help="Folder on the disk to measure. Default: a temporary one."
         ),
     ] = None,
     output: Figures = None,
