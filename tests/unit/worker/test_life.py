@@ -5,11 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
-from worker.lasting import Lasting
-
 from baton.config import Config
 from baton.request import Geometry
-from worker.life import _record
+from worker.life import Lasting, _record
 from worker.settings import WorkerSettings
 
 
