@@ -692,7 +692,7 @@ class Config(BaseSettings):
         if self.drafter not in ("auto", "none", "ngram") and not self.draft_model:
             raise ValueError(f"drafter: {self.drafter} needs a draft_model")
         if self.draft_revision and not self.draft_model:
-            raise ValueError("draft_revision: there is no draft_model that it could be of")
+            raise ValueError("draft_revision: it needs a draft_model")
         return self
 
     @model_validator(mode="after")

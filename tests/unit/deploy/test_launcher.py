@@ -77,7 +77,7 @@ async def test_a_draft_model_has_a_revision(hub: HubStub) -> None:
     commit = draft.commit(draft.commits[draft.refs["main"]] | {"README.md": b""}, "v1")
     config = Config(model=ID, drafter="draft", draft_model=DRAFT, draft_revision="v1")
     assert (await far_paths(hub, config))[1] == commit
-    with pytest.raises(ValueError, match="draft_revision: there is no draft_model"):
+    with pytest.raises(ValueError, match="draft_revision: it needs a draft_model"):
         Config(draft_revision="v1")
 
 
