@@ -155,7 +155,10 @@ async def test_a_batch_with_openais_client(tmp_path: Path) -> None:
 
 async def test_responses_are_an_endpoint_of_batches(tmp_path: Path) -> None:
     url: Literal["/v1/responses"] = "/v1/responses"
-    bodies = [{"model": "tiny", "input": "hello", "max_output_tokens": 3}, {"model": "tiny"}]
+    bodies: list[dict[str, Any]] = [
+        {"model": "tiny", "input": "hello", "max_output_tokens": 3},
+        {"model": "tiny"},
+    ]
     async with served(tmp_path) as there, there.client() as client:
         file = await client.files.create(file=("in.jsonl", lines(bodies, url)), purpose="batch")
         begun = await client.batches.create(
@@ -181,7 +184,10 @@ async def test_embeddings_are_an_endpoint_of_batches(tmp_path: Path) -> None:
         yield OutputDelta("", (), FinishReason.LENGTH, embedding=(1.0, 0.0))
 
     url: Literal["/v1/embeddings"] = "/v1/embeddings"
-    bodies = [{"model": "tiny", "input": [[5, 6], [7]]}, {"model": "tiny", "input": []}]
+    bodies: list[dict[str, Any]] = [
+        {"model": "tiny", "input": [[5, 6], [7]]},
+        {"model": "tiny", "input": []},
+    ]
     async with served(tmp_path) as there, there.client() as client:
         there.front.dispatcher.script = embedding
         file = await client.files.create(file=("in.jsonl", lines(bodies, url)), purpose="batch")
