@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from baton.client import Client, HttpClient, Message, Sampling
-from loadtest.clients.checking import check, chosen
+from tests.clients.checking import check, chosen
 from tests.e2e.cluster import BATON, UpProcess, wait_until_gone
 
 DEADLINE_S = 120.0
