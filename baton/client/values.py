@@ -1,4 +1,4 @@
-"""What the clients take and give, the same over HTTP and gRPC."""
+"""What the gRPC clients take and return."""
 
 from __future__ import annotations
 
@@ -84,8 +84,6 @@ class Piece:
     """In the last piece."""
     logprobs: tuple[TokenScore, ...] = ()
     """Where they are asked for."""
-    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """The event itself, over HTTP: for what these fields do not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +95,6 @@ class Answer:
     usage: Usage
     logprobs: tuple[TokenScore, ...] = ()
     """Where they are asked for."""
-    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """The response itself, over HTTP: for what these fields do not have."""
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> Answer:
@@ -169,7 +165,6 @@ class BatchInfo:
     """Unix seconds."""
     faults: tuple[str, ...]
     """Why it has failed: what is wrong with its file."""
-    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def ended(self) -> bool:

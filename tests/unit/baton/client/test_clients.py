@@ -1,4 +1,4 @@
-"""The four clients against the real fronts, on a scripted cluster."""
+"""The gRPC clients against a real listener, on a scripted cluster."""
 
 from __future__ import annotations
 
@@ -16,22 +16,18 @@ import pytest
 from baton.client import (
     Answer,
     AsyncClient,
-    AsyncHttpClient,
     Client,
     Embeddings,
     Grammar,
     GrammarKind,
-    HttpClient,
     Message,
     Piece,
     Sampling,
 )
 from baton.config import KeyConfig
 from baton.errors import (
-    BatonError,
     DeadlineExceeded,
     InvalidRequest,
-    ModelNotFound,
     NotFound,
     Overloaded,
     Unauthenticated,
@@ -63,7 +59,7 @@ KEYS = (KeyConfig(name="ann", sha256=hashlib.sha256(b"secret").hexdigest()),)
 class OnThreads:
     """A blocking client with the methods of an asynchronous one."""
 
-    def __init__(self, client: Client | HttpClient) -> None:
+    def __init__(self, client: Client) -> None:
         self._client = client
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -90,16 +86,12 @@ class There:
 
     @asynccontextmanager
     async def client(self, kind: str, key: str = "") -> AsyncIterator[Any]:
-        """One of the four, as if it were asynchronous."""
-        if kind == "async_http":
-            async with AsyncHttpClient(self.http, key) as client:
+        """One of the two, as if it were asynchronous."""
+        if kind == "async_grpc":
+            async with AsyncClient(self.grpc, key) as client:
                 yield client
-        elif kind == "async_grpc":
-            async with AsyncClient(self.grpc, key) as grpc_client:
-                yield grpc_client
         else:
-            blocking = HttpClient(self.http, key) if kind == "http" else Client(self.grpc, key)
-            with blocking:
+            with Client(self.grpc, key) as blocking:
                 yield OnThreads(blocking)
 
 
@@ -122,8 +114,7 @@ async def fronts(front: Front) -> AsyncIterator[There]:
         await server.stop(0)
 
 
-ALL = pytest.mark.parametrize("kind", ["http", "async_http", "grpc", "async_grpc"])
-HTTP = pytest.mark.parametrize("kind", ["http", "async_http"])
+ALL = pytest.mark.parametrize("kind", ["grpc", "async_grpc"])
 
 
 @ALL
@@ -216,7 +207,7 @@ async def test_a_response_that_fails_on_its_way(kind: str) -> None:
             await _all(client.stream_response("hello"))
 
 
-@pytest.mark.parametrize("kind", ["grpc", "async_grpc"])
+@ALL
 async def test_several_answers_over_grpc(kind: str) -> None:
     async with fronts(make_front()) as there:
         async with there.client(kind) as client:
@@ -322,16 +313,6 @@ async def test_nobody_there(kind: str) -> None:
                 await client.models()
 
 
-@HTTP
-async def test_options_reach_the_body_and_the_response_is_kept(kind: str) -> None:
-    async with fronts(make_front()) as there, there.client(kind) as client:
-        answer = await client.chat(HELLO, options={"temperature": 0.25})
-        assert there.front.dispatcher.requests[0].sampling.temperature == 0.25
-        assert answer.raw["object"] == "chat.completion"
-        with pytest.raises(ModelNotFound):
-            await client.chat(HELLO, options={"model": "another"})
-
-
 @ALL
 async def test_batches(kind: str, tmp_path: Path) -> None:
     front = make_front(data_dir=str(tmp_path / "data"))
@@ -348,8 +329,6 @@ async def test_batches(kind: str, tmp_path: Path) -> None:
         batch = await client.create_batch(
             file.id, "/v1/completions", completion_window="1h", metadata={"a": "b"}
         )
-        if "http" in kind:
-            assert batch.raw["metadata"] == {"a": "b"}
         async with asyncio.timeout(DEADLINE_S):
             while not batch.ended:
                 await asyncio.sleep(0.02)
@@ -371,15 +350,6 @@ async def test_batches(kind: str, tmp_path: Path) -> None:
                 await asyncio.sleep(0.02)
                 failed = await client.batch(failed.id)
         assert failed.faults == ("line 1: url must be /v1/chat/completions",)
-
-
-async def test_what_is_no_baton_error_is_one_of_the_same_status() -> None:
-    from baton.client.http_wire import error_of  # noqa: PLC0415
-
-    assert type(error_of({}, 404, None)) is NotFound
-    assert type(error_of({"error": {"code": "odd", "message": "m"}}, 429, 2.0)) is Overloaded
-    assert type(error_of("<html>", 503, None)) is Unavailable
-    assert type(error_of(None, 418, None)) is BatonError
 
 
 @ALL
