@@ -17,11 +17,13 @@ from typer.testing import CliRunner
 
 from baton.errors import BatonError, InvalidRequest, NotFound, Unavailable
 from baton.http_api import open_api
+from baton.tls import TlsFiles, server_context
 from deploy.batch_command import BatchCommand, run_batch
 from deploy.cli import app
 from deploy.exit_codes import ExitCode
 from deploy.ports import free_port
-from tests.unit.loadtest.generator.fake_server import Asked, fake_server
+from tests.certificates import Authority
+from tests.unit.loadtest.generator.fake_server import Asked, fake_server, refusal
 from tests.unit.router.batches.test_api import chat, lines, served
 
 DEADLINE_S = 30.0
@@ -134,3 +136,21 @@ def test_exit_code_where_nobody_listens(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["batch", str(file), "--http", address])
     assert result.exit_code == 1
     assert f"no router answers at http://{address}" in result.output
+
+
+async def test_the_key_and_the_certificates_of_the_options_are_used(tmp_path: Path) -> None:
+    folder = Authority(tmp_path).folder
+    own = TlsFiles.in_folder(folder, "client")
+    options = ["--ca", str(own.authority), "--certificate", str(own.certificate)]
+    options += ["--certificate-key", str(own.key), "--api-key", "key"]
+
+    async def answer(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        assert asked.headers["authorization"] == "Bearer key"
+        writer.write(refusal(404, {"error": {"message": "no such batch", "code": "not_found"}}))
+
+    context = server_context(TlsFiles.in_folder(folder, "router"))
+    async with fake_server(answer, context) as server:
+        arguments = ["batch", "--id", "batch_x", "--http", server.url, *options]
+        result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+    assert result.exit_code == 1
+    assert "error: no such batch (404 not_found)\n" in result.output
