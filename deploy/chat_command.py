@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,6 +72,8 @@ def chat(
 
     In a pipe the output is plain text: the answers alone.
     """
+    # gRPC would log lost connections into the conversation; the command says what is wrong itself.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from rich.console import Console  # noqa: PLC0415
 
     from baton.client import Client  # noqa: PLC0415
