@@ -200,6 +200,7 @@ def main(
         raise ConfigError(f"--metrics is not a regular expression: {error}") from error
     repository = Path(_git(Path.cwd(), "rev-parse", "--show-toplevel"))
     commits = resolve(repository, old), resolve(repository, new)
+    title = f"A: {old} ({commits[0][:10]}), B: {new} ({commits[1][:10]})"
     pairs: list[tuple[dict[str, list[float]], dict[str, list[float]]]] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_interrupt())
@@ -214,7 +215,7 @@ def main(
                 pairs.append((found["A"], found["B"]))
         finally:
             if pairs:
-                show(Console(), compare_runs(pairs, pattern), len(pairs))
+                show(Console(), compare_runs(pairs, pattern), len(pairs), title)
 
 
 if __name__ == "__main__":

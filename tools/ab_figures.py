@@ -126,9 +126,9 @@ def _ratio(a: float, b: float) -> float | None:
     return b / a if a else None
 
 
-def show(console: Console, comparison: Comparison, pairs: int) -> None:
-    """Print the table, and what it leaves out."""
-    table = whole_table("number", "A", "B", "B/A", "smallest", "largest", title="")
+def show(console: Console, comparison: Comparison, pairs: int, title: str) -> None:
+    """Print the table under ``title``, and what it leaves out."""
+    table = whole_table("number", "A", "B", "B/A", "smallest", "largest", title=title)
     for figure in comparison.figures:
         ratio, spread = figure.ratio(), figure.spread()
         table.add_row(

@@ -119,6 +119,7 @@ def test_pairs_alternate_and_the_table_shows_the_ratio(repository: Path, tmp_pat
     [row] = [line for line in out.splitlines() if "tokens_per_s" in line]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells == ["tokens_per_s", "100", "150", "1.500", "1.500", "1.500"]
+    assert f"A: old ({git(repository, 'rev-parse', 'old')[:10]}), B: new (" in out
     assert "1 numbers are the same in all runs and left out." in out
 
 

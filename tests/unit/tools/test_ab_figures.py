@@ -86,13 +86,13 @@ def test_numbers_of_one_side_are_reported() -> None:
     found = compare_runs([({"old_ms": [1.0], "ms": [1.0]}, {"new_ms": [1.0], "ms": [2.0]})])
     assert found.unmatched == ("old_ms", "new_ms")
     console = Console(file=io.StringIO(), width=80)
-    show(console, found, 1)
+    show(console, found, 1, "A: old, B: new")
     assert isinstance(console.file, io.StringIO)
     assert "2 numbers have no match: old_ms, new_ms." in console.file.getvalue()
 
 
 def test_names_of_rows_are_shown_with_their_brackets() -> None:
     console = Console(file=io.StringIO(), width=80)
-    show(console, compare_runs([({"rows[bold].ms": [1.0]}, {"rows[bold].ms": [2.0]})]), 1)
+    show(console, compare_runs([({"rows[bold].ms": [1.0]}, {"rows[bold].ms": [2.0]})]), 1, "")
     assert isinstance(console.file, io.StringIO)
     assert "rows[bold].ms" in console.file.getvalue()
