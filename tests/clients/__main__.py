@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from baton.client import HttpClient
 from baton.errors import BatonError
+from baton.http_api import api_errors, open_api
 from tests.clients.checking import Outcome, check, chosen, draw
 
 
@@ -29,11 +29,11 @@ def main(
     outcomes: list[Outcome] = []
     try:
         programs = chosen(clients)
-        with HttpClient(url) as client:
-            (model,) = client.models()
+        with api_errors(), open_api(url) as client:
+            (model,) = client.get("/v1/models").json()["data"]
         for program in programs:
             console.print(f"{program.name} …", highlight=False)
-            outcomes += check(program, url, model.id, model_path)
+            outcomes += check(program, url, model["id"], model_path)
     except BatonError as error:
         typer.secho(f"error: {error.message}", fg=typer.colors.RED, err=True)
         raise typer.Exit(1) from None

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from baton.client import Client, HttpClient, Message, Sampling
+from baton.client import Client, Message, Sampling
+from baton.http_api import open_api, open_async_api
 from tests.clients.checking import check, chosen
 from tests.e2e.cluster import BATON, UpProcess, wait_until_gone
+from tests.http_batches import begin_batch
 
 DEADLINE_S = 120.0
 LINES = 6
@@ -62,11 +66,15 @@ def test_a_file_through_the_command(cluster: UpProcess, tmp_path: Path) -> None:
     http = cluster.http.removeprefix("http://")
     run_command(str(file), "--output", str(output), "--http", http)
     check_output(output)
-    with HttpClient(cluster.http) as client, Client(cluster.grpc) as grpc:
-        # Somebody in a hurry is served as ever, over both fronts.
-        for one in (client, grpc):
-            answer = one.chat([Message("user", "Name a river.")], Sampling(max_tokens=8))
-            assert 0 < answer.usage.completion_tokens <= 8
+    # Other requests are served as before, over HTTP and gRPC.
+    messages = [{"role": "user", "content": "Name a river."}]
+    body = {"model": cluster.model, "messages": messages, "max_tokens": 8}
+    with open_api(cluster.http) as client:
+        usage = client.post("/v1/chat/completions", json=body).json()["usage"]
+    assert 0 < usage["completion_tokens"] <= 8
+    with Client(cluster.grpc) as grpc:
+        answer = grpc.chat([Message("user", "Name a river.")], Sampling(max_tokens=8))
+    assert 0 < answer.usage.completion_tokens <= 8
 
 
 def test_responses_in_a_batch(cluster: UpProcess) -> None:
@@ -97,14 +105,20 @@ def test_responses_in_a_batch(cluster: UpProcess) -> None:
 
 
 def test_the_cache_is_shown_and_dropped(cluster: UpProcess) -> None:
-    with HttpClient(cluster.http) as client:
-        client.complete("One two three four five six seven eight nine ten. " * 8)
+    prompt = "One two three four five six seven eight nine ten. " * 8
+    with open_api(cluster.http) as client:
+        client.post("/v1/completions", json={"model": cluster.model, "prompt": prompt})
     stats = httpx.get(f"{cluster.http}/v1/cache/stats", timeout=DEADLINE_S).json()
     assert stats["prompt_tokens"] > 0
     assert {one["slot"] for one in stats["workers"]} == {"prefill-0", "decode-0"}
     dropped = httpx.delete(f"{cluster.http}/v1/cache", timeout=DEADLINE_S).json()["workers"]
     assert {one["slot"] for one in dropped} == {"prefill-0", "decode-0"}
     assert all(one["error"] is None for one in dropped)
+
+
+async def begun(url: str, content: bytes) -> dict[str, Any]:
+    async with open_async_api(url) as client:
+        return await begin_batch(client, content, "/v1/chat/completions")
 
 
 @pytest.mark.long
@@ -114,15 +128,14 @@ def test_a_batch_goes_on_after_the_cluster_was_started_again(tmp_path: Path) -> 
     file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     with UpProcess(env=env) as first:
         http = first.wait_ready().http.removeprefix("http://")
-        written(first.model, file)
-        with HttpClient(first.http) as client:
-            batch = client.create_batch(client.upload(file.read_bytes()).id)
+        content = written(first.model, file).read_bytes()
+        batch = asyncio.run(begun(first.http, content))
         first.terminate()
         assert first.wait() == 0
         assert wait_until_gone(first.cluster_id) == []
     with UpProcess("--http", http, env=env) as again:
         again.wait_ready()
-        run_command("--id", batch.id, "--http", http, "--output", str(output))
+        run_command("--id", batch["id"], "--http", http, "--output", str(output))
     check_output(output)
 
 

@@ -12,14 +12,15 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
+import httpx
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from baton.client import HttpClient, Message, Sampling
 from baton.errors import BatonError
+from baton.http_api import api_errors, event_of, open_api
 
 PAUSE_S = 0.2
 
@@ -33,18 +34,25 @@ class Feeling:
     """Per further token."""
 
 
-def ask(client: HttpClient, number: int, tokens: int) -> Feeling:
+def ask(client: httpx.Client, model: str, number: int, tokens: int) -> Feeling:
     """One streamed chat, with a prompt of its own."""
     question = f"{number}: tell a story about a river, a boat and the number {number}."
-    options = {"ignore_eos": True}
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": tokens,
+        "seed": number,
+        "ignore_eos": True,
+        "stream": True,
+    }
     sent_at = time.monotonic()
     first_at = last_at = 0.0
-    for piece in client.stream_chat(
-        [Message("user", question)], Sampling(max_tokens=tokens, seed=number), options=options
-    ):
-        if piece.text:
-            last_at = time.monotonic()
-            first_at = first_at or last_at
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        for line in response.iter_lines():
+            choices = (event_of(line) or {}).get("choices")
+            if choices and choices[0]["delta"].get("content"):
+                last_at = time.monotonic()
+                first_at = first_at or last_at
     return Feeling(first_at - sent_at, (last_at - first_at) / (tokens - 1))
 
 
@@ -79,35 +87,47 @@ def main(
     """Measure chats alone and beside a batch."""
     console = Console()
     try:
-        with HttpClient(url) as client:
+        with api_errors(), open_api(url) as client:
+            model = client.get("/v1/models").json()["data"][0]["id"]
             for number in range(3):
-                ask(client, number, tokens)
-            alone = _series(client, 100, chats, tokens)
-            model = client.models()[0].id
-            file = client.upload(lines(model, count, tokens))
-            batch = client.create_batch(file.id, "/v1/completions")
+                ask(client, model, number, tokens)
+            alone = _series(client, model, 100, chats, tokens)
+            path = _begun(client, lines(model, count, tokens))
             time.sleep(5.0)
-            before, began_at = client.batch(batch.id), time.monotonic()
-            beside = _series(client, 10_000, chats, tokens)
-            after, took_s = client.batch(batch.id), time.monotonic() - began_at
+            before, began_at = _counts(client, path), time.monotonic()
+            beside = _series(client, model, 10_000, chats, tokens)
+            after, took_s = _counts(client, path), time.monotonic() - began_at
             quiet_at = time.monotonic()
             time.sleep(10.0)
-            rest, quiet_s = client.batch(batch.id), time.monotonic() - quiet_at
-            client.cancel_batch(batch.id)
+            rest, quiet_s = _counts(client, path), time.monotonic() - quiet_at
+            client.post(f"{path}/cancel")
     except BatonError as error:
         typer.secho(f"error: {error.message}", fg=typer.colors.RED, err=True)
         raise typer.Exit(1) from None
     console.print(draw(alone, beside))
     console.print(
-        f"lines a second: {(after.completed - before.completed) / took_s:.1f} beside chats,"
-        f" {(rest.completed - after.completed) / quiet_s:.1f} alone; {rest.failed} failed"
+        f"lines a second: {(after['completed'] - before['completed']) / took_s:.1f} beside chats,"
+        f" {(rest['completed'] - after['completed']) / quiet_s:.1f} alone; {rest['failed']} failed"
     )
 
 
-def _series(client: HttpClient, first: int, chats: int, tokens: int) -> list[Feeling]:
+def _begun(client: httpx.Client, content: bytes) -> str:
+    """The path of a new batch."""
+    form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": content}}
+    file = client.post("/v1/files", **form).json()
+    body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    return f"/v1/batches/{client.post('/v1/batches', json=body).json()['id']}"
+
+
+def _counts(client: httpx.Client, path: str) -> dict[str, int]:
+    counts: dict[str, int] = client.get(path).json()["request_counts"]
+    return counts
+
+
+def _series(client: httpx.Client, model: str, first: int, chats: int, tokens: int) -> list[Feeling]:
     felt = []
     for number in range(first, first + chats):
-        felt.append(ask(client, number, tokens))
+        felt.append(ask(client, model, number, tokens))
         time.sleep(PAUSE_S)
     return felt
 
