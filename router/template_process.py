@@ -159,7 +159,6 @@ class _Child:
             raise BatonError(
                 f"the process of the chat template cannot be started: {error}"
             ) from error
-        ours.settimeout(MAX_WAIT_S)
         self._socket, self._lines = ours, ours.makefile("rb")
         self._end = weakref.finalize(self, _end, self._process, self._socket, self._lines)
 
@@ -170,6 +169,7 @@ class _Child:
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer. Raises _ChildEnded, or DeadlineExceeded, after which it has ended too."""
         text = json.dumps(request, ensure_ascii=False, default=dict)
+        self._socket.settimeout(MAX_WAIT_S)
         try:
             self._socket.sendall(text.encode("utf-8", "surrogatepass") + b"\n")
             line = self._lines.readline()
