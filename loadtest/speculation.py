@@ -201,7 +201,7 @@ class SpeculationBench:
         """As a chat has it; as it is where the model has no template."""
         try:
             messages = [{"role": "user", "content": question}]
-            text = self._tokenizer.render_chat(messages, _MOST_CHARACTERS)
+            text = self._tokenizer.render_chat(messages, _MOST_CHARACTERS).result()
         except BatonError:
             return self._tokenizer.encode(question)
         return self._tokenizer.encode(text, add_special_tokens=False)

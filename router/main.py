@@ -77,6 +77,7 @@ async def serve(settings: RouterSettings) -> None:
         config.otlp_endpoint, "baton-router", f"router-{settings.number}", config.trace_ratio
     )
     tokenizer = Tokenizer.load(Path(settings.model_path))
+    await tokenizer.start()
     metrics = RouterMetrics(CollectorRegistry())
     client = redis_client(settings.redis_url)
     dispatcher = ClusterDispatcher(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from router.generation import Dispatcher, GenerationRequest
 from router.off_loop import off_loop
 from router.sampling_input import SamplingInput, check_token_ids, final_sampling, truncated
 from router.served_model import ServedModel
+from router.template_process import MAX_WAIT_S
 from router.tokenizer import Tokenizer
 from router.tool_calls.formats import format_for
 from router.tool_calls.grammar import calls_grammar, free_grammar
@@ -184,7 +186,8 @@ class RequestBuilder:
         # Templates add some text to each message; a runaway one must not fill the memory.
         limit = 4 * self._most_characters if tools else self._most_characters
         limit += 4096 + 256 * len(turns)
-        return await off_loop(size, lambda: self._chat_ids(turns, tools, limit, options, sampling))
+        text = await self._chat_text(turns, tools, limit, options)
+        return await off_loop(len(text), lambda: self._chat_ids(text, sampling))
 
     async def prompts(
         self,
@@ -243,24 +246,28 @@ class RequestBuilder:
             param = sampling.grammar_param
             raise InvalidGrammar(f"{param} cannot be used: {error.message}", param=param) from None
 
-    def _chat_ids(
-        self,
-        turns: Sequence[Turn],
-        tools: ToolUse | None,
-        limit: int,
-        options: ChatOptions,
-        sampling: SamplingInput,
-    ) -> tuple[int, ...]:
+    async def _chat_text(
+        self, turns: Sequence[Turn], tools: ToolUse | None, limit: int, options: ChatOptions
+    ) -> str:
         values = None
         if tools is not None or any(is_about_tools(turn) for turn in turns):
             template = self._tokenizer.chat_template.for_tools
             turns = fitted(turns, tools, template, self.tool_format)
             values = [tool.as_template_value() for tool in tools.tools] if tools else []
-        text = self._tokenizer.render_chat(
+        rendering = self._tokenizer.render_chat(
             turns, limit, values, options.variables, generation_prompt=options.generation_prompt
         )
-        if options.continue_final:
-            text = _cut_behind(text, turns[-1]["content"])
+        try:
+            async with asyncio.timeout(MAX_WAIT_S):
+                text = await asyncio.wrap_future(rendering)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the messages were not rendered within {MAX_WAIT_S:.0f} s: the router is"
+                " overloaded"
+            ) from None
+        return _cut_behind(text, turns[-1]["content"]) if options.continue_final else text
+
+    def _chat_ids(self, text: str, sampling: SamplingInput) -> tuple[int, ...]:
         if sampling.truncate is None:
             self._check_size(text, "messages")
         ids = self._tokenizer.encode(text, add_special_tokens=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -106,6 +107,14 @@ class Tokenizer:
         ids = ((text, self._backend.token_to_id(text)) for text in texts)
         return {text: number for text, number in ids if number in self._special}
 
+    async def start(self) -> None:
+        """Start what renders chats, where the model has a template.
+
+        Raises ConfigError when the template does not compile, BatonError.
+        """
+        if self._template is not None:
+            await self._template.start()
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -114,13 +123,13 @@ class Tokenizer:
         more: Mapping[str, Any] = MappingProxyType({}),
         *,
         generation_prompt: bool = True,
-    ) -> str:
+    ) -> Future[str]:
         """The messages as the model's text; at most ``limit`` characters.
 
         ``tools`` that are not None, if only for earlier calls, take the template for tools.
         Its token ids are those of ``encode(…, add_special_tokens=False)``: the template writes
-        the special tokens. The rest is as ``ChatTemplate.render`` takes it. Raises InvalidRequest,
-        also when the model has no template.
+        the special tokens. The rest is as ``ChatTemplate.render`` takes it. Raises InvalidRequest
+        when the model has no template; the future raises what that of ``ChatTemplate.render`` does.
         """
         template = self.chat_template if tools is None else self.chat_template.for_tools
         return template.render(messages, limit, tools, more, generation_prompt=generation_prompt)

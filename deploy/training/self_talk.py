@@ -74,7 +74,7 @@ class SelfTalk:
         self._layers = tuple(layers)
         self._random = random.Random(seed)  # noqa: S311 - it chooses what is talked about
         self._tokenizer = tokenizer
-        whole = tokenizer.render_chat([{"role": "user", "content": _MARK}], 1 << 20)
+        whole = tokenizer.render_chat([{"role": "user", "content": _MARK}], 1 << 20).result()
         before, _, after = whole.partition(_MARK)
         self._before, self._after = self._encode(before), self._encode(after)
         ends = {*engine.config.eos_ids, self._after[0]}

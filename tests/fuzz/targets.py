@@ -164,7 +164,7 @@ def _chat_template() -> Callable[[bytes], None]:
     def one(data: bytes) -> None:
         with suppress(ConfigError, InvalidRequest):
             template = ChatTemplate(data.decode(errors="replace"), {"eos_token": "</s>"})
-            text = template.render(messages, 10_000, tools)
+            text = template.render(messages, 10_000, tools).result()
             assert len(text) <= 10_000
 
     return one

@@ -93,7 +93,7 @@ def prompts(model: Path) -> list[tuple[int, ...]]:
     tokenizer = Tokenizer.load(model)
     assert len(questions) == 20
     chats = [[{"role": "user", "content": question["turns"][0]}] for question in questions]
-    texts = [tokenizer.render_chat(chat, limit=1 << 20) for chat in chats]
+    texts = [tokenizer.render_chat(chat, limit=1 << 20).result() for chat in chats]
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 

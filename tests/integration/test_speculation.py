@@ -100,7 +100,7 @@ def questions() -> list[tuple[int, ...]]:
     ]
     assert len(rows) == 240
     chats = ([{"role": "user", "content": row["turns"][0]}] for row in rows)
-    texts = (tokenizer.render_chat(chat, limit=1 << 20) for chat in chats)
+    texts = (tokenizer.render_chat(chat, limit=1 << 20).result() for chat in chats)
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 

@@ -63,8 +63,14 @@ def tiny_backend() -> tokenizers.Tokenizer:
     return backend
 
 
+@functools.cache
+def _chat_template(source: str) -> ChatTemplate:
+    """One for all tests, since each starts a process."""
+    return ChatTemplate(source, {"eos_token": EOS})
+
+
 def tiny_tokenizer(*, template: str | None = TEMPLATE) -> Tokenizer:
-    chat = ChatTemplate(template, {"eos_token": EOS}) if template else None
+    chat = _chat_template(template) if template else None
     backend = tiny_backend()
     eos = backend.token_to_id(EOS)
     assert eos is not None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
+from router import request_builder
+from router.tokenizer import Tokenizer
 from tests.unit.router.front_fakes import CONTEXT, EOS, make_front
 from tests.unit.router.test_http_app import call, check_error, post
 
@@ -43,6 +46,14 @@ async def test_back_again() -> None:
     body = (await post(front, "/detokenize", {"model": "tiny", "tokens": ids})).json()
     assert body == {"prompt": text}
     assert (await post(front, "/detokenize", {"tokens": []})).json() == {"prompt": ""}
+
+
+async def test_a_chat_that_is_not_rendered_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_builder, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(Tokenizer, "render_chat", lambda *_, **__: Future())
+    front = make_front()
+    error = check_error(await post(front, "/tokenize", {"messages": MESSAGES}), 504)
+    assert "were not rendered within" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -44,13 +44,13 @@ def test_ends_of_sequence_come_from_every_file(tmp_path: Path) -> None:
 )
 def test_templates_in_the_settings(tmp_path: Path, template: Any) -> None:
     tokenizer = Tokenizer.load(folder(tmp_path, {"chat_template": template}))
-    assert tokenizer.render_chat(HELLO, 1000).startswith("<|im_start|>user\nHello")
+    assert tokenizer.render_chat(HELLO, 1000).result().startswith("<|im_start|>user\nHello")
 
 
 def test_a_template_file_goes_first(tmp_path: Path) -> None:
     path = folder(tmp_path, {"chat_template": "no", "bos_token": "<s>"})
     (path / "chat_template.jinja").write_text("{{ bos_token }}yes")
-    assert Tokenizer.load(path).render_chat(HELLO, 1000) == "<s>yes"
+    assert Tokenizer.load(path).render_chat(HELLO, 1000).result() == "<s>yes"
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_template_that_does_not_compile() -> None:
     ],
 )
 def test_what_templates_may_use(source: str, text: str) -> None:
-    assert ChatTemplate(source, {}).render(HELLO, 1000) == text
+    assert ChatTemplate(source, {}).render(HELLO, 1000).result() == text
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_what_templates_may_use(source: str, text: str) -> None:
 )
 def test_templates_stay_in_the_sandbox(source: str) -> None:
     with pytest.raises(InvalidRequest):
-        ChatTemplate(source, {}).render(HELLO, 1000)
+        ChatTemplate(source, {}).render(HELLO, 1000).result()
 
 
 def test_special_tokens_in_text_are_tokens() -> None:

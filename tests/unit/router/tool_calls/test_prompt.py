@@ -35,7 +35,7 @@ def test_a_template_that_knows_everything() -> None:
     assert (template.knows_tools, template.knows_calls, template.knows_results) == (True,) * 3
     turns = fitted(TALK, USE, template, FORMATS["hermes"])
     assert turns == TALK
-    assert template.render(turns, 1000, [TOOL.as_template_value()]) == (
+    assert template.render(turns, 1000, [TOOL.as_template_value()]).result() == (
         'look_up\nuser: Which word?|assistant: look_up{"word": "é"}|tool: found=call_1|'
     )
 
@@ -52,7 +52,7 @@ def test_a_template_that_knows_nothing(name: str) -> None:
     assert user == TALK[0]
     assert assistant == {"role": "assistant", "content": form.written([("look_up", {"word": "é"})])}
     assert result == {"role": "user", "content": "<tool_response>\nfound\n</tool_response>"}
-    assert "look_up" in template.render([system, user, assistant, result], 10_000)
+    assert "look_up" in template.render([system, user, assistant, result], 10_000).result()
 
 
 def test_instructions_follow_the_system_message() -> None:
@@ -106,7 +106,7 @@ def test_the_format_is_given() -> None:
 def test_smollm3_calls_its_tools_otherwise() -> None:
     template = ChatTemplate("{% if xml_tools %}{{ xml_tools | length }}{% endif %}", {})
     assert template.knows_tools
-    assert template.render(TALK, 100, [TOOL.as_template_value()]) == "1"
+    assert template.render(TALK, 100, [TOOL.as_template_value()]).result() == "1"
 
 
 def test_another_template_for_tools(tmp_path: Path) -> None:
