@@ -20,12 +20,12 @@ from typing import Protocol
 from baton.request import LoadSnapshot
 from engine.block_pool import BlockPool
 from engine.plan import StepPlan, StepResult
-from engine.scheduler import Scheduler
 from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence as EngineSequence
 from engine.sequence_update import SequenceUpdate
 from loadtest.simulator.event_queue import STEP_END, EventQueue
 from loadtest.simulator.host import Host
+from loadtest.simulator.leaping_scheduler import LeapingScheduler
 from loadtest.simulator.sharing import Doing, Sharing
 from loadtest.simulator.simulated_request import TOKEN_IDS, SimulatedRequest, SimulatedSequence
 from loadtest.simulator.step_log import Floats, StepLog, StepRun
@@ -117,7 +117,7 @@ class SimulatedWorker:
             context_length=self.context_length,
             chunk_keys=profile.chunk_keys,
         )
-        self.scheduler = Scheduler(self.pool, limits)
+        self.scheduler = LeapingScheduler(self.pool, limits)
         self.step_costs = profile.costs.step_costs()
         slo_s = settings.slo_tpot_s
         slack = None if slo_s is None else ChunkSlack(self.step_costs, slo_s)
