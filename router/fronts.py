@@ -88,7 +88,6 @@ def make_fronts(
         server,
         *parts,
         more=(
-            *batches.services,
             OperatorServicer(cache, operators),
             WorkerOperatorServicer(control, scaling, operators, config),
         ),

@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 
 from baton.client import Client, HttpClient, Message, Sampling
-from loadtest.clients.checking import check, chosen
+from tests.clients.checking import check, chosen
 from tests.e2e.cluster import BATON, UpProcess, wait_until_gone
 
 DEADLINE_S = 120.0
@@ -68,23 +69,31 @@ def test_a_file_through_the_command(cluster: UpProcess, tmp_path: Path) -> None:
             assert 0 < answer.usage.completion_tokens <= 8
 
 
-def test_responses_in_a_batch_over_grpc(cluster: UpProcess, tmp_path: Path) -> None:
+def test_responses_in_a_batch(cluster: UpProcess) -> None:
     body = {"model": cluster.model, "input": "Name a river.", "max_output_tokens": 8, "seed": 1}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": body}
-    with Client(cluster.grpc) as client:
-        file = client.upload(json.dumps(line).encode())
-        batch = client.create_batch(file.id, "/v1/responses")
+    url = f"{cluster.http}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", timeout=DEADLINE_S) as client:
+        file = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/responses", completion_window="24h"
+        )
         end = time.monotonic() + DEADLINE_S
-        while not batch.ended:
+        while batch.status in ("validating", "in_progress", "finalizing"):
             assert time.monotonic() < end, "the batch did not end"
             time.sleep(0.1)
-            batch = client.batch(batch.id)
-        assert (batch.status, batch.completed) == ("completed", 1)
+            batch = client.batches.retrieve(batch.id)
+        assert batch.status == "completed"
         assert batch.output_file_id is not None
-        client.download(batch.output_file_id, tmp_path / "out.jsonl")
-        answer = client.respond("Name a river.", Sampling(max_tokens=8, seed=1))
-    told = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]
-    assert told["usage"]["output_tokens"] == answer.usage.completion_tokens > 0
+        told = json.loads(client.files.content(batch.output_file_id).text)["response"]["body"]
+        answer = client.responses.create(
+            model=cluster.model,
+            input="Name a river.",
+            max_output_tokens=8,
+            extra_body={"seed": 1},
+        )
+    assert answer.usage is not None
+    assert told["usage"]["output_tokens"] == answer.usage.output_tokens > 0
 
 
 def test_the_cache_is_shown_and_dropped(cluster: UpProcess) -> None:

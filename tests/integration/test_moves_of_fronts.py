@@ -17,7 +17,7 @@ import pytest
 
 from baton.client import AsyncHttpClient
 from baton.grpc_channel import make_server, open_channel
-from baton.v1 import inference_pb2, inference_pb2_grpc, responses_pb2, responses_pb2_grpc
+from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.access import Access
 from router.batches.batches import Batches
 from router.grpc_front import add_grpc_front
@@ -99,17 +99,6 @@ class Fronts:
             scores.extend(one.logprob for one in message.logprobs)
         return steady(found)
 
-    async def respond(self) -> str:
-        """The Responses API over gRPC."""
-        request = responses_pb2.CreateResponseRequest()
-        item = request.input.add()
-        item.message.role = "user"
-        item.message.text = "Of the sea"
-        request.sampling.temperature, request.sampling.max_tokens = 0.0, 120
-        stub = responses_pb2_grpc.ResponseServiceStub(self.channel)
-        events = stub.CreateResponse(request, timeout=DEADLINE_S)
-        return "".join([event.output_text_delta.delta async for event in events])
-
     async def batch(self) -> Any:
         """A line for each of some prompts; they run in the background."""
         rows = [
@@ -130,7 +119,7 @@ class Fronts:
         asked: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
             name: partial(self.post, name) for name in BODIES
         }
-        return asked | {"generate": self.generate, "respond": self.respond, "batch": self.batch}
+        return asked | {"generate": self.generate, "batch": self.batch}
 
 
 def steady(value: Any) -> Any:
@@ -185,7 +174,7 @@ async def fronts_of(cluster: MiniCluster) -> AsyncIterator[Fronts]:
 def is_under_way(cluster: MiniCluster) -> bool:
     """Whether each of the requests, those of the batch apart, has some tokens."""
     running = [one for one in cluster.dispatcher._running if not one.request.background]
-    wanted = len(BODIES) + 2
+    wanted = len(BODIES) + 1
     return len(running) == wanted and all(len(one.life.token_ids) > 4 for one in running)
 
 

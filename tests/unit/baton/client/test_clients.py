@@ -109,7 +109,7 @@ async def fronts(front: Front) -> AsyncIterator[There]:
     parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
     batches = Batches(*parts)
     server = make_server()
-    add_grpc_front(server, *parts, more=batches.services)
+    add_grpc_front(server, *parts)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     await batches.start()
@@ -189,7 +189,7 @@ async def test_what_the_text_must_match(kind: str) -> None:
         assert last.allowed_token_ids == (7, 9)
 
 
-@ALL
+@HTTP
 async def test_responses(kind: str) -> None:
     async with fronts(make_front()) as there, there.client(kind) as client:
         whole = await client.respond("hello", Sampling(seed=4), instructions="Be brief.")
@@ -205,7 +205,7 @@ async def test_responses(kind: str) -> None:
             await client.respond("hello", Sampling(top_p=7))
 
 
-@ALL
+@HTTP
 async def test_a_response_that_fails_on_its_way(kind: str) -> None:
     async def breaks(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
         yield OutputDelta("some ", (65,), None)
@@ -332,7 +332,7 @@ async def test_options_reach_the_body_and_the_response_is_kept(kind: str) -> Non
             await client.chat(HELLO, options={"model": "another"})
 
 
-@ALL
+@HTTP
 async def test_batches(kind: str, tmp_path: Path) -> None:
     front = make_front(data_dir=str(tmp_path / "data"))
     line = (
@@ -348,8 +348,7 @@ async def test_batches(kind: str, tmp_path: Path) -> None:
         batch = await client.create_batch(
             file.id, "/v1/completions", completion_window="1h", metadata={"a": "b"}
         )
-        if "http" in kind:
-            assert batch.raw["metadata"] == {"a": "b"}
+        assert batch.raw["metadata"] == {"a": "b"}
         async with asyncio.timeout(DEADLINE_S):
             while not batch.ended:
                 await asyncio.sleep(0.02)
@@ -382,7 +381,7 @@ async def test_what_is_no_baton_error_is_one_of_the_same_status() -> None:
     assert type(error_of(None, 418, None)) is BatonError
 
 
-@ALL
+@HTTP
 async def test_embeddings(kind: str) -> None:
     async def halves(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
         sign = 1.0 if len(request.prompt_ids) == 2 else -1.0

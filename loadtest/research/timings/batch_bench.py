@@ -1,0 +1,116 @@
+"""What a batch costs other requests of the same cluster, which must be running:
+
+    python -m loadtest.research.timings.batch_bench --chats 16
+
+Chats come one after another, with pauses, first alone and then beside a batch.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from baton.client import HttpClient, Message, Sampling
+from baton.errors import BatonError
+
+PAUSE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Feeling:
+    """Of one chat, in seconds."""
+
+    first_token_s: float
+    token_s: float
+    """Per further token."""
+
+
+def ask(client: HttpClient, number: int, tokens: int) -> Feeling:
+    """One streamed chat, with a prompt of its own."""
+    question = f"{number}: tell a story about a river, a boat and the number {number}."
+    options = {"ignore_eos": True}
+    sent_at = time.monotonic()
+    first_at = last_at = 0.0
+    for piece in client.stream_chat(
+        [Message("user", question)], Sampling(max_tokens=tokens, seed=number), options=options
+    ):
+        if piece.text:
+            last_at = time.monotonic()
+            first_at = first_at or last_at
+    return Feeling(first_at - sent_at, (last_at - first_at) / (tokens - 1))
+
+
+def lines(model: str, count: int, tokens: int) -> bytes:
+    """A batch's input."""
+    rows = []
+    for number in range(count):
+        prompt = f"Chapter {number}. It was a dark and stormy night, and "
+        body = {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+        row = {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+        rows.append(json.dumps(row))
+    return "\n".join(rows).encode()
+
+
+def draw(alone: Sequence[Feeling], beside: Sequence[Feeling]) -> Table:
+    """One row for each."""
+    table = Table("chats", "TTFT p50 ms", "TTFT max ms", "TPOT p50 ms", "TPOT max ms")
+    for name, felt in (("alone", alone), ("beside a batch", beside)):
+        firsts = [one.first_token_s * 1e3 for one in felt]
+        each = [one.token_s * 1e3 for one in felt]
+        figures = (statistics.median(firsts), max(firsts), statistics.median(each), max(each))
+        table.add_row(name, *(f"{figure:.0f}" for figure in figures))
+    return table
+
+
+def main(
+    url: Annotated[str, typer.Option(help="The cluster's HTTP front.")] = "http://127.0.0.1:8000",
+    chats: Annotated[int, typer.Option(min=2, help="How many, alone and beside.")] = 20,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 32,
+    count: Annotated[int, typer.Option("--lines", min=1, help="Lines of the batch.")] = 2000,
+) -> None:
+    """Measure chats alone and beside a batch."""
+    console = Console()
+    try:
+        with HttpClient(url) as client:
+            for number in range(3):
+                ask(client, number, tokens)
+            alone = _series(client, 100, chats, tokens)
+            model = client.models()[0].id
+            file = client.upload(lines(model, count, tokens))
+            batch = client.create_batch(file.id, "/v1/completions")
+            time.sleep(5.0)
+            before, began_at = client.batch(batch.id), time.monotonic()
+            beside = _series(client, 10_000, chats, tokens)
+            after, took_s = client.batch(batch.id), time.monotonic() - began_at
+            quiet_at = time.monotonic()
+            time.sleep(10.0)
+            rest, quiet_s = client.batch(batch.id), time.monotonic() - quiet_at
+            client.cancel_batch(batch.id)
+    except BatonError as error:
+        typer.secho(f"error: {error.message}", fg=typer.colors.RED, err=True)
+        raise typer.Exit(1) from None
+    console.print(draw(alone, beside))
+    console.print(
+        f"lines a second: {(after.completed - before.completed) / took_s:.1f} beside chats,"
+        f" {(rest.completed - after.completed) / quiet_s:.1f} alone; {rest.failed} failed"
+    )
+
+
+def _series(client: HttpClient, first: int, chats: int, tokens: int) -> list[Feeling]:
+    felt = []
+    for number in range(first, first + chats):
+        felt.append(ask(client, number, tokens))
+        time.sleep(PAUSE_S)
+    return felt
+
+
+if __name__ == "__main__":
+    typer.run(main)
