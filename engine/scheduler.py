@@ -28,7 +28,6 @@ from baton.errors import InvalidRequest
 from baton.request import FinishReason
 from engine.block_pool import BlockPool, OutOfBlocks
 from engine.findable_blocks import FindableBlocks
-from engine.identical_steps import IdenticalSteps
 from engine.plan import PlanRow, StepPlan, StepResult
 from engine.plan_in_flight import PlanInFlight
 from engine.preemption import victim_of
@@ -47,7 +46,6 @@ class Scheduler:
         self.limits = limits
         self._bounds = SequenceBounds(limits)
         self._findable = FindableBlocks(pool, limits)
-        self._identical = IdenticalSteps(pool, limits, self._bounds, self._findable)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.held: set[Sequence] = set()
@@ -353,27 +351,6 @@ class Scheduler:
         except OutOfBlocks:
             return False
         return True
-
-    # Many steps at once
-
-    def identical_steps(self) -> int:
-        """How many steps lie ahead that bring each running sequence its next token, and nothing
-
-        else: so many results may come, and as many plans be made, with the very rows that are in
-        flight now, while nobody comes or goes from outside. 0 where there is none.
-        """
-        plans, count = self._plans.values(), len(self.running)
-        if self.waiting or self._leaving or any(len(plan.rows) != count for plan in plans):
-            return 0
-        return self._identical.count(self.running, len(plans))
-
-    def leap(self, steps: int, token_of: Callable[[Sequence], int]) -> None:
-        """Take in ``steps`` results and make as many plans, of ``identical_steps`` ahead.
-
-        Each of a sequence's tokens is ``token_of`` it. The plans in flight stay what they are, but
-        for their rows, which begin as many tokens later. For simulators: no engine hears of it.
-        """
-        self._identical.leap(self.running, steps, token_of)
 
     # Results
 

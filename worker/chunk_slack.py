@@ -14,7 +14,7 @@ from worker.step_costs import StepCosts
 
 LEAST_TOKENS = 16
 """A prompt makes at least this progress in each step, whatever it costs the others."""
-_PRIOR_MS = 50.0
+PRIOR_MS = 50.0
 """How much of predicted time the prediction counts for beside the first steps."""
 _MOST = 8.0
 """A step that took more than this many times what was expected was held up once: it counts so."""
@@ -27,8 +27,8 @@ class ChunkSlack:
         """``slo_s`` is the longest that a step with both may take, in seconds."""
         self._costs = costs
         self._slo_ms = slo_s * 1e3
-        self._step = Pace(1.0, _PRIOR_MS)
-        self._chunk = Pace(1.0, _PRIOR_MS)
+        self._step = Pace(1.0, PRIOR_MS)
+        self._chunk = Pace(1.0, PRIOR_MS)
 
     def most_tokens(self, batch: int, context_tokens: int, start: int) -> int:
         """Prompt tokens behind ``start`` others, beside ``batch`` sequences that decode and attend
@@ -56,18 +56,6 @@ class ChunkSlack:
             chunks = [row for row in plan.rows if row.count > 1]
             chunk_ms = sum(self._costs.chunk_ms(row.count, row.start) for row in chunks)
             _learn(self._chunk, chunk_ms, ms - self._step.unit_s * step_ms)
-
-    def observe_run(
-        self, batch: int, context_tokens: int, steps: int, ms: float, growth_ms: float
-    ) -> None:
-        """Several steps ended in which the same sequences got one token each.
-
-        The first attended to ``context_tokens`` in all and took ``ms``; each took ``growth_ms``
-        more than the one before it. None of them was held up.
-        """
-        predicted = self._costs.step_ms(batch, context_tokens)
-        growth = self._costs.step_ms(batch, context_tokens + batch) - predicted
-        self._step.observe_run(steps, (predicted, growth), (ms, growth_ms))
 
 
 def _learn(pace: Pace, predicted_ms: float, ms: float) -> None:

@@ -5,7 +5,7 @@ Plain Python.
 
 from __future__ import annotations
 
-_KEPT = 0.8
+KEPT = 0.8
 """The share of its weight that an observation keeps when the next one comes."""
 
 
@@ -25,28 +25,5 @@ class Pace:
     def observe(self, units: float, seconds: float) -> None:
         """So many units took so long. What took no measurable time teaches nothing."""
         if units > 0 and seconds > 0:
-            self._units = _KEPT * self._units + units
-            self._seconds = _KEPT * self._seconds + seconds
-
-    def observe_run(
-        self, count: int, units: tuple[float, float], seconds: tuple[float, float]
-    ) -> None:
-        """``observe``, ``count`` times in a row.
-
-        Of ``units`` and ``seconds`` each is the first time's, and what each time is more than the
-        one before it. All are positive, the growth at least 0.
-        """
-        kept = _KEPT**count
-        self._units = kept * self._units + _faded(count, *units)
-        self._seconds = kept * self._seconds + _faded(count, *seconds)
-
-
-def _faded(count: int, first: float, growth: float) -> float:
-    """The sum of ``first + i*growth``, each counting ``_KEPT`` as much as the next one.
-
-    A geometric and an arithmetico-geometric series.
-    """
-    rest = 1.0 - _KEPT
-    weights = (1.0 - _KEPT**count) / rest
-    lags = _KEPT * (1.0 - count * _KEPT ** (count - 1) + (count - 1) * _KEPT**count) / rest**2
-    return (first + (count - 1) * growth) * weights - growth * lags
+            self._units = KEPT * self._units + units
+            self._seconds = KEPT * self._seconds + seconds

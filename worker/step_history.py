@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from engine.plan import StepPlan, StepResult
 
-_KEPT = 16
+KEPT = 16
+"""Steps that the mean is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +30,18 @@ class StepHistory:
     """See the module's text."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, int, int, int]] = deque(maxlen=_KEPT)
+        self._steps: deque[tuple[float, int, int, int]] = deque(maxlen=KEPT)
 
     def observe(self, plan: StepPlan, result: StepResult, ms: float) -> None:
         """A step ended ``ms`` milliseconds after the one before it, or after it was asked for."""
         if plan.decodes_only:
             context_tokens = sum(row.start + 1 for row in plan.rows)
             batch = len(plan.rows)
-            self._steps.append((ms, batch, context_tokens, batch + result.accepted))
+            self.add(ms, batch, context_tokens, batch + result.accepted)
 
-    def observe_run(
-        self, batch: int, context_tokens: int, steps: int, ms: float, growth_ms: float
-    ) -> None:
-        """Several steps ended in which the same sequences got one token each.
-
-        The first attended to ``context_tokens`` in all and took ``ms``; each took ``growth_ms``
-        more than the one before it.
-        """
-        for step in range(max(0, steps - _KEPT), steps):
-            context = context_tokens + step * batch
-            self._steps.append((ms + step * growth_ms, batch, context, batch))
+    def add(self, ms: float, batch: int, context_tokens: int, tokens: int) -> None:
+        """Add a step that brought ``batch`` sequences ``tokens`` tokens in ``ms`` milliseconds."""
+        self._steps.append((ms, batch, context_tokens, tokens))
 
     def mean(self) -> MeanStep:
         """Of the kept steps."""

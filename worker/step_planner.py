@@ -1,7 +1,7 @@
 """When the next step may be planned, and how many prompt tokens it may compute.
 
-What of the control loop is neither thread nor event loop, so that a simulator runs it too. Plain
-Python; owned by the control loop.
+The part of the control loop that needs neither a thread nor an event loop. Plain Python; owned by
+the control loop.
 """
 
 from __future__ import annotations
@@ -64,18 +64,6 @@ class StepPlanner:
         self._history.observe(plan, result, wall_ms)
         if self._slack is not None:
             self._slack.observe(plan, wall_ms)
-
-    def observe_run(
-        self, batch: int, context_tokens: int, steps: int, ms: float, growth_ms: float
-    ) -> None:
-        """The same of several steps in which the same sequences got one token each.
-
-        The first attended to ``context_tokens`` in all and took ``ms``; each took ``growth_ms``
-        more than the one before it.
-        """
-        self._history.observe_run(batch, context_tokens, steps, ms, growth_ms)
-        if self._slack is not None:
-            self._slack.observe_run(batch, context_tokens, steps, ms, growth_ms)
 
     def mean_step(self) -> MeanStep:
         """The latest steps in which every sequence decoded."""

@@ -20,12 +20,13 @@ from typing import Protocol
 from baton.request import LoadSnapshot
 from engine.block_pool import BlockPool
 from engine.plan import StepPlan, StepResult
-from engine.scheduler import Scheduler
 from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence as EngineSequence
 from engine.sequence_update import SequenceUpdate
 from loadtest.simulator.event_queue import STEP_END, EventQueue
 from loadtest.simulator.host import Host
+from loadtest.simulator.leaping_planner import LeapingPlanner
+from loadtest.simulator.leaping_scheduler import LeapingScheduler
 from loadtest.simulator.sharing import Doing, Sharing
 from loadtest.simulator.simulated_request import TOKEN_IDS, SimulatedRequest, SimulatedSequence
 from loadtest.simulator.step_log import Floats, StepLog, StepRun
@@ -33,8 +34,6 @@ from loadtest.simulator.step_model import StepShape, shape_of
 from loadtest.simulator.wire import Wire
 from loadtest.simulator.work_clock import WorkClock
 from loadtest.simulator.worker_profile import WorkerProfile
-from worker.chunk_slack import ChunkSlack
-from worker.step_planner import StepPlanner
 
 PUBLISH_S = 0.05
 """From a prompt's coming or going to its events, as ``worker.process`` publishes."""
@@ -117,11 +116,11 @@ class SimulatedWorker:
             context_length=self.context_length,
             chunk_keys=profile.chunk_keys,
         )
-        self.scheduler = Scheduler(self.pool, limits)
+        self.scheduler = LeapingScheduler(self.pool, limits)
         self.step_costs = profile.costs.step_costs()
-        slo_s = settings.slo_tpot_s
-        slack = None if slo_s is None else ChunkSlack(self.step_costs, slo_s)
-        self._planner = StepPlanner(self.scheduler, slack, is_cpu=profile.is_cpu)
+        self._planner = LeapingPlanner(
+            self.scheduler, self.step_costs, settings.slo_tpot_s, is_cpu=profile.is_cpu
+        )
         self.wire = Wire(profile.wire_bytes_per_s)
         self._log = StepLog()
         """In engine time."""

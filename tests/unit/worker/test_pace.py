@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from worker.pace import Pace
 
@@ -36,23 +34,3 @@ def test_what_says_nothing_changes_nothing(units: float, seconds: float) -> None
     pace = Pace(1.0, 10)
     pace.observe(units, seconds)
     assert pace.unit_s == 1.0
-
-
-@given(
-    st.integers(1, 300),
-    st.floats(0.1, 10.0),
-    st.floats(0.0, 0.1),
-    st.floats(0.001, 1.0),
-    st.floats(0.0, 0.01),
-)
-def test_a_run_is_as_good_as_its_observations(
-    count: int, units: float, more_units: float, seconds: float, more_seconds: float
-) -> None:
-    one, many = Pace(0.3, 5.0), Pace(0.3, 5.0)
-    for place in range(count):
-        one.observe(units + place * more_units, seconds + place * more_seconds)
-    many.observe_run(count, (units, more_units), (seconds, more_seconds))
-    assert many.unit_s == pytest.approx(one.unit_s, rel=1e-12)
-    for pace in (one, many):
-        pace.observe(1.0, 7.0)
-    assert many.unit_s == pytest.approx(one.unit_s, rel=1e-12)

@@ -11,7 +11,6 @@ from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
 from worker.chunk_slack import LEAST_TOKENS, ChunkSlack
 from worker.step_costs import StepCosts
-from worker.step_history import MeanStep
 from worker.step_planner import StepPlanner
 
 COSTS = StepCosts((1.0, 0.5, 0.0), (5.0, 0.0, 0.0))
@@ -68,11 +67,3 @@ def test_prompts_beside_decoding_take_what_the_slo_leaves() -> None:
     # 25 ms less a step of 5, at half a millisecond a token.
     assert sorted(row.count for row in plan.rows) == [1, 40]
     assert LEAST_TOKENS < 40
-
-
-def test_a_run_is_as_good_as_its_steps() -> None:
-    one, many = (StepPlanner(scheduler(), None, is_cpu=True) for _ in range(2))
-    for step in range(40):
-        one.observe_run(3, 300 + 3 * step, 1, 7.0 + 0.1 * step, 0.0)
-    many.observe_run(3, 300, 40, 7.0, 0.1)
-    assert one.mean_step() == many.mean_step() != MeanStep()

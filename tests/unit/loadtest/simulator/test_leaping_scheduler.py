@@ -11,19 +11,20 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.plan import StepPlan, StepResult
-from engine.scheduler import Scheduler
 from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
+from loadtest.simulator.leaping_scheduler import LeapingScheduler
 
 BLOCK = 4
 PLENTY = 1000
 
 
 class Worker:
-    """A scheduler whose sequences draw their own numbers, with up to two plans in flight."""
+    """A scheduler with up to two plans in flight. Each token is its sequence's number."""
 
     def __init__(self, blocks: int, depth: int) -> None:
-        self.scheduler = Scheduler(BlockPool(blocks), SchedulerLimits(BLOCK, 64, 16, PLENTY))
+        limits = SchedulerLimits(BLOCK, 64, 16, PLENTY)
+        self.scheduler = LeapingScheduler(BlockPool(blocks), limits)
         self.plans: deque[StepPlan] = deque()
         self.depth = depth
         self.ended: list[int] = []
@@ -118,7 +119,7 @@ def test_blocks_bound_a_leap() -> None:
     assert worker.scheduler.identical_steps() == 24 - 9
 
 
-def test_whoever_waits_ends_the_leaps() -> None:
+def test_a_waiting_sequence_ends_the_leaps() -> None:
     worker = Worker(blocks=100, depth=1)
     worker.add(1, prompt=8, answer=50)
     worker.step()
