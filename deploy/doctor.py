@@ -168,9 +168,9 @@ def _sealing() -> str:
 
 
 def _store() -> str:
-    valkey = imported("deploy.valkey")
+    module = imported("baton.valkey_binary")
     try:
-        return str(valkey.valkey_binary())
+        return str(module.valkey_binary())
     except BatonError as error:
         raise Missing(error.message) from error
 
