@@ -252,16 +252,16 @@ class TlsConfig(_Section):
     the parts of the cluster prove themselves to each other. Listeners then serve TLS alone;
     routers, workers and the supervisor show each other certificates of this cluster."""
     certificate: str = ""
-    """Another certificate for the listeners, a PEM file with its intermediate ones; empty takes
-    ``router.pem`` of the folder. It is for one that a public CA has signed."""
+    """Certificate of the listeners that a public CA has signed, a PEM file with the intermediate
+    ones; empty takes ``router.pem`` of the folder of certificates."""
     key: str = ""
-    """Private key of that certificate, a PEM file."""
+    """Private key of the listeners' certificate, a PEM file."""
     client_authority: str = ""
-    """CA whose certificates clients must show, a PEM file: ``ca.pem`` of the folder, or another;
-    empty asks for none."""
+    """CA that must have signed the certificates of clients, a PEM file: ``ca.pem`` of the folder of
+    certificates, or another; empty requires no certificates of clients."""
     redis_authority: str = ""
     """CA of the certificate of a ``rediss://`` server, a PEM file; empty takes ``ca.pem`` of the
-    folder, or without a folder what the system trusts."""
+    folder of certificates, or without a folder the system's CAs."""
     clear_kv: bool = False
     """Let KV blocks travel unencrypted between machines although there is a folder of certificates.
     The transports ``gloo``, ``nccl`` and ``nixl`` have no encryption, nor have the ranks of a
@@ -340,7 +340,7 @@ class Config(BaseSettings):
     revision: str = ""
     """Branch, tag or commit of a Hugging Face model; empty takes the default branch (main)."""
     served_model_name: str = ""
-    """Name of the model in the API; empty takes the id or name of the model, or its folder's."""
+    """Name of the model in the API; empty takes the id, or the name of the folder or file."""
     max_model_len: int = Field(default=0, ge=0)
     """Maximum number of tokens of a request, prompt and answer together; 0 takes the model's own.
     """
@@ -394,14 +394,15 @@ class Config(BaseSettings):
     """A Redis or Valkey server, ``redis://user:password@host:port/db``, or ``rediss://…`` with TLS;
     empty starts an embedded Valkey."""
     redis_router_url: str = ""
-    """The same server with the routers' user (deploy/redis/users.acl); empty takes
+    """URL of that server with the user of the routers (deploy/redis/users.acl); empty takes
     ``redis_url``."""
     redis_worker_url: str = ""
-    """The same server with the workers' user; empty takes ``redis_url``."""
+    """URL of that server with the user of the workers; empty takes ``redis_url``."""
     gcs_store: str = ""
-    """Store of Ray's control store: ``embedded`` starts a Valkey for it, or ``redis://host:port``;
-    empty keeps it in memory. With one the cluster serves on when the control store dies; without
-    one that death ends the cluster. It must be another server than ``redis_url``."""
+    """Where Ray's control store keeps its data: ``embedded`` starts a Valkey for it, or
+    ``redis://host:port``; empty keeps it in memory. With one the cluster serves on when the control
+    store dies; without one that death ends the cluster. It must be another server than
+    ``redis_url``."""
     ray_address: str = ""
     """A running Ray cluster that has ``baton_worker`` resources: ``host:port`` of its control
     store, or ``auto`` for the Ray node on this machine; empty starts a Ray on this machine alone.
@@ -466,11 +467,11 @@ class Config(BaseSettings):
     """Seconds without a finished step after which a worker whose engine has work counts as hanging,
     although it is not silent."""
     move_budget_ratio: float = Field(default=0.2, ge=0)
-    """Migrations because of failures that each request allows a router process, as a fraction."""
+    """Maximum number of migrations after failures, as a fraction of a router process's requests."""
     move_budget_per_s: float = Field(default=4.0, ge=0)
-    """Migrations because of failures that each second allows a router process."""
+    """Maximum number of further migrations after failures per second of a router process."""
     move_budget_burst: int = Field(default=0, ge=0)
-    """Maximum number of migrations because of failures at once; 0 takes twice the ``max_sequences``
+    """Maximum number of migrations after failures at once; 0 takes twice the ``max_sequences``
     of the decode workers."""
     poison_quarantine_s: float = Field(default=300.0, ge=0)
     """Seconds for which a prompt is refused after two workers have failed while they computed
@@ -528,18 +529,19 @@ class Config(BaseSettings):
     autoscaler: AutoscalerConfig = Field(default_factory=AutoscalerConfig)
     """How roles and the sizes of the pools follow the traffic."""
     cluster_id: str = ""
-    """Name of the cluster, and prefix of its Redis keys; empty draws one."""
+    """Name of the cluster, and prefix of its Redis keys; empty takes a random one."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severity that is logged."""
+    """Lowest severity that is logged."""
     log_format: Literal["text", "json"] = "text"
     """Format of log lines: text, or one JSON object each, with the ids of request and trace."""
     log_requests: bool = False
     """Log a line for each request that has ended: its id, class, tokens, times and outcome."""
     log_prompts: bool = False
-    """Log these lines with the text of the prompt, which is private to the client."""
+    """Add the text of the prompt, which is private to the client, to the lines of
+    ``log_requests``."""
     otlp_endpoint: str = ""
-    """Where traces of requests are sent, by OTLP over gRPC: http://127.0.0.1:4317, or https; empty
-    sends none."""
+    """URL to which traces of requests are sent by OTLP over gRPC, such as http://127.0.0.1:4317;
+    empty sends none."""
     trace_ratio: float = Field(default=1.0, ge=0, le=1)
     """Share of requests that are traced, of those whose client sends no W3C traceparent."""
 

@@ -17,12 +17,12 @@ def peers(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="vLLM's command, as the load generator and as a peer (default: `vllm` on PATH).",
+            help="vLLM's command, as the load generator and as a peer. Default: `vllm` on PATH.",
         ),
     ] = None,
     llama_server: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="llama.cpp's server (default: `llama-server` on PATH)."),
+        typer.Option(metavar="FILE", help="llama.cpp's server. Default: `llama-server` on PATH."),
     ] = None,
     gguf: Annotated[
         Path | None, typer.Option(metavar="FILE", help="GGUF file in bf16, for llama.cpp.")
@@ -37,8 +37,8 @@ def peers(
     peers: Annotated[
         str | None,
         typer.Option(
-            help="Servers, out of baton, vllm, vllm-one-core, llamacpp, baton-int8, llamacpp-q8"
-            " (default: all; the last two only with --gguf-q8)."
+            help="Servers, out of baton, vllm, vllm-one-core, llamacpp, baton-int8, llamacpp-q8."
+            " Default: all; the last two only with --gguf-q8."
         ),
     ] = None,
     alternate: Annotated[
@@ -117,7 +117,7 @@ def overload(
         list[float] | None,
         typer.Option(
             min=0.01,
-            help="Load as a multiple of the measured capacity; repeatable (default: 0.5, 1, 3).",
+            help="Load as a multiple of the measured capacity; repeatable. Default: 0.5, 1, 3.",
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(min=1, help="Seconds per load.")] = 60.0,

@@ -44,7 +44,7 @@ def profile(
         typer.Option(metavar="FILE", help="Write a trace for Perfetto or chrome://tracing."),
     ] = None,
 ) -> None:
-    """Profile prefill and decode steps of one engine.
+    """Time prefill and decode steps of one engine.
 
     It needs no cluster, and compares the steps with this machine's limits.
     """

@@ -11,7 +11,7 @@ from rich.console import Console
 from deploy.cluster_selection import cluster_of_client
 from deploy.command_line import clear_ends, fail, names_in, say
 from deploy.exit_codes import ExitCode
-from deploy.load_options import LoadOptions
+from deploy.load_options import LOAD, LoadOptions
 from deploy.option_group import takes
 
 if TYPE_CHECKING:
@@ -25,16 +25,29 @@ def serve(
     rate: Annotated[
         str,
         typer.Option(
-            help="Open loop: requests per second, or several rates in turn such as 1,2,4 (default:"
-            " that of the trace)."
+            metavar="RATE,…",
+            help="Open loop: requests per second, or several rates in turn, such as 1,2,4. Default:"
+            " that of the trace.",
+            rich_help_panel=LOAD,
         ),
     ] = "",
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Closed loop: number of concurrent requests.")
+        int | None,
+        typer.Option(
+            min=1, help="Closed loop: number of concurrent requests.", rich_help_panel=LOAD
+        ),
     ] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="Maximum number of requests.")] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of requests.", rich_help_panel=LOAD)
+    ] = None,
 ) -> None:
-    """Measure latency and throughput of a running server."""
+    """Measure latency and throughput of a running server.
+
+    Give --rate, --concurrency or --trace. Any server with OpenAI's API can be measured.
+
+        baton bench serve --rate 1,2,4 --input 512 --output 128
+        baton bench serve --concurrency 8 --url http://127.0.0.1:9000
+    """
     from loadtest.generator.load_bench import bench_serve  # noqa: PLC0415
 
     rates = _rates(rate)
@@ -57,7 +70,7 @@ def goodput(
         float, typer.Option(help="First rate to try, in requests per second.")
     ] = 1.0,
     most_rate: Annotated[
-        float | None, typer.Option(help="Maximum rate to try (default: unlimited).")
+        float | None, typer.Option(help="Maximum rate to try. Default: unlimited.")
     ] = None,
     attainment: Annotated[
         float, typer.Option(min=0, max=1, help="Share of requests that must meet all SLOs.")
@@ -70,6 +83,8 @@ def goodput(
     """Find the highest request rate that meets the SLOs.
 
     Each rate is tried for --seconds. Longer trials give more stable results.
+
+        baton bench goodput --slo ttft=2,tpot=100ms --input 512 --output 128
     """
     from loadtest.generator.load_bench import SearchSettings, bench_goodput  # noqa: PLC0415
 
@@ -86,16 +101,21 @@ def goodput(
 def soak(
     load: LoadOptions,
     peak: Annotated[float, typer.Option(help="Highest expected rate, in requests per second.")],
-    factor: Annotated[float, typer.Option(help="Multiple of the peak to offer.")] = 2.0,
+    factor: Annotated[float, typer.Option(help="Load to offer, as a multiple of --peak.")] = 2.0,
     every: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between two measurements of the cluster.")
+        float,
+        typer.Option(
+            min=0.1, metavar="SECONDS", help="Time between two measurements of the cluster."
+        ),
     ] = 30.0,
 ) -> None:
     """Overload a cluster for hours, and check for leaks.
 
-    --seconds is the duration. It watches the processes' memory and descriptors, KV blocks,
-    sequences, and keys in Redis. Of a cluster on another machine it watches the metrics. Exit code
-    5: something leaks.
+    --seconds is the duration. The command watches the processes' memory and descriptors, KV blocks,
+    sequences, and keys in Redis. Of a cluster on another machine it watches the metrics alone. Exit
+    code 5: something leaks.
+
+        baton bench soak --peak 4 --seconds 14400
     """
     from loadtest.generator.soak import bench_soak  # noqa: PLC0415
 

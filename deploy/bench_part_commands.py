@@ -42,8 +42,8 @@ def transfer(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model for the cost of an empty handoff; `none` leaves that out (default:"
-            " smollm2-135m-instruct)."
+            help="Model for the cost of an empty handoff; `none` leaves that out. Default:"
+            " smollm2-135m-instruct."
         ),
     ] = None,
     certs: Annotated[
@@ -82,7 +82,7 @@ def policy(
     ] = 1.0,
     cache_blocks: Annotated[
         int | None,
-        typer.Option(min=1, help="Maximum blocks in a worker's cache (default: unlimited)."),
+        typer.Option(min=1, help="Maximum blocks in a worker's cache. Default: unlimited."),
     ] = None,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens per block of the trace.")] = 512,
     routers: Annotated[

@@ -27,7 +27,7 @@ def calibrate(
     cluster: ClusterId = None,
     http: Http = None,
     chunk_tokens: Annotated[
-        int, typer.Option(min=1, help="The workers' `chunk_tokens`; 512 is that of CPUs.")
+        int, typer.Option(min=1, help="--chunk-tokens of the workers; 512 is the default on CPUs.")
     ] = 512,
     gpu: Annotated[bool, typer.Option("--gpu", help="The workers run on GPUs.")] = False,
     seed: Annotated[int, typer.Option(help="Random seed of the prompts.")] = 0,
@@ -37,6 +37,8 @@ def calibrate(
     It measures an idle cluster on this machine. `baton simulate` and `baton plan` read the profile.
     The cluster must have one prefill and one decode worker, and --local-prefill never. It takes one
     to two minutes.
+
+        baton calibrate --json my-machine.json
     """
     from loadtest.transfer_rows import write_json  # noqa: PLC0415
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _SOON_DAYS = 30
 """A certificate that expires within so many days is shown in yellow."""
-Folder = Annotated[Path, typer.Argument(help="Folder of the certificates.")]
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the certificates.")]
 Hosts = Annotated[
     list[str] | None,
     typer.Option(
@@ -30,7 +30,9 @@ Hosts = Annotated[
         " machine's name are always included.",
     ),
 ]
-Days = Annotated[int, typer.Option(min=1, max=36500, help="Validity of certificates, in days.")]
+Days = Annotated[
+    int, typer.Option(min=1, max=36500, metavar="DAYS", help="Validity of certificates.")
+]
 
 
 def init(
@@ -38,7 +40,7 @@ def init(
     san: Hosts = None,
     days: Days = 365,
     ca_days: Annotated[
-        int, typer.Option(min=1, max=36500, help="Validity of the CA, in days.")
+        int, typer.Option(min=1, max=36500, metavar="DAYS", help="Validity of the CA.")
     ] = 3650,
     name: Annotated[
         str, typer.Option(help="Name of the cluster, as certificates show it.")
@@ -47,6 +49,9 @@ def init(
     """Create a private CA and the certificates of a cluster.
 
     There is one for each role: router, worker, supervisor, client, monitor (Prometheus) and redis.
+
+        baton certs init certs --san 10.0.0.1 --san baton.example.com
+        baton serve --certs certs
     """
     from deploy import certificates  # noqa: PLC0415
 
@@ -71,7 +76,7 @@ def renew(
     san: Hosts = None,
     days: Days = 365,
 ) -> None:
-    """Replace certificates by new ones with new keys.
+    """Replace certificates with new ones that have new keys.
 
     They are signed by the same CA, for the same hosts. Running processes load them without a
     restart.
@@ -84,15 +89,19 @@ def renew(
 
 
 def issue(
-    name: Annotated[str, typer.Argument(help="Writes NAME.pem and NAME.key.")],
+    name: Annotated[str, typer.Argument(help="Name of the files: NAME.pem and NAME.key.")],
     folder: Folder = Path("certs"),
-    role: Annotated[PeerRole, typer.Option(help="What the certificate identifies.")] = "client",
+    role: Annotated[
+        PeerRole, typer.Option(help="Role of the process that shows the certificate.")
+    ] = "client",
     san: Hosts = None,
     days: Days = 365,
 ) -> None:
     """Sign one more certificate.
 
     For example for another client, or for a worker's machine.
+
+        baton certs issue gpu-node-2 --role worker --san 10.0.0.2
     """
     from deploy import certificates  # noqa: PLC0415
 

@@ -9,6 +9,7 @@ import typer
 
 from deploy.cluster_selection import ClusterId, cluster_of_client, cluster_of_grpc
 from deploy.command_line import (
+    CONNECTION,
     DEFAULT_GRPC,
     INTERRUPTED,
     ApiKey,
@@ -31,29 +32,33 @@ MAX_TOKENS = 512
 def chat(
     tls: TlsOptions,
     prompt: Annotated[
-        str | None, typer.Argument(help="Question to answer (default: start a conversation).")
+        str | None, typer.Argument(help="Question to answer. Without it a conversation starts.")
     ] = None,
     grpc: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="The router's gRPC address (default: that of your cluster on this machine).",
+            help="The router's gRPC address. Default: that of your cluster on this machine.",
+            rich_help_panel=CONNECTION,
         ),
     ] = None,
     cluster: ClusterId = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Maximum tokens of an answer (default: {MAX_TOKENS})."),
+        typer.Option(min=1, help=f"Maximum tokens of an answer. Default: {MAX_TOKENS}."),
     ] = None,
     temperature: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Sampling temperature; 0 takes the most likely token (default: 1)."
+            min=0, help="Sampling temperature; 0 takes the most likely token. Default: 1."
         ),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, help="Seed; the same seed gives the same answer (default: random)."),
+        typer.Option(
+            min=0,
+            help="Random seed; the same seed gives the same answer. Default: a new one.",
+        ),
     ] = None,
     api_key: ApiKey = "",
 ) -> None:
@@ -61,7 +66,10 @@ def chat(
 
     Ctrl-C ends an answer, Ctrl-D ends the conversation.
 
-    In a pipe the output is plain text: the answers, and nothing else.
+        baton chat
+        baton chat "What is the capital of Japan?" --temperature 0
+
+    In a pipe the output is plain text: the answers alone.
     """
     from rich.console import Console  # noqa: PLC0415
 

@@ -114,7 +114,8 @@ _BENCH = _group(
     },
 )
 app = _group(
-    "Disaggregated LLM serving: prefill and decode run in separate worker pools.",
+    "Disaggregated LLM serving: prefill and decode run in separate pools of workers.\n\n"
+    "Start with `baton serve`, and with `baton chat` in another terminal.",
     {
         "Serve": {
             "serve": serve_command.serve,
@@ -123,7 +124,6 @@ app = _group(
             "model": _MODEL,
             "router": node_commands.router,
             "join": node_commands.join,
-            "leave": node_commands.leave,
         },
         "Operate": {
             "status": status_command.status,
@@ -131,14 +131,14 @@ app = _group(
             "drain": worker_commands.drain,
             "role": worker_commands.role,
             "scale": worker_commands.scale,
+            "leave": node_commands.leave,
         },
         "Plan": {
             "plan": plan_command.plan,
             "simulate": simulate_command.simulate,
             "calibrate": calibrate_command.calibrate,
-            "profile": bench_engine_commands.profile,
         },
-        "Measure": {"bench": _BENCH},
+        "Measure": {"bench": _BENCH, "profile": bench_engine_commands.profile},
         "Security": {"keys": _KEYS, "certs": _CERTS},
     },
     completes=True,

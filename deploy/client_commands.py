@@ -30,7 +30,7 @@ def batch(
         typer.Argument(
             exists=True,
             dir_okay=False,
-            help="Requests in the format of OpenAI's batches, one per line.",
+            help="JSON lines in the format of OpenAI's batches: one request per line.",
         ),
     ] = None,
     output: Annotated[
@@ -38,19 +38,20 @@ def batch(
         typer.Option(
             metavar="FILE",
             help="Write answers to FILE, and lines without an answer to FILE with .errors in its"
-            " name (default: the input's name with .results.jsonl).",
+            " name. Default: the input's name with .results.jsonl.",
         ),
     ] = None,
     batch_id: Annotated[
         str,
         typer.Option(
-            "--id", metavar="ID", help="Resume the batch with this id, instead of a file."
+            "--id", metavar="ID", help="Wait for the batch with this id, instead of starting one."
         ),
     ] = "",
     window: Annotated[
         str,
         typer.Option(
-            metavar="24h", help="The batch expires after this time; finished lines are kept."
+            metavar="30d|24h|45m",
+            help="Time after which the batch expires; finished lines are kept.",
         ),
     ] = "24h",
     http: Http = None,
@@ -59,8 +60,10 @@ def batch(
 ) -> None:
     """Run a file of requests at the lowest priority.
 
-    The command waits for the results. Ctrl-C leaves the batch running: --id resumes it. Exit code
-    3: some lines have no answer.
+    The command waits for the results. Ctrl-C leaves the batch running: --id waits for it again.
+    Exit code 3: some lines have no answer.
+
+        baton batch requests.jsonl --output answers.jsonl
     """
     from baton.client import HttpClient  # noqa: PLC0415
     from baton.errors import BatonError  # noqa: PLC0415

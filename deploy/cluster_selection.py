@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.command_line import DEFAULT_HTTP, fail, say
+from deploy.command_line import CONNECTION, DEFAULT_HTTP, fail, say
 from deploy.completion import cluster_ids
 from deploy.exit_codes import ExitCode
 
@@ -32,7 +32,8 @@ ClusterId = Annotated[
     typer.Option(
         "--cluster",
         metavar="ID",
-        help="Your cluster on this machine with this id, if several run here.",
+        help="Your cluster on this machine with this id; needed if you run several here.",
+        rich_help_panel=CONNECTION,
         autocompletion=cluster_ids,
     ),
 ]

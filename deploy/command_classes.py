@@ -8,21 +8,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from deploy.command_line import complain, say
 from deploy.exit_codes import ExitCode
 
 
 class BatonCommand(TyperCommand):
-    """A command whose flags are shown without a value."""
+    """A command whose help has a line for each option, and the meaning below."""
 
     def __init__(self, *arguments: Any, **fields: Any) -> None:
         super().__init__(*arguments, **fields)
         self.help = _reflowed(self.help)
+        for one in self.params:
+            if isinstance(one, TyperArgument) and one.metavar is None:
+                one.metavar = one.name.upper()
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_flag_types(super().get_params(ctx))
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help."""
+        from deploy.long_help import show_help  # noqa: PLC0415
+
+        show_help(self, ctx)
 
 
 class BatonGroup(TyperGroup):
@@ -33,7 +39,12 @@ class BatonGroup(TyperGroup):
         self.help = _reflowed(self.help)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _without_flag_types(super().get_params(ctx))
+        """Flags are shown without a value."""
+        parameters = list(super().get_params(ctx))
+        for one in parameters:
+            if isinstance(one, TyperOption) and one.is_flag and one.metavar is None:
+                one.metavar = ""
+        return parameters
 
     def main(
         self,
@@ -68,16 +79,15 @@ def _report(error: typer.TyperException) -> int:
     return error.exit_code
 
 
-def _without_flag_types(parameters: Sequence[Any]) -> list[Any]:
-    for one in parameters:
-        if isinstance(one, TyperOption) and one.is_flag and one.metavar is None:
-            one.metavar = ""
-    return list(parameters)
-
-
 def _reflowed(text: str | None) -> str | None:
-    """With paragraphs of one line each: they are wrapped to the width of the terminal."""
+    """With paragraphs of one line each: they are wrapped to the width of the terminal.
+
+    Indented paragraphs are examples, and keep their lines.
+    """
     if not text:
         return text
     paragraphs = inspect.cleandoc(text).split("\n\n")
-    return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
+    return "\n\n".join(
+        paragraph if paragraph.startswith(" ") else paragraph.replace("\n", " ")
+        for paragraph in paragraphs
+    )

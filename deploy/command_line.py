@@ -17,18 +17,26 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 MOST_WORKERS = 1024
 MOST_RANKS = 64
 INTERRUPTED = ExitCode.INTERRUPTED
+CONNECTION = "Connection"
+"""The panel of help with the options that choose a cluster and reach it. It comes last."""
 
 Http = Annotated[
     str | None,
     typer.Option(
         metavar="HOST:PORT",
-        help="The router's HTTP address (default: that of your cluster on this machine).",
+        help="The router's HTTP address. Default: that of your cluster on this machine.",
+        rich_help_panel=CONNECTION,
     ),
 ]
 ApiKey = Annotated[
-    str, typer.Option(envvar="BATON_API_KEY", help="API key, if the cluster requires one.")
+    str,
+    typer.Option(
+        envvar="BATON_API_KEY",
+        help="API key, if the cluster requires one.",
+        rich_help_panel=CONNECTION,
+    ),
 ]
-Model = Annotated[str, typer.Option(help="Model name or folder, as for the server.")]
+Model = Annotated[str, typer.Option(metavar="MODEL", help="Model, as for `baton serve`.")]
 Figures = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the results to FILE as JSON.")
 ]

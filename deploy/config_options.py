@@ -171,9 +171,10 @@ class ConfigOption:
                 settings["min"] = bound.ge
             elif isinstance(bound, Le):
                 settings["max"] = bound.le
+        repeatable = " Repeatable." if get_origin(kind) is list else ""
         option = typer.Option(
             *flags,
-            help=f"{self.help or _help(self.field)}{_default(self.field)}",
+            help=f"{self.help or _help(self.field)}{_default(self.field)}{repeatable}",
             rich_help_panel=self.panel,
             hidden=not self.panel,
             **settings,

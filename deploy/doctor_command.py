@@ -17,7 +17,9 @@ from deploy.output import Output, print_json, print_table
 def doctor(
     nccl: Annotated[
         bool,
-        typer.Option("--nccl", help="Test NCCL between two GPUs of this machine, with GB/s."),
+        typer.Option(
+            "--nccl", help="Test NCCL between two GPUs of this machine, and measure its GB/s."
+        ),
     ] = False,
     config: Annotated[
         Path | None,
@@ -28,7 +30,7 @@ def doctor(
     ] = None,
     output: Output = "table",
 ) -> None:
-    """Check this machine, and tell what to fix.
+    """Check this machine, and show what to fix.
 
     Exit code 4: something that Baton needs is missing. Exit code 7: --nccl needs two GPUs.
     """

@@ -25,13 +25,13 @@ File = Annotated[
     typer.Option(
         envvar="BATON_KEYS_FILE",
         metavar="FILE",
-        help="The file of API keys that the router reads (option --keys-file of the server).",
+        help="File of API keys, as --keys-file of `baton serve` names it.",
     ),
 ]
-Name = Annotated[str, typer.Argument(help="Public name of the key, for metrics and logs.")]
+Name = Annotated[str, typer.Argument(help="Name of the key, which metrics and logs show.")]
 Lifetime = Annotated[
     str | None,
-    typer.Option(metavar="30d|12h|45m", help="Lifetime of the key (default: unlimited)."),
+    typer.Option(metavar="30d|12h|45m", help="Lifetime of the key. Default: unlimited."),
 ]
 _UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
 
@@ -41,30 +41,30 @@ def create(
     file: File,
     scope: Annotated[
         list[Scope],
-        typer.Option(
-            help="What the key allows; repeat the option for several. admin allows everything."
-        ),
+        typer.Option(help="What the key allows; repeatable. admin allows everything."),
     ] = [Scope.INFERENCE],  # noqa: B006 - typer copies it
     tenant: Annotated[
         str, typer.Option(help="Tenant of the key's requests. Tenants share no cached prompts.")
     ] = "default",
     priority: Annotated[
-        int, typer.Option(help="Priority of requests that set none; lower runs sooner.")
+        int, typer.Option(help="Priority of requests that set none; lower numbers run sooner.")
     ] = 0,
     requests_per_minute: Annotated[
-        int, typer.Option(min=0, help="Maximum requests per minute; 0 means unlimited.")
+        int, typer.Option(min=0, help="Maximum number of requests per minute; 0 is unlimited.")
     ] = 0,
     tokens_per_minute: Annotated[
-        int, typer.Option(min=0, help="Maximum tokens per minute; 0 means unlimited.")
+        int, typer.Option(min=0, help="Maximum number of tokens per minute; 0 is unlimited.")
     ] = 0,
     concurrency: Annotated[
-        int, typer.Option(min=0, help="Maximum concurrent requests; 0 means unlimited.")
+        int, typer.Option(min=0, help="Maximum number of concurrent requests; 0 is unlimited.")
     ] = 0,
     expires_in: Lifetime = None,
 ) -> None:
     """Create a key and print it.
 
     It is shown only once: the file holds its hash. Running routers accept it within two seconds.
+
+        baton keys create alice --file keys.json --scope inference --scope metrics
     """
     from pydantic import ValidationError  # noqa: PLC0415
 
@@ -138,13 +138,15 @@ def rotate(
     name: Name,
     file: File,
     keep: Annotated[
-        str, typer.Option(metavar="30d|12h|45m", help="How long the old key stays valid.")
+        str, typer.Option(metavar="30d|12h|45m", help="Time for which the old key stays valid.")
     ] = "24h",
 ) -> None:
-    """Replace a key by a new one and print it.
+    """Replace a key with a new one and print it.
 
-    The old key stays valid for a while (--keep). Until then the old key is listed under another
-    name, with the same limits.
+    The old key stays valid for the time of --keep, with the same limits, and is listed under
+    another name.
+
+        baton keys rotate alice --file keys.json --keep 12h
     """
     from baton.keys_file import changing, hash_of, new_key, write_keys  # noqa: PLC0415
 

@@ -10,7 +10,7 @@ import typer
 
 from deploy.choices import Arrivals, Endpoint
 from deploy.cluster_selection import ClusterId, cluster_of_client
-from deploy.command_line import fail
+from deploy.command_line import CONNECTION, fail
 from deploy.exit_codes import ExitCode
 from deploy.tls_options import TlsOptions
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from loadtest.generator.load_bench import Outputs
     from loadtest.generator.load_settings import LoadSettings, ServerSettings, TrafficSettings
 
+LOAD = "Load"
+_REQUESTS = "Requests"
+_RESULTS = "Results"
+"""Panels of help."""
 _LENGTHS = "128, uniform:64-256, normal:MEAN,DEVIATION[,MAX] or lognormal:MEDIAN,SIGMA[,MAX]."
 
 
@@ -29,62 +33,104 @@ class LoadOptions(TlsOptions):
         str,
         typer.Option(
             metavar="URL",
-            help="Server of the OpenAI API (default: your cluster on this machine).",
+            help="URL of a server with OpenAI's API. Default: your cluster on this machine.",
+            rich_help_panel=CONNECTION,
         ),
     ] = ""
     cluster: ClusterId = None
     grpc: Annotated[
         str,
-        typer.Option(metavar="HOST:PORT", help="Send gRPC to this Baton router, instead of HTTP."),
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Send gRPC to this Baton router, instead of HTTP.",
+            rich_help_panel=CONNECTION,
+        ),
     ] = ""
     model: Annotated[
-        str, typer.Option(help="Model to ask for (default: the first one that the server lists).")
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="Model to ask for. Default: the first one that the server lists.",
+            rich_help_panel=_REQUESTS,
+        ),
     ] = ""
     endpoint: Annotated[
         Endpoint,
-        typer.Option(help="API to use. With completions, prompts have exact lengths."),
+        typer.Option(
+            help="API to use. With completions, prompts have exact lengths.",
+            rich_help_panel=_REQUESTS,
+        ),
     ] = "completions"
     arrivals: Annotated[
         Arrivals | None,
-        typer.Option(help="Arrival process (default: trace with --trace, else poisson)."),
+        typer.Option(
+            help="When requests are sent. Default: trace with --trace, else poisson.",
+            rich_help_panel=LOAD,
+        ),
     ] = None
     burstiness: Annotated[
         float,
-        typer.Option(help="Gamma shape: below 1 burstier than Poisson, above 1 smoother."),
+        typer.Option(
+            help="Shape of --arrivals gamma: below 1 burstier than poisson, above 1 smoother.",
+            rich_help_panel=LOAD,
+        ),
     ] = 1.0
     ramp_from: Annotated[
-        float, typer.Option(help="Requests per second at the start of a ramp.")
+        float,
+        typer.Option(
+            help="Requests per second at the start of --arrivals ramp, which ends at --rate.",
+            rich_help_panel=LOAD,
+        ),
     ] = 0.0
     seconds: Annotated[
         float | None,
         typer.Option(
             min=0.1,
-            help="Duration of the load in seconds (default: that of the trace, else 60).",
+            metavar="SECONDS",
+            help="Duration of the load. Default: that of the trace, else 60.",
+            rich_help_panel=LOAD,
         ),
     ] = None
     warm_up: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Warm-up seconds excluded from results (default: 10 %, at most 10 s)."
+            min=0,
+            metavar="SECONDS",
+            help="Time at the start that does not count. Default: 10 % of the load, at most 10 s.",
+            rich_help_panel=LOAD,
         ),
     ] = None
     cool_down: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Final seconds excluded from results (default: 10 %, at most 5 s)."
+            min=0,
+            metavar="SECONDS",
+            help="Time at the end that does not count. Default: 10 % of the load, at most 5 s.",
+            rich_help_panel=LOAD,
         ),
     ] = None
     input: Annotated[
-        str, typer.Option(metavar="LENGTHS", help=f"Prompt length in tokens: {_LENGTHS}")
+        str,
+        typer.Option(
+            metavar="LENGTHS",
+            help=f"Prompt length in tokens: {_LENGTHS}",
+            rich_help_panel=_REQUESTS,
+        ),
     ] = "128"
     output: Annotated[
-        str, typer.Option(metavar="LENGTHS", help="Answer length in tokens, as --input.")
+        str,
+        typer.Option(
+            metavar="LENGTHS",
+            help="Answer length in tokens, as --input.",
+            rich_help_panel=_REQUESTS,
+        ),
     ] = "128"
     prompts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE|FOLDER",
             help="Prompts from .jsonl files, with `prompt`, `turns` or `messages` in each row.",
+            rich_help_panel=_REQUESTS,
         ),
     ] = None
     trace: Annotated[
@@ -92,62 +138,112 @@ class LoadOptions(TlsOptions):
         typer.Option(
             metavar="FILE",
             help="Replay this trace: Mooncake's JSON lines or Azure's CSV, plain or .gz.",
+            rich_help_panel=_REQUESTS,
         ),
     ] = None
     scale_time: Annotated[
-        float, typer.Option(help="Divide the trace's times by this: 2 doubles the request rate.")
+        float,
+        typer.Option(
+            help="Divide the trace's times by this: 2 doubles the request rate.",
+            rich_help_panel=_REQUESTS,
+        ),
     ] = 1.0
-    scale_length: Annotated[float, typer.Option(help="Divide the trace's lengths by this.")] = 1.0
+    scale_length: Annotated[
+        float, typer.Option(help="Divide the trace's lengths by this.", rich_help_panel=_REQUESTS)
+    ] = 1.0
     most_tokens: Annotated[
         int | None,
         typer.Option(
             min=2,
-            help="Maximum tokens of a trace's prompt and answer together; longer ones are cut.",
+            help="Maximum tokens of a prompt and its answer in a trace; longer ones are cut.",
+            rich_help_panel=_REQUESTS,
         ),
     ] = None
     slo: Annotated[
         str,
         typer.Option(
-            help="Latency targets, in seconds or with a unit: ttft=2,tpot=100ms,e2el=30s."
+            metavar="TARGETS",
+            help="Latency targets, in seconds or with a unit: ttft=2,tpot=100ms,e2el=30s.",
+            rich_help_panel=_RESULTS,
         ),
     ] = "ttft=2,tpot=0.1"
     buckets: Annotated[
-        str, typer.Option(help="Upper bounds of prompt lengths for the results' buckets.")
+        str,
+        typer.Option(
+            metavar="N,…",
+            help="Prompt lengths that divide the results into groups.",
+            rich_help_panel=_RESULTS,
+        ),
     ] = "512,4096"
     ignore_eos: Annotated[
         bool,
-        typer.Option(help="Generate answers of the planned length; not every server can."),
+        typer.Option(
+            help="Generate answers of the exact length; not every server can.",
+            rich_help_panel=_REQUESTS,
+        ),
     ] = True
     temperature: Annotated[
-        float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")
+        float,
+        typer.Option(
+            min=0,
+            help="Sampling temperature; 0 takes the most likely token.",
+            rich_help_panel=_REQUESTS,
+        ),
     ] = 0.0
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds after which a request is aborted.")
+        float,
+        typer.Option(
+            min=0.1,
+            metavar="SECONDS",
+            help="Time after which a request is aborted.",
+            rich_help_panel=LOAD,
+        ),
     ] = 300.0
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of lengths and arrivals.")] = 0
+    seed: Annotated[
+        int,
+        typer.Option(min=0, help="Random seed of lengths and arrivals.", rich_help_panel=_REQUESTS),
+    ] = 0
     metrics: Annotated[
         str,
         typer.Option(
             metavar="URL",
-            help="Prometheus page with queues and batches (default: the server's /metrics).",
+            help="Prometheus page with queues and batches. Default: the server's /metrics.",
+            rich_help_panel=_RESULTS,
         ),
     ] = ""
     api_key: Annotated[
-        str, typer.Option(envvar="BATON_API_KEY", help="API key, if the server requires one.")
+        str,
+        typer.Option(
+            envvar="BATON_API_KEY",
+            help="API key, if the server requires one.",
+            rich_help_panel=CONNECTION,
+        ),
     ] = ""
     json: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the results to FILE as JSON."),
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="Write the results to FILE as JSON.",
+            rich_help_panel=_RESULTS,
+        ),
     ] = None
     html: Annotated[
         Path | None,
         typer.Option(
-            "--html", metavar="FILE", help="Write a self-contained HTML report with plots."
+            "--html",
+            metavar="FILE",
+            help="Write a self-contained HTML report with plots.",
+            rich_help_panel=_RESULTS,
         ),
     ] = None
     records: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the times of every request as JSON lines."),
+        typer.Option(
+            metavar="FILE",
+            help="Write the times of every request as JSON lines.",
+            rich_help_panel=_RESULTS,
+        ),
     ] = None
 
     def settings(

@@ -13,13 +13,16 @@ from deploy.output import Output, print_json, print_table
 def pull(
     name: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="A Hugging Face id (org/name), or a demo model."),
+        typer.Argument(metavar="MODEL", help="A Hugging Face id (org/name), or the demo model."),
     ] = DEFAULT_MODEL,
     revision: Annotated[
         str, typer.Option(help="Branch, tag or commit of a Hugging Face model. Default: main.")
     ] = "",
 ) -> None:
-    """Download a model, and print its folder."""
+    """Download a model, and print its folder.
+
+    baton model pull Qwen/Qwen3-0.6B
+    """
     from rich.console import Console  # noqa: PLC0415
 
     from deploy import model_store  # noqa: PLC0415
@@ -41,7 +44,7 @@ def pull(
 
 
 def list_models(output: Output = "table") -> None:
-    """List demo models and the models in the caches."""
+    """List the demo model and the models in the caches."""
     from rich.table import Table  # noqa: PLC0415
 
     from deploy import model_store  # noqa: PLC0415

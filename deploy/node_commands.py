@@ -21,8 +21,8 @@ def join(
     address: Annotated[
         str | None,
         typer.Argument(
-            metavar="[HOST:PORT]",
-            help="Address of the Ray cluster's head, usually port 6379 (default: RAY_ADDRESS).",
+            metavar="HOST:PORT",
+            help="Address of the Ray cluster's head, usually port 6379. Default: $RAY_ADDRESS.",
         ),
     ] = None,
     workers: Annotated[
@@ -30,16 +30,16 @@ def join(
         typer.Option(
             min=1,
             max=MOST_WORKERS,
-            help="Maximum workers on this node (default: one per GPU, or 1 without GPUs).",
+            help="Maximum number of workers on this node. Default: one per GPU, or 1 without GPUs.",
         ),
     ] = None,
     cpus: Annotated[
         int | None,
-        typer.Option(min=0, help="CPUs that Ray may schedule on this node (default: all)."),
+        typer.Option(min=0, help="CPUs that Ray may schedule on this node. Default: all."),
     ] = None,
     gpus: Annotated[
         int | None,
-        typer.Option(min=0, help="GPUs that Ray may schedule on this node (default: all)."),
+        typer.Option(min=0, help="GPUs that Ray may schedule on this node. Default: all."),
     ] = None,
     resource: Annotated[
         list[str] | None,
@@ -55,14 +55,17 @@ def join(
             min=0,
             max=65535,
             show_default=False,
-            help="Port of Ray's node manager (default: any free port).",
+            help="Port of Ray's node manager. Default: any free port.",
         ),
     ] = 0,
 ) -> None:
     """Add this machine to a Ray cluster, so that it runs workers.
 
-    It stays until Ctrl-C or SIGTERM. Requires Ray's auth token in ~/.ray/auth_token, or in the file
-    that RAY_AUTH_TOKEN_PATH names. On SIGTERM the workers finish or move their requests first.
+    It stays until Ctrl-C or SIGTERM. On SIGTERM the workers first finish or move their requests. It
+    needs Ray's authentication token in ~/.ray/auth_token, or in the file that RAY_AUTH_TOKEN_PATH
+    names.
+
+        baton join 10.0.0.1:6379 --workers 2
     """
     from rich.console import Console  # noqa: PLC0415
 
@@ -90,8 +93,9 @@ def leave(
         float | None,
         typer.Option(
             min=0,
-            help="Seconds after which the remaining workers are killed (default: the cluster's"
-            " drain_deadline_s, and 20 s more).",
+            metavar="SECONDS",
+            help="Seconds after which the remaining workers are killed. Default: the cluster's"
+            " drain_deadline_s, and 20 s more.",
         ),
     ] = None,
     dry_run: DryRun = False,
@@ -124,17 +128,18 @@ def router(
     http: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST:PORT", help=f"HTTP address to listen on (default: {DEFAULT_HTTP})."
+            metavar="HOST:PORT", help=f"HTTP address to listen on. Default: {DEFAULT_HTTP}."
         ),
     ] = None,
     grpc: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST:PORT", help=f"gRPC address to listen on (default: {DEFAULT_GRPC})."
+            metavar="HOST:PORT", help=f"gRPC address to listen on. Default: {DEFAULT_GRPC}."
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Model that the cluster's workers serve.")
+        str | None,
+        typer.Option(metavar="MODEL", help="Model that the cluster's workers serve."),
     ] = None,
     redis_url: Annotated[
         str | None, typer.Option(metavar="URL", help="Redis or Valkey server of the cluster.")
@@ -148,7 +153,9 @@ def router(
     ] = None,
     insecure_listen: Annotated[
         bool | None,
-        typer.Option("--insecure-listen", help="Listen beyond loopback without API keys or TLS."),
+        typer.Option(
+            "--insecure-listen", help="Listen beyond this machine without API keys or TLS."
+        ),
     ] = None,
     config: Annotated[
         Path | None,
@@ -157,8 +164,11 @@ def router(
 ) -> None:
     """Run one more router of a running cluster.
 
-    It runs until Ctrl-C. It needs the cluster's redis_url, cluster_id and model, as options, in the
-    environment or in --config.
+    It runs until Ctrl-C. It needs the cluster's Redis server, model and id. The id has no option:
+    it is BATON_CLUSTER_ID, or cluster_id in the file of --config.
+
+        export BATON_CLUSTER_ID=blue
+        baton router --model Qwen/Qwen3-0.6B --redis-url redis://10.0.0.1:6379
     """
     from deploy.api_key_file import requiring, taken_from_environment  # noqa: PLC0415
     from deploy.router_command import serve_router  # noqa: PLC0415

@@ -38,8 +38,8 @@ def plan(
     slo: Annotated[
         str,
         typer.Option(
-            help="Latency targets, in seconds or with a unit: ttft=2,tpot=100ms (default: those of"
-            " --config)."
+            help="Latency targets, in seconds or with a unit: ttft=2,tpot=100ms. Default: those of"
+            " --config."
         ),
     ] = "",
     budget: Annotated[int | None, typer.Option(min=2, help="Maximum number of GPUs.")] = None,
@@ -53,7 +53,7 @@ def plan(
         str,
         typer.Option(
             metavar="N,…",
-            help="Tensor-parallel sizes to try (default: the two smallest that fit the model).",
+            help="Tensor-parallel sizes to try. Default: the two smallest that fit the model.",
         ),
     ] = "",
     transport: Annotated[
@@ -66,7 +66,7 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="NAME=DOLLARS",
-            help="Price of a GPU per hour; repeatable (default: see docs/planner.md).",
+            help="Price of a GPU per hour; repeatable. docs/planner.md has the defaults.",
         ),
     ] = None,
     minutes: Annotated[
@@ -91,8 +91,10 @@ def plan(
 ) -> None:
     """Find the cheapest cluster that meets SLOs on a trace.
 
-    It simulates clusters. Exit code 6: the budget is too small. Then the best cluster within it is
-    shown.
+    It simulates clusters. Give --budget, --budget-per-hour, or both. Exit code 6: no cluster within
+    the budget meets the SLOs; the best one is shown.
+
+        baton plan --trace trace.jsonl --gpu h100,l40s --budget 16
     """
     from baton.errors import BatonError  # noqa: PLC0415
     from loadtest.planner.cluster_kind import Budget  # noqa: PLC0415

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
 
+from deploy.command_classes import BatonCommand
 from deploy.command_line import clear_errors, fail, say
 from deploy.vllm_aliases import ACCEPTED, REFUSED, Accepted, Refused
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _OPTION = inspect.Parameter.KEYWORD_ONLY
 
 
-class ServeCommand(TyperCommand):
+class ServeCommand(BatonCommand):
     """Makes its options from the configuration's fields when they are needed.
 
     The configuration is slow to import. Contexts are ``Any`` here: typer does not export the type
@@ -53,12 +53,6 @@ class ServeCommand(TyperCommand):
                 error.message = plain_requirement(error.__cause__)
             raise
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """In a layout for many options."""
-        from deploy.long_help import show_help  # noqa: PLC0415
-
-        show_help(self, ctx)
-
     def invoke(self, ctx: Any) -> Any:
         """Run ``serve``, which reads the values from the context."""
         assert self.callback is not None
@@ -68,9 +62,16 @@ class ServeCommand(TyperCommand):
 def serve(ctx: typer.Context) -> None:
     """Serve a model until Ctrl-C.
 
-    Starts everything that a cluster needs on this machine, unless --ray-address names machines that
-    have joined it. Flags override the environment (BATON_ and the option's name, such as
-    BATON_KV_DTYPE), which overrides the configuration file.
+    This starts everything that a cluster needs on this machine. With --ray-address the workers run
+    on the machines of that Ray cluster.
+
+        baton serve Qwen/Qwen3-0.6B --max-model-len 8192 --api-key-file keys.txt
+        baton serve /models/Qwen3-8B --decode 2 --tensor-parallel-size 2
+
+    vLLM's names of many options work, too: docs/migrate-from-vllm.md lists them.
+
+    Options take precedence over the environment (BATON_KV_DTYPE for --kv-dtype), and the
+    environment over the file of --config.
     """
     config = configuration(ctx.params)
     from deploy.launcher import run_cluster  # noqa: PLC0415
@@ -138,8 +139,8 @@ def _parameters() -> list[Any]:
         _parameter("config", Path, _CONFIG),
         _parameter("host", str, typer.Option(hidden=True)),
         _parameter("port", int, typer.Option(min=0, max=65535, hidden=True)),
-        _parameter("api_key_file", Path, typer.Option(hidden=True)),
         *(option.parameter() for option in config_options()),
+        _parameter("api_key_file", Path, _API_KEY_FILE),
         *map(_accepted, ACCEPTED),
         *map(_refused, REFUSED),
     ]
@@ -183,7 +184,13 @@ def _name_of(flag: str) -> str:
 _MODEL = typer.Argument(
     metavar="MODEL",
     help="Model to serve: a Hugging Face id (Qwen/Qwen3-0.6B), a folder of such a model, a .gguf"
-    " file, or a demo model's name. Default: smollm2-135m-instruct.",
+    " file, or the demo model. Default: smollm2-135m-instruct, the demo model.",
     rich_help_panel="Model",
+)
+_API_KEY_FILE = typer.Option(
+    metavar="FILE",
+    help="File with an API key on each line; clients must then show one. It is read once, at the"
+    " start.",
+    rich_help_panel="Security",
 )
 _CONFIG = typer.Option(metavar="FILE", help="A TOML file; docs/configuration.md has its fields.")

@@ -43,14 +43,14 @@ def simulate(
         str,
         typer.Option(
             metavar="NAME|FILE",
-            help="Hardware profile for prefill workers (default: --profile).",
+            help="Hardware profile for prefill workers. Default: --profile.",
         ),
     ] = "",
     decode_profile: Annotated[
         str,
         typer.Option(
             metavar="NAME|FILE",
-            help="Hardware profile for decode workers (default: --profile).",
+            help="Hardware profile for decode workers. Default: --profile.",
         ),
     ] = "",
     tp: Annotated[
@@ -62,13 +62,15 @@ def simulate(
             min=0,
             show_default=False,
             help="Machines that share their cores and memory among workers, as `baton calibrate`"
-            " timed it (default: one per worker).",
+            " timed it. Default: one per worker.",
         ),
     ] = 0,
 ) -> None:
     """Simulate a cluster on a request trace.
 
     The simulation runs Baton's own routing policy and schedulers, without a model.
+
+        baton simulate --trace trace.jsonl --profile h100 --prefill 2 --decode 4
     """
     from baton.errors import BatonError  # noqa: PLC0415
     from loadtest.simulator.command import SimulateSettings, simulate_command  # noqa: PLC0415

@@ -31,13 +31,17 @@ def status(
         typer.Option("--watch", help="Refresh until Ctrl-C, and add rates and latencies."),
     ] = False,
     interval: Annotated[
-        float, typer.Option(min=1, help="Seconds between two refreshes of --watch.")
+        float,
+        typer.Option(min=1, metavar="SECONDS", help="Seconds between two refreshes of --watch."),
     ] = 1.0,
 ) -> None:
     """Show the health of a cluster and what each worker does.
 
     A cluster that requires API keys shows only its health without one. Exit code 4: the cluster is
     not healthy.
+
+        baton status --watch
+        baton status --output json
     """
     from deploy.status import read_status  # noqa: PLC0415
 

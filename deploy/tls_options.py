@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.command_line import DEFAULT_HTTP, fail
+from deploy.command_line import CONNECTION, DEFAULT_HTTP, fail
 from deploy.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ class TlsOptions:
         typer.Option(
             metavar="FILE",
             envvar="BATON_CA",
-            help="CA certificate (PEM) to verify the router with. Turns on TLS (default: as your"
-            " cluster on this machine is set up; with https:// the system's CAs).",
+            help="CA certificate (PEM) that verifies the router; turns on TLS. Default: as your"
+            " cluster on this machine is set up; with https:// the system's CAs.",
+            rich_help_panel=CONNECTION,
         ),
     ] = None
     certificate: Annotated[
@@ -35,6 +36,7 @@ class TlsOptions:
             metavar="FILE",
             envvar="BATON_CERTIFICATE",
             help="Client certificate (PEM), if the cluster requires one.",
+            rich_help_panel=CONNECTION,
         ),
     ] = None
     certificate_key: Annotated[
@@ -43,6 +45,7 @@ class TlsOptions:
             metavar="FILE",
             envvar="BATON_CERTIFICATE_KEY",
             help="Private key (PEM) of --certificate.",
+            rich_help_panel=CONNECTION,
         ),
     ] = None
 
@@ -61,9 +64,10 @@ class TlsOptions:
     def url_of(
         self, http: str | None, cluster: ClusterState | None, *, operators: bool = False
     ) -> str:
-        """URL of the router without a path. ``http``: what the user gave; ``operators``: if
+        """URL of the router without a path.
 
-        nothing, the address of the operators' endpoints.
+        ``http``: what the user gave; without it, ``operators`` takes the address of the operators'
+        endpoints.
         """
         known = DEFAULT_HTTP
         if cluster is not None:

@@ -17,7 +17,7 @@ class TraceOptions:
         str,
         typer.Option(
             metavar="NAME|FILE",
-            help="Model to simulate on an accelerator, as a config.json (default: Llama 3.1 8B).",
+            help="Model to simulate on GPUs: a name or a config.json. Default: Llama 3.1 8B.",
         ),
     ] = ""
     scale_time: Annotated[
@@ -27,10 +27,10 @@ class TraceOptions:
     block_tokens: Annotated[
         int,
         typer.Option(
-            min=0, show_default=False, help="Tokens per KV block (default: the trace's, else 64)."
+            min=0, show_default=False, help="Tokens per KV block. Default: the trace's, else 64."
         ),
     ] = 0
-    seed: Annotated[int, typer.Option(help="Random seed, for policies that draw.")] = 0
+    seed: Annotated[int, typer.Option(help="Random seed, for policies that choose at random.")] = 0
     config: Annotated[
         Path | None,
         typer.Option(

@@ -99,7 +99,7 @@ REFUSED = (
     ),
     Refused(
         ("--enforce-eager",),
-        "Baton captures decode steps on GPUs and cannot be told not to: leave the option out",
+        "Baton always captures decode steps on GPUs: leave the option out",
         takes_value=False,
     ),
     Refused(
@@ -137,7 +137,7 @@ REFUSED = (
         "Baton passes KV between its own pools: leave the option out, or choose a --transport",
     ),
     Refused(
-        ("--speculative-config",), "choose a speculative method by --drafter and --draft-model"
+        ("--speculative-config",), "choose a speculative method with --drafter and --draft-model"
     ),
     Refused(("--enable-lora",), "Baton does not serve LoRA adapters", takes_value=False),
     Refused(("--lora-modules",), "Baton does not serve LoRA adapters"),

@@ -14,7 +14,7 @@ import typer
 
 from deploy.choices import Role
 from deploy.cluster_selection import ClusterId, Target, target
-from deploy.command_line import MOST_WORKERS, Http, fail
+from deploy.command_line import CONNECTION, MOST_WORKERS, Http, fail
 from deploy.completion import pool_names, worker_and_router_names, worker_names
 from deploy.confirmation import DryRun, Yes, confirm
 from deploy.exit_codes import ExitCode
@@ -28,7 +28,8 @@ Deadline = Annotated[
     typer.Option(
         min=0,
         max=3600,
-        help="Seconds to wait for running requests; the rest is then moved to other workers.",
+        metavar="SECONDS",
+        help="Seconds that running requests have to end; the rest then moves to other workers.",
     ),
 ]
 Force = Annotated[
@@ -38,7 +39,9 @@ Force = Annotated[
 ApiKey = Annotated[
     str,
     typer.Option(
-        envvar="BATON_API_KEY", help="API key with the admin scope, if the cluster requires one."
+        envvar="BATON_API_KEY",
+        help="API key with the admin scope, if the cluster requires one.",
+        rich_help_panel=CONNECTION,
     ),
 ]
 
@@ -49,7 +52,7 @@ def drain(
     worker: Annotated[
         str,
         typer.Argument(
-            help="Worker or router, as `baton status` names it: decode-0, router-0.",
+            help="Worker or router, such as decode-0 or router-0; `baton status` lists workers.",
             autocompletion=worker_and_router_names,
         ),
     ],
@@ -63,9 +66,12 @@ def drain(
 ) -> None:
     """Drain a worker or a router: its requests end or move.
 
-    It takes no new requests, and exits when it is empty. The cluster keeps its size: it starts
-    another worker in its place, so a drain is a restart that loses no request. Use `baton scale` to
-    remove workers.
+    It takes no new requests, and exits when it is empty. The cluster starts another one in its
+    place, so a drain is a restart that loses no request. `baton scale` removes workers, and `baton
+    leave` all workers of a node.
+
+        baton drain decode-0 --dry-run
+        baton drain decode-0 --yes
     """
     chosen = target(http, cluster)
     if worker.partition("-")[0] == "router":
@@ -91,7 +97,8 @@ def role(
     worker: Annotated[
         str,
         typer.Argument(
-            help="Worker, as `baton status` names it: prefill-1.", autocompletion=worker_names
+            help="Worker, such as prefill-1. `baton status` lists them.",
+            autocompletion=worker_names,
         ),
     ],
     to: Annotated[Role, typer.Argument(metavar="prefill|decode", help="The worker's new role.")],
@@ -105,7 +112,9 @@ def role(
 ) -> None:
     """Give a worker the other role, prefill or decode.
 
-    The process goes on, with its weights and its cached blocks.
+    The process stays, with its weights and its cached blocks.
+
+        baton role prefill-1 decode
     """
     client = OperatorClient(tls, target(http, cluster), api_key)
     facts = client.look()
@@ -129,12 +138,15 @@ def scale(
     pool: Annotated[
         str,
         typer.Argument(
-            help="Name of the pool; by default there are `prefill` and `decode`.",
+            help="Name of the pool: prefill or decode, unless the configuration names others.",
             autocompletion=pool_names,
         ),
     ],
     count: Annotated[
-        int, typer.Argument(min=0, max=MOST_WORKERS, help="Workers that the pool should have.")
+        int,
+        typer.Argument(
+            min=0, max=MOST_WORKERS, help="Number of workers that the pool should have."
+        ),
     ],
     dry_run: DryRun = False,
     yes: Yes = False,
@@ -146,6 +158,8 @@ def scale(
 
     The cluster starts new workers, or drains those with the highest numbers. The command does not
     wait until they are ready or gone: see `baton status`.
+
+        baton scale decode 3
     """
     client = OperatorClient(tls, target(http, cluster), api_key)
     facts = client.look()

@@ -16,8 +16,8 @@ from baton.errors import (
     Unavailable,
 )
 from baton.metrics import RouterMetrics
-from router.answer import Choice
 from router.api_keys import ApiKeys, Caller, authorization_of
+from router.choice import Choice
 from router.generation import GenerationRequest
 from router.rate_limits import Charge, RateLimits
 from router.request_recorder import count_refusal

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol
 
 from pydantic import BaseModel
@@ -13,49 +13,9 @@ from pydantic import BaseModel
 from baton.request import FinishReason
 from router import openai_protocol
 from router.answer_details import NOTHING, AnswerDetails, ChunkExtras
-from router.generation import GenerationRequest, OutputDelta
+from router.choice import Choice
+from router.generation import OutputDelta
 from router.sse import to_json
-
-
-@dataclass(slots=True)
-class Choice:
-    """What has come so far of one answer. A prompt's tokens count with its first answer alone."""
-
-    prompt_tokens: int
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    pieces: list[str] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_string: str = ""
-    """What has ended it, where a stop string has."""
-    begun: bool = False
-
-    def add(self, delta: OutputDelta, *, keep_text: bool) -> None:
-        self.completion_tokens += len(delta.token_ids)
-        self.cached_tokens += delta.cached_prompt_tokens
-        self.finish_reason = delta.finish_reason
-        self.stop_string = delta.stop_string
-        self.begun = True
-        if keep_text:
-            self.pieces.append(delta.text)
-
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
-
-    @property
-    def finish(self) -> openai_protocol.Finish:
-        """The reason, once there is one."""
-        return "stop" if self.finish_reason is FinishReason.STOP else "length"
-
-
-def choices_for(requests: Sequence[GenerationRequest]) -> list[Choice]:
-    """Of the first prompt, of the second, and so on."""
-    return [
-        Choice(len(request.prompt_ids) if number == 0 else 0)
-        for request in requests
-        for number in range(request.choices)
-    ]
 
 
 def usage_of(choices: Sequence[Choice]) -> openai_protocol.Usage:

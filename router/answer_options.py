@@ -5,6 +5,7 @@ from __future__ import annotations
 from baton.errors import InvalidRequest
 from baton.logprobs import MOST_TOP_LOGPROBS
 from router.answer_details import AnswerOptions
+from router.chat_options import ChatOptions, checked_variables
 from router.generation import ShownText
 from router.openai_protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
 
@@ -92,3 +93,18 @@ def _prompt_logprobs(body: SamplingFields) -> int | None:
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("prompt_logprobs is not for stream: true", param="prompt_logprobs")
     return _count("prompt_logprobs", body.prompt_logprobs)
+
+
+def template_options(body: ChatCompletionRequest) -> ChatOptions:
+    """Raises InvalidRequest."""
+    continued = bool(body.continue_final_message)
+    if continued and body.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    variables = {} if body.chat_template_kwargs is None else body.chat_template_kwargs
+    if not isinstance(variables, dict):
+        raise InvalidRequest("chat_template_kwargs must be an object", param="chat_template_kwargs")
+    begun = not continued and body.add_generation_prompt is not False
+    return ChatOptions(begun, continued, checked_variables(variables, "chat_template_kwargs"))

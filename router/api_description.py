@@ -9,8 +9,19 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from router.openai_protocol import ErrorResponse
 from router.scopes import OPEN
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorBody
+
 
 JSON = "application/json"
 _SCHEMA = "#/components/schemas/{model}"

@@ -15,8 +15,8 @@ from baton.errors import BatonError
 from baton.grammar_gate import GrammarGate
 from baton.metrics import RouterMetrics
 from router.access import Access
-from router.answer import Choice, choices_for
 from router.api_keys import Caller
+from router.choice import Choice, choices_for
 from router.delivery import Delivery, Sink
 from router.disconnect import unless_disconnected
 from router.generation import Dispatcher, GenerationRequest, OutputDelta

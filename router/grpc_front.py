@@ -22,9 +22,9 @@ from baton.logprobs import TokenLogprobs
 from baton.metrics import RouterMetrics
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.access import Access
-from router.answer import Choice, choices_for
 from router.answer_options import MOST_CHOICES
 from router.chat_options import ChatOptions, checked_variables
+from router.choice import Choice, choices_for
 from router.delivery import Delivery
 from router.embeddings.desk import EmbeddingDesk
 from router.embeddings.grpc_service import EmbeddingServicer

@@ -35,10 +35,26 @@ _ONE_OF = {
     "content": "must be a string or a list of text parts",
 }
 
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
 
 def error_object(error: BatonError) -> dict[str, Any]:
     """OpenAI's error object."""
     return _object(error.message, error.error_type, error.param, error.code)
+
+
+def anthropic_error(error: BatonError) -> dict[str, Any]:
+    """The error object of Anthropic's API."""
+    kind = _ANTHROPIC_TYPES.get(error.http_status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def error_response(

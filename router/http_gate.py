@@ -27,8 +27,7 @@ from baton.errors import (
 from baton.metrics import RouterMetrics
 from router.access import Access, is_loopback
 from router.http_edge import HttpEdge
-from router.http_errors import error_object, error_response
-from router.messages.answer import error_body
+from router.http_errors import anthropic_error, error_object, error_response
 from router.request_recorder import count_refusal
 from router.scopes import OPEN, is_for_operators, scope_of_path
 
@@ -177,7 +176,7 @@ def _is_local(name: str) -> bool:
 def _refusal(error: BatonError, path: str, headers: dict[str, str]) -> ASGIApp:
     shape: Callable[[BatonError], dict[str, Any]] = error_object
     if path.startswith("/v1/messages"):
-        shape = error_body
+        shape = anthropic_error
     response = error_response(error, shape)
     if isinstance(error, Unauthenticated) and "text/html" in headers.get("accept", ""):
         # A browser asks its user, and shows the password to everything of this site.

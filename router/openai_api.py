@@ -18,12 +18,18 @@ from baton.grammar_gate import GrammarGate
 from baton.metrics import RouterMetrics
 from baton.sampling_params import SCALAR_FIELDS
 from router.access import Access
-from router.answer import Answer, ChatAnswer, Choice, CompletionAnswer, choices_for, usage_of
+from router.answer import Answer, ChatAnswer, CompletionAnswer, usage_of
 from router.answer_details import AnswerDetails, AnswerOptions
-from router.answer_options import chat_options, completion_options, scoring, shown_text
+from router.answer_options import (
+    chat_options,
+    completion_options,
+    scoring,
+    shown_text,
+    template_options,
+)
 from router.api_keys import Caller
 from router.banned_words import banned_runs
-from router.chat_options import template_options
+from router.choice import Choice, choices_for
 from router.conversation import openai_turns
 from router.delivery import Delivery
 from router.disconnect import unless_disconnected

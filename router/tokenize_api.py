@@ -11,8 +11,9 @@ from starlette.responses import JSONResponse, Response
 from baton.errors import InvalidRequest
 from router.conversation import openai_turns
 from router.exchange import Exchange
+from router.fields import Int, Ints
 from router.http_body import validate
-from router.openai_protocol import Int, Ints, Message
+from router.openai_protocol import Message
 from router.token_desk import TokenDesk
 from router.tool_calls.protocol import ToolDefinitions, tool_use
 

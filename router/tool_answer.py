@@ -8,7 +8,8 @@ from pydantic import BaseModel
 
 from baton.request import FinishReason
 from router import openai_protocol
-from router.answer import ChatAnswer, Choice, usage_of
+from router.answer import ChatAnswer, usage_of
+from router.choice import Choice
 from router.generation import OutputDelta
 from router.sse import to_json
 from router.tool_calls.format import ToolFormat

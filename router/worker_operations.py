@@ -15,8 +15,8 @@ from baton.config import Config
 from baton.grpc_errors import guarded
 from baton.pool_sizes import MOST_WORKERS
 from baton.v1 import control_pb2, control_pb2_grpc
+from router.fields import Int
 from router.grpc_call import metadata_of
-from router.openai_protocol import Int
 from router.operator_api import Operators
 from router.pool_scaling import PoolScaling
 from router.worker_control import WorkerControl

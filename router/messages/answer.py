@@ -7,22 +7,13 @@ from typing import Any
 
 from baton.errors import BatonError
 from baton.request import FinishReason
-from router.answer import Choice
+from router.choice import Choice
 from router.exchange import Event
 from router.generation import OutputDelta
+from router.http_errors import anthropic_error
 from router.messages.output import MessageOutput
 from router.tool_calls.format import ToolFormat
 from router.tool_calls.tool import ToolUse
-
-_ERRORS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 
 
 class MessagesAnswer:
@@ -54,7 +45,7 @@ class MessagesAnswer:
         ]
 
     def failure(self, error: BatonError) -> list[Event]:
-        return [error_body(error)]
+        return [anthropic_error(error)]
 
     def whole(self, choice: Choice) -> Event:
         self._output.feed(choice.text, last=True)
@@ -92,9 +83,3 @@ def _usage(choice: Choice) -> dict[str, int]:
         "cache_read_input_tokens": choice.cached_tokens,
         "output_tokens": choice.completion_tokens,
     }
-
-
-def error_body(error: BatonError) -> dict[str, Any]:
-    """An error as these clients know it."""
-    kind = _ERRORS.get(error.http_status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}

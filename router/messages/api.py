@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response
 from baton.errors import BatonError, UnsupportedParameter
 from router.exchange import Exchange
 from router.http_body import validate
-from router.http_errors import error_response
-from router.messages.answer import MessagesAnswer, error_body
+from router.http_errors import anthropic_error, error_response
+from router.messages.answer import MessagesAnswer
 from router.messages.blocks import message_tools, message_turns
 from router.messages.protocol import CountTokensRequest, MessagesRequest
 from router.sampling_input import SamplingInput
@@ -69,7 +69,7 @@ async def _answering_errors(work: Callable[[], Awaitable[Response]]) -> Response
 
 
 def _refusal(error: BatonError) -> Response:
-    return error_response(error, error_body)
+    return error_response(error, anthropic_error)
 
 
 def _refuse_unserved(raw: Mapping[str, Any]) -> None:

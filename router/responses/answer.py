@@ -11,7 +11,7 @@ from typing import Any
 
 from baton.errors import BatonError
 from baton.request import FinishReason
-from router.answer import Choice
+from router.choice import Choice
 from router.exchange import Event
 from router.generation import GenerationRequest, OutputDelta
 from router.responses.output import Fields, ResponseOutput

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from router.openai_protocol import Int, SamplingFields
+from router.fields import Int
+from router.openai_protocol import SamplingFields
 
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 

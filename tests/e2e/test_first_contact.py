@@ -18,7 +18,7 @@ _ROW = re.compile(
 )
 
 _CODE = re.compile(
-    r'To "(?P<prompt>[^"]+)" it answers, in (?P<tokens>\d+)\s+tokens:'
+    r'answer to "(?P<prompt>[^"]+)",\s+in (?P<tokens>\d+) tokens:'
     r"\n\n````\n(?P<answer>.+?)\n````\n",
     re.DOTALL,
 )

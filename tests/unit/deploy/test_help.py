@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -17,6 +19,7 @@ from baton.config import Config, PolicyName, Role, Scope
 from deploy import choices
 from deploy.cli import app
 from loadtest.generator import load_settings, openai_target
+from tests.unit.deploy.baton_commands import parse
 
 NOT_WORDS = (
     "apart",
@@ -32,8 +35,6 @@ NOT_WORDS = (
     "whose place",
 )
 """Private vocabulary; CONTRIBUTING.md says what the words are."""
-NOT_YET = {("serve",), ("up",)}
-"""Commands whose texts follow those of the configuration."""
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -57,9 +58,8 @@ def test_help_is_complete_and_plain(path: tuple[str, ...]) -> None:
     text = help_of(path)
     for wrong in ("<bool>", "None", "[default: ]"):
         assert wrong not in text
-    if path in NOT_YET:
-        return
-    words = set(re.findall(r"[a-z]+", text.lower()))
+    prose = re.sub(r"--[a-z-]+", "", text.lower())
+    words = set(re.findall(r"[a-z]+", prose))
     assert words.isdisjoint(NOT_WORDS), words & set(NOT_WORDS)
     for one in ALL[path].params:
         assert one.help, f"{' '.join(path)}: {one.name} has no help"
@@ -70,10 +70,52 @@ def test_help_is_complete_and_plain(path: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("path", ALL, ids=" ".join)
 def test_help_is_one_line_in_its_panel(path: tuple[str, ...]) -> None:
     """Of 80 columns."""
-    if path in NOT_YET or not path:
+    if not path:
         return
     first = (ALL[path].help or "").split("\n\n")[0]
     assert 0 < len(first) <= 64, first
+
+
+@pytest.mark.parametrize("path", ALL, ids=" ".join)
+def test_help_of_a_narrow_terminal_cuts_nothing(path: tuple[str, ...]) -> None:
+    def words(columns: str) -> list[str]:
+        result = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": columns})
+        assert max(map(len, result.output.splitlines())) <= int(columns)
+        return re.findall(r"[^\s│─╭╮╰╯]+", result.output)
+
+    assert words("80") == words("100")
+
+
+EXAMPLES = [
+    line.strip()
+    for command in ALL.values()
+    for line in (command.help or "").splitlines()
+    if line.startswith("    baton ")
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_fit_and_are_accepted(
+    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "requests.jsonl").touch()
+    assert len(example) <= 74
+    parse(shlex.split(example)[1:])
+
+
+def test_a_command_shows_values_bounds_defaults_and_variables_of_options() -> None:
+    lines = [line.strip("│ ") for line in help_of(("keys", "create")).splitlines()]
+    assert "NAME" in lines
+    assert "--file FILE (required, or $BATON_KEYS_FILE)" in lines
+    at = lines.index("--scope inference|metrics|admin")
+    assert lines[at + 1].endswith(" Default: inference.")
+    lines = [line.strip("│ ") for line in help_of(("drain",)).splitlines()]
+    at = lines.index("--deadline SECONDS (0 to 3600)")
+    assert " ".join(lines[at + 1 : at + 3]).endswith(" Default: 30.")
+    assert "Usage: root drain [OPTIONS] WORKER" in lines
+    panels = [line for line in lines if line.startswith("╭")]
+    assert [panel.split()[1] for panel in panels] == ["Arguments", "Options", "Connection"]
 
 
 def test_commands_are_in_panels_and_nothing_destructive_is_first() -> None:

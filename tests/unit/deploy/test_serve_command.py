@@ -118,10 +118,11 @@ def test_help_fits_the_terminal(columns: str) -> None:
         "│ --policy predictive|round_robin|least_loaded|prefix|power_of_two|session",
         "│ --prefill N (1 to 1024)",
         "│ --standby, --no-standby",
+        "│ --api-key-file FILE",
         "│ MODEL ",
     ):
         assert any(line.startswith(shown) for line in lines), shown
-    for hidden in ("--model ", "--max-num-seqs", "--seed", "--api-key-file", "--host", " -tp"):
+    for hidden in ("--model ", "--max-num-seqs", "--seed", "--host", " -tp"):
         assert hidden not in result.output
 
 
