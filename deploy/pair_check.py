@@ -95,11 +95,15 @@ def _run(backend: str, rank: int, device: str, folder: Path) -> None:
     import torch  # noqa: PLC0415
     from torch import distributed  # noqa: PLC0415
 
-    store = distributed.FileStore(str(folder / "store"), 2)
-    limit = timedelta(seconds=_DEADLINE_S)
     if device != "cpu":
         torch.cuda.set_device(device)
-    distributed.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit)
+    distributed.init_process_group(
+        backend,
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=_DEADLINE_S),
+    )
     steps: list[PairStep] = []
     for mib in (1, *MIBS):  # the first exchange makes the connection
         sent = torch.randint(1 << 62, (mib << 17,), device=device)
