@@ -68,6 +68,7 @@ def prestart_worker(keep_alive_s: int, timeout_s: float) -> None:
     messages: Any = node_manager_pb2
     languages: Any = common_pb2
     services: Any = node_manager_pb2_grpc
+    open_channel: Any = init_grpc_channel
     request = messages.PrestartWorkersRequest(
         language=languages.Language.Value("PYTHON"),
         job_id=_NO_JOB,
@@ -76,7 +77,7 @@ def prestart_worker(keep_alive_s: int, timeout_s: float) -> None:
     )
     request.runtime_env_info.serialized_runtime_env = "{}"
     node = _worker().node
-    with init_grpc_channel(f"{node.node_ip_address}:{node.node_manager_port}") as channel:
+    with open_channel(f"{node.node_ip_address}:{node.node_manager_port}") as channel:
         services.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=timeout_s)
 
 
@@ -131,7 +132,8 @@ class NodeProcesses:
         from ray._private.node import Node
         from ray._private.parameter import RayParams
 
-        parameters = RayParams(
+        make_parameters: Any = RayParams
+        parameters = make_parameters(
             gcs_address=gcs_address,
             node_ip_address=host,
             node_manager_port=port,
@@ -141,7 +143,7 @@ class NodeProcesses:
             object_store_memory=object_store_bytes,
             raylet_socket_name=str(sockets / "raylet"),
             plasma_store_socket_name=str(sockets / "plasma"),
-            include_log_monitor=False,  # type: ignore[arg-type]
+            include_log_monitor=False,
         )
         self._node = Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=False)
 
