@@ -91,7 +91,7 @@ test-long: install-dev
 CLIENTS ?= light
 URL ?= http://127.0.0.1:8000
 test-clients: install
-	@$(BIN)/python -m loadtest.clients --url $(URL) --clients $(CLIENTS) \
+	@$(BIN)/python -m tests.clients --url $(URL) --clients $(CLIENTS) \
 	  --model-path "$$($(BIN)/baton model pull)"
 
 check: install-dev check-proto
@@ -118,7 +118,7 @@ $(AUDIT_VENV)/.installed: Makefile
 	@touch $@
 
 audit: install $(AUDIT_VENV)/.installed
-	@$(BIN)/python -m deploy.dependency_audit $(AUDIT_VENV)/bin/pip-audit \
+	@$(BIN)/python -m tools.dependency_audit $(AUDIT_VENV)/bin/pip-audit \
 	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 sbom: install $(AUDIT_VENV)/.installed

@@ -365,6 +365,9 @@ class Config(BaseSettings):
     """The smaller model of ``draft``, or the folder of the heads of ``eagle`` or ``medusa``. A
     smaller model is named as ``model`` is, and must have the same tokens. Its weights stay as its
     files hold them, and its KV takes a share of every block."""
+    draft_revision: str = ""
+    """Branch, tag or commit of a ``draft_model`` of Hugging Face; empty takes the default branch
+    (main)."""
     http: str = "127.0.0.1:8000"
     """Address of the HTTP listener, host:port; port 0 takes a free port."""
     grpc: str = "127.0.0.1:8001"
@@ -688,6 +691,8 @@ class Config(BaseSettings):
     def _drafter_has_its_model(self) -> Config:
         if self.drafter not in ("auto", "none", "ngram") and not self.draft_model:
             raise ValueError(f"drafter: {self.drafter} needs a draft_model")
+        if self.draft_revision and not self.draft_model:
+            raise ValueError("draft_revision: it needs a draft_model")
         return self
 
     @model_validator(mode="after")

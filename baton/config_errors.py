@@ -20,8 +20,9 @@ _LONGEST = 80
 """Of a value that is repeated, in characters."""
 _TABLES = {"pools": "pool", "classes": "class", "tenants": "tenant", "keys": "key"}
 """What one entry of a list of named tables is called."""
-_SECRET = re.compile("sha256|url")
-"""Fields whose values are not repeated: a password, or a key in place of its hash."""
+_SECRET = re.compile("sha256|url|^(keys|gcs_store|otlp_endpoint)$")
+"""Fields whose values, and whatever is in them, are not repeated: a password or a token in a URL,
+or a key in place of its hash."""
 _PATTERNS = {
     r"^[A-Za-z0-9._-]{1,64}$": "1 to 64 letters, digits, dots, dashes and underscores",
     "^([0-9a-f]{64})?$": "64 hexadecimal digits in lower case, or empty",
@@ -146,7 +147,7 @@ def _requirement(fault: ErrorDetails) -> str:
 
 
 def _given(fault: ErrorDetails, must_be: str) -> str:
-    if "input" not in fault or _SECRET.search(str(fault["loc"][-1:])):
+    if "input" not in fault or any(_SECRET.search(str(one)) for one in fault["loc"]):
         return ""
     given = fault["input"]
     if isinstance(given, dict):

@@ -43,6 +43,8 @@ class WorkerRecord:
     max_sequences: int
     pool: str = ""
     """Name of the worker's pool."""
+    revision: str = ""
+    """The commit of its model on the hub; empty: the model is an operator's folder or file."""
     ranks: int = 1
     """On how many processes its model lies."""
     prefill_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""`baton batch`: a file of requests from the terminal, over the HTTP front."""
+"""`baton batch`: a file of requests from the terminal, over HTTP."""
 
 from __future__ import annotations
 
@@ -6,20 +6,27 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
+import httpx
+from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from baton.client import BatchInfo, HttpClient
-from baton.errors import InvalidRequest, Unavailable
+from baton.errors import BatonError, InvalidRequest, Unavailable
+from baton.http_api import api_errors
 from baton.silence import SilenceWatch
 from deploy.exit_codes import ExitCode
+from router.batches.batch import UNFINISHED
 from router.batches.line import BadLine, read_lines
+from router.batches.protocol import BatchFault, BatchObject, FileObject
 
 POLL_S = 0.5
 AWAY_S = 120.0
 """A cluster that does not answer for so long is given up; its batch waits for it."""
 _MOST_LINE_BYTES = 1 << 30
+_COPY_BYTES = 1 << 20
+T = TypeVar("T", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,30 +46,41 @@ class BatchCommand:
 
     def __init__(
         self,
-        client: HttpClient,
+        client: httpx.Client,
         say: Callable[[str], None],
         console: Console,
         *,
         poll_s: float = POLL_S,
         away_s: float = AWAY_S,
     ) -> None:
-        """``say`` tells a person something; the progress is drawn on ``console``."""
+        """``client`` is one of ``baton.http_api.open_api``. ``say`` prints a line for the user; the
+        progress is drawn on ``console``.
+        """
         self._client = client
         self._say = say
         self._console = console
         self._poll_s = poll_s
         self._away_s = away_s
 
-    def begin(self, file: Path, window: str) -> BatchInfo:
+    def begin(self, file: Path, window: str) -> BatchObject:
         """Upload a file, and make a batch of it."""
         endpoint = endpoint_of(file)
         with file.open("rb") as content:
-            uploaded = self._client.upload(content, file.name)
-        batch = self._client.create_batch(uploaded.id, endpoint, completion_window=window)
+            form: dict[str, Any] = {
+                "data": {"purpose": "batch"},
+                "files": {"file": (file.name, content)},
+            }
+            uploaded = self._ask(FileObject, "POST", "/v1/files", **form)
+        body = {
+            "input_file_id": uploaded.id,
+            "endpoint": endpoint,
+            "completion_window": window,
+        }
+        batch = self._ask(BatchObject, "POST", "/v1/batches", json=body)
         self._say(f"batch {batch.id}: if this is interrupted, baton batch --id {batch.id} goes on")
         return batch
 
-    def follow(self, batch_id: str) -> BatchInfo:
+    def follow(self, batch_id: str) -> BatchObject:
         """Show how far it has come until it ends. The cluster may go away and come back."""
         columns = (
             TextColumn("{task.description}"),
@@ -76,39 +94,65 @@ class BatchCommand:
             task = progress.add_task("", total=None, failed="")
             while True:
                 try:
-                    batch = self._client.batch(batch_id)
+                    batch = self._ask(BatchObject, "GET", f"/v1/batches/{batch_id}")
                     answers += 1
                 except Unavailable:
                     if silence.tick({batch_id: answers}, time.monotonic()):
                         raise
                     progress.update(task, description="no answer; waiting")
                 else:
+                    counts = batch.request_counts
                     progress.update(
                         task,
                         description=batch.status,
-                        total=batch.total or None,
-                        completed=batch.completed + batch.failed,
-                        failed=f"{batch.failed} failed" if batch.failed else "",
+                        total=counts.total or None,
+                        completed=counts.completed + counts.failed,
+                        failed=f"{counts.failed} failed" if counts.failed else "",
                     )
-                    if batch.ended:
+                    if batch.status not in UNFINISHED:
                         return batch
                 time.sleep(self._poll_s)
 
-    def finish(self, batch: BatchInfo, files: BatchFiles) -> ExitCode:
+    def finish(self, batch: BatchObject, files: BatchFiles) -> ExitCode:
         """Write the results; the exit code. Raises InvalidRequest where the file was at fault."""
         if batch.status == "failed":
-            raise InvalidRequest("; ".join(batch.faults) or "the batch has failed")
+            faults = batch.errors.data if batch.errors else []
+            raise InvalidRequest("; ".join(map(_shown, faults)) or "the batch has failed")
         for file_id, path in (
             (batch.output_file_id, files.output),
             (batch.error_file_id, files.errors),
         ):
             if file_id is not None:
-                self._client.download(file_id, path)
+                self._download(file_id, path)
                 self._say(f"{path}")
-        self._say(f"{batch.status}: {batch.completed} of {batch.total} lines were answered")
-        if batch.status == "completed" and not batch.failed:
+        counts = batch.request_counts
+        self._say(f"{batch.status}: {counts.completed} of {counts.total} lines were answered")
+        if batch.status == "completed" and not counts.failed:
             return ExitCode.OK
         return ExitCode.INCOMPLETE
+
+    def _ask(self, kind: type[T], method: str, path: str, **content: Any) -> T:
+        with api_errors():
+            response = self._client.request(method, path, **content)
+        try:
+            return kind.model_validate_json(response.content)
+        except ValidationError:
+            raise BatonError(
+                f"{response.url} did not answer as a Baton router of this version does"
+            ) from None
+
+    def _download(self, file_id: str, path: Path) -> None:
+        with (
+            api_errors(),
+            self._client.stream("GET", f"/v1/files/{file_id}/content") as response,
+            path.open("wb") as file,
+        ):
+            for piece in response.iter_bytes(_COPY_BYTES):
+                file.write(piece)
+
+
+def _shown(fault: BatchFault) -> str:
+    return fault.message if fault.line is None else f"line {fault.line}: {fault.message}"
 
 
 def endpoint_of(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""The benchmarks that start whole clusters: `baton bench peers`, `handoff` and `overload`."""
+"""The benchmarks that start what they measure: `baton bench transfer`, `handoff` and `peers`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,56 @@ import typer
 from rich.console import Console
 
 from deploy.command_line import DEFAULT_MODEL, Figures, Model, clear_ends, names_in, say
+
+
+def transfer(
+    transport: Annotated[
+        str,
+        typer.Option(help="KV transports, out of shm,grpc,gloo,nixl; skips those not usable here."),
+    ] = "shm,grpc,gloo,nixl",
+    block_bytes: Annotated[
+        int,
+        typer.Option(
+            min=64, help="Bytes per KV block, a multiple of 64; the demo model has 360 KiB."
+        ),
+    ] = 360 << 10,
+    most: Annotated[
+        int, typer.Option(min=1, metavar="MIB", help="Largest transfer, in MiB.")
+    ] = 1024,
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Repetitions at the largest size; smaller sizes repeat more.")
+    ] = 5,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model for the cost of an empty handoff; `none` leaves that out. Default:"
+            " smollm2-135m-instruct."
+        ),
+    ] = None,
+    certs: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER",
+            help="Use mutual TLS for gRPC, with the certificates of this folder.",
+        ),
+    ] = "",
+    output: Figures = None,
+) -> None:
+    """Measure the speed of each KV transport."""
+    from deploy import model_store  # noqa: PLC0415
+    from loadtest.empty_handoff import EMPTY_PER_REPETITION, EmptySettings  # noqa: PLC0415
+    from loadtest.transfer_bench import TransferSettings, bench_transfers  # noqa: PLC0415
+
+    with clear_ends():
+        empty = None
+        if model != "none":
+            found = model_store.resolve(model or DEFAULT_MODEL, say, "auto")
+            handoffs = EMPTY_PER_REPETITION * repetitions
+            empty = EmptySettings(found.path, found.name, handoffs=handoffs)
+        settings = TransferSettings(
+            names_in(transport), block_bytes, most << 20, repetitions, certs
+        )
+        bench_transfers(settings, empty, say, Console(), output)
 
 
 def peers(
@@ -102,38 +152,3 @@ def handoff(
         programs = Programs(model=model_store.resolve(model, say, "auto").path)
         settings = HandoffSettings(names_in(transport), prompt_tokens, answer_tokens, repetitions)
         bench_handoffs(settings, programs, say, Console(), output)
-
-
-def overload(
-    trace: Annotated[
-        Path,
-        typer.Option(metavar="FILE", help="Trace in Azure's format: CSV, plain or .gz."),
-    ],
-    model: Model = DEFAULT_MODEL,
-    scale_length: Annotated[
-        float, typer.Option(min=1, help="Divide the trace's lengths by this.")
-    ] = 8.0,
-    factor: Annotated[
-        list[float] | None,
-        typer.Option(
-            min=0.01,
-            help="Load as a multiple of the measured capacity; repeatable. Default: 0.5, 1, 3.",
-        ),
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="Seconds per load.")] = 60.0,
-    probe_seconds: Annotated[
-        float, typer.Option(min=1, help="Seconds per rate while the capacity is searched.")
-    ] = 20.0,
-    output: Figures = None,
-) -> None:
-    """Compare the admission modes below and above capacity."""
-    from deploy import model_store  # noqa: PLC0415
-    from loadtest.overload import OverloadSettings  # noqa: PLC0415
-    from loadtest.overload import bench_overload as run_bench  # noqa: PLC0415
-    from loadtest.peer_servers import Programs  # noqa: PLC0415
-
-    with clear_ends():
-        programs = Programs(model=model_store.resolve(model, say, "auto").path)
-        factors = tuple(factor or (0.5, 1.0, 3.0))
-        settings = OverloadSettings(trace, scale_length, factors, seconds, probe_seconds)
-        run_bench(settings, programs, say, Console(), output)

@@ -13,6 +13,8 @@ from deploy.cluster_selection import ClusterId, target
 from deploy.command_line import Http, clear_errors, fail, say
 
 if TYPE_CHECKING:
+    import httpx
+
     from baton.registry import WorkerRecord
     from deploy.cluster_state import ClusterState
 
@@ -73,8 +75,8 @@ async def _measured(
     cluster: ClusterState, *, chunk_tokens: int, is_cpu: bool, seed: int
 ) -> dict[str, Any]:
     """The profile's fields. Raises BatonError."""
-    from baton.client.async_http_client import AsyncHttpClient  # noqa: PLC0415
     from baton.errors import ConfigError  # noqa: PLC0415
+    from baton.http_api import open_async_api  # noqa: PLC0415
     from engine.scheduler_limits import SchedulerLimits  # noqa: PLC0415
     from loadtest.simulator.fitted_costs import FittedCosts  # noqa: PLC0415
     from loadtest.simulator.live_probe import LiveProbe  # noqa: PLC0415
@@ -98,12 +100,13 @@ async def _measured(
     )
     # As ``engine.engine`` bounds a CPU's chunks.
     chunk_keys = 1 << 19 if is_cpu else 0
-    url = f"{'https' if cluster.tls else 'http'}://{cluster.http}"
-    async with AsyncHttpClient(url, tls=cluster.tls_files) as client:
-        probe = LiveProbe(ProbeRequests(client, limits, seed))
-        local = await local_prompts(cluster)
+    scheme = "https" if cluster.tls else "http"
+    page = f"{scheme}://{cluster.operators}/metrics"
+    async with open_async_api(f"{scheme}://{cluster.http}", tls=cluster.tls_files) as client:
+        probe = LiveProbe(ProbeRequests(client, cluster.model, limits, seed))
+        local = await local_prompts(client, page)
         await probe.warm_up()
-        if await local_prompts(cluster) > local:
+        if await local_prompts(client, page) > local:
             raise ConfigError(
                 "decode workers compute prompts here, and handoffs are to be timed: start the"
                 " cluster with --local-prefill never to calibrate it"
@@ -133,18 +136,17 @@ async def _measured(
     )
 
 
-async def local_prompts(cluster: ClusterState) -> float:
-    """How many prompts the router has left to decode workers. Raises Unavailable."""
-    import httpx  # noqa: PLC0415
+async def local_prompts(client: httpx.AsyncClient, url: str) -> float:
+    """Prompts that a router has left to decode workers so far; ``url`` is that of its metrics.
+
+    Raises BatonError.
+    """
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415
 
-    from baton.errors import Unavailable  # noqa: PLC0415
+    from baton.http_api import api_errors  # noqa: PLC0415
 
-    try:
-        async with httpx.AsyncClient(trust_env=False, timeout=_REGISTRY_S) as client:
-            page = (await client.get(f"http://{cluster.http}/metrics")).text
-    except httpx.HTTPError as error:
-        raise Unavailable(f"the router's metrics cannot be read: {error}") from error
+    with api_errors():
+        page = (await client.get(url, timeout=_REGISTRY_S)).text
     return sum(
         sample.value
         for family in text_string_to_metric_families(page)

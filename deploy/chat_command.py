@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -26,6 +31,8 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 512
 """Of an answer, by default; half of a context that is smaller than twice that."""
+_SIGNALED = 128
+"""A shell's exit code of a process that a signal has ended is this and the signal's number."""
 
 
 @takes(TlsOptions)
@@ -71,18 +78,27 @@ def chat(
 
     In a pipe the output is plain text: the answers alone.
     """
+    # gRPC would log lost connections into the conversation; the command says what is wrong itself.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from rich.console import Console  # noqa: PLC0415
 
     from baton.client import Client  # noqa: PLC0415
     from baton.v1.sampling_pb2 import SamplingParameters  # noqa: PLC0415
     from deploy.chat import Chat  # noqa: PLC0415
 
-    state = cluster_of_client(cluster) if grpc is None else cluster_of_grpc(grpc, cluster)
+    if grpc is None:
+        state = cluster_of_client(cluster, default=DEFAULT_GRPC)
+    else:
+        state = cluster_of_grpc(grpc, cluster)
     files = tls.files(state)
     address = grpc or (state.grpc if state is not None else DEFAULT_GRPC)
     console = Console()
     renders = console.is_terminal and not console.is_dumb_terminal
-    with clear_errors(), Client(address, api_key, tls=files) as client:
+    with (
+        _ended_by_sigterm() if renders else nullcontext(),
+        clear_errors(),
+        Client(address, api_key, tls=files) as client,
+    ):
         model = client.list_models()[0]
         most = max_tokens or max(1, min(MAX_TOKENS, model.context_length // 2))
         sampling = SamplingParameters(max_tokens=most, temperature=temperature, seed=seed)
@@ -97,6 +113,20 @@ def chat(
             _converse(conversation, console, where)
         else:
             _converse_plainly(conversation)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM raises SystemExit, so that the terminal gets its echo and cursor back."""
+
+    def end(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(_SIGNALED + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _converse(chat: Chat, console: Console, where: str) -> None:

@@ -62,9 +62,12 @@ class MarkdownAnswer:
         trace: TracebackType | None,
     ) -> None:
         self._ended.set()
-        self._refresher.join()
-        self._live.stop()
-        self._print(self._open.text)
+        try:
+            self._refresher.join()
+        finally:
+            # A second Ctrl-C lands here. A Live that is not stopped would stay on the console.
+            self._live.stop()
+            self._print(self._open.text)
 
     def write(self, text: str) -> None:
         """Show a piece of the answer's text."""

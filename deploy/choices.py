@@ -10,12 +10,10 @@ from enum import StrEnum
 from typing import Literal
 
 Arrivals = Literal["poisson", "gamma", "constant", "ramp", "trace"]
-DraftingMethod = Literal["none", "ngram", "draft", "eagle", "medusa"]
 Dtype = Literal["bfloat16", "float32", "float16"]
 Endpoint = Literal["completions", "chat"]
 KvDtype = Literal["auto", "int8", "fp8"]
 OutputFormat = Literal["table", "json"]
-Policy = Literal["predictive", "round_robin", "least_loaded", "prefix", "power_of_two", "session"]
 Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
 Role = Literal["prefill", "decode"]
 

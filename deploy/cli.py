@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +12,6 @@ from deploy import (
     bench_cluster_commands,
     bench_engine_commands,
     bench_load_commands,
-    bench_part_commands,
     calibrate_command,
     certs_commands,
     chat_command,
@@ -33,10 +33,17 @@ Commands = dict[str, Callable[..., Any] | typer.Typer]
 """Functions, or groups of commands, by name."""
 
 
-def _group(help_text: str, panels: dict[str, Commands], *, completes: bool = False) -> typer.Typer:
+def _group(
+    help_text: str,
+    panels: dict[str, Commands],
+    *,
+    completes: bool = False,
+    moved: Mapping[str, str] = MappingProxyType({}),
+) -> typer.Typer:
     """A group that shows its commands in these panels, in this order.
 
-    ``completes``: whether it has the options that install shell completion.
+    ``completes``: whether it has the options that install shell completion. ``moved``: what
+    replaces commands that the group had, by their names.
     """
     order = [name for commands in panels.values() for name in commands]
 
@@ -44,6 +51,11 @@ def _group(help_text: str, panels: dict[str, Commands], *, completes: bool = Fal
         def list_commands(self, ctx: Any) -> list[str]:
             # Typer itself lists groups behind all commands.
             return order
+
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            if args[0] in moved:
+                ctx.fail(f"`{ctx.command_path} {args[0]}` is now `{moved[args[0]]}`")
+            return super().resolve_command(ctx, args)
 
     app = typer.Typer(
         cls=Ordered,
@@ -97,20 +109,22 @@ _BENCH = _group(
             "soak": bench_load_commands.soak,
         },
         "Measure this machine and a model": {
-            "transfer": bench_part_commands.transfer,
+            "transfer": bench_cluster_commands.transfer,
             "quality": bench_engine_commands.quality,
-            "speculation": bench_engine_commands.speculation,
         },
         "For Baton's developers": {
-            "grammar": bench_engine_commands.grammar,
             "handoff": bench_cluster_commands.handoff,
-            "index": bench_part_commands.index,
-            "overload": bench_cluster_commands.overload,
             "peers": bench_cluster_commands.peers,
-            "policy": bench_part_commands.policy,
-            "router": bench_part_commands.router,
-            "tiers": bench_engine_commands.tiers,
         },
+    },
+    moved={
+        "grammar": "python -m loadtest.grammar_bench",
+        "index": "python -m loadtest.index_bench",
+        "overload": "python -m loadtest.overload",
+        "policy": "python -m loadtest.policy_bench",
+        "router": "python -m loadtest.router_bench",
+        "speculation": "python -m loadtest.speculation",
+        "tiers": "python -m loadtest.tier_bench",
     },
 )
 app = _group(

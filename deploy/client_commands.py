@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deploy.cluster_selection import ClusterId, cluster_of_client
+from deploy.cluster_selection import ClusterId, target
 from deploy.command_line import (
     INTERRUPTED,
     ApiKey,
@@ -65,15 +65,16 @@ def batch(
 
         baton batch requests.jsonl --output answers.jsonl
     """
-    from baton.client import HttpClient  # noqa: PLC0415
     from baton.errors import BatonError  # noqa: PLC0415
+    from baton.http_api import open_api  # noqa: PLC0415
     from deploy.batch_command import BatchCommand, run_batch  # noqa: PLC0415
 
     if (file is None) == (not batch_id):
         fail("give either a file or --id", code=ExitCode.USAGE)
-    state = cluster_of_client(cluster, http)
+    # Prompts and a key go to no listener that the user has not named.
+    state = target(http, cluster).cluster
     url, files = tls.url_of(http, state), tls.files(state)
-    with clear_errors(), HttpClient(url, api_key, tls=files) as client:
+    with clear_errors(), open_api(url, api_key, files) as client:
         command = BatchCommand(client, say, Console(stderr=True))
         try:
             code = run_batch(command, file, batch_id, window, output)

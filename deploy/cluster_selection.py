@@ -4,8 +4,8 @@
 2. Otherwise it is the only cluster that this user runs on this machine, from whatever terminal it
    was started.
 3. Of several, none is taken: the error lists them.
-4. If there is none, a command that only reads asks the default address, and says so. A command that
-   changes something fails.
+4. If there is none, a command that only reads asks the default address, and says so, as `chat` and
+   `bench` do. A command that changes something fails, and so does `batch`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -37,6 +38,9 @@ ClusterId = Annotated[
         autocompletion=cluster_ids,
     ),
 ]
+
+
+_LOOPBACK = {"localhost": frozenset({"localhost", "127.0.0.1", "::1"})}
 
 
 class NoChoice(Exception):
@@ -61,7 +65,8 @@ class Target:
     """The cluster that a command acts on."""
 
     http: str | None
-    """The address that the user gave, with or without a scheme; None: the cluster's own."""
+    """The address that the user gave, with or without a scheme; None: the cluster's own. Where the
+    user gave the API's address of a cluster here, it is that of its operators' endpoints."""
     cluster: ClusterState | None
     """What is known of it on this machine; None if it runs elsewhere, or as another user."""
 
@@ -91,9 +96,7 @@ def select(
     if http is not None and cluster_id is not None:
         raise NoChoice("give --cluster or --http, not both", code=ExitCode.USAGE)
     if http is not None:
-        address = address_of(http)
-        known = (one for one in clusters if address in (one.http, one.admin_http))
-        return Target(http, next(known, None))
+        return _at(http, clusters)
     if cluster_id is not None:
         return Target(None, _with_id(clusters, cluster_id))
     if len(clusters) > 1:
@@ -115,18 +118,18 @@ def select(
 
 def target(http: str | None, cluster_id: str | None, *, only_reads: bool = False) -> Target:
     """Choose among what runs here now; ends the command if there is no choice."""
-    found = _selected(http, cluster_id, only_reads=only_reads)
-    if found.cluster is None and found.http is None:
-        say(f"none of your clusters runs on this machine: asking {found.address}")
-    return found
+    return _selected(http, cluster_id, only_reads=only_reads, default=DEFAULT_HTTP)
 
 
-def cluster_of_client(cluster_id: str | None, http: str | None = None) -> ClusterState | None:
+def cluster_of_client(
+    cluster_id: str | None, http: str | None = None, *, default: str = DEFAULT_HTTP
+) -> ClusterState | None:
     """The cluster here that a client asks; None: there is none, or ``http`` is elsewhere.
 
-    Ends the command where several run and neither argument names one.
+    Ends the command where several run and neither argument names one. Where none runs and there is
+    no ``http``, the user is told that the client asks ``default``.
     """
-    return _selected(http, cluster_id, only_reads=True).cluster
+    return _selected(http, cluster_id, only_reads=True, default=default).cluster
 
 
 def cluster_of_grpc(address: str, cluster_id: str | None) -> ClusterState | None:
@@ -135,7 +138,7 @@ def cluster_of_grpc(address: str, cluster_id: str | None) -> ClusterState | None
 
     if cluster_id is not None:
         fail("give --cluster or --grpc, not both", code=ExitCode.USAGE)
-    return next((one for one in running_clusters() if one.grpc == address), None)
+    return next((one for one in running_clusters() if is_same_address(address, one.grpc)), None)
 
 
 def strangers(own: int | None = None) -> list[Stranger]:
@@ -159,11 +162,42 @@ def address_of(http: str) -> str:
     return http.rpartition("//")[2].rstrip("/")
 
 
-def _selected(http: str | None, cluster_id: str | None, *, only_reads: bool) -> Target:
+def is_same_address(given: str, known: str) -> bool:
+    """Whether two addresses are equal: host:port, or URLs. localhost is 127.0.0.1 and ::1."""
+    one, other = map(_host_and_port, (given, known))
+    if one is None or other is None:
+        return address_of(given) == address_of(known)
+    return one[1] == other[1] and not one[0].isdisjoint(other[0])
+
+
+def _host_and_port(address: str) -> tuple[frozenset[str], int | None] | None:
+    """The names of the host, and the port; None where ``address`` has no host or a bad port."""
+    try:
+        parts = urlsplit(f"//{address_of(address)}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return None
+    return None if host is None else (_LOOPBACK.get(host, frozenset({host})), port)
+
+
+def _at(http: str, clusters: Sequence[ClusterState]) -> Target:
+    """The cluster at an address that the user gave."""
+    for one in clusters:
+        if is_same_address(http, one.operators):
+            return Target(http, one)
+        if is_same_address(http, one.http):
+            scheme, slashes, _ = http.rpartition("//")
+            return Target(f"{scheme}{slashes}{one.operators}", one)
+    return Target(http, None)
+
+
+def _selected(
+    http: str | None, cluster_id: str | None, *, only_reads: bool, default: str
+) -> Target:
     from deploy.cluster_state import running_clusters  # noqa: PLC0415
 
     try:
-        return select(
+        found = select(
             running_clusters(),
             strangers(),
             http=http,
@@ -172,6 +206,9 @@ def _selected(http: str | None, cluster_id: str | None, *, only_reads: bool) -> 
         )
     except NoChoice as error:
         fail(*error.lines, code=error.code)
+    if found.cluster is None and found.http is None:
+        say(f"none of your clusters runs on this machine: asking {default}")
+    return found
 
 
 def _with_id(clusters: Sequence[ClusterState], cluster_id: str) -> ClusterState:
@@ -206,9 +243,11 @@ def _about(strangers: Sequence[Stranger]) -> list[str]:
     if not strangers:
         return []
     users = ", ".join(sorted({one.user for one in strangers}))
+    # Another user chose the name: repr escapes what would control the terminal.
+    folder = repr(str(strangers[0].directory))
     return [
-        f"another user ({users}) runs Baton here, or did ({strangers[0].directory}): to act on that"
-        " cluster, give --http and an API key with the admin scope (--api-key)"
+        f"another user ({users}) runs Baton here, or did ({folder}): to act on that cluster, give"
+        " --http and an API key with the scope that this needs (--api-key)"
     ]
 
 

@@ -72,6 +72,11 @@ def fail(*lines: str, code: ExitCode = ExitCode.FAILED) -> NoReturn:
     raise typer.Exit(code)
 
 
+def not_a_router(address: str) -> str:
+    """What to say of a server at ``address`` that answers as no router does."""
+    return f"{address} is not a Baton router, or is one of another version"
+
+
 @contextmanager
 def clear_errors() -> Iterator[None]:
     """End the command with exit code 1 and the message of a BatonError."""

@@ -48,12 +48,15 @@ def pool_names(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def _names(ctx: typer.Context) -> list[str]:
     """Of processes."""
-    wanted = ctx.params.get("cluster"), ctx.params.get("http")
+    from deploy.cluster_selection import is_same_address  # noqa: PLC0415
+
+    cluster_id, http = ctx.params.get("cluster"), ctx.params.get("http")
     return sorted(
         {
             name
             for one in _clusters()
-            if wanted[0] in (None, one.cluster_id) and wanted[1] in (None, one.http, one.admin_http)
+            if cluster_id in (None, one.cluster_id)
+            if http is None or any(is_same_address(http, at) for at in (one.http, one.operators))
             for name in one.processes
         }
     )

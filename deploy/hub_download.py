@@ -1,8 +1,9 @@
 """Downloads files of a Hugging Face model into the hub's cache, and reports bytes, speed and ETA.
 
-Each file is one ``hf_hub_download``: it resumes after a cut, and shares the cache with all other
-programs. The threads are daemons, unlike those of ``snapshot_download``: Ctrl-C ends the process
-at once, not when the files are there.
+Each file is one ``hf_hub_download``, which shares the cache with all other programs. It asks for
+the rest of a file when the connection is cut. A later run cannot use a part of a file, so that such
+parts are removed. The threads are daemons, unlike those of ``snapshot_download``: Ctrl-C ends the
+process at once, not when the files are there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,9 @@ _THREADS = 4
 _POLL_S = 0.2
 _GRACE_S = 2.0
 _SPEED_S = 60.0
+_PART = ".incomplete"
+_STALE_S = 900.0
+"""A part of a file that did not grow for so long belongs to no download that goes on."""
 
 
 class Cancelled(Exception):
@@ -87,7 +92,10 @@ class Meter:
 
 
 class HubDownload:
-    """Downloads of one commit of a model. ``model_id`` is ``org/name``; ``cache`` the hub's."""
+    """Downloads of one commit of a model. ``model_id`` is ``org/name``; ``cache`` the hub's.
+
+    The caller holds a lock: no other process of Baton's downloads that model.
+    """
 
     def __init__(
         self,
@@ -111,6 +119,7 @@ class HubDownload:
         missing = {name: size for name, size in sizes.items() if not self._is_cached(name)}
         if not missing:
             return
+        self._remove_stale_parts()
         self._check_disk(missing)
         meter, ended = Meter(missing), threading.Event()
         self._progress(
@@ -145,16 +154,48 @@ class HubDownload:
         except Cancelled:
             raise
         except Exception as error:
-            ended.set()
-            _join(threads)
+            self._end(threads, ended)
             kept = [name for name in missing if self._is_cached(name)]
+            # Its cause may show the address of a file, which carries a signature.
             raise explained(
                 error, self._model_id, self._commit, self._kept(missing, kept)
-            ) from error
+            ) from None
         finally:
-            # Also on Ctrl-C: a thread that sees it removes its part of a file.
-            ended.set()
-            _join(threads)
+            # Also on Ctrl-C.
+            self._end(threads, ended)
+
+    def _end(self, threads: list[threading.Thread], ended: threading.Event) -> None:
+        """End the threads, and remove the parts of files of those that still wait for bytes."""
+        ended.set()
+        # At once, since the process may end; and again, since a thread may just have begun one.
+        for wait_s in (0.0, _GRACE_S):
+            end = time.monotonic() + wait_s
+            for thread in threads:
+                thread.join(max(0.0, end - time.monotonic()))
+            for part in self._own_parts():
+                part.unlink(missing_ok=True)
+
+    @property
+    def _blobs(self) -> Path:
+        from huggingface_hub.file_download import repo_folder_name  # noqa: PLC0415
+
+        folder = repo_folder_name(repo_id=self._model_id, repo_type="model")
+        return self._cache.resolve() / folder / "blobs"
+
+    def _own_parts(self) -> Iterator[Path]:
+        """Those that this process writes: others' may be in the folder, too."""
+        for descriptor in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                file = descriptor.readlink()
+                if file.parent == self._blobs and file.suffix == _PART:
+                    yield file
+
+    def _remove_stale_parts(self) -> None:
+        """Those that a killed process has left, whichever program's: they are never used again."""
+        for part in self._blobs.glob(f"*{_PART}"):
+            with suppress(OSError):  # its process has ended it meanwhile
+                if time.time() - part.stat().st_mtime > _STALE_S:
+                    part.unlink()
 
     def _wait(
         self, outcomes: queue.SimpleQueue[Exception | None], threads: int, meter: Meter
@@ -207,7 +248,7 @@ class HubDownload:
         try:
             plans = [self._download(name, dry_run=True) for name in sizes]
         except Exception as error:
-            raise explained(error, self._model_id, self._commit) from error
+            raise explained(error, self._model_id, self._commit) from None
         needed = sum(plan.file_size for plan in plans if plan.will_download)
         if needed > free:
             raise ConfigError(
@@ -250,9 +291,3 @@ def _bar_class(name: str, meter: Meter, ended: threading.Event) -> type[tqdm]:
             return None
 
     return Bar
-
-
-def _join(threads: list[threading.Thread]) -> None:
-    end = time.monotonic() + _GRACE_S
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
 from baton.errors import ConfigError
 
@@ -10,7 +11,10 @@ _TOKEN = "set HF_TOKEN to a token of an account with access, or run `hf auth log
 
 
 def explained(error: Exception, model_id: str, revision: str, kept: str = "") -> ConfigError:
-    """The error with what to do. ``kept`` says what a download has left for the next one."""
+    """The error with what to do, to be raised ``from None``: its cause may show signed addresses.
+
+    ``kept`` says what a download has left for the next one.
+    """
     if isinstance(error, ConfigError):
         return error
     advice = _advice(error, model_id, revision)
@@ -35,7 +39,7 @@ def reason(error: Exception) -> str:
 
 
 def _advice(error: Exception, model_id: str, revision: str) -> str:
-    from huggingface_hub import errors, get_token  # noqa: PLC0415
+    from huggingface_hub import constants, errors, get_token  # noqa: PLC0415
 
     page = f"https://huggingface.co/{model_id}"
     account = "the account of your token" if get_token() else "your account"
@@ -56,7 +60,6 @@ def _advice(error: Exception, model_id: str, revision: str) -> str:
             f"{model_id} has no config.json, so it is not in the Transformers format. Of a GGUF "
             f"model, download one file (`hf download {model_id} FILE.gguf`) and pass its path"
         ),
-        PermissionError: "the cache cannot be written: set HF_HOME to a folder of your own",
     }
     by_status = {
         401: (
@@ -73,6 +76,12 @@ def _advice(error: Exception, model_id: str, revision: str) -> str:
         return by_status[error.response.status_code]
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full: free some space, or set HF_HOME to a folder on another disk"
+    cache = Path(constants.HF_HUB_CACHE).expanduser().resolve()
+    if isinstance(error, OSError) and Path(error.filename or "").is_relative_to(cache):
+        return (
+            f"the cache {cache} cannot be written ({reason(error)}): check "
+            "permissions there, or set HF_HOME to another folder"
+        )
     return (
         f"cannot download {model_id} from the hub: {reason(error)}. Try again when the network is "
         f"back; or run `hf download {model_id}` on another machine, copy the folder that it "

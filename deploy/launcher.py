@@ -34,7 +34,7 @@ from deploy.cluster_keys import forget_cluster
 from deploy.cluster_mark import ClusterMark
 from deploy.cluster_state import ClusterState
 from deploy.daemon_thread import DaemonThread
-from deploy.drafter_folder import drafter_folder
+from deploy.drafter_folder import resolve_drafter
 from deploy.exposure import check_exposure
 from deploy.gcs_store import EMBEDDED, GcsStore, check_gcs_store
 from deploy.gcs_watch import FarGcsWatch, GcsWatch
@@ -300,16 +300,20 @@ class Launcher:
                 )
                 # Here too: a model that cannot be served need not wait for Ray and the workers.
                 load_model_config(model.path, config.max_model_len)
+                pinned = {"revision": model.commit}
                 if config.draft_model:
                     draft = await thread.call(
-                        lambda: drafter_folder(config.drafter, config.draft_model, tell, watch)
+                        lambda: resolve_drafter(
+                            config.drafter, config.draft_model, tell, config.draft_revision, watch
+                        )
                     )
-                    self._draft_model_path = str(draft)
+                    self._draft_model_path = str(draft.path)
+                    pinned["draft_revision"] = draft.commit
             except asyncio.CancelledError:
                 watch.cancelled.set()
                 raise
         # All nodes, and the workers of a later start, have the same commit of a branch.
-        self._config = config.model_copy(update={"revision": model.commit})
+        self._config = config.model_copy(update=pinned)
         served = config.served_model_name or model.name
         return ResolvedModel(served, model.path, model.commit)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -12,21 +13,39 @@ from engine.families import family_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 
 
-def check_folder(folder: Path) -> None:
-    """Raises ConfigError unless ``folder`` holds a complete model of an architecture served."""
-    names = {file.name for file in folder.iterdir() if file.is_file()} if folder.is_dir() else ()
+def check_folder(folder: Path, *, weights: bool = True) -> None:
+    """Raises ConfigError unless ``folder`` holds a complete model of an architecture served.
+
+    Without ``weights`` these may be missing.
+    """
+    names = {file.name for file in folder.iterdir() if file.is_file()} if folder.is_dir() else set()
     missing = [name for name in ("config.json", "tokenizer.json") if name not in names]
-    if not any(name.endswith(".safetensors") for name in names):
+    if weights and not weight_files(names):
         missing.append("*.safetensors")
     if missing:
         raise ConfigError(f"{folder} is not a Hugging Face model: no {', no '.join(missing)}")
     family_of(ConfigFields.read(folder / "config.json"))
-    if WEIGHTS not in names and INDEX in names:
-        lost = [name for name in shards(folder / INDEX) if name not in names]
-        if lost:
-            raise ConfigError(f"{folder} lacks shards that its index names: {', '.join(lost)}")
+    if not weights or WEIGHTS in names:
+        return
+    if INDEX in names:
+        needed, source = shards(folder / INDEX), "its index names"
+    else:
+        needed, source = _numbered(names), "the others' names count"
+    if lost := [name for name in needed if name not in names]:
+        raise ConfigError(f"{folder} lacks shards that {source}: {', '.join(lost)}")
+
+
+def _numbered(names: Collection[str]) -> list[str]:
+    """The files of which any one's name tells how many there are."""
+    counts = {(found[1], found[2]) for name in names if (found := _SHARD.fullmatch(name))}
+    return [
+        f"{stem}-{number:05}-of-{count}.safetensors"
+        for stem, count in sorted(counts)
+        for number in range(1, int(count) + 1)
+    ]
 
 
 def check_config(folder: Path) -> None:
@@ -57,7 +76,14 @@ def shards(index: Path) -> list[str]:
 
 
 def weight_files(names: Collection[str]) -> list[str]:
-    """The files of weights where no index lists them, as ``engine.weights`` chooses them."""
+    """The files of weights where no index lists them; empty where there are none.
+
+    ``consolidated*`` is a copy of the weights in a format of its own.
+    """
     if WEIGHTS in names:
         return [WEIGHTS]
-    return sorted(name for name in names if name.endswith(".safetensors"))
+    return sorted(
+        name
+        for name in names
+        if name.endswith(".safetensors") and not name.startswith("consolidated")
+    )

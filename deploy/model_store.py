@@ -47,24 +47,29 @@ def resolve(
     quantization: str = "none",
     revision: str = "",
     watch: DownloadWatch | None = None,
+    *,
+    weights: bool = True,
 ) -> ResolvedModel:
     """A folder, a .gguf file, a demo model's name or a Hugging Face id → a folder to serve.
 
     An existing path wins. With the ``quantization`` ``auto`` a GGUF file keeps its codes; else it
-    is converted to bfloat16. ``revision`` is the branch, tag or commit of a Hugging Face id.
-    Raises ConfigError when the model is none of these, or when something is missing or
-    unsupported.
+    is converted to bfloat16. ``revision`` is the branch, tag or commit of a Hugging Face id, or the
+    commit of a demo model. Without ``weights`` those of the hub are not downloaded. Raises
+    ConfigError when the model is none of these, or when something is missing or unsupported.
     """
     watch = watch or DownloadWatch()
     path = _path(model)
     if path is None and hub_model.is_id(model):
-        found = hub_model.fetch(model, revision, progress, watch)
+        found = hub_model.fetch(model, revision, progress, watch, weights=weights)
         return ResolvedModel(model, found.path, found.commit)
+    if path is None and hub_model.is_commit(revision):
+        demo = demo_model.fetch_commit(_known(model), revision, progress, watch, weights=weights)
+        return ResolvedModel(model, demo.path, demo.commit)
     if revision:
         raise ConfigError(f"revision {revision!r} is for a Hugging Face id; {model!r} is none")
     if path is None:
-        folder = demo_model.fetch(_known(model), form_of(quantization), progress, watch)
-        return ResolvedModel(model, folder)
+        demo = demo_model.fetch(_known(model), form_of(quantization), progress, watch)
+        return ResolvedModel(model, demo.path, demo.commit)
     if path.is_dir():
         check_folder(path)
         return ResolvedModel(path.resolve().name, path)
@@ -144,7 +149,7 @@ def _unknown(model: str) -> ConfigError:
 
 def _known_entry(model: KnownModel) -> ModelEntry:
     found = (demo_model.cached(model, form) for form in FORMS)
-    path = next((folder for folder in found if folder is not None), None)
+    path = next((folder.path for folder in found if folder is not None), None)
     if path is None:
         return ModelEntry(model.name, False, 0, f"hub, {model.hub_id}", None)
     receipt = read_receipt(path)

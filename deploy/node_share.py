@@ -97,7 +97,7 @@ def model_paths(settings: ActorSettings) -> tuple[str, str]:
         return settings.model_path, settings.draft_model_path
     # Slow to import, and of no use to the launcher's own workers.
     from deploy import model_store  # noqa: PLC0415
-    from deploy.drafter_folder import drafter_folder  # noqa: PLC0415
+    from deploy.drafter_folder import resolve_drafter  # noqa: PLC0415
     from deploy.progress import log_progress  # noqa: PLC0415
 
     config = Config(**settings.config)
@@ -107,7 +107,10 @@ def model_paths(settings: ActorSettings) -> tuple[str, str]:
         )
         drafter = ""
         if config.draft_model:
-            drafter = str(drafter_folder(config.drafter, config.draft_model, log_progress))
+            found = resolve_drafter(
+                config.drafter, config.draft_model, log_progress, config.draft_revision
+            )
+            drafter = str(found.path)
     except BatonError as error:
         raise ConfigError(f"on this worker's node: {error.message}") from error
     return str(model.path), drafter

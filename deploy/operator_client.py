@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.cluster_selection import Target
-from deploy.command_line import fail
+from deploy.command_line import fail, not_a_router
 from deploy.exit_codes import ExitCode
 from deploy.tls_options import TlsOptions
 
@@ -69,21 +69,18 @@ class OperatorClient:
 
     def look(self) -> ClusterFacts:
         """What there is now. Also makes sure that the router is of the selected cluster."""
-        told = self._ask("GET", "cluster")
+        address = self._target.address
+        try:
+            facts = _facts(self._ask("GET", "cluster"), address)
+        except (KeyError, TypeError):
+            fail(not_a_router(address))
         known = self._target.cluster
-        if known is not None and told["id"] != known.cluster_id:
+        if known is not None and facts.id != known.cluster_id:
             fail(
-                f"the router at {self._target.address} is of cluster {told['id']}, not of"
-                f" {known.cluster_id}: nothing was changed"
+                f"the router at {address} is of cluster {facts.id}, not of {known.cluster_id}:"
+                " nothing was changed"
             )
-        fields = WorkerFacts.__dataclass_fields__
-        return ClusterFacts(
-            told["id"],
-            told["model"],
-            self._target.address,
-            tuple(WorkerFacts(**{name: one[name] for name in fields}) for one in told["workers"]),
-            {pool["name"]: pool["count"] for pool in told["pools"]},
-        )
+        return facts
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Have the router do something. ``path`` is below /v1."""
@@ -115,7 +112,25 @@ class OperatorClient:
             refused = answer.status_code == _CONFLICT
             text = f"router {self._target.address}: {_message(answer)}"
             fail(text, code=ExitCode.REFUSED if refused else ExitCode.FAILED)
-        return dict(answer.json())
+        try:
+            told = answer.json()
+        except ValueError:
+            told = None
+        if not isinstance(told, dict):
+            fail(not_a_router(self._target.address))
+        return told
+
+
+def _facts(told: dict[str, Any], address: str) -> ClusterFacts:
+    """Raises KeyError and TypeError where ``told`` is not what a router says of its cluster."""
+    fields = WorkerFacts.__dataclass_fields__
+    return ClusterFacts(
+        told["id"],
+        told["model"],
+        address,
+        tuple(WorkerFacts(**{name: one[name] for name in fields}) for one in told["workers"]),
+        {pool["name"]: pool["count"] for pool in told["pools"]},
+    )
 
 
 def _message(answer: Any) -> str:

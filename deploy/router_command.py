@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 
+import redis
+
 from baton.config import Config
 from baton.errors import ConfigError
+from baton.redis_client import redis_client
+from baton.registry import Registry
 from deploy import model_store
 from deploy.exposure import check_exposure
 from deploy.ports import choose_ports
 from deploy.redis_users import store_url
 from deploy.what_if import WHAT_IF
+from router.model_commit import commit_of
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +36,17 @@ def serve_router(config: Config) -> None:
     # Slow to import; whoever is told what is missing need not wait.
     from router.main import RouterSettings, run  # noqa: PLC0415
 
-    model = model_store.resolve(config.model, _tell, config.quantization, config.revision)
+    url = store_url(config, "router")
+    revision = asyncio.run(_revision(config, url))
+    model = model_store.resolve(config.model, _tell, config.quantization, revision, weights=False)
+    config = config.model_copy(update={"revision": model.commit})
     scheme = "http" if config.tls.fronts is None else "https"
     sys.stdout.write(f"HTTP {scheme}://{config.http}/v1, gRPC {config.grpc}\n")
     sys.stdout.flush()
     run(
         RouterSettings(
             config=config.model_dump(mode="json"),
-            redis_url=store_url(config, "router"),
+            redis_url=url,
             cluster_id=config.cluster_id,
             model_path=str(model.path),
             model_name=config.served_model_name or model.name,
@@ -45,6 +54,17 @@ def serve_router(config: Config) -> None:
             what_if=WHAT_IF,
         )
     )
+
+
+async def _revision(config: Config, redis_url: str) -> str:
+    """That of the workers; where none is known yet, the configured one."""
+    async with redis_client(redis_url) as client:
+        try:
+            records = await Registry(client, config.cluster_id).all()
+        except (redis.RedisError, OSError) as error:
+            _tell(f"the workers' commit of the model cannot be read from Redis: {error}")
+            return config.revision
+    return commit_of(records.values(), config.revision)
 
 
 def _tell(text: str) -> None:

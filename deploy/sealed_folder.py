@@ -105,14 +105,17 @@ def locked(name: str, progress: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def disk_errors() -> Iterator[None]:
-    """Turns errors of the file system into ConfigError."""
+def disk_errors(folder: Path | None = None, variable: str = "BATON_CACHE_DIR") -> Iterator[None]:
+    """Turns errors of the file system into ConfigError: those of ``folder``, or of Baton's cache.
+
+    ``variable`` sets where the folder is.
+    """
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f"the model cannot be written to {cache_dir()}: {error}; check permissions and free "
-            "space there, or set BATON_CACHE_DIR to another folder"
+            f"the model cannot be written to {folder or cache_dir()}: {error}; check permissions "
+            f"and free space there, or set {variable} to another folder"
         ) from error
 
 

@@ -19,6 +19,7 @@ from baton.redis_client import redis_client
 from baton.registry import Registry, WorkerRecord
 from baton.tls import TlsFiles, client_context
 from deploy.cluster_state import ClusterState
+from deploy.command_line import not_a_router
 from deploy.pool_keeper import SlotState
 from deploy.slot_board import SlotBoard, Supervision
 
@@ -97,8 +98,8 @@ def read_status(
     trust, and what to show it. Health takes no key: without one that is all, where workers are
     shown to keys alone.
 
-    Raises Unavailable when the router does not answer, and Forbidden when it does not let
-    ``api_key`` read its metrics.
+    Raises Unavailable when no router answers there, and Forbidden when it does not let ``api_key``
+    read its metrics.
     """
     http = url.rpartition("//")[2]
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -118,8 +119,19 @@ def read_status(
         withheld = _error_text(answer)
     if api_key and withheld:
         raise Forbidden(f"the router at {http} does not show its workers to this key: {withheld}")
-    page = "" if withheld else answer.text
-    rows = rows_from_metrics(page)
+    text = _health_text(health)
+    page = answer.text if answer.status_code == httpx.codes.OK else ""
+    try:
+        rows, pairs = rows_from_metrics(page), pairs_from_metrics(page)
+    except (ValueError, KeyError):
+        raise Unavailable(not_a_router(http)) from None
+    if not text:
+        raise Unavailable(not_a_router(http))
+    if answer.status_code == httpx.codes.NOT_FOUND:
+        raise Unavailable(
+            f"{http} has no metrics: it is not a Baton router, or it shows them at its admin_http,"
+            " which --http must give"
+        )
     known = None if cluster is None else _known(cluster)
     supervisor: str = ""
     slots: tuple[SlotRow, ...] = ()
@@ -130,8 +142,6 @@ def read_status(
         supervisor, slots = supervisor_line(supervision), slots_of(supervision)
         autoscaler = "" if supervision is None else supervision.autoscaler
     healthy = health.status_code == httpx.codes.OK
-    pairs = pairs_from_metrics(page)
-    text = _health_text(health)
     return Status(http, healthy, text, rows, pairs, supervisor, slots, autoscaler, withheld)
 
 
@@ -280,12 +290,16 @@ def table(status: Status) -> Table:
 
 
 def _health_text(answer: httpx.Response) -> str:
+    """Empty where it is no router's."""
     try:
         body = answer.json()
     except ValueError:
-        return f"HTTP {answer.status_code}"
-    parts = [body[key] for key in ("status", "reason") if isinstance(body.get(key), str)]
-    return ": ".join(part for part in parts if part) or f"HTTP {answer.status_code}"
+        body = None
+    if isinstance(body, dict) and isinstance(body.get("status"), str):
+        reason = body.get("reason")
+        return f"{body['status']}: {reason}" if isinstance(reason, str) else str(body["status"])
+    # A proxy in front of a router that is away has words of its own.
+    return "" if answer.is_success else _error_text(answer)
 
 
 def _error_text(answer: httpx.Response) -> str:

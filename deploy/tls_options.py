@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from baton.tls import TlsFiles
     from deploy.cluster_state import ClusterState
 
+_MAX_PORT = 65535
+
 
 @dataclass(frozen=True, slots=True)
 class TlsOptions:
@@ -73,6 +75,21 @@ class TlsOptions:
         if cluster is not None:
             known = cluster.operators if operators else cluster.http
         address = http or known
-        if "://" in address:
-            return address.rstrip("/")
-        return f"{'http' if self.files(cluster) is None else 'https'}://{address}"
+        if "://" not in address:
+            address = f"{'http' if self.files(cluster) is None else 'https'}://{address}"
+        return _checked(address.rstrip("/"))
+
+
+def _checked(url: str) -> str:
+    """``url``; ends the command where no client could connect to it."""
+    import httpx  # noqa: PLC0415
+
+    try:
+        parsed = httpx.URL(url)
+        is_good = parsed.scheme in ("http", "https") and bool(parsed.host)
+        is_good = is_good and (parsed.port or 0) <= _MAX_PORT
+    except httpx.InvalidURL:
+        is_good = False
+    if not is_good:
+        fail(f"{url!r} is no address of a router: give HOST:PORT", code=ExitCode.USAGE)
+    return url

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import httpx
 import typer
@@ -20,6 +21,7 @@ from rich.live import Live
 
 from baton.errors import BatonError, Forbidden, Unavailable
 from baton.tls import TlsFiles, client_context
+from deploy.command_line import not_a_router
 from deploy.watch_view import Screen, draw
 from router.console.snapshot import Snapshot
 
@@ -109,7 +111,7 @@ def snapshots(http: str, api_key: str, tls: TlsFiles | None = None) -> Iterator[
             _check(http, answer)
             for line in answer.iter_lines():
                 if line.startswith("data: "):
-                    yield _parsed(line.removeprefix("data: "))
+                    yield _parsed(http, line.removeprefix("data: "))
     except httpx.HTTPError as error:
         why = str(error) or type(error).__name__
         raise Unavailable(
@@ -125,18 +127,28 @@ def _check(http: str, answer: httpx.Response) -> None:
         )
     if answer.status_code != httpx.codes.OK:
         raise Unavailable(f"the router at {http} answers {answer.status_code}: has it a console?")
+    if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+        raise Unavailable(not_a_router(http))
 
 
-def _parsed(data: str) -> Snapshot:
+def _parsed(http: str, data: str) -> Snapshot:
     try:
         return _SNAPSHOT.validate_json(data)
     except ValidationError as error:
-        told = json.loads(data)
-        fault = told.get("error") if isinstance(told, dict) else None
-        if isinstance(fault, dict):
-            kind = Forbidden if fault.get("code") in ("invalid_api_key", "forbidden") else None
-            raise (kind or Unavailable)(str(fault.get("message"))) from None
-        raise BatonError(f"the router is of another version: {error}") from error
+        fault = _fault(data)
+        if fault is None:
+            raise BatonError(not_a_router(http)) from error
+        kind = Forbidden if fault.get("code") in ("invalid_api_key", "forbidden") else Unavailable
+        raise kind(str(fault.get("message"))) from None
+
+
+def _fault(data: str) -> dict[str, Any] | None:
+    """The error that an event of a router tells of; None where it is another thing."""
+    try:
+        fault = json.loads(data)["error"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return fault if isinstance(fault, dict) else None
 
 
 def _screen(console: Console) -> Screen:

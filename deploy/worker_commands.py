@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Collection
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +21,10 @@ from deploy.exit_codes import ExitCode
 from deploy.operator_client import ClusterFacts, OperatorClient, WorkerFacts
 from deploy.option_group import takes
 from deploy.tls_options import TlsOptions
+
+if TYPE_CHECKING:
+    from deploy.cluster_state import ClusterState
+    from deploy.process_identity import ProcessIdentity
 
 _DEFAULT_DEADLINE_S = 30.0
 Deadline = Annotated[
@@ -148,6 +152,13 @@ def scale(
             min=0, max=MOST_WORKERS, help="Number of workers that the pool should have."
         ),
     ],
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Act even if some requests need a prefill worker, and none would be left.",
+        ),
+    ] = False,
     dry_run: DryRun = False,
     yes: Yes = False,
     cluster: ClusterId = None,
@@ -175,20 +186,20 @@ def scale(
     if dry_run:
         return
     confirm(f"Scale pool {pool} of cluster {facts.id} to {count} workers", yes=yes)
-    answer = client.post(f"pools/{pool}/scale", {"count": count})
+    answer = client.post(f"pools/{pool}/scale", {"count": count, "force": force})
     typer.echo(f"pool {pool} of {facts} will have {count} workers; it had {answer['previous']}")
 
 
 def _drain_router(name: str, chosen: Target, *, force: bool, dry_run: bool, yes: bool) -> None:
     """By a signal to its process, which must run here."""
     found = chosen.cluster
-    pid = None if found is None else found.processes.get(name)
-    if found is None or pid is None:
+    if found is None or name not in found.processes:
         known = "" if found is None else f"; there are: {_listed(_routers(found.processes))}"
         fail(
             f"{chosen} has no {name} on this machine{known}",
             "drain a router on its own machine, or send SIGTERM to it there",
         )
+    process = _process(found, name)
     is_last = len(_routers(found.processes)) == 1
     if is_last:
         text = f"{name} is the last router of {chosen}: no request is served until it is back"
@@ -198,8 +209,31 @@ def _drain_router(name: str, chosen: Target, *, force: bool, dry_run: bool, yes:
     if dry_run:
         return
     confirm(f"Drain {name} of cluster {found.cluster_id}", yes=yes)
-    os.kill(pid, signal.SIGTERM)
+    # The question may have been open for long: another process may have the name, or its pid.
+    if process is None or _process_now(found.cluster_id, name) != process:
+        fail(f"{name} of {chosen} has ended or was restarted: nothing was changed")
+    try:
+        os.kill(process.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        fail(f"{name} of {chosen} has ended: nothing was changed")
     typer.echo(f"{name} of {chosen} drains")
+
+
+def _process_now(cluster_id: str, name: str) -> ProcessIdentity | None:
+    from deploy.cluster_state import running_clusters  # noqa: PLC0415
+
+    now = (one for one in running_clusters() if one.cluster_id == cluster_id)
+    return next((_process(one, name) for one in now), None)
+
+
+def _process(cluster: ClusterState, name: str) -> ProcessIdentity | None:
+    """None where the cluster has none of that name, or it has ended."""
+    from deploy.process_identity import ProcessIdentity  # noqa: PLC0415
+
+    try:
+        return ProcessIdentity.of(cluster.processes[name])
+    except (KeyError, OSError):
+        return None
 
 
 def _check_last(

@@ -1,4 +1,6 @@
-"""`baton bench grammar`: what structured output costs the steps of one engine.
+"""What structured output costs the steps of one engine.
+
+    python -m loadtest.grammar_bench --model FOLDER
 
 Two sets of sequences decode side by side in one engine, one plain, one that follows a JSON schema;
 their steps take turns, so that whatever else the machine does hits both.
@@ -13,7 +15,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -23,6 +27,7 @@ from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from engine.grammar_rows import GrammarRows
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.sampling import SampleRow
+from loadtest.bench_app import Figures, ModelFolder, bench_app, say
 from loadtest.machine import this_machine
 
 Say = Callable[[str], None]
@@ -191,3 +196,18 @@ def _table(costs: list[GrammarCost]) -> Table:
             f"{cost.mask_us:.0f}",
         )
     return table
+
+
+def main(
+    model: ModelFolder,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of each kind at each size.")] = 100,
+    output: Figures = None,
+) -> None:
+    """Measure what structured output adds to a step."""
+    bench_grammar(GrammarBenchSettings(model, steps=steps, output=output), say, Console())
+
+
+app = bench_app(main)
+
+if __name__ == "__main__":
+    app()

@@ -1,4 +1,6 @@
-"""`baton bench index`: lookups in a prefix index of a given size, in a Valkey of its own.
+"""Lookups in a prefix index of a given size, in a Valkey of its own.
+
+    python -m loadtest.index_bench --workers 1000 --blocks 10000000
 
 The server has one core for itself where the machine has two.
 """
@@ -15,18 +17,20 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import psutil
 import redis.asyncio
+import typer
 from rich.console import Console
 
 from baton.background import end_tasks
 from baton.errors import BatonError, DeadlineExceeded, Unavailable
 from baton.prefix_index import DEFAULT_MEMORY_BYTES, PrefixIndex
 from baton.redis_client import redis_client
+from loadtest.bench_app import Figures, bench_app, say
 from loadtest.bench_store import bench_store
 from loadtest.index_workload import COMMON_BLOCKS, IndexWorkload, Question
 from loadtest.machine import Machine, this_machine
@@ -275,3 +279,23 @@ def _own_core(url: str) -> Iterator[None]:
         yield
     finally:
         own.cpu_affinity(cores)
+
+
+def main(
+    workers: Annotated[int, typer.Option(min=1, max=65535, help="Workers in the index.")] = 1000,
+    blocks: Annotated[int, typer.Option(min=1, help="Pairs of block and worker in the index.")] = 10
+    * _MILLION,
+    rate: Annotated[float, typer.Option(min=1, help="Lookups per second.")] = 500.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Duration of the measurement in seconds.")
+    ] = 20.0,
+    output: Figures = None,
+) -> None:
+    """Measure lookups in a large prefix index, and its memory."""
+    bench_index(IndexSettings(workers, blocks, rate, seconds), say, Console(), output)
+
+
+app = bench_app(main)
+
+if __name__ == "__main__":
+    app()

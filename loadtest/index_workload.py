@@ -1,4 +1,4 @@
-"""What `baton bench index` puts into the prefix index, and what it asks for.
+"""What `loadtest.index_bench` puts into the prefix index, and what it asks for.
 
 Prompts are ``PROMPT_BLOCKS`` blocks long and begin with the same ``COMMON_BLOCKS``, which every
 worker holds: a system prompt. Half of the (block, worker) pairs belong to prompts that 16 to 64

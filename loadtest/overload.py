@@ -1,5 +1,6 @@
-"""`baton bench overload`: what each admission mode does to goodput and latency, below capacity and
-far beyond it.
+"""What each admission mode does to goodput and latency, below capacity and far beyond it.
+
+    python -m loadtest.overload --model FOLDER --trace FILE
 
 First the capacity, the most goodput of a few rates that rise until the cluster falls behind; then
 shares and multiples of that rate for a minute each, at a cluster of each mode. Prompts are random
@@ -17,15 +18,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import httpx
+import typer
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
 from baton.config import Config
 from baton.errors import Unavailable
+from loadtest.bench_app import Figures, ModelFolder, bench_app, say
 from loadtest.handoff_bench import random_prompt
 from loadtest.machine import this_machine
 from loadtest.peer_servers import (
@@ -358,3 +361,37 @@ def draw(found: Overload) -> Table:
             f"{load.retry_after_p50_s:.2f}",
         )
     return table
+
+
+def main(
+    model: ModelFolder,
+    trace: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="Trace in Azure's format: CSV, plain or .gz."),
+    ],
+    scale_length: Annotated[
+        float, typer.Option(min=1, help="Divide the trace's lengths by this.")
+    ] = 8.0,
+    factor: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0.01,
+            help="Load as a multiple of the measured capacity; repeatable. Default: 0.5, 1, 3.",
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds per load.")] = 60.0,
+    probe_seconds: Annotated[
+        float, typer.Option(min=1, help="Seconds per rate while the capacity is searched.")
+    ] = 20.0,
+    output: Figures = None,
+) -> None:
+    """Compare the admission modes below and above capacity."""
+    factors = tuple(factor or (0.5, 1.0, 3.0))
+    settings = OverloadSettings(trace, scale_length, factors, seconds, probe_seconds)
+    bench_overload(settings, Programs(model), say, Console(), output)
+
+
+app = bench_app(main)
+
+if __name__ == "__main__":
+    app()

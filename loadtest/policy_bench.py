@@ -1,4 +1,6 @@
-"""`baton bench policy`: a trace replayed through the router's own planner, policy and prefix index.
+"""A trace replayed through the router's own planner, policy and prefix index.
+
+    python -m loadtest.policy_bench --trace FILE --workers 4
 
 Time is the trace's own. The workers are prefill workers with a queue each and a prefix cache; a
 prompt takes them what the cost model's defaults say, and they report it as real ones do. Their
@@ -22,9 +24,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import redis
+import typer
 from rich.console import Console
 
 from baton.config import PolicyName
@@ -33,6 +37,7 @@ from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import WorkerRecord
 from baton.request import Geometry, LoadSnapshot
+from loadtest.bench_app import Figures, bench_app, say
 from loadtest.bench_store import bench_store
 from loadtest.lru_cache import LruCache
 from loadtest.machine import this_machine
@@ -279,3 +284,39 @@ def bench_policy(
 async def _replay(settings: PolicyBenchSettings, rows: Sequence[TracedRequest], url: str) -> Replay:
     async with redis_client(url, timeout_s=_REDIS_S) as client:
         return await Replayer(settings, PrefixIndex(client, "bench")).run(rows)
+
+
+def main(
+    trace: Annotated[
+        Path, typer.Option(metavar="FILE", help="Trace in Mooncake's format, plain or gzipped.")
+    ],
+    workers: Annotated[int, typer.Option(min=1, max=1024, help="Prefill workers.")] = 4,
+    scale_length: Annotated[
+        float, typer.Option(help="Divide the lengths of prompts and blocks by this.")
+    ] = 1.0,
+    cache_blocks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Maximum blocks in a worker's cache. Default: unlimited."),
+    ] = None,
+    block_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens per block of the trace.")
+    ] = MOONCAKE_BLOCK_TOKENS,
+    routers: Annotated[
+        int, typer.Option(min=1, max=64, help="Routers, which take requests in turn.")
+    ] = 1,
+    policy: Annotated[PolicyName, typer.Option(help="Routing policy.")] = "predictive",
+    output: Figures = None,
+) -> None:
+    """Replay a trace through the router's policy and prefix index."""
+    if not 0 < scale_length < float("inf"):
+        raise typer.BadParameter(f"--scale-length must be above 0, not {scale_length}")
+    settings = PolicyBenchSettings(
+        trace, workers, policy, scale_length, cache_blocks, block_tokens, routers
+    )
+    bench_policy(settings, say, Console(), output)
+
+
+app = bench_app(main)
+
+if __name__ == "__main__":
+    app()

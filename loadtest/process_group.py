@@ -30,13 +30,19 @@ _POLL_S = 0.05
 
 @contextlib.contextmanager
 def process_group(
-    command: Sequence[str], environment: Mapping[str, str], log: Path, *, grace_s: float = GRACE_S
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    *,
+    grace_s: float = GRACE_S,
+    folder: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start ``command`` in a session of its own, its output in ``log``; end all of it on the way
+    """Start ``command`` in a session of its own, and end the whole group on exit.
 
-    out, whatever the reason. Raises ConfigError where it cannot be started.
+    Output is appended to ``log``. ``folder`` is the working directory; None keeps this process's.
+    Raises ConfigError if the command cannot be started.
     """
-    process = _start(command, environment, log)
+    process = _start(command, environment, log, folder)
     try:
         yield process
     finally:
@@ -78,12 +84,13 @@ def last_lines(log: Path, count: int = 15) -> str:
 
 
 def _start(
-    command: Sequence[str], environment: Mapping[str, str], log: Path
+    command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path | None
 ) -> subprocess.Popen[bytes]:
     try:
         with log.open("ab") as output:
             return subprocess.Popen(  # noqa: S603 - a program that the operator named
                 command,
+                cwd=folder,
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -1,4 +1,6 @@
-"""`baton bench router`: what a router costs a request, and how many tokens a second it passes on.
+"""What a router costs a request, and how many tokens a second it passes on.
+
+    python -m loadtest.router_bench --model FOLDER
 
 The router is a real one: its own process, pinned to one core, its HTTP front, a real Valkey for its
 registry and prefix index. Behind it is an echo worker (``loadtest.echo_worker``), which answers at
@@ -28,14 +30,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import psutil
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from baton.config import Config
 from baton.errors import ConfigError
+from loadtest.bench_app import Figures, ModelFolder, bench_app, counts_in, say
 from loadtest.bench_store import bench_store
 from loadtest.line_service import Fields, Helper, helper
 from loadtest.machine import Machine, this_machine
@@ -362,3 +367,55 @@ class _CoreUse:
     def share(self) -> float:
         """1 is a whole core."""
         return (self._seconds() - self._before) / (time.perf_counter() - self._began)
+
+
+def main(
+    model: ModelFolder,
+    rate: Annotated[
+        float, typer.Option(min=1, help="Requests per second during the latency test.")
+    ] = 200.0,
+    requests: Annotated[int, typer.Option(min=100, help="Requests of the latency test.")] = 2000,
+    prompt_words: Annotated[int, typer.Option(min=1, help="Words per prompt.")] = 100,
+    answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 16,
+    step_ms: Annotated[
+        float,
+        typer.Option(min=0, help="Milliseconds between an answer's tokens; 0 sends all at once."),
+    ] = 10.0,
+    streams: Annotated[
+        int, typer.Option(min=1, help="Concurrent answers during the throughput test.")
+    ] = 128,
+    tokens_per_s: Annotated[
+        str, typer.Option(help="Rates to try, until the router falls behind.")
+    ] = "10000,15000,20000,25000,30000,40000,50000",
+    peer: Annotated[
+        str,
+        typer.Option(
+            metavar="COMMAND",
+            help="Also measure another HTTP router, started by this command with {backend} (a URL)"
+            " and {port} in it.",
+        ),
+    ] = "",
+    output: Figures = None,
+) -> None:
+    """Measure the latency and the token rate of one router.
+
+    The worker behind it echoes: no model runs, and the first token comes at once.
+    """
+    settings = RouterBenchSettings(
+        model,
+        rate=rate,
+        requests=requests,
+        prompt_words=prompt_words,
+        answer_tokens=answer_tokens,
+        step_s=step_ms / 1e3,
+        streams=streams,
+        tokens_per_s=counts_in(tokens_per_s),
+        peer=peer,
+    )
+    bench_router(settings, say, Console(), output)
+
+
+app = bench_app(main)
+
+if __name__ == "__main__":
+    app()

@@ -1,4 +1,6 @@
-"""`baton bench speculation`: one engine with and without drafts, on the same prompts in turns.
+"""One engine with and without speculative decoding, on the same prompts in turns.
+
+    python -m loadtest.speculation --model FOLDER --concurrency 1,4,16
 
 No cluster: the engine's own steps, planned by its scheduler. Tokens a second are those of the steps
 in which no prompt is computed, planning and taking in of results included: what a decode worker's
@@ -13,7 +15,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Annotated, Literal
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -25,6 +29,14 @@ from engine.local import make_sequence
 from engine.plan import StepPlan, StepResult
 from engine.runner import Ending
 from engine.scheduler import Scheduler
+from loadtest.bench_app import (
+    Figures,
+    ModelFolder,
+    bench_app,
+    counts_in,
+    names_in,
+    say,
+)
 from loadtest.machine import Machine, this_machine
 from loadtest.speculation_prompts import COPY, copying_tasks, read_questions
 from loadtest.transfer_rows import write_json
@@ -280,3 +292,77 @@ def _json(settings: SpeculationSettings, machine: Machine, rows: Sequence[Specul
         "rows": [asdict(row) | {"speedup": row.speedup} for row in rows],
     }
     return json.dumps(found, indent=1) + "\n"
+
+
+def main(
+    model: ModelFolder,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder of .jsonl files with `category` and `turns`. Default: copying tasks.",
+        ),
+    ] = None,
+    quantization: Annotated[
+        Literal["auto", "none", "int8", "int4", "fp8"],
+        typer.Option(help="Weight format: auto keeps that of the files, none does not quantize."),
+    ] = "auto",
+    dtype: Annotated[
+        Literal["bfloat16", "float32", "float16"], typer.Option(help="Data type of activations.")
+    ] = "bfloat16",
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 means one per core.")] = 0,
+    drafter: Annotated[
+        Literal["ngram", "draft", "eagle", "medusa"],
+        typer.Option(help="Speculative method to compare with none."),
+    ] = "ngram",
+    draft_model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            exists=True,
+            file_okay=False,
+            help="Smaller model for `draft`, or the heads for `eagle` and `medusa`.",
+        ),
+    ] = None,
+    categories: Annotated[
+        str, typer.Option(help="Categories of prompts; `copy` is built in. Default: all.")
+    ] = "",
+    concurrency: Annotated[str, typer.Option(help="Numbers of concurrent sequences.")] = "1,4,16",
+    rows: Annotated[
+        int,
+        typer.Option(min=1, help="Prompts per category; at least twice the concurrency is used."),
+    ] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")
+    ] = 0.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs with and without drafts.")] = 2,
+    output: Figures = None,
+) -> None:
+    """Measure the speedup of speculative decoding on the CPU."""
+    engine = EngineSettings(
+        model,
+        dtype=dtype,
+        device="cpu",
+        threads=threads,
+        quantization=quantization,
+        drafter=drafter,
+        draft_model=draft_model,
+    )
+    settings = SpeculationSettings(
+        engine,
+        prompts,
+        names_in(categories),
+        counts_in(concurrency),
+        rows,
+        tokens,
+        temperature,
+        repeats,
+    )
+    bench_speculation(settings, say, Console(), output)
+
+
+app = bench_app(main)
+
+if __name__ == "__main__":
+    app()

@@ -1,4 +1,4 @@
-"""The load of `baton bench router`: streamed requests, over HTTP or straight to a worker.
+"""The load of `loadtest.router_bench`: streamed requests, over HTTP or straight to a worker.
 
 Run as a module, in a process of its own; see ``line_service``. It keeps its own cost small, since
 it shares its core with the echo worker: it reads events as bytes and counts them. Owned by the

@@ -1,4 +1,6 @@
-"""`baton bench tiers`: how soon a prompt begins whose KV is computed, in the pool, or in a tier.
+"""Time to first token of a prompt whose KV is computed, in the pool, or in a tier.
+
+    python -m loadtest.tier_bench --model FOLDER
 
 One engine without a cluster, its pool too small for three prompts: each is computed, asked for
 again, driven out by three others, and asked for once more. The others are computed while evicted
@@ -18,7 +20,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 from rich.table import Table
@@ -29,6 +33,7 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from engine.local import make_sequence
+from loadtest.bench_app import Figures, ModelFolder, bench_app, say
 from loadtest.machine import this_machine
 from worker.calibration import calibrate
 from worker.cores import host_cores
@@ -243,3 +248,26 @@ def _table(found: list[TierTimes]) -> Table:
 
 def _median_ms(seconds: list[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.1f}" if seconds else "-"
+
+
+def main(
+    model: ModelFolder,
+    prompt_tokens: Annotated[int, typer.Option(min=64, help="Prompt length in tokens.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, help="Repeated prompts of each kind.")] = 5,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Folder on the disk to measure. Default: a temporary one."
+        ),
+    ] = None,
+    output: Figures = None,
+) -> None:
+    """Measure time to first token from each KV tier."""
+    settings = TierBenchSettings(model, prompt_tokens, rounds, folder, output)
+    bench_tiers(settings, say, Console())
+
+
+app = bench_app(main)
+
+if __name__ == "__main__":
+    app()

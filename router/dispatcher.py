@@ -30,6 +30,7 @@ from router.attempts import Attempts
 from router.capacity import Capacity
 from router.cost_model import Coefficients
 from router.generation import GenerationRequest, OutputDelta, without_answer
+from router.model_commit import CommitCheck
 from router.moves import Moves, poison_error
 from router.output_assembler import OutputAssembler
 from router.planner import Planner
@@ -79,6 +80,7 @@ class ClusterDispatcher:
         self._metrics = metrics
         self._registry = registry
         self._index = index
+        self._commit_check = CommitCheck(config.revision)
         self._prefixes = PrefixLookup(index, metrics)
         self._registry_calls = metrics.redis_calls("registry_read")
         self._links = WorkerLinks(
@@ -192,7 +194,8 @@ class ClusterDispatcher:
 
     async def _read_registry(self) -> None:
         with self._registry_calls.one():
-            records, dead = await self._registry.read()
+            listed, dead = await self._registry.read()
+        records = self._commit_check.alike(listed)
         self._read_at = time.monotonic()
         if not self._can_read:
             log.info("the registry can be read again")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -121,12 +121,15 @@ class Exchange:
         if stream:
 
             async def work(events: EventStream) -> None:
-                async def send(some: Sequence[Event]) -> None:
-                    await events.write(encode_named(some), more=True)
+                async def show(_: int, delta: OutputDelta) -> None:
+                    choice.add(delta, keep_text=False)
+                    some = answer.events(delta, choice)
+                    if some:
+                        await events.write(encode_named(some), more=True)
 
                 async with self._access.entered(arrival.caller, [built], [choice]) as headers:
                     events.headers = headers
-                    await self._tell(answer, choice, built, arrival.at, send)
+                    await self._delivery.deliver_all([built], arrival.at, show)
                     await events.write(encode_named(answer.last_events(choice)), more=False)
 
             return EventStreamResponse(
@@ -159,37 +162,3 @@ class Exchange:
         async with self._access.entered(arrival.caller, built, choices) as headers:
             await self._delivery.deliver_all(built, arrival.at, keep, at_once)
             return headers
-
-    async def stream(
-        self,
-        answer: EventAnswer,
-        built: GenerationRequest,
-        arrival: Arrival,
-        begin: Callable[[Mapping[str, str]], Awaitable[None]],
-        send: Callable[[Sequence[Event]], Awaitable[None]],
-    ) -> None:
-        """Generate, and ``send`` the events as they come.
-
-        ``begin`` is told first what is left of the caller's allowance, as headers.
-        """
-        (choice,) = choices_for([built])
-        async with self._access.entered(arrival.caller, [built], [choice]) as headers:
-            await begin(headers)
-            await self._tell(answer, choice, built, arrival.at, send)
-            await send(answer.last_events(choice))
-
-    async def _tell(
-        self,
-        answer: EventAnswer,
-        choice: Choice,
-        built: GenerationRequest,
-        received_at: float,
-        send: Callable[[Sequence[Event]], Awaitable[None]],
-    ) -> None:
-        async def show(_: int, delta: OutputDelta) -> None:
-            choice.add(delta, keep_text=False)
-            events = answer.events(delta, choice)
-            if events:
-                await send(events)
-
-        await self._delivery.deliver_all([built], received_at, show)

@@ -66,7 +66,7 @@ def make_fronts(
     cache = CacheControl(dispatcher.workers.all, PrefixIndex(client, cluster_id), metrics)
     operators = Operators(access)
     control = WorkerControl(dispatcher.workers.all, dispatcher.workers.is_up)
-    scaling = PoolScaling(config.pools, PoolSizes(client, cluster_id))
+    scaling = PoolScaling(config, PoolSizes(client, cluster_id))
     parts = (dispatcher, tokenizer, model, metrics, config, access)
     batches = Batches(*parts)
     console = ConsoleApi(dispatcher, metrics, config, model.id, access, what_if)
@@ -88,7 +88,6 @@ def make_fronts(
         server,
         *parts,
         more=(
-            *batches.services,
             OperatorServicer(cache, operators),
             WorkerOperatorServicer(control, scaling, operators, config),
         ),

@@ -26,13 +26,9 @@ from router.answer_options import MOST_CHOICES
 from router.chat_options import ChatOptions, checked_variables
 from router.choice import Choice, choices_for
 from router.delivery import Delivery
-from router.embeddings.desk import EmbeddingDesk
-from router.embeddings.grpc_service import EmbeddingServicer
-from router.exchange import Exchange
 from router.generation import Dispatcher, GenerationRequest, OutputDelta, ShownText
 from router.grpc_call import Context, Service, arrival_of, check_size, metadata_of, write_to
 from router.grpc_health import HealthServicer
-from router.grpc_responses import ResponseServicer
 from router.grpc_sampling import grpc_sampling
 from router.grpc_tokens import TokenServicer
 from router.grpc_tools import add_tool_output, grpc_tool_use, grpc_turns
@@ -52,21 +48,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(
         self,
         dispatcher: Dispatcher,
+        builder: RequestBuilder,
         tokenizer: Tokenizer,
         model: ServedModel,
         metrics: RouterMetrics,
         config: Config,
         access: Access,
     ) -> None:
+        self._builder = builder
         self._access = access
         self._tokenizer = tokenizer
         self._model = model
         self._metrics = metrics
         self._config = config
-        grammars = GrammarGate(
-            tokenizer.grammars, metrics.grammar_compile_seconds.labels(role="router").observe
-        )
-        self._builder = RequestBuilder(dispatcher, tokenizer, model, config, grammars=grammars)
         self._delivery = Delivery(dispatcher, metrics, config, show=tokenizer.decode)
 
     # A coroutine that writes is as legal as a generator, and is cancelled where it stands when
@@ -240,22 +234,20 @@ def add_grpc_front(
     """Mount the services, health and reflection on a server that is not started yet.
 
     Without ``access``, keys are those of ``config``, and their limits are not kept. ``more``
-    services are added: those of batches, and the operators'.
+    services are added: the operators'.
     """
     access = access or Access(config, metrics)
+    grammars = GrammarGate(
+        tokenizer.grammars, metrics.grammar_compile_seconds.labels(role="router").observe
+    )
+    builder = RequestBuilder(dispatcher, tokenizer, model, config, grammars=grammars)
     inference = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-    servicer = InferenceServicer(dispatcher, tokenizer, model, metrics, config, access)
+    servicer = InferenceServicer(dispatcher, builder, tokenizer, model, metrics, config, access)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
     health = HealthServicer(dispatcher, (inference,))
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    exchange = Exchange(dispatcher, tokenizer, model, metrics, config, access)
-    desk = TokenDesk(exchange.builder, tokenizer, model)
-    services: tuple[Service, ...] = (
-        ResponseServicer(exchange, config, model.id),
-        TokenServicer(desk, config, access),
-        EmbeddingServicer(exchange, EmbeddingDesk(exchange, model), config),
-        *more,
-    )
+    desk = TokenDesk(builder, tokenizer, model)
+    services: tuple[Service, ...] = (TokenServicer(desk, config, access), *more)
     names = (
         inference,
         *(service.add_to(server) for service in services),

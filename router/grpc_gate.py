@@ -58,12 +58,8 @@ def _refusing(
             raise error
         yield
 
-    streams_in = handler is not None and handler.request_streaming
-    streams_out = handler is not None and handler.response_streaming
-    if streams_in and streams_out:
+    if handler is not None and handler.request_streaming:
         return grpc.stream_stream_rpc_method_handler(refuse_stream)
-    if streams_in:
-        return grpc.stream_unary_rpc_method_handler(refuse)
-    if streams_out:
+    if handler is not None and handler.response_streaming:
         return grpc.unary_stream_rpc_method_handler(refuse_stream)
     return grpc.unary_unary_rpc_method_handler(refuse)

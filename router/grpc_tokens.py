@@ -68,6 +68,7 @@ class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
             eos_token_ids=facts.eos_token_ids,
             has_chat_template=facts.has_chat_template,
             tool_parser=facts.tool_parser,
+            revision=facts.revision,
         )
 
     async def _ids(self, request: tokens_pb2.TokenizeRequest) -> tuple[int, ...]:

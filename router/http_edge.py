@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from baton.client.headers import REQUEST_ID_HEADER, is_request_id
 from baton.errors import BatonError
 from router.disconnect import ClientGone
 from router.http_errors import error_response
 
 log = logging.getLogger(__name__)
-
-_SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 
 
 class HttpEdge:
@@ -29,7 +27,7 @@ class HttpEdge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(Headers(scope=scope).get("x-request-id", ""))
+        request_id = _request_id(Headers(scope=scope).get(REQUEST_ID_HEADER, ""))
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -38,7 +36,7 @@ class HttpEdge:
                 started = True
                 message["headers"] = [
                     *message.get("headers", ()),
-                    (b"x-request-id", request_id.encode()),
+                    (REQUEST_ID_HEADER.encode(), request_id.encode()),
                 ]
             await send(message)
 
@@ -55,4 +53,4 @@ class HttpEdge:
 
 
 def _request_id(given: str) -> str:
-    return given if _SANE_ID.fullmatch(given) else secrets.token_hex(16)
+    return given if is_request_id(given) else secrets.token_hex(16)

@@ -10,7 +10,6 @@ from pydantic import BaseModel
 from router.api_description import ERRORS, json_body, streamed
 from router.direct_routes import Handler
 from router.embeddings.api import EmbeddingsApi
-from router.embeddings.desk import EmbeddingDesk
 from router.embeddings.protocol import EmbeddingsRequest, EmbeddingsResponse
 from router.exchange import Exchange
 from router.messages.api import MessagesApi
@@ -42,7 +41,7 @@ def add_more_routes(
     responses = ResponsesApi(exchange)
     messages = MessagesApi(exchange)
     tokens = TokenizeApi(exchange, TokenDesk(exchange.builder, tokenizer, model))
-    embeddings = EmbeddingsApi(exchange, EmbeddingDesk(exchange, model))
+    embeddings = EmbeddingsApi(exchange, model)
     direct: dict[str, Handler] = {
         EMBEDDINGS: embeddings.create,
         "/v1/responses": responses.create,

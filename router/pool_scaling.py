@@ -10,17 +10,29 @@ from collections.abc import Sequence
 
 import redis
 
-from baton.config import PoolConfig
-from baton.errors import InvalidRequest, NotFound, Unavailable
+from baton.config import Config, PoolConfig
+from baton.errors import InvalidRequest, LastWorker, NotFound, Unavailable
 from baton.pool_sizes import MOST_WORKERS, PoolSizes
+from router.policy import route_settings
 
 
 class PoolScaling:
     """See the module's text."""
 
-    def __init__(self, pools: Sequence[PoolConfig], sizes: PoolSizes) -> None:
-        self._pools = {pool.name: pool for pool in pools}
+    def __init__(self, config: Config, sizes: PoolSizes) -> None:
+        self._pools = {pool.name: pool for pool in config.pools}
         self._sizes = sizes
+        routes = route_settings(config).classes
+        self._needs_prefill = {
+            name: [
+                pool.name
+                for pool in config.pools
+                if pool.role == "prefill" and route.prefill.allows(pool.name)
+            ]
+            for name, route in routes.items()
+            if route.local_prefill == "never"
+        }
+        """The prefill pools of each class whose prompts no decode worker computes."""
 
     @property
     def pools(self) -> Sequence[PoolConfig]:
@@ -34,11 +46,12 @@ class PoolScaling:
         except redis.RedisError as error:
             raise Unavailable("Redis does not answer: the pools' sizes are unknown") from error
 
-    async def scale(self, pool: str, count: int) -> int:
+    async def scale(self, pool: str, count: int, *, force: bool = False) -> int:
         """Choose a pool's size; returns the size that it was to have until now.
 
         Raises NotFound where there is no such pool, InvalidRequest for too many workers and where
-        nobody would be left to decode, Unavailable while Redis does not answer.
+        no worker would be left to decode, LastWorker where none would be left to prefill a class
+        that needs one and ``force`` is false, Unavailable while Redis does not answer.
         """
         if pool not in self._pools:
             known = ", ".join(sorted(self._pools))
@@ -52,10 +65,22 @@ class PoolScaling:
                     f"no decode worker would be left without {pool!r}, and nothing can be served",
                     param="count",
                 )
+            if not force:
+                self._check_prefill(pool, sizes | {pool: count})
             await self._sizes.write(pool, count)
         except redis.RedisError as error:
             raise Unavailable(f"Redis does not answer: {pool!r} stays as it is") from error
         return sizes[pool]
+
+    def _check_prefill(self, pool: str, sizes: dict[str, int]) -> None:
+        for name, pools in self._needs_prefill.items():
+            if pool in pools and not any(sizes[one] for one in pools):
+                raise LastWorker(
+                    f"no prefill worker would be left for requests of class {name!r}, and its"
+                    " local_prefill is never: they could not be served. Repeat this with force to"
+                    " do it all the same",
+                    param="force",
+                )
 
     async def _read(self) -> dict[str, int]:
         sizes = {name: pool.count for name, pool in self._pools.items()}

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from baton.client.headers import DEADLINE_HEADER, SESSION_HEADER
 from baton.config import DEFAULT_TENANT, Config
 from baton.errors import (
     ContextLengthExceeded,
@@ -31,15 +32,11 @@ from router.tool_calls.tool import ToolUse
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions."""
-DEADLINE_HEADER = "x-baton-deadline-ms"
-"""How many milliseconds the client gives the whole request; in gRPC, metadata of that name."""
 MOST_PROMPTS = 128
 """Prompts in one request."""
 MOST_EMBEDDED = 2048
 """Inputs of one request for embeddings, as at OpenAI."""
 _SHOWN_ID_CHARACTERS = 128
-SESSION_HEADER = "x-baton-session"
-"""HTTP header, and gRPC metadata, in which a client names its conversation."""
 
 CHAT_DEFAULTS = ChatOptions()
 _NOTHING_ASKED = SamplingInput()

@@ -40,11 +40,7 @@ _BY_PREFIX: dict[str, Scope] = {
 _OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
 _INFERENCE_SERVICES = frozenset(
     {
-        "baton.v1.BatchService",
-        "baton.v1.EmbeddingService",
-        "baton.v1.FileService",
         "baton.v1.InferenceService",
-        "baton.v1.ResponseService",
         "baton.v1.TokenService",
         "grpc.reflection.v1alpha.ServerReflection",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,8 @@ class WorkerControl:
         """``links`` gives the connections to all workers, ``is_up`` tells which take requests."""
         self._links = links
         self._is_up = is_up
+        self._leaving: Counter[str] = Counter()
+        """Drains and role changes in flight, by slot: the registry may still list it as ready."""
 
     def workers(self) -> tuple[WorkerView, ...]:
         """Every worker that this router knows, by slot."""
@@ -70,7 +73,7 @@ class WorkerControl:
             self._check_left(link, "draining it")
         request = control_pb2.DrainRequest(deadline_ms=int(deadline_s * 1e3))
         stub = control_pb2_grpc.ControlServiceStub(link.channel)
-        with _errors(link):
+        with self._leaves(slot), _errors(link):
             answer = await stub.Drain(request, timeout=deadline_s + ANSWER_S)
         return answer.empty
 
@@ -82,13 +85,23 @@ class WorkerControl:
         Raises as ``drain`` does.
         """
         link = self._find(slot)
-        if not force and link.record.role != role:
+        is_new = link.record.role != role
+        if not force and is_new:
             self._check_left(link, "changing its role")
         request = control_pb2.ChangeRoleRequest(role=role, deadline_ms=int(deadline_s * 1e3))
         stub = control_pb2_grpc.ControlServiceStub(link.channel)
-        with _errors(link):
+        with self._leaves(slot) if is_new else contextlib.nullcontext(), _errors(link):
             answer = await stub.ChangeRole(request, timeout=deadline_s + ANSWER_S)
         return answer.took_ms / 1e3
+
+    @contextlib.contextmanager
+    def _leaves(self, slot: str) -> Iterator[None]:
+        """Inside, the worker does not count as one that is left in its role."""
+        self._leaving[slot] += 1
+        try:
+            yield
+        finally:
+            self._leaving[slot] -= 1
 
     def _check_left(self, link: WorkerLink, action: str) -> None:
         if self._is_last(link):
@@ -104,7 +117,7 @@ class WorkerControl:
         return not any(
             one.record.role == link.record.role and self._is_up(one)
             for one in self._links()
-            if one is not link
+            if one is not link and not self._leaving[one.record.slot]
         )
 
     def _find(self, slot: str) -> WorkerLink:

@@ -49,6 +49,9 @@ class ScaleRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     count: Int = Field(ge=0, le=MOST_WORKERS)
+    force: bool = False
+    """Leave no prefill worker for a class with ``local_prefill`` never, too. Otherwise that is a
+    409, ``last_worker``."""
 
 
 class Drained(BaseModel):
@@ -115,7 +118,7 @@ class WorkerOperations:
     async def scale(self, pool: str, request: Request, body: ScaleRequest) -> PoolScaled:
         """Choose how many workers a pool is to have. Needs an admin's key."""
         self._operators.check(request.headers)
-        previous = await self._scaling.scale(pool, body.count)
+        previous = await self._scaling.scale(pool, body.count, force=body.force)
         return PoolScaled(pool=pool, count=body.count, previous=previous)
 
     def _deadline(self, body: DrainRequest) -> float:
@@ -166,7 +169,7 @@ class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
     ) -> control_pb2.ScalePoolResponse:
         """See control.proto."""
         self._operators.check(metadata_of(context))
-        previous = await self._scaling.scale(request.pool, request.count)
+        previous = await self._scaling.scale(request.pool, request.count, force=request.force)
         return control_pb2.ScalePoolResponse(previous=previous)
 
     def _deadline(

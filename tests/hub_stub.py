@@ -18,6 +18,7 @@ from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_thetokenofthetests"
+SIGNATURE = "thesignatureofthetests"
 
 
 @dataclass(slots=True)
@@ -61,6 +62,10 @@ class HubStub:
         """Files of which every download stops after so many bytes, the connection open."""
         self.slow: dict[str, float] = {}
         """Files that are sent in pieces of 4 KiB, with so many seconds between two."""
+        self.refused: dict[str, int] = {}
+        """Files of which every download is answered with this status."""
+        self.signed: set[str] = set()
+        """Files that lie at an address with a signature, which nothing is found at."""
         self.answer_nothing = False
         """Whether every request is left without an answer."""
         self.released = threading.Event()
@@ -174,6 +179,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             raise _Refused(403 if token else 401, "GatedRepo", "Access is restricted")
         elif name not in files:
             raise _Refused(404, "EntryNotFound", "Entry not found", commit)
+        elif self.command == "GET" and name in self.stub.refused:
+            raise _Refused(self.stub.refused[name], "", "Refused")
         else:
             self._send(name, files[name], commit)
 
@@ -191,6 +198,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             "X-Repo-Commit": commit,
             "Accept-Ranges": "bytes",
         }
+        if name in self.stub.signed:
+            address = f"{self.stub.endpoint}/lost?X-Amz-Signature={SIGNATURE}"
+            self._head(302, 0, headers | {"Location": address, "X-Linked-Size": str(len(data))})
+            return
         start = 0
         if (asked := self.headers.get("Range")) is not None:
             start = int(asked.removeprefix("bytes=").removesuffix("-"))

@@ -80,6 +80,11 @@ class Terminal:
         self.type(f"\x1b[200~{text.replace(chr(10), chr(13))}\x1b[201~")
 
     @property
+    def echoes(self) -> bool:
+        """Whether the terminal shows what is typed, once its program has ended."""
+        return bool(termios.tcgetattr(self._master)[3] & termios.ECHO)
+
+    @property
     def lines(self) -> list[str]:
         """All lines that can be seen, by scrolling back where they have left the screen."""
         columns = range(self._screen.columns)

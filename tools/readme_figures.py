@@ -1,7 +1,7 @@
 """Draws the two pictures of README: ``python -m tools.readme_figures``.
 
 The architecture is drawn from the boxes and arrows below. The chart is drawn from the figures that
-``loadtest.long_prompts`` has written to docs/images/long-prompts.json.
+``loadtest.research.peers.long_prompts`` has written to docs/images/long-prompts.json.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _text(x: int, y: int, text: str, kind: str) -> str:
 
 
 def long_prompts(measured: dict[str, Any]) -> str:
-    """The chart of ``loadtest.long_prompts``: medians over the repetitions, as an SVG."""
+    """The chart of ``long_prompts``: medians over the repetitions, as an SVG."""
     runs = measured["runs"]
     lengths = sorted({run["document_tokens"] for run in runs})
     lines = {}

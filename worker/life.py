@@ -219,6 +219,7 @@ def _record(
         total_blocks=engine.pool.total,
         max_sequences=pool.max_sequences,
         pool=pool.name,
+        revision=settings.config.revision,
         ranks=pool.ranks,
         prefill_cost=lasting.costs.prefill,
         step_cost=lasting.costs.step,

@@ -1,23 +1,20 @@
-"""Clients of a Baton cluster: over HTTP or gRPC, for threads or for an event loop. No torch.
+"""gRPC clients of a Baton cluster, for threads and for asyncio, and the headers of its HTTP API.
 
-    from baton.client import HttpClient, Message
+    from baton.client import Client, Message
 
-    with HttpClient("http://127.0.0.1:8000") as client:
+    with Client("127.0.0.1:8001") as client:
         print(client.chat([Message("user", "Name a river.")]).text)
 
-What fails raises ``baton.errors.BatonError``. docs/client.md has examples. This is the one
-``__init__.py`` that is not empty: it is what other people's programs import.
+Failures raise ``baton.errors.BatonError``. Over HTTP the `openai` package is the client.
+docs/client.md has examples. This ``__init__.py`` is not empty, since other programs import it. No
+torch.
 """
 
 from baton.client.async_grpc_client import AsyncClient
-from baton.client.async_http_client import AsyncHttpClient
 from baton.client.grpc_client import DEFAULT_ADDRESS, Client
-from baton.client.http_client import DEFAULT_URL, HttpClient
+from baton.client.headers import request_headers, retry_after_s
 from baton.client.values import (
     Answer,
-    BatchInfo,
-    Embeddings,
-    FileInfo,
     Message,
     ModelInfo,
     Piece,
@@ -27,25 +24,23 @@ from baton.client.values import (
 )
 from baton.grammar import Grammar, GrammarKind
 from baton.tls import TlsFiles
+from baton.trace_context import TraceContext
 
 __all__ = [
     "DEFAULT_ADDRESS",
-    "DEFAULT_URL",
     "Answer",
     "AsyncClient",
-    "AsyncHttpClient",
-    "BatchInfo",
     "Client",
-    "Embeddings",
-    "FileInfo",
     "Grammar",
     "GrammarKind",
-    "HttpClient",
     "Message",
     "ModelInfo",
     "Piece",
     "Sampling",
     "TlsFiles",
     "TokenScore",
+    "TraceContext",
     "Usage",
+    "request_headers",
+    "retry_after_s",
 ]

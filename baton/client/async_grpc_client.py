@@ -9,20 +9,17 @@ from typing import Self
 import grpc.aio
 
 from baton.client import grpc_wire as wire
-from baton.client.async_grpc_batches import AsyncBatchCalls
 from baton.client.grpc_client import DEADLINE_S, DEFAULT_ADDRESS, MODELS_DEADLINE_S
-from baton.client.values import Answer, Embeddings, Message, ModelInfo, Piece, Sampling
+from baton.client.values import Answer, Message, ModelInfo, Piece, Sampling
 from baton.grpc_channel import open_channel
 from baton.tls import TlsFiles
 from baton.v1 import inference_pb2 as pb
-from baton.v1.embeddings_pb2_grpc import EmbeddingServiceStub
 from baton.v1.inference_pb2_grpc import InferenceServiceStub
-from baton.v1.responses_pb2_grpc import ResponseServiceStub
 from baton.v1.sampling_pb2 import SamplingParameters
 from baton.v1.tools_pb2 import Tools
 
 
-class AsyncClient(AsyncBatchCalls):
+class AsyncClient:
     """As ``Client``. Connects on first use; belongs to one event loop, on which it is made."""
 
     def __init__(
@@ -40,10 +37,9 @@ class AsyncClient(AsyncBatchCalls):
         """
         self._model = model
         self._channel = open_channel(address, tls)
-        super().__init__(self._channel, address, wire.metadata(api_key))
+        self._address = address
+        self._metadata = wire.metadata(api_key)
         self._stub = InferenceServiceStub(self._channel)
-        self._responses = ResponseServiceStub(self._channel)
-        self._embeddings = EmbeddingServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -58,7 +54,13 @@ class AsyncClient(AsyncBatchCalls):
     async def models(self, *, deadline_s: float = MODELS_DEADLINE_S) -> tuple[ModelInfo, ...]:
         """The models that are served; Unavailable when nothing listens."""
         request = pb.ListModelsRequest()
-        return wire.models(await self._ask(self._stub.ListModels, request, deadline_s))
+        try:
+            answer = await self._stub.ListModels(
+                request, timeout=deadline_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise wire.meant(error, self._address) from error
+        return wire.models(answer)
 
     async def chat(
         self,
@@ -111,50 +113,6 @@ class AsyncClient(AsyncBatchCalls):
             deadline_s=deadline_s,
         )
         return _pieces(answer)
-
-    async def respond(
-        self,
-        given: str | Sequence[Message],
-        sampling: Sampling | None = None,
-        *,
-        instructions: str = "",
-        deadline_s: float = DEADLINE_S,
-    ) -> Answer:
-        """Answer a text, or messages, by the Responses API."""
-        pieces = self.stream_response(
-            given, sampling, instructions=instructions, deadline_s=deadline_s
-        )
-        return Answer.of([piece async for piece in pieces])
-
-    async def stream_response(
-        self,
-        given: str | Sequence[Message],
-        sampling: Sampling | None = None,
-        *,
-        instructions: str = "",
-        deadline_s: float = DEADLINE_S,
-    ) -> AsyncGenerator[Piece, None]:
-        """As ``respond``, while it is made. Closing the generator aborts the request."""
-        request = wire.response_request(given, self._model, sampling, instructions)
-        call = self._responses.CreateResponse(request, timeout=deadline_s, metadata=self._metadata)
-        try:
-            async for event in call:
-                yield wire.response_piece(event)
-        except grpc.aio.AioRpcError as error:
-            raise wire.meant(error, self._address) from error
-        finally:
-            call.cancel()
-
-    async def embed(
-        self,
-        inputs: Sequence[str | Sequence[int]],
-        *,
-        dimensions: int | None = None,
-        deadline_s: float = DEADLINE_S,
-    ) -> Embeddings:
-        """Embed texts, or lists of token ids; ``dimensions``: that many leading numbers alone."""
-        request = wire.embed_request(inputs, self._model, dimensions)
-        return wire.embeddings(await self._ask(self._embeddings.Embed, request, deadline_s))
 
     # Messages of the protocol, as they are
 

@@ -9,14 +9,11 @@ from typing import Self
 import grpc
 
 from baton.client import grpc_wire as wire
-from baton.client.grpc_batches import BatchCalls
-from baton.client.values import Answer, Embeddings, Message, ModelInfo, Piece, Sampling
+from baton.client.values import Answer, Message, ModelInfo, Piece, Sampling
 from baton.grpc_channel import open_blocking_channel
 from baton.tls import TlsFiles
 from baton.v1 import inference_pb2 as pb
-from baton.v1.embeddings_pb2_grpc import EmbeddingServiceStub
 from baton.v1.inference_pb2_grpc import InferenceServiceStub
-from baton.v1.responses_pb2_grpc import ResponseServiceStub
 from baton.v1.sampling_pb2 import SamplingParameters
 from baton.v1.tools_pb2 import Tools
 
@@ -26,7 +23,7 @@ DEADLINE_S = 300.0
 MODELS_DEADLINE_S = 5.0
 
 
-class Client(BatchCalls):
+class Client:
     """Connects on first use. Safe to share between threads. Its methods raise BatonError."""
 
     def __init__(
@@ -44,10 +41,9 @@ class Client(BatchCalls):
         """
         self._model = model
         self._channel = open_blocking_channel(address, tls)
-        super().__init__(self._channel, address, wire.metadata(api_key))
+        self._address = address
+        self._metadata = wire.metadata(api_key)
         self._stub = InferenceServiceStub(self._channel)
-        self._responses = ResponseServiceStub(self._channel)
-        self._embeddings = EmbeddingServiceStub(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -112,54 +108,6 @@ class Client(BatchCalls):
             deadline_s=deadline_s,
         )
         return _pieces(answer)
-
-    def respond(
-        self,
-        given: str | Sequence[Message],
-        sampling: Sampling | None = None,
-        *,
-        instructions: str = "",
-        deadline_s: float = DEADLINE_S,
-    ) -> Answer:
-        """Answer a text, or messages, by the Responses API."""
-        pieces = self.stream_response(
-            given, sampling, instructions=instructions, deadline_s=deadline_s
-        )
-        return Answer.of(pieces)
-
-    def stream_response(
-        self,
-        given: str | Sequence[Message],
-        sampling: Sampling | None = None,
-        *,
-        instructions: str = "",
-        deadline_s: float = DEADLINE_S,
-    ) -> Generator[Piece, None, None]:
-        """As ``respond``, while it is made. Closing the iterator aborts the request."""
-        request = wire.response_request(given, self._model, sampling, instructions)
-        call = self._responses.CreateResponse(request, timeout=deadline_s, metadata=self._metadata)
-        try:
-            for event in call:
-                yield wire.response_piece(event)
-        except grpc.RpcError as error:
-            raise wire.meant(error, self._address) from error
-        finally:
-            call.cancel()
-
-    def embed(
-        self,
-        inputs: Sequence[str | Sequence[int]],
-        *,
-        dimensions: int | None = None,
-        deadline_s: float = DEADLINE_S,
-    ) -> Embeddings:
-        """Embed texts, or lists of token ids; ``dimensions``: that many leading numbers alone."""
-        request = wire.embed_request(inputs, self._model, dimensions)
-        call = self._embeddings.Embed
-        try:
-            return wire.embeddings(call(request, timeout=deadline_s, metadata=self._metadata))
-        except grpc.RpcError as error:
-            raise wire.meant(error, self._address) from error
 
     # Messages of the protocol, as they are
 

@@ -1,15 +1,12 @@
-"""What the clients take and give, the same over HTTP and gRPC."""
+"""What the gRPC clients take and return."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Any
 
 from baton.grammar import Grammar
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +81,6 @@ class Piece:
     """In the last piece."""
     logprobs: tuple[TokenScore, ...] = ()
     """Where they are asked for."""
-    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """The event itself, over HTTP: for what these fields do not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +92,6 @@ class Answer:
     usage: Usage
     logprobs: tuple[TokenScore, ...] = ()
     """Where they are asked for."""
-    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """The response itself, over HTTP: for what these fields do not have."""
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> Answer:
@@ -115,15 +108,6 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Embeddings:
-    """What a request for embeddings has brought."""
-
-    vectors: tuple[tuple[float, ...], ...]
-    """One for each input, in their order: fp32, of length 1."""
-    usage: Usage
-
-
-@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A model that is served."""
 
@@ -132,45 +116,3 @@ class ModelInfo:
     """Unix seconds."""
     context_length: int
     """Most tokens of prompt and answer together."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileInfo:
-    """An uploaded file, or a batch's results."""
-
-    id: str
-    filename: str
-    purpose: str
-    size: int
-    """In bytes."""
-    created_at: int
-    """Unix seconds."""
-    expires_at: int | None = None
-    """Unix seconds; None: it stays until it is deleted."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchInfo:
-    """A batch, and how far it has come."""
-
-    id: str
-    status: str
-    """``validating``, ``in_progress``, ``finalizing`` or ``cancelling``; in the end ``completed``,
-    ``failed``, ``expired`` or ``cancelled``."""
-    endpoint: str
-    input_file_id: str
-    output_file_id: str | None
-    error_file_id: str | None
-    total: int
-    """Lines of its file; 0 while they are checked."""
-    completed: int
-    failed: int
-    expires_at: int
-    """Unix seconds."""
-    faults: tuple[str, ...]
-    """Why it has failed: what is wrong with its file."""
-    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def ended(self) -> bool:
-        return self.status in ("completed", "failed", "expired", "cancelled")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/control.proto\x12\x08\x62\x61ton.v1\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"\x1e\n\rDrainResponse\x12\r\n\x05\x65mpty\x18\x01 \x01(\x08\"6\n\x11\x43hangeRoleRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\"%\n\x12\x43hangeRoleResponse\x12\x0f\n\x07took_ms\x18\x01 \x01(\r\"[\n\x12\x44rainWorkerRequest\x12\x0c\n\x04slot\x18\x01 \x01(\t\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x42\x0e\n\x0c_deadline_ms\"$\n\x13\x44rainWorkerResponse\x12\r\n\x05\x65mpty\x18\x01 \x01(\x08\"n\n\x17\x43hangeWorkerRoleRequest\x12\x0c\n\x04slot\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x66orce\x18\x04 \x01(\x08\x42\x0e\n\x0c_deadline_ms\"+\n\x18\x43hangeWorkerRoleResponse\x12\x0f\n\x07took_ms\x18\x01 \x01(\r\"/\n\x10ScalePoolRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"%\n\x11ScalePoolResponse\x12\x10\n\x08previous\x18\x01 \x01(\r2\x93\x01\n\x0e\x43ontrolService\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12G\n\nChangeRole\x12\x1b.baton.v1.ChangeRoleRequest\x1a\x1c.baton.v1.ChangeRoleResponse2\x84\x02\n\x15WorkerOperatorService\x12J\n\x0b\x44rainWorker\x12\x1c.baton.v1.DrainWorkerRequest\x1a\x1d.baton.v1.DrainWorkerResponse\x12Y\n\x10\x43hangeWorkerRole\x12!.baton.v1.ChangeWorkerRoleRequest\x1a\".baton.v1.ChangeWorkerRoleResponse\x12\x44\n\tScalePool\x12\x1a.baton.v1.ScalePoolRequest\x1a\x1b.baton.v1.ScalePoolResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/control.proto\x12\x08\x62\x61ton.v1\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"\x1e\n\rDrainResponse\x12\r\n\x05\x65mpty\x18\x01 \x01(\x08\"6\n\x11\x43hangeRoleRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\"%\n\x12\x43hangeRoleResponse\x12\x0f\n\x07took_ms\x18\x01 \x01(\r\"[\n\x12\x44rainWorkerRequest\x12\x0c\n\x04slot\x18\x01 \x01(\t\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x42\x0e\n\x0c_deadline_ms\"$\n\x13\x44rainWorkerResponse\x12\r\n\x05\x65mpty\x18\x01 \x01(\x08\"n\n\x17\x43hangeWorkerRoleRequest\x12\x0c\n\x04slot\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x66orce\x18\x04 \x01(\x08\x42\x0e\n\x0c_deadline_ms\"+\n\x18\x43hangeWorkerRoleResponse\x12\x0f\n\x07took_ms\x18\x01 \x01(\r\">\n\x10ScalePoolRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\"%\n\x11ScalePoolResponse\x12\x10\n\x08previous\x18\x01 \x01(\r2\x93\x01\n\x0e\x43ontrolService\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12G\n\nChangeRole\x12\x1b.baton.v1.ChangeRoleRequest\x1a\x1c.baton.v1.ChangeRoleResponse2\x84\x02\n\x15WorkerOperatorService\x12J\n\x0b\x44rainWorker\x12\x1c.baton.v1.DrainWorkerRequest\x1a\x1d.baton.v1.DrainWorkerResponse\x12Y\n\x10\x43hangeWorkerRole\x12!.baton.v1.ChangeWorkerRoleRequest\x1a\".baton.v1.ChangeWorkerRoleResponse\x12\x44\n\tScalePool\x12\x1a.baton.v1.ScalePoolRequest\x1a\x1b.baton.v1.ScalePoolResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,11 +48,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHANGEWORKERROLERESPONSE']._serialized_start=443
   _globals['_CHANGEWORKERROLERESPONSE']._serialized_end=486
   _globals['_SCALEPOOLREQUEST']._serialized_start=488
-  _globals['_SCALEPOOLREQUEST']._serialized_end=535
-  _globals['_SCALEPOOLRESPONSE']._serialized_start=537
-  _globals['_SCALEPOOLRESPONSE']._serialized_end=574
-  _globals['_CONTROLSERVICE']._serialized_start=577
-  _globals['_CONTROLSERVICE']._serialized_end=724
-  _globals['_WORKEROPERATORSERVICE']._serialized_start=727
-  _globals['_WORKEROPERATORSERVICE']._serialized_end=987
+  _globals['_SCALEPOOLREQUEST']._serialized_end=550
+  _globals['_SCALEPOOLRESPONSE']._serialized_start=552
+  _globals['_SCALEPOOLRESPONSE']._serialized_end=589
+  _globals['_CONTROLSERVICE']._serialized_start=592
+  _globals['_CONTROLSERVICE']._serialized_end=739
+  _globals['_WORKEROPERATORSERVICE']._serialized_start=742
+  _globals['_WORKEROPERATORSERVICE']._serialized_end=1002
 # @@protoc_insertion_point(module_scope)

@@ -209,19 +209,23 @@ class ScalePoolRequest(_message.Message):
 
     POOL_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool's name."""
     count: _builtins.int
     """How many workers it is to have."""
+    force: _builtins.bool
+    """Also leave no prefill worker for a class with local_prefill never."""
     def __init__(
         self,
         *,
         pool: _builtins.str = ...,
         count: _builtins.int = ...,
+        force: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "pool", b"pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "force", b"force", "pool", b"pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

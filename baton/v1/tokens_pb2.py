@@ -26,7 +26,7 @@ from baton.v1 import inference_pb2 as baton_dot_v1_dot_inference__pb2
 from baton.v1 import tools_pb2 as baton_dot_v1_dot_tools__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/tokens.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\x1a\x14\x62\x61ton/v1/tools.proto\"\xb1\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12*\n\x08messages\x18\x03 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12\x1e\n\x05tools\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Tools\x12\x19\n\x11no_special_tokens\x18\x05 \x01(\x08\x12\r\n\x05spell\x18\x06 \x01(\x08\x42\x07\n\x05input\"P\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x11\n\tspellings\x18\x02 \x03(\t\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x15\n\x13GetModelInfoRequest\"\xa6\x01\n\x14GetModelInfoResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x13\n\x0btool_parser\x18\x07 \x01(\t2\xe9\x01\n\x0cTokenService\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponse\x12M\n\x0cGetModelInfo\x12\x1d.baton.v1.GetModelInfoRequest\x1a\x1e.baton.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/tokens.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\x1a\x14\x62\x61ton/v1/tools.proto\"\xb1\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12*\n\x08messages\x18\x03 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12\x1e\n\x05tools\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Tools\x12\x19\n\x11no_special_tokens\x18\x05 \x01(\x08\x12\r\n\x05spell\x18\x06 \x01(\x08\x42\x07\n\x05input\"P\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x11\n\tspellings\x18\x02 \x03(\t\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x15\n\x13GetModelInfoRequest\"\xb8\x01\n\x14GetModelInfoResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x13\n\x0btool_parser\x18\x07 \x01(\t\x12\x10\n\x08revision\x18\x08 \x01(\t2\xe9\x01\n\x0cTokenService\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponse\x12M\n\x0cGetModelInfo\x12\x1d.baton.v1.GetModelInfoRequest\x1a\x1e.baton.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,7 +44,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELINFOREQUEST']._serialized_start=436
   _globals['_GETMODELINFOREQUEST']._serialized_end=457
   _globals['_GETMODELINFORESPONSE']._serialized_start=460
-  _globals['_GETMODELINFORESPONSE']._serialized_end=626
-  _globals['_TOKENSERVICE']._serialized_start=629
-  _globals['_TOKENSERVICE']._serialized_end=862
+  _globals['_GETMODELINFORESPONSE']._serialized_end=644
+  _globals['_TOKENSERVICE']._serialized_start=647
+  _globals['_TOKENSERVICE']._serialized_end=880
 # @@protoc_insertion_point(module_scope)

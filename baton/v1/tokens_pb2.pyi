@@ -163,6 +163,7 @@ class GetModelInfoResponse(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     TOOL_PARSER_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     created: _builtins.int
     """Unix seconds."""
@@ -173,6 +174,8 @@ class GetModelInfoResponse(_message.Message):
     has_chat_template: _builtins.bool
     tool_parser: _builtins.str
     """How tool calls are read."""
+    revision: _builtins.str
+    """The commit of the model's repository; empty: the model is a folder or a file of the operator."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end an answer."""
@@ -187,10 +190,11 @@ class GetModelInfoResponse(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         has_chat_template: _builtins.bool = ...,
         tool_parser: _builtins.str = ...,
+        revision: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "created", b"created", "eos_token_ids", b"eos_token_ids", "has_chat_template", b"has_chat_template", "id", b"id", "tool_parser", b"tool_parser", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "created", b"created", "eos_token_ids", b"eos_token_ids", "has_chat_template", b"has_chat_template", "id", b"id", "revision", b"revision", "tool_parser", b"tool_parser", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

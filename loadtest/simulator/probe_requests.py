@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import httpx
 import numpy as np
 
-from baton.client.async_http_client import AsyncHttpClient
-from baton.client.values import Sampling
-from baton.errors import Unavailable
+from baton.client.headers import request_headers
+from baton.errors import DeadlineExceeded, Unavailable
+from baton.http_api import api_errors, event_of
 
 _REQUEST_S = 120.0
+_GRACE_S = 5.0
+"""After a request's deadline, for the router's own error."""
 MARGIN_TOKENS = 64
 """Of the context, that is left for an answer."""
 
@@ -44,9 +48,11 @@ class Limits:
 class ProbeRequests:
     """Owned by one event loop. Raises BatonError where a request fails."""
 
-    def __init__(self, client: AsyncHttpClient, limits: Limits, seed: int) -> None:
+    def __init__(self, client: httpx.AsyncClient, model: str, limits: Limits, seed: int) -> None:
+        """``client`` is one of ``baton.http_api.open_async_api``; ``model`` is the served id."""
         self.limits = limits
         self._client = client
+        self._model = model
         self._generator = np.random.default_rng(seed)
 
     async def times(self, tokens: int, answer: int, began: float | None = None) -> Sequence[float]:
@@ -61,10 +67,29 @@ class ProbeRequests:
     async def listen(self, tokens: int, answer: int, times: list[float]) -> None:
         """Append when each token comes, by the monotonic clock."""
         prompt = self._generator.integers(3, self.limits.vocabulary, tokens).tolist()
-        sampling = Sampling(temperature=0.0, max_tokens=answer, ignore_eos=True)
-        async for piece in self._client.stream_completion(
-            prompt, sampling, deadline_s=_REQUEST_S, options={"return_token_ids": True}
-        ):
-            now = time.monotonic()
-            for choice in piece.raw.get("choices", ()):
-                times += [now] * len(choice.get("token_ids") or ())
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": answer,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+        }
+        headers = request_headers(deadline_s=_REQUEST_S)
+        try:
+            with api_errors():
+                async with (
+                    asyncio.timeout(_REQUEST_S + _GRACE_S),
+                    self._client.stream(
+                        "POST", "/v1/completions", json=body, headers=headers
+                    ) as response,
+                ):
+                    async for line in response.aiter_lines():
+                        event, now = event_of(line) or {}, time.monotonic()
+                        for choice in event.get("choices", ()):
+                            times += [now] * len(choice.get("token_ids") or ())
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"an answer of {answer} tokens did not end in {_REQUEST_S:g} s"
+            ) from None

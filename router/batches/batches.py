@@ -7,12 +7,10 @@ from baton.metrics import RouterMetrics
 from router.access import Access
 from router.batches.api import BatchesApi
 from router.batches.desk import BatchDesk
-from router.batches.grpc_services import BatchServicer, FileServicer
 from router.batches.line_runner import LineRunner, line_handlers
 from router.batches.runner import BatchRunner
 from router.batches.store import BatchStore
 from router.generation import Dispatcher
-from router.grpc_call import Service
 from router.served_model import ServedModel
 from router.tokenizer import Tokenizer
 
@@ -45,11 +43,6 @@ class Batches:
         )
         desk = BatchDesk(self._store, model.id, config, self._runner.wake)
         self.api = BatchesApi(desk, config, access)
-        self.services: tuple[Service, ...] = (
-            FileServicer(desk, config, access),
-            BatchServicer(desk, config, access),
-        )
-        """The same in gRPC."""
 
     async def start(self) -> None:
         """Begin to run batches."""

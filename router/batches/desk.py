@@ -1,4 +1,4 @@
-"""What a tenant does with files and batches, whichever front it comes by."""
+"""What a tenant does with files and batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ MOST_BATCHES = 100
 DEFAULT_BATCHES = 20
 LEAST_EXPIRY_S, MOST_EXPIRY_S = 3600, 30 * 86400
 """How long a file may be kept that expires, in seconds; as at OpenAI."""
-DEFAULT_WINDOW = "24h"
 
 T = TypeVar("T")
 

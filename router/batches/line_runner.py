@@ -30,7 +30,6 @@ from router.api_keys import Caller
 from router.batches.batch import Batch, LineResult
 from router.batches.line import Line
 from router.embeddings.api import EmbeddingsApi
-from router.embeddings.desk import EmbeddingDesk
 from router.exchange import Exchange
 from router.generation import Dispatcher, GenerationRequest, OutputDelta
 from router.http_errors import error_object
@@ -114,7 +113,7 @@ def line_handlers(
         "/v1/chat/completions": api.chat_completions,
         "/v1/completions": api.completions,
         "/v1/responses": ResponsesApi(exchange).create,
-        "/v1/embeddings": EmbeddingsApi(exchange, EmbeddingDesk(exchange, model)).create,
+        "/v1/embeddings": EmbeddingsApi(exchange, model).create,
     }
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import secrets
 import time
-from collections.abc import Awaitable
+from collections.abc import Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from baton.errors import InvalidRequest
 from router.disconnect import unless_disconnected
-from router.embeddings.desk import Embedded, EmbeddingDesk, Vector
 from router.embeddings.protocol import (
     EmbeddingObject,
     EmbeddingsRequest,
@@ -19,17 +21,27 @@ from router.embeddings.protocol import (
     EmbeddingsUsage,
 )
 from router.exchange import Exchange
+from router.generation import GenerationRequest, OutputDelta
 from router.http_body import validate
 from router.off_loop import off_loop
 from router.openai_api import prompts_of
+from router.request_builder import Arrival
+from router.served_model import ServedModel
+
+AT_ONCE = 32
+"""Inputs of one request that are on their way to workers at a time: more would keep others out of
+the line, and be refused where it is full."""
+
+Vector = npt.NDArray[np.float32]
+"""[dimensions], of length 1."""
 
 
 class EmbeddingsApi:
     """The handler. It raises BatonError; ``router.http_errors`` answers it."""
 
-    def __init__(self, exchange: Exchange, desk: EmbeddingDesk) -> None:
+    def __init__(self, exchange: Exchange, model: ServedModel) -> None:
         self._exchange = exchange
-        self._desk = desk
+        self._model = model
 
     async def create(self, request: Request) -> Response:
         """Embed one or more texts."""
@@ -38,33 +50,68 @@ class EmbeddingsApi:
         async with exchange.counting_refusals():
             caller = exchange.caller(request.headers)
             body = validate(EmbeddingsRequest, await exchange.read(request))
-            self._desk.check_model(body.model)
+            exchange.builder.check_model(body.model)
             name = f"embd-{secrets.token_hex(16)}"
             arrival = exchange.arrival(request, caller, name, arrival_at)
-            asked = await self._desk.asked(arrival, prompts_of(body.input), body.dimensions)
-        embedded = self._desk.embed(asked, arrival)
-        return await unless_disconnected(request.receive, _answered(body, embedded))
+            inputs = prompts_of(body.input)
+            dimensions = self._dimensions(body)
+            built = await exchange.builder.embeddings(arrival, inputs)
+        answered = self._answered(body, built, arrival, dimensions)
+        return await unless_disconnected(request.receive, answered)
+
+    def _dimensions(self, body: EmbeddingsRequest) -> int:
+        """How many numbers each vector has. Raises InvalidRequest."""
+        most = self._model.embedding_size
+        if body.dimensions is None:
+            return most
+        if not 1 <= body.dimensions <= most:
+            raise InvalidRequest(f"dimensions must be between 1 and {most}", param="dimensions")
+        return body.dimensions
+
+    async def _answered(
+        self,
+        body: EmbeddingsRequest,
+        built: Sequence[GenerationRequest],
+        arrival: Arrival,
+        dimensions: int,
+    ) -> Response:
+        """Have all inputs embedded, some at a time."""
+        found: dict[int, Vector] = {}
+
+        async def keep(place: int, delta: OutputDelta) -> None:
+            if delta.embedding:
+                found[place] = shortened(delta.embedding, dimensions)
+
+        headers = await self._exchange.collect(built, arrival, keep, AT_ONCE)
+        vectors = [found[place] for place in range(len(built))]
+        tokens = sum(len(request.prompt_ids) for request in built)
+        return await off_loop(
+            dimensions * len(vectors),
+            lambda: _response(body, vectors, tokens, headers),
+        )
 
 
-async def _answered(body: EmbeddingsRequest, embedding: Awaitable[Embedded]) -> Response:
-    found = await embedding
-    numbers = sum(map(len, found.vectors))
-    return await off_loop(
-        numbers,
-        lambda: JSONResponse(_whole(body, found).model_dump(), headers=dict(found.headers)),
-    )
-
-
-def _whole(body: EmbeddingsRequest, found: Embedded) -> EmbeddingsResponse:
+def _response(
+    body: EmbeddingsRequest, vectors: Sequence[Vector], tokens: int, headers: Mapping[str, str]
+) -> JSONResponse:
     encode = _base64 if body.encoding_format == "base64" else _numbers
-    return EmbeddingsResponse(
+    whole = EmbeddingsResponse(
         data=[
             EmbeddingObject(index=index, embedding=encode(vector))
-            for index, vector in enumerate(found.vectors)
+            for index, vector in enumerate(vectors)
         ],
         model=body.model,
-        usage=EmbeddingsUsage(prompt_tokens=found.prompt_tokens, total_tokens=found.prompt_tokens),
+        usage=EmbeddingsUsage(prompt_tokens=tokens, total_tokens=tokens),
     )
+    return JSONResponse(whole.model_dump(), headers=dict(headers))
+
+
+def shortened(embedding: Sequence[float], dimensions: int) -> Vector:
+    """The leading numbers, fp32 [dimensions], scaled to length 1 where some are left out."""
+    found = np.asarray(embedding[:dimensions], dtype=np.float64)
+    if len(found) < len(embedding) and (length := float(np.linalg.norm(found))) > 0:
+        found = found / length
+    return found.astype(np.float32)
 
 
 def _numbers(vector: Vector) -> list[float] | str:

@@ -6,7 +6,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import BatonError
@@ -15,7 +15,6 @@ from router.choice import Choice
 from router.exchange import Event
 from router.generation import GenerationRequest, OutputDelta
 from router.responses.output import Fields, ResponseOutput
-from router.responses.text_format import PLAIN
 from router.tool_calls.format import ToolFormat
 from router.tool_calls.tool import Tool, ToolUse
 
@@ -27,14 +26,14 @@ class Repeated:
     """What of a request its answer repeats."""
 
     model: str
-    instructions: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    max_output_tokens: int | None = None
-    tools: Sequence[Tool] = ()
-    tool_choice: Any = "auto"
+    instructions: str | None
+    metadata: Mapping[str, Any]
+    max_output_tokens: int | None
+    tools: Sequence[Tool]
+    tool_choice: Any
     """As the client gave it."""
-    parallel_tool_calls: bool = True
-    text_format: Mapping[str, Any] = field(default_factory=lambda: PLAIN)
+    parallel_tool_calls: bool
+    text_format: Mapping[str, Any]
 
 
 class ResponsesAnswer:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
@@ -14,13 +15,15 @@ from baton.errors import InvalidRequest, UnsupportedParameter
 from router.exchange import Exchange
 from router.http_body import validate
 from router.openai_api import sampling_of
-from router.responses.answer import Repeated
-from router.responses.asked import ResponseAsked, begun
+from router.responses.answer import Repeated, ResponsesAnswer
 from router.responses.items import response_turns
 from router.responses.protocol import ResponsesRequest
 from router.responses.text_format import format_grammar, text_format
 from router.responses.tools import response_choice, response_tools
+from router.sampling_input import SamplingInput
+from router.tool_calls.prompt import Turn
 from router.tool_calls.protocol import use_of
+from router.tool_calls.tool import ToolUse
 
 # Known fields that are not served, and the values of them that ask for nothing; null always does.
 _UNSERVED: dict[str, tuple[Any, ...]] = {
@@ -61,15 +64,28 @@ class ResponsesApi:
             body = validate(ResponsesRequest, raw)
             exchange.builder.check_model(body.model)
             _refuse_unserved(raw)
-            answer, built, arrival = await begun(
-                exchange,
-                _asked(body),
-                lambda name: exchange.arrival(request, caller, name, arrival_at),
+            asked = _asked(body)
+            answer = ResponsesAnswer(asked.repeated, exchange.builder.tool_format, asked.use)
+            arrival = exchange.arrival(request, caller, answer.id, arrival_at)
+            built = await exchange.builder.chat(
+                arrival, asked.turns, asked.sampling, body.priority, asked.use
             )
+            answer.sampled_with(built)
         return await exchange.respond(request, answer, built, arrival, stream=bool(body.stream))
 
 
-def _asked(body: ResponsesRequest) -> ResponseAsked:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A body, checked as far as that goes without the model."""
+
+    turns: Sequence[Turn]
+    sampling: SamplingInput
+    repeated: Repeated
+    use: ToolUse | None
+
+
+def _asked(body: ResponsesRequest) -> _Asked:
+    """Raises InvalidRequest and UnsupportedParameter."""
     tools = response_tools(body.tools)
     choice = response_choice(body.tool_choice, parallel=body.parallel_tool_calls)
     form = text_format(body.text)
@@ -90,7 +106,7 @@ def _asked(body: ResponsesRequest) -> ResponseAsked:
         form,
     )
     turns = response_turns(body.input, body.instructions)
-    return ResponseAsked(turns, sampling, repeated, body.priority, use_of(tools, choice))
+    return _Asked(turns, sampling, repeated, use_of(tools, choice))
 
 
 def _refuse_unserved(raw: Mapping[str, Any]) -> None:

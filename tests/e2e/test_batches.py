@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
+import openai
 import pytest
 
-from baton.client import Client, HttpClient, Message, Sampling
-from loadtest.clients.checking import check, chosen
+from baton.client import Client, Message, Sampling
+from baton.http_api import open_api, open_async_api
+from tests.clients.checking import check, chosen
 from tests.e2e.cluster import BATON, UpProcess, wait_until_gone
+from tests.http_batches import begin_batch
 
 DEADLINE_S = 120.0
 LINES = 6
@@ -61,41 +66,59 @@ def test_a_file_through_the_command(cluster: UpProcess, tmp_path: Path) -> None:
     http = cluster.http.removeprefix("http://")
     run_command(str(file), "--output", str(output), "--http", http)
     check_output(output)
-    with HttpClient(cluster.http) as client, Client(cluster.grpc) as grpc:
-        # Somebody in a hurry is served as ever, over both fronts.
-        for one in (client, grpc):
-            answer = one.chat([Message("user", "Name a river.")], Sampling(max_tokens=8))
-            assert 0 < answer.usage.completion_tokens <= 8
+    # Other requests are served as before, over HTTP and gRPC.
+    messages = [{"role": "user", "content": "Name a river."}]
+    body = {"model": cluster.model, "messages": messages, "max_tokens": 8}
+    with open_api(cluster.http) as client:
+        usage = client.post("/v1/chat/completions", json=body).json()["usage"]
+    assert 0 < usage["completion_tokens"] <= 8
+    with Client(cluster.grpc) as grpc:
+        answer = grpc.chat([Message("user", "Name a river.")], Sampling(max_tokens=8))
+    assert 0 < answer.usage.completion_tokens <= 8
 
 
-def test_responses_in_a_batch_over_grpc(cluster: UpProcess, tmp_path: Path) -> None:
+def test_responses_in_a_batch(cluster: UpProcess) -> None:
     body = {"model": cluster.model, "input": "Name a river.", "max_output_tokens": 8, "seed": 1}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": body}
-    with Client(cluster.grpc) as client:
-        file = client.upload(json.dumps(line).encode())
-        batch = client.create_batch(file.id, "/v1/responses")
+    url = f"{cluster.http}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", timeout=DEADLINE_S) as client:
+        file = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/responses", completion_window="24h"
+        )
         end = time.monotonic() + DEADLINE_S
-        while not batch.ended:
+        while batch.status in ("validating", "in_progress", "finalizing"):
             assert time.monotonic() < end, "the batch did not end"
             time.sleep(0.1)
-            batch = client.batch(batch.id)
-        assert (batch.status, batch.completed) == ("completed", 1)
+            batch = client.batches.retrieve(batch.id)
+        assert batch.status == "completed"
         assert batch.output_file_id is not None
-        client.download(batch.output_file_id, tmp_path / "out.jsonl")
-        answer = client.respond("Name a river.", Sampling(max_tokens=8, seed=1))
-    told = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]
-    assert told["usage"]["output_tokens"] == answer.usage.completion_tokens > 0
+        told = json.loads(client.files.content(batch.output_file_id).text)["response"]["body"]
+        answer = client.responses.create(
+            model=cluster.model,
+            input="Name a river.",
+            max_output_tokens=8,
+            extra_body={"seed": 1},
+        )
+    assert answer.usage is not None
+    assert told["usage"]["output_tokens"] == answer.usage.output_tokens > 0
 
 
 def test_the_cache_is_shown_and_dropped(cluster: UpProcess) -> None:
-    with HttpClient(cluster.http) as client:
-        client.complete("One two three four five six seven eight nine ten. " * 8)
+    prompt = "One two three four five six seven eight nine ten. " * 8
+    with open_api(cluster.http) as client:
+        client.post("/v1/completions", json={"model": cluster.model, "prompt": prompt})
     stats = httpx.get(f"{cluster.http}/v1/cache/stats", timeout=DEADLINE_S).json()
     assert stats["prompt_tokens"] > 0
     assert {one["slot"] for one in stats["workers"]} == {"prefill-0", "decode-0"}
     dropped = httpx.delete(f"{cluster.http}/v1/cache", timeout=DEADLINE_S).json()["workers"]
     assert {one["slot"] for one in dropped} == {"prefill-0", "decode-0"}
     assert all(one["error"] is None for one in dropped)
+
+
+async def begun(url: str, content: bytes) -> dict[str, Any]:
+    async with open_async_api(url) as client:
+        return await begin_batch(client, content, "/v1/chat/completions")
 
 
 @pytest.mark.long
@@ -105,15 +128,14 @@ def test_a_batch_goes_on_after_the_cluster_was_started_again(tmp_path: Path) -> 
     file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     with UpProcess(env=env) as first:
         http = first.wait_ready().http.removeprefix("http://")
-        written(first.model, file)
-        with HttpClient(first.http) as client:
-            batch = client.create_batch(client.upload(file.read_bytes()).id)
+        content = written(first.model, file).read_bytes()
+        batch = asyncio.run(begun(first.http, content))
         first.terminate()
         assert first.wait() == 0
         assert wait_until_gone(first.cluster_id) == []
     with UpProcess("--http", http, env=env) as again:
         again.wait_ready()
-        run_command("--id", batch.id, "--http", http, "--output", str(output))
+        run_command("--id", batch["id"], "--http", http, "--output", str(output))
     check_output(output)
 
 

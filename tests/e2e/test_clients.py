@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from baton.errors import ConfigError
-from loadtest.clients.checking import Outcome, check, chosen
-from loadtest.clients.environments import ClientProgram, install
+from tests.clients.checking import Outcome, check, chosen
+from tests.clients.environments import ClientProgram, install
 from tests.e2e.cluster import UpProcess
 
 pytestmark = pytest.mark.timeout(900)

@@ -13,7 +13,7 @@ from tests.e2e.cluster import BATON, START_S, UpProcess
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
-PROGRAM = (sys.executable, "-m", "deploy.timed_up")
+PROGRAM = (sys.executable, "-m", "loadtest.research.timed.timed_up")
 
 
 def test_timed_workers_serve_change_roles_and_come_back() -> None:

@@ -8,15 +8,16 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import grpc
 import httpx
 import pytest
 
-from baton.client import Client, HttpClient, Message, Sampling, TlsFiles
+from baton.client import Client, Message, Sampling, TlsFiles
 from baton.errors import BatonError, Unauthenticated
 from baton.grpc_channel import open_blocking_channel
+from baton.http_api import api_errors, open_api
 from baton.redis_client import redis_client
 from baton.registry import Registry, WorkerRecord
 from baton.tls import client_context
@@ -100,18 +101,29 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         assert up.wait() == 0, up.text
 
 
+def chat(secured: Secured, url: str, key: str, files: TlsFiles | None) -> str:
+    """An answer over HTTP. Raises BatonError."""
+    body = {
+        "model": secured.up.model,
+        "messages": [asdict(message) for message in ASKED],
+        "max_tokens": FEW.max_tokens,
+        "temperature": FEW.temperature,
+    }
+    with api_errors(), open_api(url, key, files) as http:
+        answer = http.post("/v1/chat/completions", json=body).json()
+    return str(answer["choices"][0]["message"]["content"])
+
+
 def test_it_serves_over_https_and_grpc(secured: Secured) -> None:
-    with HttpClient(secured.url, secured.key, tls=secured.client) as http:
-        over_http = http.chat(ASKED, FEW)
+    over_http = chat(secured, secured.url, secured.key, secured.client)
     with Client(secured.up.grpc, secured.key, tls=secured.client) as client:
         over_grpc = client.chat(ASKED, FEW)
-    assert over_http.text == over_grpc.text
-    assert over_http.text
+    assert over_http == over_grpc.text
+    assert over_http
 
 
 def test_kv_went_by_grpc_between_processes_that_proved_themselves(secured: Secured) -> None:
-    with HttpClient(secured.url, secured.key, tls=secured.client) as http:
-        http.chat(ASKED, FEW)
+    chat(secured, secured.url, secured.key, secured.client)
     context = client_context(secured.client)
     headers = {"authorization": f"Bearer {secured.key}"}
     pair = 'baton_transfer_pairs{peer="decode-0",transport="grpc",worker="prefill-0"} 1.0'
@@ -134,8 +146,8 @@ def test_strangers_get_in_nowhere(secured: Secured, kind: str) -> None:
     """With the right key, but without what proves who they are: on every plane."""
     files = secured.strangers[kind]
     url = secured.up.http if files is None else secured.url
-    with HttpClient(url, secured.key, tls=files) as http, pytest.raises(BatonError):
-        http.chat(ASKED, FEW)
+    with pytest.raises(BatonError):
+        chat(secured, url, secured.key, files)
     with Client(secured.up.grpc, secured.key, tls=files) as client, pytest.raises(BatonError):
         client.chat(ASKED, FEW, deadline_s=DEADLINE_S)
     for record in secured.records.values():
@@ -146,10 +158,9 @@ def test_strangers_get_in_nowhere(secured: Secured, kind: str) -> None:
 
 def test_a_certificate_is_no_key(secured: Secured) -> None:
     for key in ("", "wrong"):
-        http = HttpClient(secured.url, key, tls=secured.client)
+        with pytest.raises(Unauthenticated):
+            chat(secured, secured.url, key, secured.client)
         client = Client(secured.up.grpc, key, tls=secured.client)
-        with http, pytest.raises(Unauthenticated):
-            http.chat(ASKED, FEW)
         with client, pytest.raises(Unauthenticated):
             client.chat(ASKED, FEW)
 
@@ -212,8 +223,7 @@ def test_renewed_certificates_are_taken_up_by_both_fronts(secured: Secured) -> N
         while any(_shown(secured, front) in old for _ in range(8)):
             assert time.monotonic() < end
             time.sleep(0.1)
-    with HttpClient(secured.url, secured.key, tls=secured.client) as http:
-        assert http.chat(ASKED, FEW).text
+    assert chat(secured, secured.url, secured.key, secured.client)
 
 
 def _shown(secured: Secured, address: str) -> bytes | None:

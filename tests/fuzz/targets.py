@@ -62,8 +62,8 @@ def _safetensors_seeds() -> list[bytes]:
 
 
 def _sse() -> Callable[[bytes], None]:
-    from baton.client import http_wire
     from baton.errors import BatonError
+    from baton.http_api import event_of
     from loadtest.generator.sse_events import EventSplitter
 
     def one(data: bytes) -> None:
@@ -72,9 +72,8 @@ def _sse() -> Callable[[bytes], None]:
         at = data[0] if data else 0
         assert cut.feed(data[:at]) + cut.feed(data[at:]) == whole
         for line in data.decode(errors="replace").split("\n"):
-            for read in (http_wire.piece, http_wire.response_piece):
-                with suppress(BatonError):
-                    read(line)
+            with suppress(BatonError):
+                event_of(line)
 
     return one
 
@@ -356,7 +355,7 @@ TARGETS = {
     for target in (
         Target("gguf", ("deploy.gguf_convert", "gguf"), _gguf, _gguf_seeds, 1 << 15),
         Target("safetensors", ("engine.weights",), _safetensors, _safetensors_seeds),
-        Target("sse", ("baton.client", "loadtest.generator.sse_events"), _sse, _sse_seeds),
+        Target("sse", ("baton.http_api", "loadtest.generator.sse_events"), _sse, _sse_seeds),
         Target("protobuf", ("baton.convert", "router"), _protobuf, _protobuf_seeds),
         Target("chat-template", ("router.chat_template",), _chat_template, _chat_template_seeds),
         Target("http-body", ("router", "baton"), _http_body, _http_body_seeds),

@@ -6,14 +6,14 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
-from baton.client import AsyncHttpClient, BatchInfo
-from tests.integration.test_routers import Routers, two_routers
+from tests.http_batches import begin_batch, has_ended, output_of, read_batch
+from tests.integration.test_routers import two_routers
 
 DEADLINE_S = 90.0
 LINES = 120
@@ -28,29 +28,23 @@ def input_file() -> bytes:
     return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
 
 
-@asynccontextmanager
-async def begun(routers: Routers) -> AsyncIterator[tuple[AsyncHttpClient, BatchInfo]]:
-    async with routers.client() as http:
-        client = AsyncHttpClient(f"http://{routers.config.http}", http=http)
-        file = await client.upload(input_file())
-        yield client, await client.create_batch(file.id, "/v1/completions")
-
-
-async def until(client: AsyncHttpClient, batch: BatchInfo, lines: int) -> BatchInfo:
-    """Until so many lines are done, or it has ended."""
+async def until(http: httpx.AsyncClient, batch: dict[str, Any], lines: int) -> dict[str, Any]:
+    """Until this many lines are done, or the batch has ended; 0 waits for its end."""
     async with asyncio.timeout(DEADLINE_S):
-        while not (batch.ended or batch.completed >= lines > 0):
+        while not (has_ended(batch) or completed(batch) >= lines > 0):
             await asyncio.sleep(0.02)
-            batch = await client.batch(batch.id)
+            batch = await read_batch(http, batch)
     return batch
 
 
-async def check_results(client: AsyncHttpClient, batch: BatchInfo, path: Path) -> None:
-    assert batch.status == "completed"
-    assert (batch.total, batch.completed, batch.failed) == (LINES, LINES, 0)
-    assert batch.output_file_id is not None
-    await client.download(batch.output_file_id, path)
-    rows = [json.loads(row) for row in path.read_text().splitlines()]  # noqa: ASYNC240
+def completed(batch: dict[str, Any]) -> int:
+    return int(batch["request_counts"]["completed"])
+
+
+async def check_results(http: httpx.AsyncClient, batch: dict[str, Any]) -> None:
+    assert batch["status"] == "completed"
+    assert batch["request_counts"] == {"total": LINES, "completed": LINES, "failed": 0}
+    rows = [json.loads(row) for row in (await output_of(http, batch)).splitlines()]
     assert [row["custom_id"] for row in rows] == [f"c-{n}" for n in range(LINES)]
     assert all(row["response"]["body"]["usage"]["completion_tokens"] == 4 for row in rows)
 
@@ -62,16 +56,15 @@ async def test_a_batch_outlives_its_routers(
     """They stop in its middle, as with `baton serve`'s Ctrl-C, and are started again."""
     changes = {"data_dir": str(tmp_path / "data"), "batch_most_in_flight": 1}
     async with two_routers(tiny_model, redis_url, **changes) as routers:
-        async with begun(routers) as (client, started):
-            batch = await until(client, started, 10)
-        assert not batch.ended
+        async with routers.client() as http:
+            batch = await begin_batch(http, input_file(), "/v1/completions")
+            batch = await until(http, batch, 10)
+        assert not has_ended(batch)
         await asyncio.gather(*(process.stop() for process in routers.processes))
         await asyncio.gather(*(process.start() for process in routers.processes))
         await asyncio.gather(*(process.healthy() for process in routers.processes))
         async with routers.client() as http:
-            client = AsyncHttpClient(f"http://{routers.config.http}", http=http)
-            batch = await until(client, batch, 0)
-            await check_results(client, batch, tmp_path / "out.jsonl")
+            await check_results(http, await until(http, batch, 0))
 
 
 @pytest.mark.long
@@ -82,14 +75,13 @@ async def test_a_killed_router_s_batch_is_taken_over(
     changes = {"data_dir": str(tmp_path / "data"), "batch_most_in_flight": 1}
     async with (
         two_routers(tiny_model, redis_url, **changes) as routers,
-        begun(routers) as (client, started),
+        routers.client() as http,
     ):
-        done = 0
+        batch, done = await begin_batch(http, input_file(), "/v1/completions"), 0
         for process in routers.processes:
-            done = (await until(client, started, done + 10)).completed
+            done = completed(await until(http, batch, done + 10))
             os.kill(process.pid, signal.SIGKILL)
             await process.wait()
             await process.start()
             await process.healthy()
-        batch = await until(client, started, 0)
-        await check_results(client, batch, tmp_path / "out.jsonl")
+        await check_results(http, await until(http, batch, 0))

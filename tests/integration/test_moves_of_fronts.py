@@ -15,14 +15,14 @@ import grpc.aio
 import httpx
 import pytest
 
-from baton.client import AsyncHttpClient
 from baton.grpc_channel import make_server, open_channel
-from baton.v1 import inference_pb2, inference_pb2_grpc, responses_pb2, responses_pb2_grpc
+from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.access import Access
 from router.batches.batches import Batches
 from router.grpc_front import add_grpc_front
 from router.http_app import create_app
 from router.served_model import ServedModel
+from tests.http_batches import begin_batch, has_ended, output_of, read_batch
 from tests.integration.test_handoff import prompt_of
 from tests.integration.test_moves import busiest_decode, moved
 from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
@@ -99,38 +99,27 @@ class Fronts:
             scores.extend(one.logprob for one in message.logprobs)
         return steady(found)
 
-    async def respond(self) -> str:
-        """The Responses API over gRPC."""
-        request = responses_pb2.CreateResponseRequest()
-        item = request.input.add()
-        item.message.role = "user"
-        item.message.text = "Of the sea"
-        request.sampling.temperature, request.sampling.max_tokens = 0.0, 120
-        stub = responses_pb2_grpc.ResponseServiceStub(self.channel)
-        events = stub.CreateResponse(request, timeout=DEADLINE_S)
-        return "".join([event.output_text_delta.delta async for event in events])
-
     async def batch(self) -> Any:
         """A line for each of some prompts; they run in the background."""
         rows = [
             {"custom_id": f"{n}", "method": "POST", "url": "/v1/completions", "body": PLAIN | more}
             for n, more in enumerate(({"seed": 1}, {"seed": 2, "n": 2}))
         ]
-        client = AsyncHttpClient("http://baton", http=self.http)
-        file = await client.upload("".join(f"{json.dumps(row)}\n" for row in rows).encode())
-        batch = await client.create_batch(file.id, "/v1/completions")
-        while not batch.ended:
+        content = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+        batch = await begin_batch(self.http, content, "/v1/completions")
+        while not has_ended(batch):
             await asyncio.sleep(0.02)
-            batch = await client.batch(batch.id)
-        assert (batch.status, batch.completed) == ("completed", len(rows))
-        content = await self.http.get(f"/v1/files/{batch.output_file_id}/content")
-        return [steady(json.loads(row)["response"]["body"]) for row in content.text.splitlines()]
+            batch = await read_batch(self.http, batch)
+        assert batch["status"] == "completed"
+        assert batch["request_counts"]["completed"] == len(rows)
+        output = await output_of(self.http, batch)
+        return [steady(json.loads(row)["response"]["body"]) for row in output.splitlines()]
 
     def all(self) -> dict[str, Callable[[], Coroutine[Any, Any, Any]]]:
         asked: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
             name: partial(self.post, name) for name in BODIES
         }
-        return asked | {"generate": self.generate, "respond": self.respond, "batch": self.batch}
+        return asked | {"generate": self.generate, "batch": self.batch}
 
 
 def steady(value: Any) -> Any:
@@ -185,7 +174,7 @@ async def fronts_of(cluster: MiniCluster) -> AsyncIterator[Fronts]:
 def is_under_way(cluster: MiniCluster) -> bool:
     """Whether each of the requests, those of the batch apart, has some tokens."""
     running = [one for one in cluster.dispatcher._running if not one.request.background]
-    wanted = len(BODIES) + 2
+    wanted = len(BODIES) + 1
     return len(running) == wanted and all(len(one.life.token_ids) > 4 for one in running)
 
 

@@ -1,4 +1,4 @@
-"""`baton bench router` in small: every process of it is real."""
+"""`loadtest.router_bench` in small: every process of it is real."""
 
 from __future__ import annotations
 

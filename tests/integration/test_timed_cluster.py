@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from loadtest.peer_servers import SERVED_NAME
-from loadtest.timed.cluster import TimedCluster, TimedSettings, timed_cluster
+from loadtest.research.timed.cluster import TimedCluster, TimedSettings, timed_cluster
 from worker.step_costs import StepCosts
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]

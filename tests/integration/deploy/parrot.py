@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import grpc
 
+from baton.grpc_channel import make_blocking_server
 from baton.grpc_errors import CODE_KEY, RETRY_KEY
 from baton.v1 import inference_pb2 as pb
 from baton.v1.inference_pb2_grpc import (
@@ -72,9 +73,8 @@ def said(request: pb.GenerateRequest) -> list[tuple[str, str]]:
 @contextmanager
 def served(parrot: Parrot, port: int = 0) -> Iterator[str]:
     """Its address: host:port."""
-    server = grpc.server(ThreadPoolExecutor(4))
+    server, port = make_blocking_server(ThreadPoolExecutor(4), f"127.0.0.1:{port}")
     add_InferenceServiceServicer_to_server(parrot, server)
-    port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     yield f"127.0.0.1:{port}"
     server.stop(0).wait(DEADLINE_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Iterator
 from functools import partial
@@ -91,6 +92,19 @@ def test_ctrl_c_ends_an_answer_and_what_was_typed_meanwhile_is_kept(
         terminal.type(f"/quit{ENTER}")
         assert terminal.wait_end() == 0
     assert said(parrot.requests[-1])[1:] == [("assistant", "begun "), ("user", "and on")]
+
+
+@pytest.mark.parametrize("typed", ["", f"begun wait{ENTER}"], ids=["prompt", "answer"])
+def test_sigterm_leaves_the_terminal_as_it_was(chats: Chats, address: str, typed: str) -> None:
+    with chats.begin("--grpc", address) as terminal:
+        terminal.wait_for("\n>")
+        terminal.type(typed)
+        if typed:
+            terminal.wait_until(lambda text: "begun" in text.split("begun wait")[-1])
+        terminal.process.terminate()
+        assert terminal.wait_end() == 128 + signal.SIGTERM
+        assert terminal.echoes
+        assert "Traceback" not in terminal.text
 
 
 def test_the_history_outlives_the_conversation(chats: Chats, address: str, parrot: Parrot) -> None:

@@ -15,12 +15,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from baton.client import HttpClient
-from baton.errors import InvalidRequest, Unavailable
+from baton.errors import BatonError, InvalidRequest, NotFound, Unavailable
+from baton.http_api import open_api
+from baton.tls import TlsFiles, server_context
 from deploy.batch_command import BatchCommand, run_batch
 from deploy.cli import app
 from deploy.exit_codes import ExitCode
 from deploy.ports import free_port
+from tests.certificates import Authority
+from tests.unit.loadtest.generator.fake_server import Asked, fake_server, refusal
 from tests.unit.router.batches.test_api import chat, lines, served
 
 DEADLINE_S = 30.0
@@ -35,7 +38,7 @@ class Terminal:
 
     async def run(self, file: Path | None, batch_id: str = "", output: Path | None = None) -> int:
         def work() -> int:
-            with HttpClient(self.url) as client:
+            with open_api(self.url) as client:
                 command = BatchCommand(
                     client, self.said.append, Console(file=StringIO()), poll_s=0.02, away_s=0.1
                 )
@@ -97,6 +100,21 @@ async def test_a_file_at_fault(tmp_path: Path) -> None:
                 await there.run(path)
 
 
+async def test_a_batch_that_does_not_exist(tmp_path: Path) -> None:
+    async with terminal(tmp_path) as there:
+        with pytest.raises(NotFound, match=r"no such batch \(404 not_found\)"):
+            await there.run(None, "batch_x")
+
+
+async def test_a_server_that_is_not_a_router() -> None:
+    async def answer(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+    async with fake_server(answer) as server:
+        with pytest.raises(BatonError, match="did not answer as a Baton router"):
+            await Terminal(server.url).run(None, "batch_x")
+
+
 async def test_a_cluster_that_stays_away(tmp_path: Path) -> None:
     there = Terminal(f"http://127.0.0.1:{free_port()}")
     with pytest.raises(Unavailable):
@@ -117,4 +135,22 @@ def test_exit_code_where_nobody_listens(tmp_path: Path) -> None:
     file = written(tmp_path, [chat()])
     result = CliRunner().invoke(app, ["batch", str(file), "--http", address])
     assert result.exit_code == 1
-    assert f"no answer from http://{address}" in result.output
+    assert f"no router answers at http://{address}" in result.output
+
+
+async def test_the_key_and_the_certificates_of_the_options_are_used(tmp_path: Path) -> None:
+    folder = Authority(tmp_path).folder
+    own = TlsFiles.in_folder(folder, "client")
+    options = ["--ca", str(own.authority), "--certificate", str(own.certificate)]
+    options += ["--certificate-key", str(own.key), "--api-key", "key"]
+
+    async def answer(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        assert asked.headers["authorization"] == "Bearer key"
+        writer.write(refusal(404, {"error": {"message": "no such batch", "code": "not_found"}}))
+
+    context = server_context(TlsFiles.in_folder(folder, "router"))
+    async with fake_server(answer, context) as server:
+        arguments = ["batch", "--id", "batch_x", "--http", server.url, *options]
+        result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+    assert result.exit_code == 1
+    assert "error: no such batch (404 not_found)\n" in result.output

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError, Unavailable
+from baton.http_api import open_async_api
 from baton.registry import Registry
 from deploy.calibrate_command import local_prompts, the_decode_worker
 from deploy.cluster_state import ClusterState
@@ -23,8 +24,10 @@ baton_route_decisions_total{decision="remote",reason="least_ttft"} 7.0
 """
 
 
-def state(http: str = "127.0.0.1:1") -> ClusterState:
-    return ClusterState("id", "/nowhere", "m", http, "", "redis://127.0.0.1:1/0", LAUNCHER, {})
+def state() -> ClusterState:
+    return ClusterState(
+        "id", "/nowhere", "m", "127.0.0.1:1", "", "redis://127.0.0.1:1/0", LAUNCHER, {}
+    )
 
 
 def listed(monkeypatch: pytest.MonkeyPatch, *roles: str) -> None:
@@ -39,13 +42,14 @@ async def test_prompts_of_decode_workers_are_counted() -> None:
         assert "/metrics" in asked.line
         writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(PAGE)}\r\n\r\n{PAGE}".encode())
 
-    async with fake_server(answer) as server:
-        assert await local_prompts(state(server.url.removeprefix("http://"))) == 5
+    async with fake_server(answer) as server, open_async_api(server.url) as client:
+        assert await local_prompts(client, f"{server.url}/metrics") == 5
 
 
 async def test_a_router_that_does_not_answer_is_told() -> None:
-    with pytest.raises(Unavailable, match="metrics cannot be read"):
-        await local_prompts(state())
+    async with open_async_api("http://127.0.0.1:1") as client:
+        with pytest.raises(Unavailable, match="no router answers at http://127"):
+            await local_prompts(client, "http://127.0.0.1:1/metrics")
 
 
 async def test_one_worker_of_each_role_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,31 @@ def test_what_would_control_the_terminal_is_not_shown() -> None:
     assert shown("a\x1b[2Jb\x07c\x9b1md\re") == ["a[2Jbc1mde"]
 
 
+def test_a_second_ctrl_c_at_the_end_leaves_the_console_usable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = Screen()
+    interrupted = MarkdownAnswer(screen.console)
+
+    def join() -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    def ends() -> None:
+        with interrupted as answer:
+            answer.write("half an")
+
+    monkeypatch.setattr(interrupted._refresher, "join", join)
+    with pytest.raises(KeyboardInterrupt):
+        ends()
+    interrupted._refresher.join()
+    assert not screen.console._live_stack
+    with MarkdownAnswer(screen.console) as answer:
+        answer.write("whole")
+        answer.refresh()
+    assert screen.lines == ["half an", "whole"]
+
+
 def test_an_answer_that_fails_keeps_what_has_come() -> None:
     screen = Screen()
 

@@ -9,9 +9,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from deploy import cluster_state, run_directory
+from deploy import chat_command, cluster_state, run_directory
 from deploy.cli import app
-from deploy.cluster_selection import NoChoice, Stranger, select, strangers
+from deploy.cluster_selection import (
+    NoChoice,
+    Stranger,
+    cluster_of_client,
+    cluster_of_grpc,
+    select,
+    strangers,
+    target,
+)
 from deploy.cluster_state import ClusterState
 from deploy.exit_codes import ExitCode
 from deploy.process_identity import ProcessIdentity
@@ -78,23 +86,69 @@ def test_an_id_that_is_not_here(clusters: list[ClusterState], says: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("http", "cluster"),
+    ("http", "cluster", "asked"),
     [
-        ("127.0.0.1:9000", TWO),
-        ("https://127.0.0.1:9000/", TWO),
-        ("127.0.0.1:9100", TWO),
-        ("127.0.0.1:8000", ONE),
-        ("elsewhere:8000", None),
+        # The operators' endpoints of TWO are not where its API is.
+        ("127.0.0.1:9000", TWO, "127.0.0.1:9100"),
+        ("https://127.0.0.1:9000/", TWO, "https://127.0.0.1:9100"),
+        ("localhost:9000", TWO, "127.0.0.1:9100"),
+        ("127.0.0.1:9100", TWO, "127.0.0.1:9100"),
+        ("127.0.0.1:8000", ONE, "127.0.0.1:8000"),
+        ("localhost:8000", ONE, "localhost:8000"),
+        ("LOCALHOST:8000", ONE, "LOCALHOST:8000"),
+        ("http://localhost:8000/", ONE, "http://localhost:8000/"),
+        ("[::1]:8000", None, "[::1]:8000"),
+        ("localhost:8001", None, "localhost:8001"),
+        ("elsewhere:8000", None, "elsewhere:8000"),
+        ("elsewhere:port", None, "elsewhere:port"),
+        ("[::1", None, "[::1"),
     ],
 )
 def test_an_address_names_a_cluster_here_or_elsewhere(
-    http: str, cluster: ClusterState | None
+    http: str, cluster: ClusterState | None, asked: str
 ) -> None:
     found = select([ONE, TWO], http=http)
     assert found.cluster is cluster
-    assert found.address == http.removeprefix("https://").removesuffix("/")
+    assert found.http == asked
+    assert found.address == asked.rpartition("//")[2].removesuffix("/")
     if cluster is None:
-        assert str(found) == "the cluster at elsewhere:8000"
+        assert str(found) == f"the cluster at {asked}"
+
+
+def test_localhost_names_what_listens_on_either_loopback_address() -> None:
+    six = replace(ONE, http="[::1]:8000")
+    assert select([six], http="localhost:8000").cluster is six
+    assert select([replace(ONE, http="localhost:8000")], http="127.0.0.1:8000").cluster is not None
+
+
+def test_a_grpc_address_names_a_cluster_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_state, "running_clusters", lambda: [ONE])
+    assert cluster_of_grpc("localhost:8001", None) is ONE
+    assert cluster_of_grpc("localhost:8000", None) is None
+
+
+def test_without_a_cluster_clients_say_whom_they_ask(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = "none of your clusters runs on this machine: asking {}\n"
+    monkeypatch.setattr(cluster_state, "running_clusters", list)
+    assert cluster_of_client(None) is None
+    assert capsys.readouterr().err == told.format("127.0.0.1:8000")
+    assert target(None, None, only_reads=True).cluster is None
+    assert capsys.readouterr().err == told.format("127.0.0.1:8000")
+    monkeypatch.setattr(chat_command, "DEFAULT_GRPC", "127.0.0.1:1")
+    assert told.format("127.0.0.1:1") in CliRunner().invoke(app, ["chat", "Hi"]).stderr
+    # An address that the user has given is no news.
+    assert cluster_of_client(None, "127.0.0.1:1") is None
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_cluster_a_batch_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its prompts and the key would go to whatever listens at the default address."""
+    monkeypatch.setattr(cluster_state, "running_clusters", list)
+    result = CliRunner().invoke(app, ["batch", __file__])
+    assert result.exit_code == ExitCode.FAILED
+    assert "none of your clusters runs on this machine: give --http" in result.stderr
 
 
 def test_an_address_and_an_id_contradict_each_other() -> None:
@@ -122,6 +176,14 @@ def test_a_cluster_of_another_user_is_told_of_and_not_taken() -> None:
     assert "/tmp/baton-b" in text
     assert "--api-key" in text
     assert select([ONE], [BOB]).cluster is ONE
+
+
+def test_another_users_folder_controls_no_terminal() -> None:
+    folder = "/tmp/baton-\x1b[2J\n\u202e"
+    with pytest.raises(NoChoice) as caught:
+        select([], [Stranger("bob", Path(folder))])
+    assert all(line.isprintable() for line in caught.value.lines)
+    assert "baton-\\x1b[2J" in caught.value.lines[1]
 
 
 def test_run_directories_of_other_users_are_seen(

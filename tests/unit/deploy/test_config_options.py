@@ -27,6 +27,7 @@ OTHERS = {
     "lease_s": {"--heartbeat-s": "0.5"},
     "heartbeat_s": {"--lease-s": "20", "--registry-ttl-s": "20"},
     "drafter": {"--draft-model": "small"},
+    "draft_revision": {"--draft-model": "small"},
     "tls_certificate": {"--tls-key": "/key.pem"},
     "tls_key": {"--tls-certificate": "/certificate.pem"},
     "client_authority": {"--certs": "/certs"},

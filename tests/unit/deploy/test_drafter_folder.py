@@ -8,22 +8,22 @@ import pytest
 
 from baton.config import Config
 from baton.errors import ConfigError
-from deploy.drafter_folder import drafter_folder
+from deploy.drafter_folder import resolve_drafter
 from tests.models import make_tiny_model
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "medusa"])
 def test_heads_are_a_folder(tmp_path: Path, drafter: str) -> None:
-    assert drafter_folder(drafter, str(tmp_path), print) == tmp_path
+    assert resolve_drafter(drafter, str(tmp_path), print).path == tmp_path
     with pytest.raises(ConfigError, match=f"the heads of drafter {drafter} are a folder"):
-        drafter_folder(drafter, str(tmp_path / "none"), print)
+        resolve_drafter(drafter, str(tmp_path / "none"), print)
 
 
 def test_a_smaller_model_is_found_as_models_are(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "tiny")
-    assert drafter_folder("draft", str(folder), print) == folder
+    assert resolve_drafter("draft", str(folder), print).path == folder
     with pytest.raises(ConfigError, match="not a Hugging Face model"):
-        drafter_folder("draft", str(tmp_path), print)
+        resolve_drafter("draft", str(tmp_path), print)
 
 
 @pytest.mark.parametrize("drafter", ["draft", "eagle", "medusa"])

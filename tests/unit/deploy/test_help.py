@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -15,7 +16,7 @@ import typer.main
 from typer.core import TyperGroup, TyperOption
 from typer.testing import CliRunner
 
-from baton.config import Config, PolicyName, Role, Scope
+from baton.config import Config, Role, Scope
 from deploy import choices
 from deploy.cli import app
 from loadtest.generator import load_settings, openai_target
@@ -130,7 +131,28 @@ def test_commands_are_in_panels_and_nothing_destructive_is_first() -> None:
 
 def test_benchmarks_of_baton_itself_come_last() -> None:
     text = help_of(("bench",))
-    assert text.index(" goodput ") < text.index("For Baton's developers") < text.index(" tiers ")
+    assert text.index(" goodput ") < text.index("For Baton's developers") < text.index(" peers ")
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("grammar", "loadtest.grammar_bench"),
+        ("index", "loadtest.index_bench"),
+        ("overload", "loadtest.overload"),
+        ("policy", "loadtest.policy_bench"),
+        ("router", "loadtest.router_bench"),
+        ("speculation", "loadtest.speculation"),
+        ("tiers", "loadtest.tier_bench"),
+    ],
+)
+def test_a_benchmark_that_moved_names_its_module(name: str, module: str) -> None:
+    result = CliRunner().invoke(app, ["bench", name, "--json", "file"], prog_name="baton")
+    assert result.exit_code == 2
+    assert f"error: `baton bench {name}` is now `python -m {module}`\n" in result.stderr
+    helped = CliRunner().invoke(importlib.import_module(module).app, ["--help"])
+    assert helped.exit_code == 0
+    assert "--json" in helped.output
 
 
 @pytest.mark.parametrize("flag", ["--version", "-V"])
@@ -183,14 +205,12 @@ def test_a_wrong_command_line_is_reported_as_every_error(words: list[str], says:
 def test_choices_are_those_of_the_configuration() -> None:
     fields = Config.model_fields
     for chosen, known in (
-        (choices.Policy, PolicyName),
         (choices.Role, Role),
         (choices.Dtype, fields["dtype"].annotation),
         (choices.KvDtype, fields["kv_dtype"].annotation),
         (choices.Quantization, fields["quantization"].annotation),
     ):
         assert set(get_args(chosen)) == set(get_args(known))
-    assert {*get_args(choices.DraftingMethod), "auto"} == {*get_args(fields["drafter"].annotation)}
     assert {one.value for one in choices.Scope} == set(get_args(Scope))
     assert set(get_args(choices.Endpoint)) == set(get_args(openai_target.Endpoint))
     arrivals = [

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +26,7 @@ from baton.errors import ConfigError
 from deploy import hub_download, hub_model, model_store
 from deploy.hub_download import Cancelled, DownloadWatch
 from deploy.model_store import look, resolve
-from tests.hub_stub import TOKEN, HubStub, files_of
+from tests.hub_stub import SIGNATURE, TOKEN, HubStub, files_of
 from tests.models import make_tiny_model
 
 ID = "tests/tiny-llama"
@@ -137,6 +141,62 @@ def test_what_other_programs_have_downloaded_is_taken(hub: HubStub) -> None:
     hub.seen.clear()
     assert resolve(ID, Told()).path == Path(there)
     assert hub.downloads() == []
+    hub.seen.clear()
+    assert resolve(ID, Told()).path == Path(there)
+    assert len(hub.seen) == 1, "its files were compared with the hub's before"
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        {"config.json", "tokenizer.json", "model-00001-of-00002.safetensors"},
+        {"config.json", "tokenizer.json", "consolidated.safetensors"},
+        NEEDED - {"tokenizer_config.json"},
+        NEEDED - {"chat_template.jinja"},
+    ],
+    ids=["one shard, no index", "another format", "no tokenizer settings", "no chat template"],
+)
+@pytest.mark.parametrize("pinned", [False, True])
+def test_what_another_program_has_left_out_is_downloaded(
+    hub: HubStub, folder: Path, there: set[str], pinned: bool
+) -> None:
+    files = files_of(folder)
+    needed = set(NEEDED)
+    if "model-00001-of-00002.safetensors" in there:
+        names = {f"model-{n}.safetensors": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
+        files = {names.get(name, name): data for name, data in files.items()}
+        index = json.loads(files["model.safetensors.index.json"])
+        weight_map = {key: names[name] for key, name in index["weight_map"].items()}
+        files["model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+        needed = {names.get(name, name) for name in NEEDED}
+        hub.models[ID].commit(files)
+    for name in there:
+        huggingface_hub.hf_hub_download(ID, name)
+    model = resolve(ID, Told(), "none", main_of(hub) if pinned else "")
+    assert {file.name for file in model.path.iterdir()} == needed | there
+
+
+@pytest.mark.parametrize("there", ["model-00001-of-00002.safetensors", "consolidated.safetensors"])
+def test_a_part_of_the_weights_is_no_model_offline(
+    hub: HubStub, folder: Path, there: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.models[ID].commit(files_of(folder) | {"model-00001-of-00002.safetensors": b"1"})
+    for name in ("config.json", "tokenizer.json", there):
+        huggingface_hub.hf_hub_download(ID, name)
+    assert look(ID).cached is False
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "is not complete in" in refused()
+
+
+def test_without_a_network_an_uncompared_snapshot_is_taken(hub: HubStub) -> None:
+    for name in NEEDED - {"chat_template.jinja"}:
+        huggingface_hub.hf_hub_download(ID, name)
+    commit = main_of(hub)
+    hub.close()
+    huggingface_hub.close_session()
+    told = Told()
+    assert resolve(ID, told, "none", commit).commit == commit
+    assert "the hub was not reached" in told[0]
 
 
 def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: HubStub, folder: Path) -> None:
@@ -158,6 +218,61 @@ def test_a_branch_that_moves_is_followed(hub: HubStub, folder: Path) -> None:
     second = resolve(ID, Told())
     assert second.commit == main_of(hub) != first.commit
     assert look(ID).path == second.path, "offline, too"
+
+
+@pytest.mark.parametrize("status", [429, 403, 500])
+def test_an_update_that_fails_leaves_the_cached_commit(
+    hub: HubStub, folder: Path, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = resolve(ID, Told())
+    shard = (folder / "model-2.safetensors").read_bytes()
+    hub.models[ID].commit(files_of(folder) | {"model-2.safetensors": shard + b"\0"})
+    hub.refused["model-2.safetensors"] = status
+    told = Told()
+    assert resolve(ID, told) == first
+    lines = [line for line in told if "cannot be had" in line]
+    assert len(lines) == 1
+    assert f"the newer commit {main_of(hub)}" in lines[0]
+    assert f"the cached {first.commit} is taken" in lines[0]
+    assert look(ID).path == first.path, "the branch names the complete snapshot"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve(ID, Told()) == first
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hub.refused.clear()
+    assert resolve(ID, Told()).commit == main_of(hub)
+
+
+def test_an_update_that_the_disk_has_no_room_for_leaves_the_cached_commit(
+    hub: HubStub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = resolve(ID, Told())
+    shard = (folder / "model-2.safetensors").read_bytes()
+    hub.models[ID].commit(files_of(folder) | {"model-2.safetensors": shard + b"\0"})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 20, 1 << 20, 1000))
+    told = Told()
+    assert resolve(ID, told) == first
+    assert "are missing. Free some space" in told[-1]
+
+
+def test_a_router_gets_the_small_files_of_a_commit(hub: HubStub, folder: Path) -> None:
+    first = main_of(hub)
+    hub.models[ID].commit(files_of(folder) | {"chat_template.jinja": b"new"})
+    small = resolve(ID, Told(), "none", first, weights=False)
+    names = {name for name in NEEDED if not name.endswith(".safetensors")}
+    assert {file.name for file in small.path.iterdir()} == names
+    assert small.commit == first
+    assert hub.downloads(".safetensors") == []
+    assert look(ID, first).cached is False, "to a worker it is not complete"
+    hub.seen.clear()
+    assert resolve(ID, Told(), "none", first, weights=False) == small
+    assert hub.seen == []
+
+
+def test_small_files_take_no_branch_from_a_complete_snapshot(hub: HubStub, folder: Path) -> None:
+    first = resolve(ID, Told())
+    hub.models[ID].commit(files_of(folder) | {"chat_template.jinja": b"new"})
+    assert resolve(ID, Told(), weights=False).commit == main_of(hub)
+    assert look(ID).path == first.path
 
 
 def test_a_private_model_takes_the_token(
@@ -327,7 +442,22 @@ def test_a_full_disk_is_said(hub: HubStub, tmp_path: Path, monkeypatch: pytest.M
     cache = tmp_path / "a file"
     cache.write_text("where the folder should be")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    assert "cannot download" in refused()
+    message = refused()
+    assert f"the cache {cache} cannot be written" in message
+    assert "HF_HOME" in message
+
+
+def test_an_error_of_the_disk_names_its_folder(
+    hub: HubStub, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path) -> Usage:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(shutil, "disk_usage", fails)
+    message = refused()
+    assert str(home / "hub") in message
+    assert "set HF_HOME" in message
+    assert "BATON_CACHE_DIR" not in message
 
 
 def test_without_a_network_the_cached_one_is_taken(hub: HubStub) -> None:
@@ -443,3 +573,42 @@ def test_ctrl_c_leaves_no_part(hub: HubStub, monkeypatch: pytest.MonkeyPatch, ho
         resolve(ID, interrupt, "none", "", DownloadWatch(every_s=0.1))
     assert list(home.rglob("*.incomplete")) == []
     assert [one.name for one in threading.enumerate() if one.name == "hub download"] == []
+
+
+def test_ctrl_c_leaves_no_part_of_a_stalled_file(
+    hub: HubStub, monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
+    monkeypatch.setattr(hub_download, "_GRACE_S", 0.1)
+    hub.stalled["model-1.safetensors"] = 4096
+    others = home / "hub" / "models--tests--tiny-llama" / "blobs"
+    others.mkdir(parents=True)
+    fresh, stale = others / "a.1.incomplete", others / "b.2.incomplete"
+    for file in (fresh, stale):
+        file.write_text("another program's")
+    an_hour_ago = time.time() - 3600
+    os.utime(stale, (an_hour_ago, an_hour_ago))
+
+    def interrupt(line: str) -> None:
+        if f"downloading {ID}: " in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        resolve(ID, interrupt, "none", "", DownloadWatch(every_s=0.1))
+    parts = list(home.rglob("*.incomplete"))
+    hub.released.set()
+    for thread in threading.enumerate():
+        if thread.name == "hub download":
+            thread.join(15)
+    assert parts == [fresh], "another program may still write that one"
+
+
+def test_no_error_and_no_log_shows_a_signed_address(
+    hub: HubStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.signed.add("model-1.safetensors")
+    with caplog.at_level(logging.INFO), pytest.raises(ConfigError) as caught:
+        resolve(ID, Told())
+    assert SIGNATURE not in caplog.text
+    text = "".join(traceback.format_exception(caught.value))
+    assert "it answers 404" in text
+    assert SIGNATURE not in text

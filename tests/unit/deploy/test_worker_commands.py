@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+from deploy import process_identity, worker_commands
 from deploy.exit_codes import ExitCode
 from tests.unit.deploy.machine import DEADLINE_S, Machine, machine
 from tests.unit.router.test_worker_operations import Fronts, fronts
@@ -265,6 +266,71 @@ def test_one_of_two_routers_is_drained_once_that_is_confirmed(
     process.wait(DEADLINE_S)
 
 
+@pytest.mark.parametrize("change", ["restarted", "other process", "ended", "cluster ended"])
+def test_a_router_that_changes_during_the_question_is_left_alone(
+    here: Machine,
+    process: subprocess.Popen[str],
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
+) -> None:
+    """Whatever has its pid by then may belong to another program of this user."""
+    with child(SLEEPER) as other:
+        state = here.add("1f2e3d", "127.0.0.1:1", {"router-0": process.pid, "router-1": 1})
+
+        def confirm(*_: object, **__: object) -> None:
+            if change == "restarted":
+                here.change(state, {"router-0": other.pid, "router-1": 1})
+            elif change == "other process":
+                # As if the pid of the router had been given to another process.
+                real = process_identity._look
+                monkeypatch.setattr(
+                    process_identity,
+                    "_look",
+                    lambda pid: ("S", 7) if pid == process.pid else real(pid),
+                )
+            elif change == "ended":
+                process.kill()
+                process.wait(DEADLINE_S)
+            else:
+                (Path(state.run_directory) / "cluster.json").unlink()
+
+        monkeypatch.setattr(worker_commands, "confirm", confirm)
+        result = here.run("drain", "router-0")
+        assert result.exit_code == ExitCode.FAILED, result.output
+        assert "router-0 of" in result.stderr
+        assert "has ended or was restarted: nothing was changed" in result.stderr
+        assert other.poll() is None
+        assert change == "ended" or process.poll() is None
+
+
+def test_a_router_that_ends_before_its_signal_is_told_of(
+    here: Machine, process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.add("1f2e3d", "127.0.0.1:1", {"router-0": process.pid, "router-1": 1})
+
+    def kill(*_: int) -> None:
+        raise ProcessLookupError
+
+    monkeypatch.setattr(os, "kill", kill)
+    result = here.run("drain", "router-0", "--yes")
+    monkeypatch.undo()
+    assert result.exit_code == ExitCode.FAILED, result.output
+    assert "has ended: nothing was changed" in result.stderr
+
+
+async def test_a_pool_that_is_needed_is_emptied_by_force_alone(here: Machine) -> None:
+    async with fronts(local_prefill="never") as there:
+        http = there.http.base_url.netloc.decode()
+        here.add("1f2e3d", http)
+        refused = await run(here, "scale", "prefill", "0", "--yes")
+        assert refused.exit_code == ExitCode.REFUSED, refused.output
+        assert "no prefill worker would be left" in refused.stderr
+        assert there.sizes.sizes == {}
+        done = await run(here, "scale", "prefill", "0", "--yes", "--force")
+        assert done.exit_code == 0, done.output
+        assert there.sizes.sizes == {"prefill": 0}
+
+
 async def test_errors_name_the_router(here: Machine) -> None:
     async with cluster(here) as (there, http):
         there.sizes.away = True
@@ -311,6 +377,8 @@ COMPLETED: list[tuple[str, set[str]]] = [
     ("scale ", {"decode", "prefill"}),
     ("drain --cluster ", {"1f2e3d"}),
     ("drain --cluster other ", set()),
+    ("role --http localhost:1 ", {"decode-0", "prefill-0"}),
+    ("role --http localhost:2 ", set()),
 ]
 
 

@@ -1,4 +1,4 @@
-"""`baton bench index` with a small index."""
+"""`loadtest.index_bench` with a small index."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from deploy.cli import app
+from loadtest.index_bench import app
 from loadtest.index_workload import (
     COMMON_BLOCKS,
     DEEP_BLOCKS,
@@ -23,7 +23,7 @@ def test_the_figures_of_a_small_index(tmp_path: Path) -> None:
     """Its answers are compared with what is known to be held, while it warms up."""
     path = tmp_path / "figures.json"
     options = ["--workers", "40", "--blocks", "20000", "--rate", "200", "--seconds", "0.5"]
-    result = CliRunner().invoke(app, ["bench", "index", *options, "--json", str(path)])
+    result = CliRunner().invoke(app, [*options, "--json", str(path)])
     assert result.exit_code == 0, result.output
     found = json.loads(path.read_text())
     assert found["workers"] == 40
@@ -38,7 +38,7 @@ def test_the_figures_of_a_small_index(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written() -> None:
-    arguments = ["bench", "index", "--json", "/nonexistent/figures.json"]
+    arguments = ["--json", "/nonexistent/figures.json"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
     assert "cannot be written" in result.output

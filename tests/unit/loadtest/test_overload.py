@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from baton import errors
 from baton.config import Config
@@ -22,6 +24,14 @@ from router.served_model import ServedModel
 from tests.unit.router.front_fakes import CONTEXT, make_front
 
 TRACE = Trace(tuple(TracedRequest(number * 0.01, 20, 3) for number in range(50)))
+
+
+@pytest.mark.parametrize("factor", ["0", "-1"])
+def test_a_load_of_nothing_is_refused(tmp_path: Path, factor: str) -> None:
+    files = ["--model", str(tmp_path), "--trace", str(tmp_path / "trace.csv")]
+    result = CliRunner().invoke(overload.app, [*files, "--factor", factor])
+    assert result.exit_code == 2
+    assert "0.01" in result.output
 
 
 def test_figures() -> None:

@@ -1,4 +1,4 @@
-"""`baton bench policy`, with a real Valkey."""
+"""`loadtest.policy_bench`, with a real Valkey."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.config import PolicyName
-from deploy.cli import app
+from loadtest.policy_bench import app
 
 BLOCK = 512
 
@@ -42,7 +42,7 @@ def write_chats(path: Path, chats: int = 23, turns: int = 6) -> Path:
 
 def bench(folder: Path, trace: Path, *flags: str) -> dict[str, Any]:
     output = folder / "found.json"
-    arguments = ["bench", "policy", "--trace", str(trace), "--json", str(output), *flags]
+    arguments = ["--trace", str(trace), "--json", str(output), *flags]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(output.read_text())
@@ -115,7 +115,7 @@ def test_what_is_wrong_is_said(
     tmp_path: Path, flags: tuple[str, ...], code: int, says: str
 ) -> None:
     trace = write_chats(tmp_path / "chats.jsonl", 1, 1)
-    result = CliRunner().invoke(app, ["bench", "policy", "--trace", str(trace), *flags])
+    result = CliRunner().invoke(app, ["--trace", str(trace), *flags])
     assert result.exit_code == code
     assert says in result.output
 
@@ -125,6 +125,6 @@ def test_a_trace_without_blocks_or_not_there(tmp_path: Path) -> None:
     row = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": []}
     empty.write_text(json.dumps(row))
     for trace, says in ((empty, "hash_ids"), (tmp_path / "none", "cannot be read")):
-        result = CliRunner().invoke(app, ["bench", "policy", "--trace", str(trace)])
+        result = CliRunner().invoke(app, ["--trace", str(trace)])
         assert result.exit_code == 1
         assert says in result.output

@@ -1,4 +1,4 @@
-"""Figures of `baton bench router`; a run of it is in tests/integration."""
+"""Figures of `loadtest.router_bench`; a run of it is in tests/integration."""
 
 from __future__ import annotations
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 from baton.errors import ConfigError
 from engine.engine import EngineSettings
-from loadtest.speculation import SpeculationSettings, bench_speculation
+from loadtest.speculation import SpeculationSettings, app, bench_speculation
 from loadtest.speculation_prompts import COPY, copying_tasks, read_questions
 from tests.models import make_tiny_model
 
@@ -73,9 +73,14 @@ def test_rows_and_json(model: Path, prompts: Path, tmp_path: Path) -> None:
 def test_a_smaller_model(model: Path, prompts: Path, tmp_path: Path) -> None:
     output = tmp_path / "found.json"
     small = make_tiny_model(tmp_path / "small", layers=1, context=2048)
-    settings = settings_of(model, prompts, categories=("mt_bench",), concurrency=(2,))
-    engine = replace(settings.engine, drafter="draft", draft_model=small)
-    bench_speculation(replace(settings, engine=engine), print, Console(file=io.StringIO()), output)
+    arguments = [
+        *("--model", str(model), "--prompts", str(prompts), "--categories", "mt_bench"),
+        *("--drafter", "draft", "--draft-model", str(small), "--json", str(output)),
+        *("--dtype", "float32", "--threads", "1", "--quantization", "none"),
+        *("--concurrency", "2", "--rows", "2", "--tokens", "24", "--repeats", "1"),
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
     found = json.loads(output.read_text())
     assert (found["drafter"], found["draft_model"]) == ("draft", "small")
     assert found["rows"][0]["drafted"] > 0

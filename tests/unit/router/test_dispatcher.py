@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -60,11 +61,11 @@ def record_of(role: str, block_size: int) -> WorkerRecord:
 
 
 @asynccontextmanager
-async def unreached() -> AsyncIterator[ClusterDispatcher]:
+async def unreached(revision: str = "") -> AsyncIterator[ClusterDispatcher]:
     """A dispatcher whose Redis cannot be reached."""
     redis = redis_client("redis://127.0.0.1:1/0")
     dispatcher = ClusterDispatcher(
-        Config(),
+        Config(revision=revision),
         tiny_tokenizer(),
         RouterMetrics(CollectorRegistry()),
         Registry(redis, "c"),
@@ -110,6 +111,21 @@ async def test_workers_are_told_what_is_left_of_the_deadline(
                 pass
     (left,) = sent
     assert 0 < left < 4.91
+
+
+async def test_workers_of_another_commit_get_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = {
+        role[0]: replace(record_of(role, HASH_BLOCK), revision=commit)
+        for role, commit in (("prefill", "a" * 40), ("decode", "b" * 40))
+    }
+
+    async def read(self: Registry) -> tuple[dict[str, WorkerRecord], set[str]]:
+        return records, set()
+
+    monkeypatch.setattr(Registry, "read", read)
+    async with unreached("a" * 40) as dispatcher:
+        await dispatcher._read_registry()
+        assert [link.record.role for link in dispatcher._links.all()] == ["prefill"]
 
 
 async def test_capacity_counts_in_hash_blocks() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 
 from baton.v1 import inference_pb2, tokens_pb2, tokens_pb2_grpc, tools_pb2
-from tests.unit.router.front_fakes import CONTEXT, Front, make_front
+from tests.unit.router.front_fakes import CONTEXT, MODEL, Front, make_front
 from tests.unit.router.test_grpc_front import serve
 from tests.unit.router.test_http_app import post
 
@@ -61,12 +62,14 @@ async def test_conversations_are_those_of_http() -> None:
 
 async def test_model_info() -> None:
     front = make_front()
+    front.model = replace(MODEL, revision="1f2e3d")
     async with tokens_of(front) as tokens:
         info = await tokens.GetModelInfo(tokens_pb2.GetModelInfoRequest(), timeout=DEADLINE_S)
     assert (info.id, info.context_length, info.has_chat_template) == ("tiny", CONTEXT, True)
     assert info.vocab_size == front.tokenizer.vocab_size
     assert list(info.eos_token_ids) == sorted(front.tokenizer.eos_ids)
     assert info.tool_parser == "hermes"
+    assert info.revision == "1f2e3d"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import httpx
 import pytest
 import redis
 
+from baton.config import ContextClass, PoolConfig
 from baton.errors import LastWorker, NotFound, WorkerFailed
 from baton.grpc_channel import make_server, open_channel
 from baton.pool_sizes import PoolSizes
@@ -87,7 +89,7 @@ class Fronts:
 @asynccontextmanager
 async def fronts(**config: Any) -> AsyncIterator[Fronts]:
     front, control, sizes = make_front(**config), FakeControl(), FakeSizes()
-    scaling = PoolScaling(front.config.pools, cast(PoolSizes, sizes))
+    scaling = PoolScaling(front.config, cast(PoolSizes, sizes))
     access = Access(front.config, front.metrics)
     operators, real = Operators(access), cast(WorkerControl, control)
     parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
@@ -186,6 +188,49 @@ async def test_which_worker_is_the_last_of_its_role(
             await forced
 
 
+class Calls:
+    """A channel whose calls stay in flight until they are let go."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.may_end = asyncio.Event()
+
+    def unary_unary(self, *_: object, **__: object) -> Callable[..., Awaitable[SimpleNamespace]]:
+        async def call(*_: object, **__: object) -> SimpleNamespace:
+            self.begun.set()
+            await self.may_end.wait()
+            return SimpleNamespace(empty=True, took_ms=1)
+
+        return call
+
+
+@pytest.mark.parametrize("action", ["drain", "role", "forced drain"])
+async def test_two_actions_at_once_do_not_take_the_last_two_workers_of_a_role(action: str) -> None:
+    """The registry lists a worker as ready until it has said that it leaves."""
+    calls = Calls()
+    links = [fake_link(slot, "prefill") for slot in ("prefill-0", "prefill-1")]
+    for link in links:
+        link.channel = cast(Any, calls)
+    control = WorkerControl(lambda: links, lambda _: True)
+    first = asyncio.create_task(
+        control.change_role("prefill-0", "decode", DEADLINE_S)
+        if action == "role"
+        else control.drain("prefill-0", DEADLINE_S, force=action == "forced drain")
+    )
+    async with asyncio.timeout(DEADLINE_S):
+        await calls.begun.wait()
+        assert [view.is_last for view in control.workers()] == [False, True]
+        with pytest.raises(LastWorker, match="prefill-1 is the last ready prefill worker"):
+            await control.drain("prefill-1", DEADLINE_S)
+        with pytest.raises(LastWorker, match="prefill-1 is the last ready prefill worker"):
+            await control.change_role("prefill-1", "decode", DEADLINE_S)
+        calls.may_end.set()
+        await first
+        # What counts from here on is what the registry lists.
+        assert [view.is_last for view in control.workers()] == [False, False]
+        assert await control.drain("prefill-1", DEADLINE_S)
+
+
 async def test_a_drain_that_goes_on_may_be_asked_for_again() -> None:
     links = [fake_link("decode-0", "decode", "draining")]
     control = WorkerControl(lambda: links, lambda link: False)
@@ -280,6 +325,68 @@ async def test_pools_are_scaled() -> None:
         answer = await there.http.post("/v1/pools/prefill/scale", json={"count": 0})
         assert answer.is_success
         assert there.sizes.sizes == {"decode": 2, "prefill": 0}
+
+
+NEVER = {"local_prefill": "never"}
+TWO_POOLS = (
+    PoolConfig(name="prefill", role="prefill"),
+    PoolConfig(name="long", role="prefill"),
+    PoolConfig(name="decode", role="decode"),
+)
+OWN_POOL = (
+    ContextClass(name="short", max_tokens=100),
+    ContextClass(name="rest", pools=("long",), local_prefill="never"),
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "pool", "sizes", "is_refused"),
+    [
+        (NEVER, "prefill", {}, True),
+        ({}, "prefill", {}, False),
+        ({"classes": (ContextClass(name="all", local_prefill="never"),)}, "prefill", {}, True),
+        (
+            NEVER | {"classes": (ContextClass(name="a", local_prefill="auto"),)},
+            "prefill",
+            {},
+            False,
+        ),
+        (NEVER | {"pools": TWO_POOLS}, "prefill", {}, False),
+        (NEVER | {"pools": TWO_POOLS}, "prefill", {"long": 0}, True),
+        ({"pools": TWO_POOLS, "classes": OWN_POOL}, "prefill", {}, False),
+        ({"pools": TWO_POOLS, "classes": OWN_POOL}, "long", {}, True),
+    ],
+)
+async def test_a_class_keeps_a_prefill_worker_that_it_needs_unless_that_is_forced(
+    config: dict[str, Any], pool: str, sizes: dict[str, int], is_refused: bool
+) -> None:
+    async with fronts(**config) as there:
+        there.sizes.sizes = dict(sizes)
+        url = f"/v1/pools/{pool}/scale"
+        request = control_pb2.ScalePoolRequest(pool=pool, count=0)
+        if is_refused:
+            answer = await there.http.post(url, json={"count": 0})
+            assert answer.status_code == 409, answer.text
+            check_schema(answer.json(), "ErrorResponse")
+            error = answer.json()["error"]
+            assert (error["code"], error["param"]) == ("last_worker", "force")
+            refused = there.grpc.ScalePool(request, timeout=DEADLINE_S)
+            assert await refused.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert there.sizes.sizes == sizes
+            request.force = True
+            await there.grpc.ScalePool(request, timeout=DEADLINE_S)
+            assert there.sizes.sizes[pool] == 0
+            there.sizes.sizes = dict(sizes)
+        answer = await there.http.post(url, json={"count": 0, "force": is_refused})
+        assert answer.is_success, answer.text
+        assert there.sizes.sizes[pool] == 0
+
+
+async def test_without_prefill_workers_other_pools_are_scaled() -> None:
+    async with fronts(**NEVER) as there:
+        there.sizes.sizes = {"prefill": 0}
+        answer = await there.http.post("/v1/pools/decode/scale", json={"count": 2})
+        assert answer.is_success, answer.text
 
 
 async def test_what_cannot_be_scaled_is_left_as_it_is() -> None:

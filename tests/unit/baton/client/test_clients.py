@@ -1,4 +1,4 @@
-"""The four clients against the real fronts, on a scripted cluster."""
+"""The gRPC clients against a real listener, on a scripted cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -16,30 +15,23 @@ import pytest
 from baton.client import (
     Answer,
     AsyncClient,
-    AsyncHttpClient,
     Client,
-    Embeddings,
     Grammar,
     GrammarKind,
-    HttpClient,
     Message,
     Piece,
     Sampling,
 )
 from baton.config import KeyConfig
 from baton.errors import (
-    BatonError,
     DeadlineExceeded,
     InvalidRequest,
-    ModelNotFound,
-    NotFound,
     Overloaded,
     Unauthenticated,
     Unavailable,
     WorkerFailed,
 )
 from baton.grpc_channel import make_server
-from baton.request import FinishReason
 from router.access import Access
 from router.batches.batches import Batches
 from router.generation import GenerationRequest, OutputDelta
@@ -63,7 +55,7 @@ KEYS = (KeyConfig(name="ann", sha256=hashlib.sha256(b"secret").hexdigest()),)
 class OnThreads:
     """A blocking client with the methods of an asynchronous one."""
 
-    def __init__(self, client: Client | HttpClient) -> None:
+    def __init__(self, client: Client) -> None:
         self._client = client
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -82,7 +74,7 @@ class OnThreads:
 
 @dataclass
 class There:
-    """Both fronts."""
+    """A router's two servers."""
 
     front: Front
     http: str
@@ -90,16 +82,12 @@ class There:
 
     @asynccontextmanager
     async def client(self, kind: str, key: str = "") -> AsyncIterator[Any]:
-        """One of the four, as if it were asynchronous."""
-        if kind == "async_http":
-            async with AsyncHttpClient(self.http, key) as client:
+        """One of the two, as if it were asynchronous."""
+        if kind == "async_grpc":
+            async with AsyncClient(self.grpc, key) as client:
                 yield client
-        elif kind == "async_grpc":
-            async with AsyncClient(self.grpc, key) as grpc_client:
-                yield grpc_client
         else:
-            blocking = HttpClient(self.http, key) if kind == "http" else Client(self.grpc, key)
-            with blocking:
+            with Client(self.grpc, key) as blocking:
                 yield OnThreads(blocking)
 
 
@@ -109,7 +97,7 @@ async def fronts(front: Front) -> AsyncIterator[There]:
     parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
     batches = Batches(*parts)
     server = make_server()
-    add_grpc_front(server, *parts, more=batches.services)
+    add_grpc_front(server, *parts)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     await batches.start()
@@ -122,8 +110,7 @@ async def fronts(front: Front) -> AsyncIterator[There]:
         await server.stop(0)
 
 
-ALL = pytest.mark.parametrize("kind", ["http", "async_http", "grpc", "async_grpc"])
-HTTP = pytest.mark.parametrize("kind", ["http", "async_http"])
+ALL = pytest.mark.parametrize("kind", ["grpc", "async_grpc"])
 
 
 @ALL
@@ -190,33 +177,6 @@ async def test_what_the_text_must_match(kind: str) -> None:
 
 
 @ALL
-async def test_responses(kind: str) -> None:
-    async with fronts(make_front()) as there, there.client(kind) as client:
-        whole = await client.respond("hello", Sampling(seed=4), instructions="Be brief.")
-        assert (whole.text, whole.finish_reason) == ("Grüße 😀 from Paris", "stop")
-        pieces = [piece async for piece in client.stream_response(HELLO, Sampling(seed=4))]
-        assert Answer.of(pieces) == whole
-        first, second = there.front.dispatcher.requests
-        assert first.prompt_ids == second.prompt_ids
-        assert whole.usage.prompt_tokens == len(first.prompt_ids)
-        cut = await client.respond("hello", Sampling(max_tokens=2))
-        assert (cut.finish_reason, cut.usage.completion_tokens) == ("length", 2)
-        with pytest.raises(InvalidRequest, match="top_p"):
-            await client.respond("hello", Sampling(top_p=7))
-
-
-@ALL
-async def test_a_response_that_fails_on_its_way(kind: str) -> None:
-    async def breaks(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
-        yield OutputDelta("some ", (65,), None)
-        raise WorkerFailed("it died")
-
-    async with fronts(make_front(breaks)) as there, there.client(kind) as client:
-        with pytest.raises(WorkerFailed, match="it died"):
-            await _all(client.stream_response("hello"))
-
-
-@pytest.mark.parametrize("kind", ["grpc", "async_grpc"])
 async def test_several_answers_over_grpc(kind: str) -> None:
     async with fronts(make_front()) as there:
         async with there.client(kind) as client:
@@ -320,80 +280,3 @@ async def test_nobody_there(kind: str) -> None:
         async with there.client(kind) as client:
             with pytest.raises(Unavailable, match=address):
                 await client.models()
-
-
-@HTTP
-async def test_options_reach_the_body_and_the_response_is_kept(kind: str) -> None:
-    async with fronts(make_front()) as there, there.client(kind) as client:
-        answer = await client.chat(HELLO, options={"temperature": 0.25})
-        assert there.front.dispatcher.requests[0].sampling.temperature == 0.25
-        assert answer.raw["object"] == "chat.completion"
-        with pytest.raises(ModelNotFound):
-            await client.chat(HELLO, options={"model": "another"})
-
-
-@ALL
-async def test_batches(kind: str, tmp_path: Path) -> None:
-    front = make_front(data_dir=str(tmp_path / "data"))
-    line = (
-        b'{"custom_id": "a", "method": "POST", "url": "/v1/completions",'
-        b' "body": {"model": "tiny", "prompt": "x", "max_tokens": 2}}\n'
-    )
-    async with fronts(front) as there, there.client(kind) as client:
-        with pytest.raises(NotFound):
-            await client.batch("batch_none")
-        file = await client.upload(line, "in.jsonl")
-        assert (file.size, file.purpose, file.filename) == (len(line), "batch", "in.jsonl")
-        assert await client.file(file.id) == file
-        batch = await client.create_batch(
-            file.id, "/v1/completions", completion_window="1h", metadata={"a": "b"}
-        )
-        if "http" in kind:
-            assert batch.raw["metadata"] == {"a": "b"}
-        async with asyncio.timeout(DEADLINE_S):
-            while not batch.ended:
-                await asyncio.sleep(0.02)
-                batch = await client.batch(batch.id)
-        assert (batch.status, batch.total, batch.completed) == ("completed", 1, 1)
-        await client.download(batch.output_file_id, tmp_path / "out.jsonl")
-        assert b'"custom_id":"a"' in (tmp_path / "out.jsonl").read_bytes()
-        with pytest.raises(NotFound):
-            await client.download("file-none", tmp_path / "none")
-        assert not (tmp_path / "none").exists()
-        with pytest.raises(InvalidRequest, match="completed"):
-            await client.cancel_batch(batch.id)
-        await client.delete_file(file.id)
-        wrong = await client.upload(line, expires_s=3600)
-        assert wrong.expires_at == wrong.created_at + 3600
-        failed = await client.create_batch(wrong.id, "/v1/chat/completions")
-        async with asyncio.timeout(DEADLINE_S):
-            while not failed.ended:
-                await asyncio.sleep(0.02)
-                failed = await client.batch(failed.id)
-        assert failed.faults == ("line 1: url must be /v1/chat/completions",)
-
-
-async def test_what_is_no_baton_error_is_one_of_the_same_status() -> None:
-    from baton.client.http_wire import error_of  # noqa: PLC0415
-
-    assert type(error_of({}, 404, None)) is NotFound
-    assert type(error_of({"error": {"code": "odd", "message": "m"}}, 429, 2.0)) is Overloaded
-    assert type(error_of("<html>", 503, None)) is Unavailable
-    assert type(error_of(None, 418, None)) is BatonError
-
-
-@ALL
-async def test_embeddings(kind: str) -> None:
-    async def halves(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
-        sign = 1.0 if len(request.prompt_ids) == 2 else -1.0
-        vector = (0.5 * sign, 0.5, 0.5, 0.5)
-        yield OutputDelta("", (), FinishReason.LENGTH, embedding=vector)
-
-    async with fronts(make_front(halves)) as there, there.client(kind) as client:
-        found: Embeddings = await client.embed([(5, 6), (7,)], deadline_s=DEADLINE_S)
-        assert found.vectors == ((0.5, 0.5, 0.5, 0.5), (-0.5, 0.5, 0.5, 0.5))
-        assert found.usage.prompt_tokens == 3
-        short: Embeddings = await client.embed(["Gr"], dimensions=2)
-        assert [len(vector) for vector in short.vectors] == [2]
-        with pytest.raises(InvalidRequest):
-            await client.embed([])

@@ -18,7 +18,7 @@ DEADLINE_S = 60.0
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) >= 5
+    assert len(EXAMPLES) >= 6
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))

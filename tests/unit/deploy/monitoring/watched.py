@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from deploy.metric_catalogue import families
 from tests.unit.deploy.monitoring.promql import Checker
+from tools.metric_catalogue import families
 
 MONITORING = Path(__file__).parents[4] / "deploy" / "monitoring"
 RULES = MONITORING / "rules.yaml"

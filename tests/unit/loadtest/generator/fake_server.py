@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -78,7 +79,9 @@ async def good_answer(asked: Asked, writer: asyncio.StreamWriter) -> None:
 
 
 @asynccontextmanager
-async def fake_server(answer: Answer) -> AsyncIterator[FakeServer]:
+async def fake_server(
+    answer: Answer, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[FakeServer]:
     """Answers each request by ``answer``, which may close the connection."""
     fake = FakeServer("")
 
@@ -97,8 +100,9 @@ async def fake_server(answer: Answer) -> AsyncIterator[FakeServer]:
         finally:
             writer.close()
 
-    server = await asyncio.start_server(converse, "127.0.0.1", 0)
-    fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server = await asyncio.start_server(converse, "127.0.0.1", 0, ssl=tls)
+    scheme = "http" if tls is None else "https"
+    fake.url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield fake
     finally:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from loadtest.clients.environments import read_table
 from loadtest.generator.request_record import RequestRecord
 from loadtest.generator.slo import Slo
 from loadtest.generator.summary import Distribution, Window, summarise
+from tests.clients.environments import read_table
 
 FOLDER = Path(__file__).parent / "field"
 RECORDED = json.loads((FOLDER / "recorded.json").read_text())

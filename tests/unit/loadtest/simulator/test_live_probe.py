@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 
-from baton.client.async_http_client import AsyncHttpClient
-from baton.client.values import Piece, Sampling
 from baton.errors import Unavailable
 from loadtest.simulator.live_probe import LiveProbe
 from loadtest.simulator.probe_requests import Limits, ProbeRequests
+from tests.unit.loadtest.simulator.fake_api import client_of, tokens
 
 LIMITS = Limits(1000, 300, 4, 2000, 1024.0)
 FIRST_S, NEXT_S = 0.002, 0.0005
 
 
-class FakeClient:
+class FakeRouter:
     """Answers alone: two tokens a piece behind the first."""
 
     def __init__(self, missing: int = 0) -> None:
@@ -26,28 +25,20 @@ class FakeClient:
         self.most = self.running = 0
         self._missing = missing
 
-    async def stream_completion(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        deadline_s: float,
-        options: Mapping[str, Any],
-    ) -> AsyncGenerator[Piece, None]:
+    async def answer(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        prompt = body["prompt"]
         assert max(prompt) < LIMITS.vocabulary
-        assert sampling.ignore_eos
-        assert options["return_token_ids"]
         self.prompts.append(len(prompt))
         self.running += 1
         self.most = max(self.most, self.running)
         try:
             await asyncio.sleep(FIRST_S)
-            left = (sampling.max_tokens or 0) - self._missing
+            left = body["max_tokens"] - self._missing
             count = 1
             while left > 0:
                 count = min(count, left)
                 left -= count
-                yield Piece("x", raw={"choices": [{"token_ids": [7] * count}]})
+                yield tokens(count)
                 await asyncio.sleep(NEXT_S * count)
                 count = 2
         finally:
@@ -55,8 +46,9 @@ class FakeClient:
 
 
 async def test_a_cluster_is_timed_within_its_limits() -> None:
-    fake = FakeClient()
-    timings = await LiveProbe(ProbeRequests(cast(AsyncHttpClient, fake), LIMITS, 1)).run()
+    fake = FakeRouter()
+    async with client_of(fake.answer) as client:
+        timings = await LiveProbe(ProbeRequests(client, "m", LIMITS, 1)).run()
     assert [prompt.tokens for prompt in timings.prompts] == [32, 64, 128]
     assert all(prompt.first_token_s >= FIRST_S for prompt in timings.prompts)
     assert all(prompt.reserved_first_s >= FIRST_S for prompt in timings.prompts)
@@ -70,7 +62,6 @@ async def test_a_cluster_is_timed_within_its_limits() -> None:
 
 
 async def test_tokens_that_do_not_come_are_told() -> None:
-    with pytest.raises(Unavailable, match="3 of 4 tokens"):
-        await LiveProbe(
-            ProbeRequests(cast(AsyncHttpClient, FakeClient(missing=1)), LIMITS, 1)
-        ).warm_up()
+    async with client_of(FakeRouter(missing=1).answer) as client:
+        with pytest.raises(Unavailable, match="3 of 4 tokens"):
+            await LiveProbe(ProbeRequests(client, "m", LIMITS, 1)).warm_up()

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import AsyncGenerator
+from typing import Any
 
 import numpy as np
 import pytest
 
-from baton.client.async_http_client import AsyncHttpClient
-from baton.client.values import Piece, Sampling
 from baton.errors import Unavailable
 from loadtest.simulator.probe_requests import Limits, ProbeRequests
 from loadtest.simulator.sharing_probe import Window, timed_between, timed_sharing
+from tests.unit.loadtest.simulator.fake_api import client_of, tokens
 from worker.patience import PATIENCE_S
 
 LIMITS = Limits(1000, 4000, 4, 16_000, 1024.0)
 
 
-class FakeClient:
+class FakeRouter:
     """Prompts of one token's answer take ``PROMPT_S``; answers end when nobody listens any more."""
 
     PROMPT_S = 0.02
@@ -28,52 +27,44 @@ class FakeClient:
         self.answers = self.prompts = 0
         self.fails = False
 
-    async def stream_completion(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        deadline_s: float,
-        options: Mapping[str, Any],
-    ) -> AsyncGenerator[Piece, None]:
-        assert len(prompt) + (sampling.max_tokens or 0) < LIMITS.context_tokens
-        if sampling.max_tokens == 1:
+    async def answer(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        assert len(body["prompt"]) + body["max_tokens"] < LIMITS.context_tokens
+        if body["max_tokens"] == 1:
             self.prompts += 1
             await asyncio.sleep(self.PROMPT_S)
-            yield _piece()
+            yield tokens()
             return
         self.answers += 1
         try:
-            for _ in range(sampling.max_tokens or 0):
+            for _ in range(body["max_tokens"]):
                 await asyncio.sleep(0.001)
                 if self.fails and self.prompts:
-                    raise Unavailable("no worker")
-                yield _piece()
+                    yield {"error": {"message": "no worker", "code": "unavailable"}}
+                    return
+                yield tokens()
         finally:
             self.answers -= 1
 
 
-def _piece() -> Piece:
-    return Piece("x", raw={"choices": [{"token_ids": [7]}]})
-
-
 async def test_answers_are_left_when_the_prompts_are_through() -> None:
-    fake = FakeClient()
-    requests = ProbeRequests(cast(AsyncHttpClient, fake), LIMITS, 1)
-    found = await timed_sharing(requests, {32: 0.01, 256: 0.02, 4096: 9.0})
+    fake = FakeRouter()
+    async with client_of(fake.answer) as client:
+        requests = ProbeRequests(client, "m", LIMITS, 1)
+        found = await timed_sharing(requests, {32: 0.01, 256: 0.02, 4096: 9.0})
     assert [one.alone_first_s for one in found] == [0.02, 0.02]
-    assert all(one.beside_first_s >= FakeClient.PROMPT_S for one in found)
+    assert all(one.beside_first_s >= FakeRouter.PROMPT_S for one in found)
     assert all(one.alone_gap_s > 0 and one.beside_gap_s > 0 for one in found)
     assert fake.prompts == 12
     assert fake.answers == 0
 
 
 async def test_an_answer_that_breaks_is_told() -> None:
-    fake = FakeClient()
+    fake = FakeRouter()
     fake.fails = True
-    requests = ProbeRequests(cast(AsyncHttpClient, fake), LIMITS, 1)
-    with pytest.raises(Unavailable, match="no worker"):
-        await timed_sharing(requests, {32: 0.01})
+    async with client_of(fake.answer) as client:
+        requests = ProbeRequests(client, "m", LIMITS, 1)
+        with pytest.raises(Unavailable, match="no worker"):
+            await timed_sharing(requests, {32: 0.01})
 
 
 def test_gaps_belong_to_the_window_in_which_they_lie() -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from baton.config import AutoscalerConfig, Config
-from loadtest.shifting import case
-from loadtest.shifting.outcome import AUTOSCALED, gain
-from loadtest.shifting.simulated import simulated
-from loadtest.shifting.traffic import ShiftingTraffic
+from loadtest.research.shifting import case
+from loadtest.research.shifting.outcome import AUTOSCALED, gain
+from loadtest.research.shifting.simulated import simulated
+from loadtest.research.shifting.traffic import ShiftingTraffic
 
 TRAFFIC = ShiftingTraffic(case.RATE, case.PHASE_S)
 
 
 def test_roles_follow_the_traffic_and_goodput_is_that_of_no_fixed_ratio() -> None:
-    """One fixed ratio of each kind: ``python -m loadtest.shifting simulated`` has them all."""
+    """One fixed ratio of each kind: ``loadtest.research.shifting`` has all of them."""
     fixed = Config(**case.fields(autoscaled=False))
     found = [simulated(TRAFFIC, prefill, 6 - prefill, fixed)[0] for prefill in (1, 3)]
     own, changes = simulated(TRAFFIC, 3, 3, Config(**case.fields(autoscaled=True)), AUTOSCALED)

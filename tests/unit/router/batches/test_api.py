@@ -17,6 +17,7 @@ from openai.types import Batch, FileObject
 
 from baton.config import KeyConfig, TenantConfig
 from baton.errors import Overloaded, WorkerFailed
+from baton.request import FinishReason
 from router.access import Access
 from router.batches.batches import Batches
 from router.generation import GenerationRequest, OutputDelta
@@ -150,6 +151,58 @@ async def test_a_batch_with_openais_client(tmp_path: Path) -> None:
         listed = await client.files.list()
         assert {one.purpose for one in listed.data} == {"batch", "batch_output"}
         assert [one.id for one in (await client.batches.list()).data] == [batch.id]
+
+
+async def test_responses_are_an_endpoint_of_batches(tmp_path: Path) -> None:
+    url: Literal["/v1/responses"] = "/v1/responses"
+    bodies: list[dict[str, Any]] = [
+        {"model": "tiny", "input": "hello", "max_output_tokens": 3},
+        {"model": "tiny"},
+    ]
+    async with served(tmp_path) as there, there.client() as client:
+        file = await client.files.create(file=("in.jsonl", lines(bodies, url)), purpose="batch")
+        begun = await client.batches.create(
+            input_file_id=file.id, endpoint=url, completion_window="24h"
+        )
+        batch = await ended(client, begun)
+        assert batch.request_counts is not None
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+        (record,) = await records(client, batch.output_file_id)
+        body = record["response"]["body"]
+        assert (record["custom_id"], body["object"]) == ("c-0", "response")
+        assert body["usage"]["output_tokens"] == 3
+        assert batch.usage is not None
+        assert batch.usage.input_tokens == body["usage"]["input_tokens"]
+        assert batch.usage.output_tokens == 3
+        (refused,) = await records(client, batch.error_file_id)
+        assert refused["response"]["body"]["error"]["param"] == "input"
+        assert there.front.dispatcher.requests[0].background
+
+
+async def test_embeddings_are_an_endpoint_of_batches(tmp_path: Path) -> None:
+    async def embedding(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+        yield OutputDelta("", (), FinishReason.LENGTH, embedding=(1.0, 0.0))
+
+    url: Literal["/v1/embeddings"] = "/v1/embeddings"
+    bodies: list[dict[str, Any]] = [
+        {"model": "tiny", "input": [[5, 6], [7]]},
+        {"model": "tiny", "input": []},
+    ]
+    async with served(tmp_path) as there, there.client() as client:
+        there.front.dispatcher.script = embedding
+        file = await client.files.create(file=("in.jsonl", lines(bodies, url)), purpose="batch")
+        begun = await client.batches.create(
+            input_file_id=file.id, endpoint=url, completion_window="24h"
+        )
+        batch = await ended(client, begun)
+        assert batch.request_counts is not None
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+        (record,) = await records(client, batch.output_file_id)
+        vectors = [one["embedding"] for one in record["response"]["body"]["data"]]
+        assert vectors == [[1.0, 0.0], [1.0, 0.0]]
+        assert batch.usage is not None
+        assert (batch.usage.input_tokens, batch.usage.output_tokens) == (3, 0)
+        assert all(request.background for request in there.front.dispatcher.requests)
 
 
 async def test_lines_run_in_the_background_under_a_class_of_their_own(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings and EmbeddingService on a scripted cluster: shapes, limits and errors."""
+"""POST /v1/embeddings on a scripted cluster: shapes, limits and errors."""
 
 from __future__ import annotations
 
@@ -10,24 +10,19 @@ import struct
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 import pytest
 from openai.types import CreateEmbeddingResponse
 
 from baton.config import KeyConfig
 from baton.errors import Overloaded
 from baton.request import FinishReason
-from baton.v1 import embeddings_pb2, embeddings_pb2_grpc, inference_pb2
-from router.embeddings.desk import AT_ONCE, shortened
+from router.embeddings.api import AT_ONCE, shortened
 from router.generation import GenerationRequest, OutputDelta
 from tests.unit.router.front_fakes import CONTEXT, MODEL, make_front
-from tests.unit.router.test_grpc_front import serve
 from tests.unit.router.test_http_app import check_error, post
 
 PATH = "/v1/embeddings"
 SIZE = MODEL.embedding_size
-DEADLINE_S = 30.0
-Embed, Input = embeddings_pb2.EmbedRequest, embeddings_pb2.EmbeddingInput
 
 
 def vector_of(ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -173,38 +168,3 @@ async def test_the_deadline_is_that_of_all_inputs() -> None:
     response = await post(front, PATH, asked([[5]] * 2 * AT_ONCE), headers=headers)
     assert response.status_code in (429, 503, 504), response.text
     assert response.json()["error"]["code"] == "deadline_exceeded"
-
-
-async def test_grpc_says_what_http_says() -> None:
-    front = make_front(embedding)
-    ids = inference_pb2.TokenIds(ids=[5, 6])
-    inputs = [Input(text="Grüße"), Input(token_ids=ids)]
-    async with serve(front) as channel:
-        stub = embeddings_pb2_grpc.EmbeddingServiceStub(channel)
-        answer = await stub.Embed(Embed(model="tiny", inputs=inputs), timeout=DEADLINE_S)
-        short = await stub.Embed(Embed(inputs=inputs, dimensions=2), timeout=DEADLINE_S)
-    text = front.tokenizer.encode("Grüße")
-    assert [tuple(one.values) for one in answer.embeddings] == [vector_of(text), vector_of((5, 6))]
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(text) + 2, 0)
-    assert answer.usage.cached_prompt_tokens == 2
-    for one in short.embeddings:
-        assert math.fsum(n * n for n in one.values) == pytest.approx(1, abs=1e-6)
-        assert len(one.values) == 2
-
-
-@pytest.mark.parametrize(
-    ("request_", "status"),
-    [
-        (Embed(), grpc.StatusCode.INVALID_ARGUMENT),
-        (Embed(inputs=[Input()]), grpc.StatusCode.INVALID_ARGUMENT),
-        (Embed(inputs=[Input(text="")]), grpc.StatusCode.INVALID_ARGUMENT),
-        (Embed(inputs=[Input(text="a")], dimensions=0), grpc.StatusCode.INVALID_ARGUMENT),
-        (Embed(inputs=[Input(text="a")], model="other"), grpc.StatusCode.NOT_FOUND),
-    ],
-)
-async def test_grpc_errors(request_: embeddings_pb2.EmbedRequest, status: grpc.StatusCode) -> None:
-    async with serve(make_front(embedding)) as channel:
-        stub = embeddings_pb2_grpc.EmbeddingServiceStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Embed(request_, timeout=DEADLINE_S)
-    assert caught.value.code() is status

@@ -1,0 +1,241 @@
+"""Goodput of Baton and of other servers on this machine: one client, one mix, many SLOs.
+
+    python -m loadtest.research.peers.peer_goodput --model FOLDER --vllm-bin FILE --json FILE
+
+The mix: chats (short prompts, long answers) and documents (1,000 to 2,000 tokens, short answers).
+Each server is offered the same requests at rising rates, and every request's times are kept, so
+that the goodput under any SLO is known afterwards: the highest rate up to which at least 90 % of
+requests met it at every rate (DistServe, Zhong et al., OSDI 2024).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import uvloop
+from rich.console import Console
+
+from baton.errors import BatonError
+from loadtest.generator.arrival_process import ArrivalProcess
+from loadtest.generator.lengths import Lengths
+from loadtest.generator.live_progress import Say
+from loadtest.generator.load_run import LoadRun, run_load
+from loadtest.generator.load_settings import (
+    LoadSettings,
+    PaceSettings,
+    ServerSettings,
+    Traffic,
+    TrafficSettings,
+    counted,
+)
+from loadtest.generator.planned_request import PlannedRequest
+from loadtest.generator.prompts import PromptMaker
+from loadtest.generator.rate_search import ATTAINMENT
+from loadtest.generator.request_record import RequestRecord
+from loadtest.generator.slo import Slo
+from loadtest.generator.traffic import Source
+from loadtest.machine import this_machine
+from loadtest.peer_servers import SERVED_NAME, Programs, Server, make_server, serving
+from loadtest.whole_table import print_whole, whole_table
+
+_STEP = 1.25
+"""From one rate to the next: goodput is known to within so much."""
+_HOPELESS = 0.6
+"""Of the requests of a rate within the loosest SLO; no higher rate is tried then."""
+_WARM_UP_RATE, _WARM_UP_S = 1.0, 8.0
+_TIMEOUT_S = 60.0
+_SEED = 5
+_CHAT = (Lengths.parse("lognormal:100,0.6,400"), Lengths.parse("lognormal:160,0.5,400"))
+_DOCUMENT = (Lengths.parse("uniform:1000-2000"), Lengths.parse("uniform:16-48"))
+TTFTS_S = (1.0, 2.0, 4.0)
+TPOTS_S = (0.02, 0.03, 0.05, 0.1)
+SLOS = tuple(Slo(ttft_s=ttft, tpot_s=tpot) for ttft in TTFTS_S for tpot in TPOTS_S)
+
+
+class Mix(Source):
+    """Chats and documents by turns of a coin; the lengths depend on the seed, texts on the run."""
+
+    def __init__(self, documents: float, seed: int, run: int) -> None:
+        """``documents``: their share of the requests."""
+        self._documents = documents
+        self._seed = seed
+        self._maker = PromptMaker("tokens", seed, run)
+
+    def request(self, number: int, due_s: float) -> PlannedRequest:
+        """See ``Source``."""
+        generator = np.random.default_rng((self._seed, number))
+        kind = _DOCUMENT if generator.random() < self._documents else _CHAT
+        tokens, answer = (int(lengths.draw(1, generator)[0]) for lengths in kind)
+        return PlannedRequest(number, due_s, self._maker.fresh(number, tokens), tokens, answer)
+
+
+@dataclass(frozen=True, slots=True)
+class RateFigures:
+    """What one server did at one rate."""
+
+    rate: float
+    requests: int
+    attainment: tuple[float, ...]
+    """Of each of ``SLOS``."""
+    ttft_p50_ms: float
+    ttft_p95_ms: float
+    tpot_p50_ms: float
+    tpot_p95_ms: float
+    warnings: tuple[str, ...]
+
+
+def goodput(figures: Sequence[RateFigures], slo: int) -> float:
+    """The highest rate that met ``SLOS[slo]``, below every rate that did not; 0 where none did."""
+    met = itertools.takewhile(lambda one: one.attainment[slo] >= ATTAINMENT, figures)
+    return max((one.rate for one in met), default=0.0)
+
+
+def figures_of(run: LoadRun, records: Sequence[RequestRecord]) -> RateFigures:
+    """``records``: those that count."""
+    found = run.summary.all
+    shares = tuple(sum(map(slo.met, records)) / max(1, len(records)) for slo in SLOS)
+    return RateFigures(
+        run.rate or 0.0,
+        len(records),
+        shares,
+        ttft_p50_ms=round(found.ttft.p50_ms, 1),
+        ttft_p95_ms=round(found.ttft.p95_ms, 1),
+        tpot_p50_ms=round(found.tpot.p50_ms, 1),
+        tpot_p95_ms=round(found.tpot.p95_ms, 1),
+        warnings=run.warnings,
+    )
+
+
+def rates(first: float) -> Iterator[float]:
+    """Each a quarter above the one before."""
+    return (round(first * _STEP**step, 2) for step in itertools.count())
+
+
+def drive(
+    server: Server, rate: float, seconds: float, documents: float, run: int, say: Say
+) -> RateFigures:
+    """Offer the mix at ``rate`` for ``seconds``. Raises BatonError."""
+    pace = PaceSettings(rate=rate, seconds=seconds)
+    settings = LoadSettings(
+        ServerSettings(url=server.base_url, model=SERVED_NAME, timeout_s=_TIMEOUT_S),
+        TrafficSettings(seed=_SEED),
+        pace,
+    )
+    times = ArrivalProcess("poisson", rate).times(seconds, np.random.default_rng(_SEED)).tolist()
+    traffic = Traffic(Mix(documents, _SEED, run), tuple(times), seconds)
+    done = uvloop.run(run_load(settings, traffic, Console(stderr=True), say))
+    window = counted(pace, seconds)
+    return figures_of(done, [record for record in done.records if window.holds(record)])
+
+
+def sweep(
+    server: Server, rising: Iterable[float], seconds: float, documents: float, say: Say
+) -> tuple[RateFigures, ...]:
+    """These rates, until hardly any request is good. Raises BatonError."""
+    drive(server, _WARM_UP_RATE, _WARM_UP_S, documents, 0, say)
+    found: list[RateFigures] = []
+    for number, rate in enumerate(rising, start=1):
+        found.append(drive(server, rate, seconds, documents, number, say))
+        say(f"{server.title}: {found[-1]}")
+        if max(found[-1].attainment) < _HOPELESS:
+            break
+    return tuple(found)
+
+
+def show(found: Mapping[str, Sequence[RateFigures]], console: Console) -> None:
+    """Requests/s by SLO, and the first server's over each other one's."""
+    names = list(found)
+    ours, others = names[0], names[1:]
+    ratios = [f"{ours} / {name}" for name in others]
+    table = whole_table("SLO", *names, *ratios, title="Highest rate that 90 % met, requests/s")
+    for number, slo in enumerate(SLOS):
+        best = {name: goodput(figures, number) for name, figures in found.items()}
+        least = {name: figures[0].rate if figures else math.inf for name, figures in found.items()}
+        table.add_row(
+            slo.text(),
+            *(f"{rate:.2f}" if rate else f"below {least[name]:.2f}" for name, rate in best.items()),
+            *(_ratio(best[ours], best[name], least[name]) for name in others),
+        )
+    print_whole(console, table)
+
+
+def _ratio(ours: float, other: float, least: float) -> str:
+    """``least``: the lowest rate at which the other was tried; empty where ours met at none."""
+    if not ours:
+        return ""
+    return f"{ours / other:.2f}×" if other else f"above {ours / least:.2f}×"
+
+
+def rates_in(text: str) -> tuple[float, ...]:
+    """For an option. Raises argparse.ArgumentTypeError."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = (0.0,)
+    if list(found) != sorted(set(found)) or not all(0 < rate < math.inf for rate in found):
+        raise argparse.ArgumentTypeError(f"{text!r} are no rising rates above 0, as in 0.25,0.5,1")
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.research.peers.peer_goodput", description=__doc__
+    )
+    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
+    parser.add_argument("--vllm-bin", type=Path, help="vLLM's command")
+    parser.add_argument("--llama-server", type=Path, help="llama.cpp's server")
+    parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp, in bf16")
+    parser.add_argument(
+        "--peers", default="baton,vllm", help="whom to drive; ratios are the first's"
+    )
+    parser.add_argument("--baton-args", default="", help="more options of `baton serve`")
+    parser.add_argument("--documents", type=float, default=0.5, help="their share of requests")
+    parser.add_argument("--first-rate", type=float, default=0.5, help="requests/s")
+    parser.add_argument(
+        "--rates", type=rates_in, default=(), help="these instead: 0.25,0.5,1, rising"
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each rate")
+    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    asked = parser.parse_args(arguments)
+    programs = Programs(
+        asked.model,
+        vllm=asked.vllm_bin,
+        llama_server=asked.llama_server,
+        gguf=asked.gguf,
+        baton_arguments=asked.baton_args,
+    )
+    found: dict[str, tuple[RateFigures, ...]] = {}
+    console = Console()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for name in asked.peers.split(","):
+                server = make_server(name, programs)
+                with serving(server, Path(folder) / f"{name}.log"):
+                    rising = asked.rates or rates(asked.first_rate)
+                    found[name] = sweep(
+                        server, rising, asked.seconds, asked.documents, console.print
+                    )
+    except BatonError as error:
+        console.print(f"error: {error.message}", style="red")
+        return 1
+    finally:
+        machine = asdict(this_machine())
+        rows = {name: [asdict(one) for one in figures] for name, figures in found.items()}
+        slos = [slo.bounds() for slo in SLOS]
+        asked.json.write_text(json.dumps({"machine": machine, "slos": slos, "servers": rows}))
+        if found:
+            show(found, console)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,84 @@
+"""What became of the shifting traffic on one cluster. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from loadtest.generator.request_record import RequestRecord
+from loadtest.generator.slo import Slo
+from loadtest.generator.summary import Window, summarise
+from loadtest.research.shifting.traffic import ShiftingTraffic
+from loadtest.whole_table import whole_table
+
+AUTOSCALED = "autoscaler"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one run."""
+
+    name: str
+    """``3P3D``, or ``AUTOSCALED``."""
+    requests: int
+    good: int
+    """Within both SLOs."""
+    refused: int
+    failed: int
+    goodput_per_s: float
+    by_phase: tuple[float, ...]
+    """Share of each phase's requests that were good."""
+    late_ms: float = 0.0
+    """p99 of the client's event loop; 0 where there is none."""
+
+
+def outcome(
+    name: str,
+    records: Sequence[RequestRecord],
+    traffic: ShiftingTraffic,
+    slo: Slo,
+    late_s: float = 0.0,
+) -> Outcome:
+    """By the load generator's arithmetic, over all requests."""
+    whole = summarise(records, traffic.window, slo, ())
+    shares = []
+    for phase in traffic.phases():
+        window = Window(phase.begins_s, phase.begins_s + phase.load.seconds)
+        shares.append(summarise(records, window, slo, ()).all.attainment)
+    counts = whole.all
+    return Outcome(
+        name,
+        counts.requests,
+        counts.good,
+        counts.shed,
+        counts.error + counts.aborted,
+        whole.goodput_per_s,
+        tuple(shares),
+        late_s * 1e3,
+    )
+
+
+def gain(found: Sequence[Outcome]) -> float:
+    """The autoscaler's goodput over that of the best fixed ratio."""
+    best = max(one.goodput_per_s for one in found if one.name != AUTOSCALED)
+    own = next(one.goodput_per_s for one in found if one.name == AUTOSCALED)
+    return own / best if best else float("inf")
+
+
+def table_of(found: Sequence[Outcome], traffic: ShiftingTraffic, title: str) -> Table:
+    """A line for each cluster."""
+    phases = [phase.kind for phase in traffic.phases()]
+    table = whole_table(
+        *("workers", "goodput/s", "good", "refused", "failed", *phases, "client late, ms"),
+        title=title,
+    )
+    for one in found:
+        table.add_row(
+            *(one.name, f"{one.goodput_per_s:.2f}", f"{one.good} of {one.requests}"),
+            *(str(one.refused), str(one.failed)),
+            *(f"{share:.0%}" for share in one.by_phase),
+            f"{one.late_ms:.0f}",
+        )
+    return table

@@ -1,0 +1,36 @@
+"""Ray actors of timed workers: all of the real ones, and steps that only sleep.
+
+Nothing that a user can set leads here: ``python -m loadtest.research.timed.timed_up`` alone does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deploy.actor import WorkerActor
+from deploy.supervisor_actor import SupervisorActor
+from deploy.worker_process import worker_settings
+
+if TYPE_CHECKING:
+    from deploy.actor_settings import ActorSettings
+    from deploy.node_share import NodeShare
+    from worker.process import WorkerProcess
+
+
+def build_timed_process(settings: ActorSettings, share: NodeShare) -> WorkerProcess:
+    """A worker whose engine is timed; see ``loadtest.research.timed``."""
+    from loadtest.research.timed.process import TimedProcess  # noqa: PLC0415
+
+    return TimedProcess(worker_settings(settings, share)).process
+
+
+class TimedWorkerActor(WorkerActor):
+    """Houses such a worker."""
+
+    build = staticmethod(build_timed_process)
+
+
+class TimedSupervisorActor(SupervisorActor):
+    """Keeps such workers."""
+
+    worker_class = TimedWorkerActor

@@ -1,0 +1,84 @@
+"""A worker process with the timed engine: all of a real one's but the model's computing.
+
+Run as a module; see ``line_service``. Nobody reaches it by way of the command line or a
+configuration. Everything but the steps is owned by the process's event loop.
+
+It reads ``config``, ``pool``, ``slot``, ``model_path``, ``model_name``, ``redis_url``,
+``cluster_id``, ``number`` and ``workers_here``. It says hello with its process id and incarnation,
+and answers every question with its steps' timings since the last one. It ends with its input, and
+with a drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+import torch
+
+from baton.background import end_tasks
+from baton.config import Config
+from loadtest.line_service import Asker, Fields, run_helper
+from loadtest.research.timed.process import TimedProcess
+from worker.settings import WorkerSettings
+
+
+class TimedWorker:
+    """The process, and what is asked of it."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Raises ConfigError for a model's folder that is not of ``write_model_folder``."""
+        timed = TimedProcess(settings)
+        self._model, self._process = timed.model, timed.process
+
+    async def answer(self, question: Fields) -> Fields:
+        """The steps since the last question, or since it serves: a list of each column."""
+        taken = self._model.take_timings()
+        return {
+            "asked_s": [timing.asked_s for timing in taken],
+            "took_s": [timing.took_s for timing in taken],
+            "gap_s": [timing.gap_s for timing in taken],
+        }
+
+    async def serve(self, asker: Asker) -> None:
+        """Until there are no more questions, or a drain is over. Raises what has broken it."""
+        record = await self._process.start()
+        asker.say({"pid": os.getpid(), "incarnation": record.incarnation})
+        questions = asyncio.create_task(asker.serve(self.answer), name="questions")
+        running = asyncio.create_task(self._process.run(), name="worker")
+        try:
+            await asyncio.wait({questions, running}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+                await self._process.ended()
+        finally:
+            await self._process.stop()
+            await end_tasks([questions, running])
+
+
+def _settings(start: Fields) -> WorkerSettings:
+    config = Config(**start["config"])
+    return WorkerSettings(
+        config=config,
+        pool=next(pool for pool in config.pools if pool.name == start["pool"]),
+        slot=start["slot"],
+        model_path=start["model_path"],
+        model_name=start["model_name"],
+        redis_url=start["redis_url"],
+        cluster_id=start["cluster_id"],
+        threads=1,
+        number=start["number"],
+        workers_here=start["workers_here"],
+    )
+
+
+async def _work(asker: Asker, start: Fields) -> None:
+    await TimedWorker(_settings(start)).serve(asker)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Nothing of torch computes: its threads would only wait beside those that serve.
+    torch.set_num_threads(1)
+    asyncio.run(run_helper(_work))

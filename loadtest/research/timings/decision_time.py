@@ -1,0 +1,103 @@
+"""How long the router's policy takes to decide, with many workers.
+
+    python -m loadtest.research.timings.decision_time --workers 1000
+
+Half of the workers prefill, half decode, all in use. Of each prompt 16 workers hold a part; with
+--shared-block all others hold its first block too. The index is not asked: its answer is made up.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from typing import Annotated, cast
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from baton.config import LocalPrefill, PolicyName
+from baton.registry import WorkerRecord
+from baton.request import Geometry, LoadSnapshot
+from loadtest.machine import this_machine
+from loadtest.whole_table import print_whole, whole_table
+from router.planner import Planner, Promise
+from router.policies import make_policy
+from router.policy import ClassRoute, RouteRequest, RouteSettings
+
+_HOLDERS = 16
+_DEEPEST = 128
+_EVERY_S = 0.002
+_LASTS_S = 0.2
+_BLOCK = 16
+
+
+def measure(
+    workers: int, decisions: int, policy: PolicyName, route: ClassRoute, *, shared_block: bool
+) -> list[float]:
+    """Microseconds of each decision, the expected blocks' share included."""
+    planner = Planner(make_policy(policy, RouteSettings(_BLOCK, default=route), 1), _BLOCK)
+    for number in range(workers):
+        _join(planner, number)
+    dice = random.Random(1)  # noqa: S311 - lengths and holders, no secret
+    names = planner.table.incarnations()
+    placed: deque[tuple[float, Promise]] = deque()
+    took = []
+    for count in range(decisions):
+        now = count * _EVERY_S
+        while placed and placed[0][0] <= now:
+            placed.popleft()[1].ended(now)
+        held = dict.fromkeys(names, 1) if shared_block else {}
+        for name in dice.sample(names, min(_HOLDERS, workers)):
+            held[name] = dice.randint(1, _DEEPEST)
+        request = RouteRequest(dice.randint(50, 4000))
+        began = time.perf_counter()
+        decision = planner.decide(request, (), held, now)
+        took.append((time.perf_counter() - began) * 1e6)
+        placed.append((now + _LASTS_S, planner.promise(decision, request, (), now)))
+    return took
+
+
+def _join(planner: Planner, number: int) -> None:
+    role = "decode" if number % 2 else "prefill"
+    record = WorkerRecord(
+        incarnation=f"{role}-{number}",
+        slot=f"{role}-{number}",
+        role=role,
+        address="",
+        metrics_address="",
+        model="",
+        fingerprint="",
+        geometry=Geometry(_BLOCK, 30, 3, 64, "bfloat16"),
+        context_length=8192,
+        total_blocks=4000,
+        max_sequences=64,
+    )
+    planner.table.add(record)
+    load = LoadSnapshot(running=number % 7, free_blocks=3000, context_tokens=100 * (number % 7))
+    planner.table.set_load(record.incarnation, load, 0.0)
+    planner.table.set_up(record.incarnation, True)
+
+
+def main(
+    workers: Annotated[int, typer.Option(min=2, help="Of both roles.")] = 1000,
+    decisions: Annotated[int, typer.Option(min=1, help="Measured for each line.")] = 3000,
+    policy: Annotated[str, typer.Option(help="As for `baton serve`.")] = "predictive",
+) -> None:
+    """Measure and print percentiles."""
+    table = whole_table("local prefill, who holds", "p50 us", "p90 us", "p99 us", title="")
+    modes: tuple[LocalPrefill, ...] = ("never", "auto")
+    for local in modes:
+        for shared in (False, True):
+            route = ClassRoute(local)
+            took = measure(workers, decisions, cast(PolicyName, policy), route, shared_block=shared)
+            holders = "all" if shared else str(_HOLDERS)
+            figures = np.percentile(took, (50, 90, 99))
+            table.add_row(f"{local}, {holders}", *(f"{value:.0f}" for value in figures))
+    Console().print(this_machine().line())
+    print_whole(Console(), table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,48 @@
+"""Any rank except the first of a worker of ``rank_bench``; see ``line_service``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
+from baton.config import Config
+from baton.request import Geometry
+from kvtransfer.layout import KvLayout
+from loadtest.bench_pool import bench_pool
+from loadtest.line_service import Asker, Fields, run_helper
+from loadtest.transfer_end import LOOPBACK, TRANSFER_THREADS
+from worker.process_tuning import keep_buffers, spare_the_interpreter
+from worker.rank_server import RankServer
+from worker.transports import make_transports
+
+
+async def _work(asker: Asker, start: Fields) -> None:
+    layout = KvLayout.of(Geometry(**start["geometry"])).of_rank(start["rank"])
+    config = Config.model_construct(transport=start["transport"])
+    spare_the_interpreter()
+    keep_buffers()
+    with contextlib.ExitStack() as held:
+        pool = held.enter_context(bench_pool(start["blocks"], layout.block_bytes))
+        threads = held.enter_context(ThreadPoolExecutor(TRANSFER_THREADS))
+        server = RankServer(
+            lambda incarnation: make_transports(
+                config, pool.memory, incarnation, LOOPBACK, threads
+            ),
+            threads,
+            LOOPBACK,
+        )
+        await server.start()
+        try:
+            asker.say({"address": server.address})
+            await asker.serve(_nothing)
+        finally:
+            await server.close()
+
+
+async def _nothing(question: Fields) -> Fields:
+    return {}
+
+
+if __name__ == "__main__":
+    asyncio.run(run_helper(_work))

@@ -1,0 +1,105 @@
+"""Rank 0 of the receiving worker of ``rank_bench``; see ``line_service``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+
+from baton.errors import BatonError
+from baton.grpc_channel import make_server
+from baton.request import Geometry
+from baton.v1 import transfer_pb2_grpc
+from kvtransfer.layout import KvLayout
+from kvtransfer.pair import Identity
+from kvtransfer.ticket import Ticket
+from loadtest.bench_pool import bench_pool
+from loadtest.line_service import Asker, Fields, run_helper
+from loadtest.transfer_end import LOOPBACK, transfer_end
+from worker.block_receiver import BlockReceiver
+from worker.transfer_service import TransferServicer
+
+RECEIVER = "receiver"
+"""Its incarnation."""
+_DEADLINE_S = 60.0
+
+
+async def _work(asker: Asker, start: Fields) -> None:
+    geometry = Geometry(**start["geometry"])
+    identity = Identity(RECEIVER, "bench", geometry)
+    layout = KvLayout.of(geometry).of_rank(0)
+    with contextlib.ExitStack() as held:
+        pool = held.enter_context(bench_pool(start["blocks"], layout.block_bytes))
+        end = transfer_end(identity, pool.memory, start["transport"], start["ranks"])
+        async with end as exchange:
+            server = make_server()
+            transfer_pb2_grpc.add_TransferServiceServicer_to_server(
+                TransferServicer(exchange), server
+            )
+            exchange.address = f"{LOOPBACK}:{server.add_insecure_port(f'{LOOPBACK}:0')}"
+            await server.start()
+            try:
+                asker.say({"address": exchange.address})
+                tickets = _Tickets(exchange.receiver, Geometry(**start["writer"]))
+                await asker.serve(tickets.answer)
+            finally:
+                await server.stop(grace=1.0)
+
+
+class _Tickets:
+    """What the sender asks for."""
+
+    def __init__(self, receiver: BlockReceiver, writer: Geometry) -> None:
+        self._receiver = receiver
+        self._writer = writer
+        self._count = 0
+        self._changed = asyncio.Event()
+        receiver.listeners.append(self)
+
+    def completed(self, ticket: Ticket) -> None:
+        """See ``TicketListener``."""
+        self._changed.set()
+
+    def released(self, ticket: Ticket, error: BatonError) -> None:
+        """See ``TicketListener``."""
+        self._changed.set()
+
+    async def answer(self, question: Fields) -> Fields:
+        """``{"promise": [blocks, …], "writer": …}``, then ``{"commit": [ticket, …], …}``."""
+        if "promise" in question:
+            tickets = [self._promise(each, question["writer"]) for each in question["promise"]]
+            for ticket in tickets:
+                opened = self._receiver.opened(ticket.ticket_id)
+                if opened is not None:
+                    await asyncio.wait_for(opened, _DEADLINE_S)
+            return {"tickets": [ticket.ticket_id for ticket in tickets]}
+        await asyncio.wait_for(self._complete(question["commit"]), _DEADLINE_S)
+        moved = 0
+        for ticket_id in question["commit"]:
+            now = time.monotonic()
+            ticket = self._receiver.commit(ticket_id, question["writer"], now)
+            moved += ticket.expected_bytes
+            self._receiver.pool.release(ticket.missing)
+        return {"bytes": moved}
+
+    def _promise(self, missing: int, writer: str) -> Ticket:
+        self._count += 1
+        return self._receiver.promise(
+            (f"bench-{self._count}", 0),
+            writer,
+            missing=missing,
+            pinned=[],
+            now=time.monotonic(),
+            geometry=self._writer,
+        )
+
+    async def _complete(self, ticket_ids: Sequence[str]) -> None:
+        """Wait until they are. Raises TicketEnded where one has ended."""
+        while not all(self._receiver.book.get(each).is_complete for each in ticket_ids):
+            self._changed.clear()
+            await self._changed.wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(run_helper(_work))

@@ -1,0 +1,51 @@
+"""What is validated with timed workers: their costs, and how the simulator is told of them."""
+
+from __future__ import annotations
+
+from loadtest.generator.lengths import Lengths
+from loadtest.peer_servers import SERVED_NAME
+from loadtest.research.timed.cluster import TimedCluster, TimedSettings
+from loadtest.research.timed.model_folder import CONTEXT_TOKENS, KV_TOKEN_BYTES
+from loadtest.research.validation.offered_load import OfferedLoad
+from loadtest.research.validation.validate import LiveCluster
+from loadtest.simulator.cluster_shape import ClusterShape
+from loadtest.simulator.fitted_costs import FittedCosts
+from loadtest.simulator.worker_profile import WorkerProfile
+from worker.step_costs import StepCosts
+
+COSTS = StepCosts(prefill=(15.0, 0.4, 0.00002), step=(30.0, 1.5, 0.002))
+"""A GPU's pattern, slowed so that two cores carry eight workers: a prompt token costs much less
+than a step, and a step little more for another sequence."""
+SLOS = {"slo_ttft_s": 1.0, "slo_tpot_s": 0.075}
+INPUTS, OUTPUTS = Lengths.parse("lognormal:450,0.7,3000"), Lengths.parse("lognormal:60,0.6,300")
+PROBE = OfferedLoad(1.0, 8.0, Lengths.parse("400"), Lengths.parse("12"), "constant")
+_WIRE_BYTES_PER_S = 1e9
+"""Of shared memory here; the timed engine's KV is too small for it to count."""
+
+
+def settings_of(prefill: int, decode: int) -> TimedSettings:
+    """A cluster of so many workers."""
+    return TimedSettings(prefill, decode, COSTS, config=SLOS)
+
+
+def live_cluster(cluster: TimedCluster) -> LiveCluster:
+    """A timed cluster that is ready."""
+    url = f"http://{cluster.router.http}"
+    return LiveCluster(url, SERVED_NAME, shape_of(cluster.settings), cluster.config)
+
+
+def shape_of(settings: TimedSettings) -> ClusterShape:
+    """The cluster as the simulator takes it."""
+    profile = WorkerProfile(
+        name="timed",
+        costs=FittedCosts(settings.costs),
+        kv_tokens=(settings.kv_pool_mib << 20) // KV_TOKEN_BYTES,
+        kv_token_bytes=KV_TOKEN_BYTES,
+        layers=1,
+        context_length=CONTEXT_TOKENS,
+        wire_bytes_per_s=_WIRE_BYTES_PER_S,
+        max_sequences=settings.max_sequences,
+        chunk_tokens=settings.chunk_tokens,
+        is_cpu=True,
+    )
+    return ClusterShape(settings.prefill, settings.decode, profile, profile)

@@ -1,0 +1,63 @@
+"""Keeps a router and its workers at one commit of the model.
+
+Another commit may have another tokenizer or chat template: such a router would send other tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+from baton.errors import ConfigError
+from baton.registry import WorkerRecord
+
+log = logging.getLogger(__name__)
+
+
+def commit_of(records: Iterable[WorkerRecord], revision: str) -> str:
+    """The commit for a router that is to use ``revision``: that of the workers, if they have one.
+
+    Raises ConfigError where they have several, or where ``revision`` is another one's hash.
+    """
+    commits = sorted({record.revision for record in records} - {""})
+    if not commits:
+        return revision
+    if len(commits) > 1:
+        raise ConfigError(
+            f"the workers of this cluster serve several commits of the model "
+            f"({', '.join(commits)}): start the router when all of them serve one"
+        )
+    is_hash = len(revision) == len(commits[0]) and set(revision) <= set("0123456789abcdef")
+    if is_hash and revision != commits[0]:
+        raise ConfigError(
+            f"the workers of this cluster serve commit {commits[0]} of the model, and revision is "
+            f"{revision}: leave revision out, and the router takes theirs"
+        )
+    return commits[0]
+
+
+class CommitCheck:
+    """Leaves out workers that serve another commit than the router has. Logs each one once."""
+
+    def __init__(self, revision: str) -> None:
+        """``revision`` is the router's commit; empty where its model is not the hub's."""
+        self._revision = revision
+        self._refused: set[str] = set()
+
+    def alike(self, records: Mapping[str, WorkerRecord]) -> dict[str, WorkerRecord]:
+        """The workers that this router may use, by incarnation."""
+        others = {
+            name: record
+            for name, record in records.items()
+            if self._revision and record.revision and record.revision != self._revision
+        }
+        for name in others.keys() - self._refused:
+            log.error(
+                "worker %s gets no requests: it serves commit %s of the model, and this router has"
+                " the tokenizer of commit %s. Start the router again: it then takes the workers'",
+                name,
+                others[name].revision,
+                self._revision,
+            )
+        self._refused = set(others)
+        return {name: record for name, record in records.items() if name not in others}

@@ -1,0 +1,89 @@
+"""What the scripts in this folder share. They run in environments of their own: no Baton in here.
+
+Each check prints a line of JSON: its name, whether it passed, and why not. What the server refuses
+as ``unsupported_parameter`` is ``missing``: it says so itself, and a later one may have it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+
+URL = os.environ.get("BATON_URL", "http://127.0.0.1:8000")
+MODEL = os.environ.get("BATON_MODEL", "smollm2-135m-instruct")
+MODEL_PATH = os.environ.get("BATON_MODEL_PATH", "")
+"""The model's folder, for clients that count tokens."""
+HELLO = [{"role": "user", "content": "Name three colours of the rainbow."}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"type": "string", "maxLength": 20}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
+RESPONSE_FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "colour", "strict": True, "schema": SCHEMA},
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "paint",
+            "description": "Paint the wall in a colour.",
+            "parameters": SCHEMA,
+        },
+    }
+]
+DEADLINE_S = 120.0
+_MISSING = ("unsupported_parameter", "is not supported with this value")
+_MOST_WORDS = 300
+
+
+def run(checks: Mapping[str, Callable[[], None]]) -> None:
+    """Run all checks, whatever becomes of each."""
+    for name, check in checks.items():
+        try:
+            check()
+            outcome, why = "pass", ""
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            outcome = "missing" if _is_missing(why) else "fail"
+            traceback.print_exc()
+        line = {"check": name, "outcome": outcome, "why": why[:_MOST_WORDS]}
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+def same(actual: object, expected: object) -> None:
+    """Raises AssertionError that shows both."""
+    if actual != expected:
+        raise AssertionError(f"{actual!r} is not {expected!r}")
+
+
+def command(arguments: Sequence[str], **variables: str) -> str:
+    """What a command prints. Raises AssertionError with the end of that where it fails."""
+    done = subprocess.run(
+        arguments,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=4 * DEADLINE_S,
+        check=False,
+    )
+    sys.stderr.write(done.stdout)
+    if done.returncode:
+        lines = [
+            line for line in done.stdout.splitlines() if any(sign in line for sign in _MISSING)
+        ]
+        why = lines[-1] if lines else done.stdout[-_MOST_WORDS:]
+        raise AssertionError(f"exit code {done.returncode}: {why}")
+    return done.stdout
+
+
+def _is_missing(text: str) -> bool:
+    return any(sign in text for sign in _MISSING)

@@ -1,0 +1,64 @@
+"""Dashboards are what their module says, and ask for series that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.unit.deploy.monitoring.promql import Checker
+from tests.unit.deploy.monitoring.watched import checker_with_rules
+from tools.dashboards.boards import BOARDS, FOLDER, text_of
+
+CHECKER = checker_with_rules()
+_LEGEND = re.compile(r"{{(\w+)}}")
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_the_file_is_what_the_module_says(name: str) -> None:
+    hint = "run: python -m tools.dashboards.boards"
+    assert (FOLDER / f"{name}.json").read_text(encoding="utf-8") == text_of(BOARDS[name]), hint
+
+
+def test_there_is_no_other_file() -> None:
+    assert {path.name for path in FOLDER.iterdir()} == {f"{name}.json" for name in BOARDS}
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_every_expression_asks_for_what_there_is(name: str) -> None:
+    for target in _targets(json.loads(text_of(BOARDS[name]))):
+        labels = _check(CHECKER, target["expr"])
+        assert set(_LEGEND.findall(target["legendFormat"])) <= labels, target
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_the_layout(name: str) -> None:
+    board = json.loads(text_of(BOARDS[name]))
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        assert all(x < 24 for x, _ in cells)
+        taken |= cells
+        assert panel["title"]
+
+
+def test_dashboards_differ() -> None:
+    for kind in ("uid", "title"):
+        assert len({getattr(board, kind) for board in BOARDS.values()}) == len(BOARDS)
+
+
+def _check(checker: Checker, expression: str) -> frozenset[str]:
+    return checker.check(expression.replace("$__rate_interval", "5m"))
+
+
+def _targets(board: dict[str, Any]) -> list[dict[str, Any]]:
+    return [target for panel in board["panels"] for target in panel.get("targets", ())]

@@ -1,0 +1,105 @@
+"""How KV travels."""
+
+from __future__ import annotations
+
+from tools.dashboards.dashboard import Dashboard, Panel, Query, Row
+from tools.dashboards.queries import RATE, quantiles, rated, summed
+
+HANDOFF = Dashboard(
+    "baton-handoff",
+    "Baton: handoff",
+    "How KV travels from prefill to decode workers, and what that costs.",
+    (
+        Row(
+            "Handoffs",
+            (
+                Panel(
+                    "By how they ended",
+                    (rated("baton_handoffs_total", "transport", "outcome"),),
+                    "ops",
+                    stacked=True,
+                ),
+                Panel(
+                    "From reserve to commit",
+                    quantiles("baton_handoff_seconds", "transport", 0.5, 0.95),
+                    "s",
+                    "Most of it is the prompt's own computing.",
+                ),
+                Panel(
+                    "What computing did not hide",
+                    quantiles("baton_handoff_exposed_seconds", "transport", 0.5, 0.95),
+                    "s",
+                    "From the prompt's last step to the commit: it delays the second token.",
+                ),
+                Panel(
+                    "Part that was hidden",
+                    (Query("baton:handoff_hidden:ratio_rate5m", "{{transport}}"),),
+                    "percentunit",
+                ),
+            ),
+        ),
+        Row(
+            "Bytes",
+            (
+                Panel("KV received", (rated("baton_handoff_bytes_total", "transport"),), "Bps"),
+                Panel(
+                    "A handoff's bytes",
+                    (
+                        Query(
+                            f"sum by (transport) (rate(baton_handoff_bytes_total{RATE}))"
+                            f" / sum by (transport) (rate(baton_handoffs_total{RATE}))",
+                            "{{transport}}",
+                        ),
+                    ),
+                    "bytes",
+                    "Pulls of cached blocks are in the bytes, and not in the count.",
+                ),
+                Panel(
+                    "On its way",
+                    (summed("baton_transfer_in_flight_bytes", "worker"),),
+                    "bytes",
+                    stacked=True,
+                ),
+                Panel(
+                    "Memory between blocks and wire",
+                    (summed("baton_transfer_staging_bytes", "transport"),),
+                    "bytes",
+                    stacked=True,
+                ),
+            ),
+        ),
+        Row(
+            "Pairs and pulls",
+            (
+                Panel(
+                    "Open pairs",
+                    (summed("baton_transfer_pairs", "transport"),),
+                    stacked=True,
+                ),
+                Panel(
+                    "Pulls of cached blocks",
+                    (rated("baton_pulls_total", "transport", "outcome"),),
+                    "ops",
+                    stacked=True,
+                ),
+                Panel(
+                    "Blocks in quarantine",
+                    (summed("baton_kv_blocks", "worker", where='state="quarantined"'),),
+                    meaning="Until copies into them that are under way have ended: milliseconds.",
+                    stacked=True,
+                ),
+                Panel(
+                    "Damaged on the wire",
+                    (
+                        Query(
+                            'sum by (transport) (increase(baton_handoffs_total{outcome="checksum"}'
+                            "[5m]))",
+                            "{{transport}}",
+                        ),
+                    ),
+                    limit=1.0,
+                ),
+            ),
+        ),
+    ),
+)

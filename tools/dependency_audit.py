@@ -1,0 +1,65 @@
+"""Asks pip-audit about what is installed, and says so where it learned nothing: ``make audit``.
+
+python -m tools.dependency_audit PIP_AUDIT SITE_PACKAGES
+
+Exit code 0: each was looked up, and none has a known fault. 1: some have. 2: not all were looked
+up; pip-audit by itself ends well then.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+_DEADLINE_S = 600
+
+
+def verdict(report: dict[str, Any]) -> tuple[int, list[str]]:
+    """The exit code for pip-audit's JSON, and what there is to say."""
+    found: list[dict[str, Any]] = report.get("dependencies", [])
+    skipped = [one["name"] for one in found if "skip_reason" in one]
+    audited = len(found) - len(skipped)
+    lines = [
+        f"{one['name']} {one['version']}: {fault['id']}, fixed in"
+        f" {', '.join(fault['fix_versions']) or 'no version'}"
+        for one in found
+        for fault in one.get("vulns", ())
+    ]
+    faulty = bool(lines)
+    if not audited:
+        return 2, ["NOTHING WAS AUDITED: the service of advisories knows none of the packages"]
+    lines.append(f"{audited} packages were looked up")
+    if skipped:
+        lines.append(f"NOT AUDITED, for the service does not know them: {', '.join(skipped)}")
+    return (1 if faulty else 2 if skipped else 0), lines
+
+
+def main() -> int:
+    """Run it."""
+    program, folder = sys.argv[1:]
+    command = [program, "--format", "json", "--progress-spinner", "off", "--skip-editable"]
+    try:
+        done = subprocess.run(  # noqa: S603 - what the Makefile names
+            [*command, "--path", folder],
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE_S,
+            check=False,
+        )
+        report = json.loads(done.stdout)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"NOTHING WAS AUDITED: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or ["no word of why"])[-1]
+        print(f"NOTHING WAS AUDITED: pip-audit failed: {last}", file=sys.stderr)  # noqa: T201
+        return 2
+    code, lines = verdict(report)
+    print("\n".join(lines))  # noqa: T201
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Makes docs/metrics.md from what baton/metrics.py declares."""
+
+from __future__ import annotations
+
+import sys
+
+from tools.metric_catalogue import Family, families
+
+_HEAD = """# Metrics
+
+This page is made from `baton/metrics.py` by `python -m tools.metrics_reference`; a test keeps the
+two equal. How to scrape them, dashboards and alerts: docs/observability.md.
+
+Times are in seconds, sizes in bytes. A histogram `x` has the series `x_bucket` (with the label
+`le`), `x_sum` and `x_count`. No label holds what a client has sent. Series of a name that two pages
+have are told apart by their labels, so that pages may be summed.
+"""
+_PAGES = {
+    "router": (
+        "A router",
+        "At `/metrics` of the HTTP port: sums over all processes behind it (`--routers N`).",
+    ),
+    "worker": (
+        "A worker",
+        "Each has a page of its own, on a port that the kernel chose; `/metrics/targets` of a"
+        " router lists them.",
+    ),
+    "supervisor": ("The supervisor", "It has a page, too, which `baton status` names."),
+}
+_TABLE_HEAD = "| series | type | labels | unit | meaning |\n|---|---|---|---|---|"
+LABELS = {
+    "action": "`to_prefill`, `to_decode`, `grow`, `shrink`",
+    "call": "which call to Redis: `registry_read`, `prefix_lookup`, `registry_put`,"
+    " `index_publish`",
+    "class": "context-length class, as the configuration names it; `unknown` for requests that"
+    " ended before they were tokenised",
+    "code": "the error's code, as in the answer; empty without one",
+    "decision": "`remote`: a prefill worker computes the prompt; `local`: the decode worker",
+    "drafter": "what drafted: `ngram`, `draft`, `eagle`, `medusa`",
+    "mode": "`live`, or `dry_run`: nothing follows",
+    "outcome": "of requests `ok`, `error`, `shed`, `aborted`; of handoffs and pulls `ok`,"
+    " `checksum`, `error` and others; of lookups, loads and lines as their meaning says",
+    "peer": "slot of the worker that blocks are sent to",
+    "pool": "pool, as the configuration names it",
+    "reason": "why: a short word of ours",
+    "result": "`found`, `missing`",
+    "role": "`prefill`, `decode`; of a router `router`",
+    "slo": "`ttft`, `tpot`",
+    "state": "of sequences `running`, `waiting`; of blocks `free`, `used`, `cached`,"
+    " `quarantined`; of a slot as `baton status` shows it",
+    "tenant": "tenant, as the configuration names it",
+    "tier": "`host`, `disk`",
+    "transport": "`shm`, `grpc`, `gloo`, `nccl`, `nixl`, `cuda_ipc`; `none` where nothing"
+    " travelled",
+    "worker": "slot of the worker, `decode-0`: it outlives each process in it",
+}
+
+
+def reference() -> str:
+    """The page's text. Raises KeyError for a label that is not described."""
+    found = families()
+    parts = [_HEAD]
+    for page, (title, where) in _PAGES.items():
+        parts.append(f"\n## {title}\n\n{where}\n\n{_TABLE_HEAD}")
+        parts.extend(_row(family) for family in found if family.page == page)
+        parts.append("")
+    parts.append("\n## Labels\n\n| label | values |\n|---|---|")
+    used = {label for family in found for label in family.labels}
+    parts.extend(f"| `{label}` | {LABELS[label]} |" for label in sorted(used))
+    return "\n".join(parts) + "\n"
+
+
+def _row(family: Family) -> str:
+    labels = ", ".join(f"`{label}`" for label in family.labels) or "none"
+    meaning = " ".join(family.meaning.split()).replace("|", "or")
+    return f"| `{family.shown_name}` | {family.kind} | {labels} | {family.unit} | {meaning} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())
