@@ -1,6 +1,6 @@
 """`baton doctor`: what of Baton can run on this machine, and what is missing.
 
-``--nccl`` needs two GPUs of one host. It has not been run by us: our machines have one GPU at most.
+``--nccl`` needs two GPUs of one host, and has not run on two yet.
 """
 
 from __future__ import annotations
@@ -95,8 +95,7 @@ def draw_steps(steps: Iterable[PairStep]) -> Table:
     """The steps of a self-test, with their rates."""
     table = Table("step", "MiB", "ms", "GB/s", box=None, pad_edge=False)
     for step in steps:
-        rate = f"{step.gb_per_s:.2f}" if step.bytes else ""
-        size = f"{step.bytes / (1 << 20):.0f}" if step.bytes else ""
+        size, rate = f"{step.bytes / (1 << 20):.0f}", f"{step.gb_per_s:.2f}"
         table.add_row(step.what, size, f"{step.seconds * 1e3:.1f}", rate)
     return table
 
@@ -168,9 +167,9 @@ def _sealing() -> str:
 
 
 def _store() -> str:
-    valkey = imported("deploy.valkey")
+    module = imported("baton.valkey_binary")
     try:
-        return str(valkey.valkey_binary())
+        return str(module.valkey_binary())
     except BatonError as error:
         raise Missing(error.message) from error
 
@@ -200,9 +199,14 @@ def _nccl() -> str:
 
 
 def _cuda_ipc() -> str:
-    if not imported("torch").cuda.is_available():
+    cuda = imported("torch").cuda
+    if not cuda.is_available():
         raise Missing("torch sees no GPU")
-    return "by itself between processes on one GPU; transport = cuda_ipc forces it between two"
+    if cuda.device_count() < 2:
+        return "automatic between processes on one GPU"
+    if not cuda.can_device_access_peer(0, 1):
+        return "automatic between processes on one GPU; GPUs 0 and 1 cannot access each other"
+    return "automatic between processes on one GPU; transport = cuda_ipc forces it between two"
 
 
 def _nixl() -> str:

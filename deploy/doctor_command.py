@@ -60,7 +60,7 @@ def _check_nccl(output: OutputFormat) -> None:
     except BatonError as error:
         fail(error.message, code=ExitCode.UNSUPPORTED)
     with clear_errors():
-        steps = list(check_pair("nccl", devices))
+        steps = check_pair("nccl", devices)
     if output == "json":
         print_json({"steps": [asdict(step) | {"gb_per_s": step.gb_per_s} for step in steps]})
     else:

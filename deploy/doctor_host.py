@@ -13,9 +13,8 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -42,8 +41,6 @@ LEAST_GB_PER_S = 0.25
 _REDIS_S = 3.0
 _RAY_S = 3.0
 _TOOL_S = 10.0
-_PAIR_STEPS = 3
-"""Of ``deploy.pair_check``: batches of growing size one way."""
 _UNSYNCHRONIZED = 5
 """What ``ntp_gettime`` returns where nobody disciplines the clock."""
 _TIME_BYTES = 256
@@ -300,14 +297,13 @@ def _interconnect() -> str:
     except ConfigError:
         pass
     try:
-        with closing(check_pair(backend, devices)) as steps:
-            done = list(islice(steps, _PAIR_STEPS))
+        steps = check_pair(backend, devices)
     except BatonError as error:
         raise Missing(
-            f"two processes cannot exchange blocks over {backend} ({error.message}): set transport"
+            f"two processes cannot exchange data over {backend} ({error.message}): set transport"
             ' = "grpc", and see whether a firewall stops loopback'
         ) from None
-    rate = max(step.gb_per_s for step in done)
+    rate = max(step.gb_per_s for step in steps)
     text = f"{rate:.2f} GB/s between two processes of this machine, over {backend}"
     if rate < LEAST_GB_PER_S:
         raise Missing(

@@ -14,6 +14,7 @@ from deploy.command_line import DEFAULT_GRPC, DEFAULT_HTTP, MOST_WORKERS, clear_
 from deploy.config_loading import load
 from deploy.confirmation import DryRun, Yes, confirm
 from deploy.exit_codes import ExitCode
+from deploy.ray_internals import count_gpus
 
 
 def join(
@@ -79,7 +80,7 @@ def join(
         split_host_port(to)
     except ValueError as error:
         fail(str(error), code=ExitCode.USAGE)
-    found = _gpus_here() if gpus is None else gpus
+    found = count_gpus() if gpus is None else gpus
     places = workers or max(1, found)
     amounts = _amounts(resource or [])
     here = (os.cpu_count() or 1) if cpus is None else cpus
@@ -185,12 +186,6 @@ def router(
     )
     with clear_errors():
         serve_router(requiring(settings, keys))
-
-
-def _gpus_here() -> int:
-    from ray._private.accelerators import NvidiaGPUAcceleratorManager  # noqa: PLC0415
-
-    return int(NvidiaGPUAcceleratorManager.get_current_node_num_accelerators())
 
 
 def _amounts(given: list[str]) -> dict[str, float]:

@@ -10,14 +10,13 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from baton.config import Config
 from baton.errors import BatonError
+from deploy import ray_internals
 from deploy.cluster_mark import ClusterMark
 from deploy.daemon_thread import DaemonThread
 from deploy.gcs_process import GcsProcess, runs
@@ -30,14 +29,12 @@ from deploy.standby_keeper import PRELOAD_MODULE, PRELOAD_VARIABLE
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's least, about: nothing of ours goes through it."""
 _DAEMONS = ("gcs_server", "raylet")
-_UNUSED = ("start_monitor", "start_api_server", "start_log_monitor")
-"""What Ray's node starts beside its daemons: its autoscaler, its dashboard, and what reads logs for
-drivers. Nothing here asks them, and each takes a second of a core to start, and 60 to 80 MiB."""
 _PLACES = 1024
 """For workers: a pool may grow while the cluster runs."""
 _POLL_S = 0.5
 _START_S = 60.0
 _SHUTDOWN_S = 10.0
+_KEY = b"baton"
 
 
 def ray_environment(token_file: Path) -> dict[str, str]:
@@ -142,15 +139,14 @@ class RayCluster:
         if gcs_store is not None:
             os.environ.update(gcs_store.environment())
         import ray  # noqa: PLC0415
-        from ray._private import services  # noqa: PLC0415
 
         if gcs_store is not None:
             # There is no other way to start it without the password on command lines.
-            program = gcs_store.write_program(services.GCS_SERVER_EXECUTABLE, self._run)
-            services.GCS_SERVER_EXECUTABLE = str(program)
+            program = gcs_store.write_program(ray_internals.gcs_program(), self._run)
+            ray_internals.set_gcs_program(program)
         # Ray would complain that it may not handle signals, which are the launcher's.
         logging.getLogger("ray").setLevel(logging.ERROR)
-        _leave_out(_UNUSED)
+        ray_internals.skip_optional_processes()
         totals = _totals(self._config)
         ray.init(
             address="local",
@@ -170,14 +166,6 @@ class RayCluster:
 
 
 _DAEMON_NAMES = {"gcs_server": "Ray's control store", "raylet": "Ray's node manager"}
-
-
-def _leave_out(methods: Sequence[str]) -> None:
-    """Have no node of this process call these; Ray has no public setting for them."""
-    from ray._private.node import Node  # noqa: PLC0415
-
-    for name in methods:
-        setattr(Node, name, lambda *_, **__: None)
 
 
 def _totals(config: Config) -> dict[str, int]:
@@ -205,22 +193,12 @@ class GcsQuestions:
         """As ``RayCluster.ask_gcs``."""
         try:
             async with asyncio.timeout(2 * timeout_s):
-                await self._thread.call(lambda: _ask_gcs(timeout_s))
+                # The control store reads a key from its own store each time, also a missing one.
+                await self._thread.call(lambda: ray_internals.read_gcs_key(_KEY, timeout_s))
         except TimeoutError:
             # The next question must not wait for this one.
             self._thread = DaemonThread("gcs questions")
             raise
-
-
-def _ask_gcs(timeout_s: float) -> None:
-    """Its key-value table is read from its store each time; that there is no such key is an answer.
-
-    Ray has no public call with a deadline.
-    """
-    from ray._private.worker import global_worker  # noqa: PLC0415
-
-    worker: Any = global_worker
-    worker.gcs_client.internal_kv_get(b"baton", None, timeout=timeout_s)
 
 
 def disconnect() -> None:

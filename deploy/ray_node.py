@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -23,6 +22,7 @@ from deploy.cluster_mark import ClusterMark
 from deploy.daemon_thread import DaemonThread
 from deploy.gcs_process import runs
 from deploy.ray_cluster import OBJECT_STORE_BYTES, common_environment
+from deploy.ray_internals import NodeProcesses, drain_node
 from deploy.run_directory import RunDirectory
 
 _START_S = 60.0
@@ -79,7 +79,7 @@ class RayNode:
         self._mark = mark
         # The daemons end with the thread that started them, so it is one that stays.
         self._thread = DaemonThread("ray node")
-        self._node: Any = None
+        self._node: NodeProcesses | None = None
         self._raylet: psutil.Process | None = None
 
     async def start(
@@ -108,36 +108,27 @@ class RayNode:
         self, host: str, resources: dict[str, float], cpus: int, gpus: int, port: int
     ) -> None:
         os.environ.update(joined_environment() | self._mark.variables)
-        from ray._private.node import Node  # noqa: PLC0415
-        from ray._private.parameter import RayParams  # noqa: PLC0415
-
         logging.getLogger("ray").setLevel(logging.ERROR)
-        # As `ray start --address --block` does it, but as children of this process.
-        # Ray would take the first names that are free: two nodes that start on one machine at once
-        # take the same, and one dies. In a folder of their own, for Ray opens it to all users;
-        # nobody else comes to the one above.
-        sockets = RunDirectory(self._mark.run_directory).ray
-        parameters = RayParams(
-            gcs_address=self.address,
-            node_ip_address=host,
-            node_manager_port=port,
-            num_cpus=cpus,
-            num_gpus=gpus,
-            resources=resources,
-            object_store_memory=OBJECT_STORE_BYTES,
-            raylet_socket_name=str(sockets / "raylet"),
-            plasma_store_socket_name=str(sockets / "plasma"),
-            include_log_monitor=False,  # type: ignore[arg-type]
+        self._node = NodeProcesses(
+            self.address,
+            host,
+            resources,
+            # Ray opens this folder to all users; other users cannot reach the one above it.
+            RunDirectory(self._mark.run_directory).ray,
+            object_store_bytes=OBJECT_STORE_BYTES,
+            cpus=cpus,
+            gpus=gpus,
+            port=port,
         )
-        self._node = Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=False)
-        self.id = str(self._node.node_id)
+        self.id = self._node.id
         children = psutil.Process().children()
         self._raylet = next(child for child in children if child.name() == "raylet")
 
     @property
     def host(self) -> str:
         """The node's address."""
-        return str(self._node.node_ip_address)
+        assert self._node is not None, "it has started"
+        return self._node.host
 
     async def lost(self) -> str:
         """Wait for the death of its node manager, and name it."""
@@ -153,9 +144,7 @@ class RayNode:
         node, self._node = self._node, None
         try:
             async with asyncio.timeout(_STOP_S):
-                await self._thread.call(
-                    lambda: node.kill_all_processes(check_alive=False, allow_graceful=True)
-                )
+                await self._thread.call(node.end)
         except (Exception, SystemExit) as error:
             logging.getLogger(__name__).warning("Ray's node does not end: %s", error)
 
@@ -166,16 +155,9 @@ def refuse_work(address: str, node: str, for_s: float) -> None:
     Blocks for some seconds at most. Raises BatonError where Ray does not take it.
     """
     os.environ.update(joined_environment())
-    from ray import _raylet  # noqa: PLC0415
-    from ray.core.generated import autoscaler_pb2  # noqa: PLC0415
-
-    raylet: Any = _raylet
-    messages: Any = autoscaler_pb2
     until_ms = int((time.time() + for_s) * 1000)
-    reason = messages.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     try:
-        client = raylet.GcsClient(address=address)
-        taken, why = client.drain_node(node, reason, "this node leaves", until_ms)
+        taken, why = drain_node(address, node, "this node leaves", until_ms)
     except Exception as error:  # whatever Ray raises while its control store is away
         raise BatonError(f"Ray does not answer: {error}") from error
     if not taken:

@@ -19,7 +19,8 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from deploy.ray_internals import session_folder
 
 FRESH_S = 2.0
 """A process that was started for somebody has him by then, and imports what he needs himself."""
@@ -77,11 +78,8 @@ class StandbyPlace:
     def own(cls) -> StandbyPlace:
         """That of the node where this process is one of Ray's."""
         import ray  # noqa: PLC0415
-        from ray._private.worker import global_worker  # noqa: PLC0415
 
-        worker: Any = global_worker
-        folder = Path(worker.node.get_session_dir_path())
-        return cls(folder, ray.get_runtime_context().get_node_id())
+        return cls(session_folder(), ray.get_runtime_context().get_node_id())
 
     @property
     def lock(self) -> FileLock:

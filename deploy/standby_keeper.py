@@ -10,8 +10,8 @@ import logging
 import os
 import threading
 import time
-from typing import Any
 
+from deploy.ray_internals import prestart_worker
 from deploy.standby import StandbyPlace
 from deploy.standby_watch import LOOK_S, StandbyWatch
 
@@ -52,33 +52,7 @@ def _keep() -> None:
 def ask_for_standby(place: StandbyPlace) -> None:
     """Have this node's Ray take one more process into its stock, to stand by; does not wait for it.
 
-    Ray has no public call for that. Raises OSError, and what Ray or gRPC raises.
+    Raises OSError, and what Ray or gRPC raises.
     """
-    from ray._private.grpc_utils import init_grpc_channel  # noqa: PLC0415
-    from ray._private.worker import global_worker  # noqa: PLC0415
-    from ray.core.generated import (  # noqa: PLC0415
-        common_pb2,
-        node_manager_pb2,
-        node_manager_pb2_grpc,
-    )
-
     place.ask()
-    worker: Any = global_worker
-    messages: Any = node_manager_pb2
-    languages: Any = common_pb2
-    services: Any = node_manager_pb2_grpc
-    request = messages.PrestartWorkersRequest(
-        language=languages.Language.Value("PYTHON"),
-        job_id=_NO_JOB,
-        keep_alive_duration_secs=_KEEP_S,
-        num_workers=1,
-    )
-    request.runtime_env_info.serialized_runtime_env = "{}"
-    address = f"{worker.node.node_ip_address}:{worker.node.node_manager_port}"
-    with init_grpc_channel(address) as channel:
-        stub = services.NodeManagerServiceStub(channel)
-        stub.PrestartWorkers(request, timeout=_ASK_S)
-
-
-_NO_JOB = b"\xff" * 4
-"""A process of no job may be anybody's."""
+    prestart_worker(_KEEP_S, _ASK_S)

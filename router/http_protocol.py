@@ -25,9 +25,8 @@ import termios
 from collections import Counter
 from typing import ClassVar
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
 from baton.listening import SilenceTimer
+from router.uvicorn_internals import HttpToolsProtocol
 
 log = logging.getLogger(__name__)
 

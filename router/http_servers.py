@@ -6,9 +6,7 @@ States: made → serving → ending (no new connection) → ended.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -18,18 +16,11 @@ from baton.config import Config, split_host_port
 from baton.tls import LiveContext, server_context
 from router.http_app import Apps
 from router.http_protocol import http_protocol
+from router.uvicorn_internals import QuietServer
 
 RENEWAL_POLL_S = 1.0
 STOP_GRACE_S = 2
 """How long open connections have to end once the router stops."""
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the router's process, which stops everything in order."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class HttpServers:
@@ -78,8 +69,8 @@ class HttpServers:
         if self._renewing is not None:
             await end_tasks([self._renewing])
 
-    def _server(self, app: ASGIApp) -> _Server:
-        config = self._config
+    def _server(self, app: ASGIApp) -> QuietServer:
+        config, certificate = self._config, self._certificate
         http = uvicorn.Config(
             app,
             http=http_protocol(
@@ -92,11 +83,9 @@ class HttpServers:
             proxy_headers=False,
             lifespan="off",
             timeout_graceful_shutdown=int(config.drain_deadline_s) + STOP_GRACE_S,
+            ssl_context_factory=None if certificate is None else lambda *_: certificate.get(),
         )
-        if self._certificate is not None:
-            http.load()
-            http.ssl = self._certificate.get()
-        return _Server(http)
+        return QuietServer(http)
 
 
 async def _take_up_renewals(certificate: LiveContext) -> None:

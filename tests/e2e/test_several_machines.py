@@ -27,8 +27,8 @@ import psutil
 import pytest
 
 from baton.config import TlsConfig
+from baton.valkey_binary import valkey_binary
 from deploy.redis_users import StoreUser, url_with_certificates, user_rules
-from deploy.valkey import valkey_binary
 from tests.machines import Machine, machines
 from tests.models import make_tiny_model
 from tests.tls_redis import PASSWORDS, PROGRAM, needs_redis

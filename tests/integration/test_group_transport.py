@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.pair_check import link
-from deploy.pair_end import BLOCK_BYTES, HALF, LocalEnd, RemoteEnd
+from tests.integration.pair_end import BLOCK_BYTES, HALF, LocalEnd, RemoteEnd, link
 
 LONG_S = 60.0
 SHORT_S = 1.0

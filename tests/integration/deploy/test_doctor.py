@@ -3,14 +3,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import psutil
+import pytest
 from typer.testing import CliRunner
 
 from baton.config import Config
+from baton.errors import Unavailable
+from deploy import pair_check
 from deploy.cli import app
 from deploy.doctor import CHECKS, examine
 from deploy.doctor_host import host_checks
-from deploy.pair_check import BLOCK_COUNTS, check_pair
-from deploy.pair_end import BLOCK_BYTES
+from deploy.pair_check import MIBS, check_pair
 
 
 def test_this_machine_is_fit() -> None:
@@ -23,12 +26,30 @@ def test_this_machine_is_fit() -> None:
     assert os.access(found["embedded Valkey"].detail, os.X_OK)
 
 
-def test_the_self_test_moves_aborts_and_forms_again() -> None:
+def test_two_processes_exchange_data() -> None:
     """The steps of ``--nccl``, over gloo."""
-    steps = list(check_pair("gloo", ("cpu", "cpu")))
-    sizes = [count * BLOCK_BYTES for count in BLOCK_COUNTS]
-    assert [step.bytes for step in steps] == [*sizes, *sizes, 0, *sizes, *sizes, 0]
-    assert all(step.seconds > 0 for step in steps)
+    steps = check_pair("gloo", ("cpu", "cpu"))
+    assert [step.bytes for step in steps] == [2 * mib << 20 for mib in MIBS]
+    assert all(step.gb_per_s > 0 for step in steps)
+
+
+def test_a_process_that_fails_is_named() -> None:
+    with pytest.raises(Unavailable, match=r"process on cuda:99 ended with 1: \w*Error: "):
+        check_pair("gloo", ("cpu", "cuda:99"))
+    assert ends_left() == []
+
+
+def test_processes_that_do_not_finish_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair_check, "_DEADLINE_S", 0.0)
+    with pytest.raises(Unavailable, match="did not finish within"):
+        check_pair("gloo", ("cpu", "cpu"))
+    assert ends_left() == []
+
+
+def ends_left() -> list[int]:
+    """The children of this process that exchange data."""
+    children = psutil.Process().children()
+    return [one.pid for one in children if "deploy.pair_check" in one.cmdline()]
 
 
 def test_redis_and_its_clock_are_asked(redis_url: str) -> None:

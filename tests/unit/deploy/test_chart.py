@@ -21,11 +21,11 @@ from redis.retry import Retry
 from typer.testing import CliRunner
 
 from baton.config import load_config
+from baton.valkey_binary import valkey_binary
 from deploy.cli import app
 from deploy.node_leave import ENDING_S as LEAVING_S
 from deploy.ports import free_port
 from deploy.rank_group_places import WORKER_RESOURCE
-from deploy.valkey import valkey_binary
 from tests.unit.deploy.baton_commands import parse, unknown_variables
 from tests.unit.deploy.chart import (
     VALUE_SETS,

@@ -92,6 +92,22 @@ def test_a_module_that_cannot_be_imported_is_missing(monkeypatch: pytest.MonkeyP
         assert "cannot be imported" in found[name].detail
 
 
+@pytest.mark.parametrize(
+    ("gpus", "access", "detail"),
+    [(1, True, "on one GPU"), (2, True, "forces it"), (2, False, "cannot access")],
+)
+def test_cuda_ipc_between_two_gpus(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, access: bool, detail: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: access)
+    (check,) = (one for one in doctor.CHECKS if one.what == "transport cuda_ipc")
+    (found,) = examine([check])
+    assert found.usable
+    assert detail in found.detail
+
+
 def test_steps_have_their_rate() -> None:
     step = PairStep("moved", 2 << 20, 0.001)
     assert step.gb_per_s == pytest.approx(2.097152)

@@ -30,12 +30,12 @@ def words(commands: list[str], program: str) -> list[str]:
 
 
 def test_ray_takes_it() -> None:
-    from ray.autoscaler._private.util import prepare_config, validate_config  # noqa: PLC0415
+    from ray.autoscaler.sdk import bootstrap_config  # noqa: PLC0415
 
-    validate_config(prepare_config(cluster()))
+    bootstrap_config(cluster(), no_config_cache=True)
     spoilt = cluster() | {"worker_start_commands": []}
     with pytest.raises(jsonschema.ValidationError):
-        validate_config(spoilt)
+        bootstrap_config(spoilt, no_config_cache=True)
 
 
 def test_machines_join_by_baton() -> None:

@@ -14,7 +14,6 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError
-from deploy.training.eagle_trainee import EagleTrainee
 from engine.cpu.decoder import cpu_decoder
 from engine.drafter_heads import load_eagle
 from engine.eagle_config import load_eagle_config
@@ -26,6 +25,7 @@ from engine.model_config import load_model_config
 from engine.plan import PlanRow
 from engine.step import StepInput, StepModel
 from engine.weights import load_weights
+from loadtest.research.training.eagle_trainee import EagleTrainee
 from tests.drafter_heads import make_eagle_head
 from tests.models import VOCAB, make_tiny_model
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from baton import grpc_channel
 from baton.config import Config
@@ -21,6 +20,7 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.generation import GenerationRequest, OutputDelta
 from router.grpc_front import add_grpc_front
 from router.http_protocol import BoundedHttpProtocol
+from router.uvicorn_internals import HIGH_WATER_LIMIT
 from tests.unit.router.front_fakes import MODEL, Front, endless, make_front, plain_client, serve
 
 DEADLINE_S = 20.0

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError
-from deploy.training.self_talk import Conversation
+from loadtest.research.training.self_talk import Conversation
 
 
 def save_conversations(conversations: Sequence[Conversation], path: Path) -> None:

@@ -1,7 +1,7 @@
-"""`python -m deploy.training`: an EAGLE-3 head for a model, trained on a CPU on its own words.
+"""`python -m loadtest.research.training`: train an EAGLE-3 head for a model on a CPU.
 
-``talk`` lets the model talk to itself and records what its layers make of it, ``eagle`` trains a
-head on that. Both work in pieces and can be called again to go on.
+``talk`` makes the model talk to itself, and records the text and the hidden states of some layers.
+``eagle`` trains a head on these records. Both work in pieces: another call continues.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ import torch
 import typer
 
 from baton.errors import BatonError
-from deploy import model_store
-from deploy.training.eagle_training import EagleTraining, EagleTrainingSettings
-from deploy.training.material import load_conversations, save_conversations
-from deploy.training.self_talk import Conversation, SelfTalk
 from engine.engine import EngineSettings, build_engine
 from engine.model import DecoderModel
 from engine.model_config import ModelConfig, load_model_config
 from engine.weights import load_weights
+from loadtest.research.training.eagle_training import EagleTraining, EagleTrainingSettings
+from loadtest.research.training.material import load_conversations, save_conversations
+from loadtest.research.training.self_talk import Conversation, SelfTalk
 from router.tokenizer import Tokenizer
 
 app = typer.Typer(add_completion=False, help=__doc__)
 _CHECKPOINT = "training.pt"
 
-_Model = Annotated[str, typer.Option(metavar="NAME|PATH", help="As for `baton serve`.")]
+_Model = Annotated[
+    Path, typer.Option(metavar="FOLDER", help="The model; `baton model pull` prints its folder.")
+]
 _Quantization = Annotated[str, typer.Option(help="As for `baton serve`: what will be served.")]
 _Material = Annotated[Path, typer.Option(help="The folder of the conversations.")]
 _Threads = Annotated[int, typer.Option(help="Of the CPU.")]
@@ -35,18 +36,17 @@ _Threads = Annotated[int, typer.Option(help="Of the CPU.")]
 
 @app.command()
 def talk(
+    model: _Model,
     material: _Material,
     seed: Annotated[int, typer.Option(help="Another one for each piece.")],
-    model: _Model = "smollm2-135m-instruct",
     quantization: _Quantization = "auto",
     minutes: Annotated[float, typer.Option(help="How long.")] = 10.0,
     threads: _Threads = 2,
 ) -> None:
     """Let the model talk to itself, into one more file of the folder."""
-    folder = model_store.resolve(model, typer.echo, quantization).path
     material.mkdir(parents=True, exist_ok=True)
-    engine = build_engine(EngineSettings(folder, threads=threads, quantization=quantization))
-    talking = SelfTalk(engine, Tokenizer.load(folder), _layers(engine.config), seed)
+    engine = build_engine(EngineSettings(model, threads=threads, quantization=quantization))
+    talking = SelfTalk(engine, Tokenizer.load(model), _layers(engine.config), seed)
     found: list[Conversation] = []
     end = time.monotonic() + 60 * minutes
     with torch.inference_mode():
@@ -59,9 +59,9 @@ def talk(
 
 @app.command()
 def eagle(
+    model: _Model,
     material: _Material,
     output: Annotated[Path, typer.Option(help="The head's folder, for --draft-model.")],
-    model: _Model = "smollm2-135m-instruct",
     quantization: _Quantization = "auto",
     minutes: Annotated[float, typer.Option(help="How long this piece of work takes.")] = 20.0,
     of: Annotated[float, typer.Option(help="Minutes of all pieces together.")] = 20.0,
@@ -71,9 +71,8 @@ def eagle(
     """Train a head, or go on with it, and write it."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    folder = model_store.resolve(model, typer.echo, quantization).path
-    config, cpu = load_model_config(folder), torch.device("cpu")
-    target = DecoderModel(config, load_weights(folder, cpu, torch.bfloat16, quantization), cpu)
+    config, cpu = load_model_config(model), torch.device("cpu")
+    target = DecoderModel(config, load_weights(model, cpu, torch.bfloat16, quantization), cpu)
     training = EagleTraining(
         target,
         _layers(config),

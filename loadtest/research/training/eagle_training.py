@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from safetensors.torch import save_file
 
-from deploy.training.eagle_trainee import FEATURE_LAYERS, EagleTrainee
-from deploy.training.self_talk import Conversation
 from engine.model import DecoderModel
 from engine.quantization.weight import QuantizedWeight, dequantize
+from loadtest.research.training.eagle_trainee import FEATURE_LAYERS, EagleTrainee
+from loadtest.research.training.self_talk import Conversation
 
 _HELD_BACK = 15
 """One of so many conversations is not learned from: agreement is measured on it."""

@@ -1,6 +1,6 @@
-"""One end of a pair of workers that does nothing but move blocks, for self-tests.
+"""One end of a pair of workers that does nothing but move blocks over a process group.
 
-    python -m deploy.pair_end BACKEND DEVICE     serves ``LocalEnd`` over its standard streams
+    python -m tests.integration.pair_end BACKEND DEVICE     serves ``LocalEnd`` over stdio
 
 Each line in is a JSON list, a method's name and its arguments; each line out is what it returned.
 """
@@ -13,6 +13,7 @@ import select
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Batch, Packed, Parts, Peer, ReceiveLink, SendLink
 from worker.gpu_memory import GpuMemory
 
+ROOT = Path(__file__).resolve().parents[2]
 BLOCK_BYTES = 1 << 20
 HALF = 64
 """The first blocks are sources, as many behind them targets."""
@@ -143,8 +145,9 @@ class RemoteEnd:
 
     def __init__(self, backend: Backend, device: str) -> None:
         # This Python and this module.
-        self._process = subprocess.Popen(  # noqa: S603
-            [sys.executable, "-m", "deploy.pair_end", backend, device],
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.pair_end", backend, device],
+            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -226,6 +229,11 @@ class RemoteEnd:
             self._line += data
         line, _, self._line = self._line.partition(b"\n")
         return line
+
+
+def link(writer: PairEnd, receiver: PairEnd) -> None:
+    """Connect one direction."""
+    writer.connect(receiver.accept(writer.offer()))
 
 
 _PEER = Peer("self-test", "the other process")

@@ -10,14 +10,14 @@ import torch
 from typer.testing import CliRunner
 
 from baton.errors import ConfigError
-from deploy.training.__main__ import app
-from deploy.training.eagle_training import EagleTraining, EagleTrainingSettings
-from deploy.training.material import load_conversations, save_conversations
-from deploy.training.self_talk import Conversation, SelfTalk
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.model import DecoderModel
 from engine.model_config import load_model_config
 from engine.weights import load_weights
+from loadtest.research.training.__main__ import app
+from loadtest.research.training.eagle_training import EagleTraining, EagleTrainingSettings
+from loadtest.research.training.material import load_conversations, save_conversations
+from loadtest.research.training.self_talk import Conversation, SelfTalk
 from router.tokenizer import Tokenizer
 from tests.drafter_heads import make_counting_model
 from tests.models import VOCAB

@@ -1,0 +1,169 @@
+"""What Baton uses of Ray beyond its public API; no other module may.
+
+Ray may change these names in any release, so pyproject.toml admits only the minor versions of Ray
+that pass tests/unit/deploy/test_ray_internals.py, which lists every one of them. After an upgrade
+that test names what is gone. Every function imports Ray when it is called.
+"""
+
+# ruff: noqa: PLC0415
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_OPTIONAL_PROCESSES = ("start_monitor", "start_api_server", "start_log_monitor")
+_NO_JOB = b"\xff" * 4
+"""Ray may give a process of no job to an actor of any job."""
+
+
+def gcs_program() -> str:
+    """The path of the control store (GCS) that nodes of this process start."""
+    from ray._private import services
+
+    return str(services.GCS_SERVER_EXECUTABLE)
+
+
+def set_gcs_program(program: Path) -> None:
+    """Make nodes of this process start ``program`` as the control store."""
+    from ray._private import services
+
+    services.GCS_SERVER_EXECUTABLE = str(program)
+
+
+def skip_optional_processes() -> None:
+    """Make nodes of this process start without autoscaler, dashboard and log monitor.
+
+    Baton uses none of them. Each takes a second of a core to start, and 60 to 80 MiB. Ray has no
+    public setting for this.
+    """
+    from ray._private.node import Node
+
+    for name in _OPTIONAL_PROCESSES:
+        setattr(Node, name, lambda *_, **__: None)
+
+
+def read_gcs_key(key: bytes, timeout_s: float) -> None:
+    """Read ``key`` from the control store of the connected cluster; a missing key is no error.
+
+    Ray's public call takes no deadline. Raises what Ray raises when there is no answer.
+    """
+    _worker().gcs_client.internal_kv_get(key, None, timeout=timeout_s)
+
+
+def session_folder() -> Path:
+    """The folder of the connected cluster's session on this node."""
+    return Path(_worker().node.get_session_dir_path())
+
+
+def prestart_worker(keep_alive_s: int, timeout_s: float) -> None:
+    """Make this node's raylet start one idle worker process.
+
+    Ray keeps that process for ``keep_alive_s`` seconds, however many idle processes it has. Blocks
+    for at most ``timeout_s`` seconds. Raises what Ray or gRPC raises.
+    """
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
+
+    messages: Any = node_manager_pb2
+    languages: Any = common_pb2
+    services: Any = node_manager_pb2_grpc
+    open_channel: Any = init_grpc_channel
+    request = messages.PrestartWorkersRequest(
+        language=languages.Language.Value("PYTHON"),
+        job_id=_NO_JOB,
+        keep_alive_duration_secs=keep_alive_s,
+        num_workers=1,
+    )
+    request.runtime_env_info.serialized_runtime_env = "{}"
+    node = _worker().node
+    with open_channel(f"{node.node_ip_address}:{node.node_manager_port}") as channel:
+        services.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=timeout_s)
+
+
+def count_gpus() -> int:
+    """The number of NVIDIA GPUs that Ray finds on this machine."""
+    from ray._private.accelerators import NvidiaGPUAcceleratorManager
+
+    return int(NvidiaGPUAcceleratorManager.get_current_node_num_accelerators())
+
+
+def drain_node(address: str, node: str, why: str, until_ms: int) -> tuple[bool, str]:
+    """Make Ray place no more actors on ``node``, which ends by ``until_ms`` (Unix time).
+
+    ``address`` is host:port of the control store. Returns whether Ray accepts, and its reason if
+    not. Raises what Ray raises.
+    """
+    from ray import _raylet
+    from ray.core.generated import autoscaler_pb2
+
+    raylet: Any = _raylet
+    messages: Any = autoscaler_pb2
+    reason = messages.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    accepted, refusal = raylet.GcsClient(address=address).drain_node(node, reason, why, until_ms)
+    return bool(accepted), str(refusal)
+
+
+class NodeProcesses:
+    """A Ray node whose processes are children of this process.
+
+    `ray start --address --block` does the same in one process more, and refuses a loopback
+    address. The raylet ends with the thread that makes this object.
+    """
+
+    def __init__(
+        self,
+        gcs_address: str,
+        host: str,
+        resources: Mapping[str, float],
+        sockets: Path,
+        *,
+        object_store_bytes: int,
+        cpus: int = 0,
+        gpus: int = 0,
+        port: int = 0,
+    ) -> None:
+        """Join the cluster of the control store at ``gcs_address`` (host:port) as ``host``.
+
+        ``sockets`` is a folder of this node's own: nodes that start on one machine at the same
+        time would choose the same names in Ray's folder. ``port`` is the raylet's; 0 takes any.
+        Raises what Ray raises, SystemExit included.
+        """
+        from ray._private.node import Node
+        from ray._private.parameter import RayParams
+
+        make_parameters: Any = RayParams
+        parameters = make_parameters(
+            gcs_address=gcs_address,
+            node_ip_address=host,
+            node_manager_port=port,
+            num_cpus=cpus,
+            num_gpus=gpus,
+            resources=dict(resources),
+            object_store_memory=object_store_bytes,
+            raylet_socket_name=str(sockets / "raylet"),
+            plasma_store_socket_name=str(sockets / "plasma"),
+            include_log_monitor=False,
+        )
+        self._node = Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=False)
+
+    @property
+    def id(self) -> str:
+        """Ray's name of the node."""
+        return str(self._node.node_id)
+
+    @property
+    def host(self) -> str:
+        """The node's address."""
+        return str(self._node.node_ip_address)
+
+    def end(self) -> None:
+        """End the raylet, and with it the workers that it runs. Raises what Ray raises."""
+        self._node.kill_all_processes(check_alive=False, allow_graceful=True)
+
+
+def _worker() -> Any:
+    """Ray's state of this process, which is connected to a cluster."""
+    from ray._private.worker import global_worker
+
+    return global_worker
