@@ -42,7 +42,7 @@ def calibrate(
 
         baton calibrate --json my-machine.json
     """
-    from loadtest.transfer_rows import write_json  # noqa: PLC0415
+    from loadtest.whole_table import write_json  # noqa: PLC0415
 
     chosen = target(http, cluster)
     state = chosen.cluster

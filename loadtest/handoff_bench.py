@@ -29,8 +29,7 @@ from engine.model_config import load_model_config
 from loadtest.machine import Machine, this_machine
 from loadtest.peer_servers import LOOPBACK, SERVED_NAME, Programs, Server, free_port, serving
 from loadtest.transfer_bench import TransferSettings, measure_transfers
-from loadtest.transfer_rows import write_json
-from loadtest.whole_table import print_whole, whole_table
+from loadtest.whole_table import print_whole, whole_table, write_json
 
 Say = Callable[[str], None]
 

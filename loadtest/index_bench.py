@@ -34,7 +34,7 @@ from loadtest.bench_app import Figures, bench_app, say
 from loadtest.bench_store import bench_store
 from loadtest.index_workload import COMMON_BLOCKS, IndexWorkload, Question
 from loadtest.machine import Machine, this_machine
-from loadtest.transfer_rows import write_json
+from loadtest.whole_table import write_json
 
 Say = Callable[[str], None]
 

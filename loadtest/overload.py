@@ -40,8 +40,7 @@ from loadtest.peer_servers import (
     serving,
 )
 from loadtest.traces import Trace, TracedRequest, read_trace
-from loadtest.transfer_rows import write_json
-from loadtest.whole_table import print_whole, whole_table
+from loadtest.whole_table import print_whole, whole_table, write_json
 
 Say = Callable[[str], None]
 Kind = Literal["ok", "refused", "failed", "hung"]

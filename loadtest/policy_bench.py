@@ -42,8 +42,7 @@ from loadtest.bench_store import bench_store
 from loadtest.lru_cache import LruCache
 from loadtest.machine import this_machine
 from loadtest.traces import MOONCAKE_BLOCK_TOKENS, TracedRequest, read_trace
-from loadtest.transfer_rows import write_json
-from loadtest.whole_table import print_whole, whole_table
+from loadtest.whole_table import print_whole, whole_table, write_json
 from router.cost_model import PREFILL_DEFAULT, mean_context
 from router.planner import Planner, Promise
 from router.policies import make_policy

@@ -48,8 +48,7 @@ from loadtest.peer_servers import LOOPBACK, SERVED_NAME, cores
 from loadtest.pinning import pinned
 from loadtest.router_child import router_child
 from loadtest.router_peer import check_command, peer_router
-from loadtest.transfer_rows import write_json
-from loadtest.whole_table import print_whole
+from loadtest.whole_table import print_whole, write_json
 
 KEPT_UP = 1.03
 """A rate counts if the answers took at most this many times as long as their steps."""

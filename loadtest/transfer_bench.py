@@ -39,9 +39,8 @@ from loadtest.transfer_rows import (
     pairs_of,
     row_of,
     sizes_of,
-    write_json,
 )
-from loadtest.whole_table import print_whole
+from loadtest.whole_table import print_whole, write_json
 
 Say = Callable[[str], None]
 

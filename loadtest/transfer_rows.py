@@ -6,7 +6,6 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from rich.table import Table
 
@@ -141,11 +140,3 @@ def as_json(report: TransferReport) -> str:
         "empty_handoff": None if empty is None else asdict(empty),
     }
     return json.dumps(fields, indent=1) + "\n"
-
-
-def write_json(path: Path, text: str) -> None:
-    """Raises ConfigError where it cannot be written."""
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error

@@ -1,10 +1,14 @@
-"""Tables that can be pasted: never folded, however narrow the terminal is."""
+"""What commands write: tables that can be pasted, and files of figures."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from baton.errors import ConfigError
 
 _WIDEST = 1000
 
@@ -23,3 +27,11 @@ def print_whole(console: Console, table: Table) -> None:
     unbounded = console.options.update(max_width=_WIDEST)
     console.width = max(console.width, console.measure(table, options=unbounded).maximum)
     console.print(table)
+
+
+def write_json(path: Path, text: str) -> None:
+    """Raises ConfigError where it cannot be written."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error

@@ -16,7 +16,7 @@ from loadtest.generator.load_settings import LoadSettings, make_traffic, open_tr
 from loadtest.generator.rate_search import ATTAINMENT, PRECISION, RateSearch
 from loadtest.machine import this_machine
 from loadtest.traces import Trace
-from loadtest.transfer_rows import write_json
+from loadtest.whole_table import write_json
 
 Say = Callable[[str], None]
 Drive = Callable[[LoadSettings, int], LoadRun]

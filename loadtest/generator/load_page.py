@@ -14,7 +14,7 @@ from loadtest.generator.load_run import LoadRun
 from loadtest.generator.request_record import RequestRecord
 from loadtest.generator.summary import bucket_names, bucket_of
 from loadtest.plots import Line, Mark, cdf, draw_lines
-from loadtest.transfer_rows import write_json
+from loadtest.whole_table import write_json
 
 _TEMPLATE = "load_page.html"
 

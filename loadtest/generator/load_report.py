@@ -16,8 +16,7 @@ from loadtest.generator.request_record import RequestRecord
 from loadtest.generator.slo import Slo
 from loadtest.generator.summary import BucketSummary, Distribution
 from loadtest.machine import Machine
-from loadtest.transfer_rows import write_json
-from loadtest.whole_table import print_whole, whole_table
+from loadtest.whole_table import print_whole, whole_table, write_json
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
+from loadtest.generator.slo import Slo
+
 Outcome = Literal["ok", "error", "shed", "aborted"]
 """As in ``baton_requests_total``. shed: the server refused it for its load (429, 503). aborted: the
 client gave it up at its time-out. error: everything else that is no whole answer."""
@@ -72,3 +74,12 @@ class RequestRecord:
     def itl_s(self) -> list[float]:
         """Each gap between messages with tokens."""
         return [after - before for before, after in itertools.pairwise(self.token_times_s)]
+
+    def met(self, slo: Slo) -> bool:
+        """Whether it ended well, and within every bound."""
+        return (
+            self.outcome == "ok"
+            and self.ttft_s <= slo.ttft_s
+            and self.tpot_s <= slo.tpot_s
+            and self.e2el_s <= slo.e2el_s
+        )

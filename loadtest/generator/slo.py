@@ -7,7 +7,6 @@ import re
 from dataclasses import asdict, dataclass
 
 from baton.errors import ConfigError
-from loadtest.generator.request_record import RequestRecord
 
 _NAMES = ("ttft", "tpot", "e2el")
 _PART = re.compile(r"(?P<name>[a-z0-9]+)=(?P<value>[0-9.]+(?:e-?[0-9]+)?)(?P<unit>ms|s)?")
@@ -38,15 +37,6 @@ class Slo:
             seconds = _number(found["value"], text) / (1e3 if found["unit"] == "ms" else 1)
             bounds[f"{found['name']}_s"] = seconds
         return cls(**bounds)
-
-    def met(self, record: RequestRecord) -> bool:
-        """Whether it ended well, and within every bound."""
-        return (
-            record.outcome == "ok"
-            and record.ttft_s <= self.ttft_s
-            and record.tpot_s <= self.tpot_s
-            and record.e2el_s <= self.e2el_s
-        )
 
     def bounds(self) -> dict[str, float]:
         """Those that there are, in seconds."""

@@ -165,7 +165,7 @@ def summarise(
 def _bucket(name: str, records: Sequence[RequestRecord], slo: Slo) -> BucketSummary:
     outcomes = Counter(record.outcome for record in records)
     well = [record for record in records if record.outcome == "ok"]
-    good = sum(slo.met(record) for record in well)
+    good = sum(record.met(slo) for record in well)
     return BucketSummary(
         name=name,
         requests=len(records),

@@ -27,7 +27,7 @@ from loadtest.planner.transports import DEFAULT_TRANSPORTS
 from loadtest.planner.wisdom import median_input
 from loadtest.planner.worker_kinds import roles, transports, worker_kinds
 from loadtest.traces import read_trace
-from loadtest.transfer_rows import write_json
+from loadtest.whole_table import write_json
 
 Say = Callable[[str], None]
 _MINUTE_S = 60.0

@@ -10,7 +10,7 @@ from loadtest.planner.evaluation import Trial
 from loadtest.planner.plan import PlannedCluster
 from loadtest.planner.plan_report import COLUMNS, PlanReport, cells
 from loadtest.plots import Line, Mark, draw_lines
-from loadtest.transfer_rows import write_json
+from loadtest.whole_table import write_json
 
 _TEMPLATE = "plan_page.html"
 

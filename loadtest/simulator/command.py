@@ -18,8 +18,7 @@ from loadtest.simulator.simulation import simulate
 from loadtest.simulator.summary import summary
 from loadtest.simulator.worker_kinds import read_profile
 from loadtest.traces import read_trace
-from loadtest.transfer_rows import write_json
-from loadtest.whole_table import print_whole, whole_table
+from loadtest.whole_table import print_whole, whole_table, write_json
 
 Say = Callable[[str], None]
 _USES = (

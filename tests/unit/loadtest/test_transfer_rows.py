@@ -20,9 +20,8 @@ from loadtest.transfer_rows import (
     pairs_of,
     row_of,
     sizes_of,
-    write_json,
 )
-from loadtest.whole_table import print_whole
+from loadtest.whole_table import print_whole, write_json
 
 BLOCK = 360 << 10
 EMPTY = EmptyHandoff("tiny", idle_ms=1.25, busy_ms=2.5, batch=63, step_ms=40.0)

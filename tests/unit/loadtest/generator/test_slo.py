@@ -46,13 +46,13 @@ def test_what_is_none(text: str) -> None:
     ],
 )
 def test_times_count_from_the_intended_send(slo: Slo, *, met: bool) -> None:
-    assert slo.met(record()) is met
+    assert record().met(slo) is met
 
 
 def test_a_single_token_has_no_gap_to_be_slow() -> None:
-    assert Slo(tpot_s=1e-9).met(record(tokens=1))
+    assert record(tokens=1).met(Slo(tpot_s=1e-9))
 
 
 @pytest.mark.parametrize("outcome", ["error", "shed", "aborted"])
 def test_what_did_not_end_well_is_bad(outcome: Outcome) -> None:
-    assert not Slo(math.inf).met(record(outcome))
+    assert not record(outcome).met(Slo(math.inf))
