@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.chaos.cluster import Cluster
-from tests.chaos.kinds import BY_NAME, KINDS, Kind
-from tests.chaos.questions import questions
+from tests.chaos.faults.kinds import BY_NAME, KINDS, Kind
+from tests.chaos.harness.cluster import Cluster
+from tests.chaos.load.questions import questions
 from tests.chaos.report import Report
 from tests.chaos.run import Run
 

@@ -9,9 +9,9 @@ import pytest
 
 from baton.config import TransportName
 from engine.engine import Engine, EngineSettings, build_engine
-from tests.chaos.stage import Stage
-from tests.mini_cluster import valkey
-from tests.models import make_tiny_model
+from tests.chaos.harness.stage import Stage
+from tests.support.mini_cluster import valkey
+from tests.support.models import make_tiny_model
 
 TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc", "gloo", "nixl")
 """Those that run here."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tests.chaos.ledger import Counts
+from tests.chaos.load.ledger import Counts
 
 
 @dataclass(frozen=True, slots=True)

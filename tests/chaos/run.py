@@ -13,21 +13,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from signal import SIGABRT
 
-from tests.chaos.cluster import ROLES, Cluster, is_alive
-from tests.chaos.counters import by_label
-from tests.chaos.fault import CannotStrike, Fault
-from tests.chaos.faults import FAULTS
-from tests.chaos.footprint import Footprint, footprint, leaks
-from tests.chaos.kinds import Kind, Target
-from tests.chaos.ledger import Ending, Ledger, Phase
-from tests.chaos.load import Load
-from tests.chaos.operator_faults import WorkerDrained
-from tests.chaos.questions import Question
-from tests.chaos.recovery import MOST_S, until_answered, until_streams_run, until_whole
-from tests.chaos.reference import take_reference
+from tests.chaos.faults.fault import CannotStrike, Fault
+from tests.chaos.faults.faults import FAULTS
+from tests.chaos.faults.kinds import Kind, Target
+from tests.chaos.faults.operator_faults import WorkerDrained
+from tests.chaos.harness.cluster import ROLES, Cluster, is_alive
+from tests.chaos.harness.counters import by_label
+from tests.chaos.harness.footprint import Footprint, footprint, leaks
+from tests.chaos.harness.recovery import MOST_S, until_answered, until_streams_run, until_whole
+from tests.chaos.harness.victim import NobodyToStrike, Victim, find_victim, is_busy
+from tests.chaos.load.ledger import Ending, Ledger, Phase
+from tests.chaos.load.load import Load
+from tests.chaos.load.questions import Question
+from tests.chaos.load.reference import take_reference
 from tests.chaos.report import Report, RoundReport
 from tests.chaos.schedule import Round, Strike, rounds
-from tests.chaos.victim import NobodyToStrike, Victim, find_victim, is_busy
 
 _CLIENTS = 3
 _SETTLE_S = 3.0

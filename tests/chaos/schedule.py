@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tests.chaos.kinds import Kind
+from tests.chaos.faults.kinds import Kind
 
 _SIMULTANEOUS = 0.2
 """Share of the rounds in which two faults come at once."""

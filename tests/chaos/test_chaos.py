@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from tests.chaos import call, footprint, ledger, recovery
 from tests.chaos import run as running
 from tests.chaos.__main__ import run
-from tests.chaos.kinds import KINDS
+from tests.chaos.faults.kinds import KINDS
+from tests.chaos.harness import footprint, recovery
+from tests.chaos.load import call, ledger
 from tests.chaos.report import Report
 
 SEED = 43296

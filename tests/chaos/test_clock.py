@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.chaos.clock import Clock, NoClock
+from tests.chaos.harness.clock import Clock, NoClock
 
 HOUR_S = 3600
 SCRIPT = """

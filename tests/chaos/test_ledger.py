@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.chaos.answer import AnswerSoFar, ChoiceSoFar
-from tests.chaos.ledger import Ending, Ledger, Phase
+from tests.chaos.load.answer import AnswerSoFar, ChoiceSoFar
+from tests.chaos.load.ledger import Ending, Ledger, Phase
 
 
 def answer(*tokens: int, ended: bool = True, text: str = "") -> AnswerSoFar:

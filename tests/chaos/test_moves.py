@@ -20,8 +20,8 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine
 from engine.local import generate
-from tests.chaos.company import Answer, Client, Company
-from tests.chaos.stage import until_whole
+from tests.chaos.harness.company import Answer, Client, Company
+from tests.chaos.harness.stage import until_whole
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
-from tests.chaos.call import Fronts
-from tests.chaos.cluster import Cluster
-from tests.chaos.operator_faults import RoleChanged, WorkerDrained
-from tests.chaos.victim import Victim
+from tests.chaos.faults.operator_faults import RoleChanged, WorkerDrained
+from tests.chaos.harness.cluster import Cluster
+from tests.chaos.harness.victim import Victim
+from tests.chaos.load.call import Fronts
 
 DEADLINE_S = 60.0
 RESET = ""

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from tests.chaos.packet_filter import attach, detach, losing, take_socket
+from tests.chaos.harness.packet_filter import attach, detach, losing, take_socket
 
 SILENT_S = 0.3
 DEADLINE_S = 60.0

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tests.chaos.proxy import Proxy, Wire
+from tests.chaos.harness.proxy import Proxy, Wire
 
 DEADLINE_S = 60.0
 

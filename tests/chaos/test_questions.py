@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tests.chaos.questions import questions
+from tests.chaos.load.questions import questions
 
 
 def test_a_seed_is_a_mix() -> None:

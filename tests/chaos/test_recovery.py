@@ -3,11 +3,11 @@ from __future__ import annotations
 import asyncio
 import time
 
-from tests.chaos.call import Call, Fronts
-from tests.chaos.ledger import Ledger
-from tests.chaos.load import Load
-from tests.chaos.questions import questions
-from tests.chaos.recovery import until_answered, until_streams_run
+from tests.chaos.harness.recovery import until_answered, until_streams_run
+from tests.chaos.load.call import Call, Fronts
+from tests.chaos.load.ledger import Ledger
+from tests.chaos.load.load import Load
+from tests.chaos.load.questions import questions
 
 DEADLINE_S = 60.0
 QUESTION = questions(0)[0]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from tests.chaos.ledger import Counts
+from tests.chaos.load.ledger import Counts
 from tests.chaos.report import Report, RoundReport
 
 ROUND = RoundReport(("decode killed",), ("decode-0",), 2, 0.0, 1.0, 0.5, 8.0, ())

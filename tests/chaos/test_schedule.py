@@ -5,8 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.chaos.faults import FAULTS
-from tests.chaos.kinds import BY_NAME, KINDS
+from tests.chaos.faults.faults import FAULTS
+from tests.chaos.faults.kinds import BY_NAME, KINDS
 from tests.chaos.schedule import Round, rounds
 
 SEEDS = st.integers(min_value=0, max_value=1 << 32)

@@ -24,8 +24,8 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine
 from engine.local import generate
-from tests.chaos.request import Request
-from tests.chaos.stage import OTHER, Stage, until_whole
+from tests.chaos.harness.stage import OTHER, Stage, until_whole
+from tests.chaos.load.request import Request
 
 BOUND_S = 5.0
 """From the signal until the other worker is whole: the design's promise."""

@@ -16,14 +16,14 @@ import psutil
 import pytest
 
 from tests.chaos import run as running
-from tests.chaos.cluster import Cluster
-from tests.chaos.fault import Fault
-from tests.chaos.faults import FAULTS
-from tests.chaos.kinds import Kind
+from tests.chaos.faults.fault import Fault
+from tests.chaos.faults.faults import FAULTS
+from tests.chaos.faults.kinds import Kind
+from tests.chaos.faults.signal_faults import HostStopped
+from tests.chaos.harness.cluster import Cluster
+from tests.chaos.harness.victim import Victim
 from tests.chaos.run import Run
 from tests.chaos.schedule import Round, Strike
-from tests.chaos.signal_faults import HostStopped
-from tests.chaos.victim import Victim
 
 DEADLINE_S = 60.0
 LAUNCHER = """

@@ -8,8 +8,8 @@ import pytest
 import redis
 
 from baton.redis_client import redis_client
-from tests.chaos.proxy import Proxy
-from tests.chaos.store import Store
+from tests.chaos.harness.proxy import Proxy
+from tests.chaos.harness.store import Store
 
 DEADLINE_S = 120.0
 

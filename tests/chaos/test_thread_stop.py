@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.thread_stop import ThreadStop, nice_threads
+from tests.chaos.harness.thread_stop import ThreadStop, nice_threads
 
 NICENESS = 7
 DEADLINE_S = 60.0

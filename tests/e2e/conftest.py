@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.answers import end_amid_an_answer
-from tests.e2e.cluster import PATIENT, UpProcess
+from tests.support.e2e.answers import end_amid_an_answer
+from tests.support.e2e.cluster import PATIENT, UpProcess
 
 
 @pytest.fixture(scope="session")

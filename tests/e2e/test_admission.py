@@ -9,7 +9,7 @@ from collections import Counter
 import httpx
 import pytest
 
-from tests.e2e.cluster import UpProcess
+from tests.support.e2e.cluster import UpProcess
 
 _ENDS_S = 240.0
 _VOCABULARY = 2000

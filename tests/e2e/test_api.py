@@ -23,7 +23,7 @@ from baton.client import Client
 from baton.errors import InvalidRequest, ModelNotFound
 from baton.v1.inference_pb2 import FINISH_REASON_LENGTH, ChatMessage
 from baton.v1.sampling_pb2 import SamplingParameters
-from tests.e2e.cluster import UpProcess
+from tests.support.e2e.cluster import UpProcess
 
 HELLO: list[ChatCompletionMessageParam] = [
     {"role": "user", "content": "Name three colours of the rainbow."}

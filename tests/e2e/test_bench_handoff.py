@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 
 
 @pytest.mark.long

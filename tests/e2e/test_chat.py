@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.e2e.cluster import BATON, UpProcess
-from tests.terminal import CTRL_C, CTRL_D, CTRL_J, ENTER, UP, Terminal
+from tests.support.e2e.cluster import BATON, UpProcess
+from tests.support.terminal import CTRL_C, CTRL_D, CTRL_J, ENTER, UP, Terminal
 
 FIGURES = re.compile(
     r"^\d+ tokens · ([\d.]+ tokens/s · )?first token after [\d.]+ m?s · (prefill-0 → )?decode-0$",

@@ -10,7 +10,7 @@ import pytest
 from baton.errors import ConfigError
 from tests.clients.checking import Outcome, check, chosen
 from tests.clients.environments import ClientProgram, install
-from tests.e2e.cluster import UpProcess
+from tests.support.e2e.cluster import UpProcess
 
 pytestmark = pytest.mark.timeout(900)
 """A fresh machine installs them first."""

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.chaos.clock import Clock, NoClock
-from tests.e2e.cluster import START_S, UpProcess, processes_of
-from tests.e2e.load import Load
+from tests.chaos.harness.clock import Clock, NoClock
 from tests.e2e.test_supervision import pid_of
-from tests.mini_cluster import free_port, valkey
+from tests.support.e2e.cluster import START_S, UpProcess, processes_of
+from tests.support.e2e.load import Load
+from tests.support.mini_cluster import free_port, valkey
 
 OUTAGE_S = 6.0
 LONG_OUTAGE_S = 120.0

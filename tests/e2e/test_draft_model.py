@@ -15,9 +15,9 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import EngineSettings, build_engine
 from engine.local import generate
-from tests.e2e.cluster import UpProcess
 from tests.e2e.test_api import series
-from tests.models import make_padded_model, make_tiny_model
+from tests.support.e2e.cluster import UpProcess
+from tests.support.models import make_padded_model, make_tiny_model
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),

@@ -8,7 +8,7 @@ import subprocess
 import httpx
 
 from deploy.exit_codes import ExitCode
-from tests.e2e.cluster import BATON, START_S, UpProcess
+from tests.support.e2e.cluster import BATON, START_S, UpProcess
 
 
 def baton(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.cluster import PATIENT, UpProcess
+from tests.support.e2e.cluster import PATIENT, UpProcess
 
 ROOT = Path(__file__).parents[2]
 _ROW = re.compile(

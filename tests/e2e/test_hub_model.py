@@ -7,9 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.cluster import PATIENT, UpProcess
-from tests.hub_stub import TOKEN, HubStub
-from tests.models import make_tiny_model
+from tests.support.e2e.cluster import PATIENT, UpProcess
+from tests.support.hub_stub import TOKEN, HubStub
+from tests.support.models import make_tiny_model
 
 ID = "tests/tiny-llama"
 

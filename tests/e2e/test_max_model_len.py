@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from baton.client import Client
-from tests.e2e.cluster import PATIENT, START_S, UpProcess
-from tests.models import make_tiny_model
+from tests.support.e2e.cluster import PATIENT, START_S, UpProcess
+from tests.support.models import make_tiny_model
 
 CONTEXT = 16_384
 

@@ -15,7 +15,7 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.cluster import UpProcess, processes_of
+from tests.support.e2e.cluster import UpProcess, processes_of
 
 DEADLINE_S = 120.0
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]

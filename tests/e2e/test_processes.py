@@ -9,7 +9,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.cluster import UpProcess
+from tests.support.e2e.cluster import UpProcess
 
 DEADLINE_S = 120.0
 

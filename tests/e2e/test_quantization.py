@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from tests.e2e.cluster import START_S, UpProcess
+from tests.support.e2e.cluster import START_S, UpProcess
 
 pytestmark = pytest.mark.long
 

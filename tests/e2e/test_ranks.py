@@ -18,10 +18,10 @@ from baton.grpc_channel import open_blocking_channel
 from baton.tls import PeerRole, TlsFiles
 from baton.v1 import rank_pb2, rank_pb2_grpc
 from deploy.node_roll import NodeRoll
-from tests.certificates import Authority
-from tests.e2e.answers import answer_of, end_amid_an_answer, streamed
-from tests.e2e.cluster import START_S, UpProcess
-from tests.models import make_tiny_model
+from tests.support.certificates import Authority
+from tests.support.e2e.answers import answer_of, end_amid_an_answer, streamed
+from tests.support.e2e.cluster import START_S, UpProcess
+from tests.support.models import make_tiny_model
 
 # Clusters of up to six processes that import torch, on machines that may have two cores.
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

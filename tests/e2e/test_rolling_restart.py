@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from router.process_number import ROUTER_HEADER
-from tests.e2e.cluster import BATON, START_S, UpProcess
+from tests.support.e2e.cluster import BATON, START_S, UpProcess
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from baton.client import Client, Message, Sampling
-from tests.e2e.answers import answer_of, body_of, streamed_from
-from tests.e2e.cluster import BATON, UpProcess, wait_healthy
+from tests.support.e2e.answers import answer_of, body_of, streamed_from
+from tests.support.e2e.cluster import BATON, UpProcess, wait_healthy
 
 TOKENS = 24
 SAME = Sampling(max_tokens=TOKENS, temperature=0.0)

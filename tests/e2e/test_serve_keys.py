@@ -8,7 +8,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.cluster import BATON, START_S, UpProcess
+from tests.support.e2e.cluster import BATON, START_S, UpProcess
 
 pytestmark = pytest.mark.long
 

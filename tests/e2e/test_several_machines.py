@@ -29,9 +29,9 @@ import pytest
 from baton.config import TlsConfig
 from baton.valkey_binary import valkey_binary
 from deploy.redis_users import StoreUser, url_with_certificates, user_rules
-from tests.machines import Machine, machines
-from tests.models import make_tiny_model
-from tests.tls_redis import PASSWORDS, PROGRAM, needs_redis
+from tests.support.machines import Machine, machines
+from tests.support.models import make_tiny_model
+from tests.support.tls_redis import PASSWORDS, PROGRAM, needs_redis
 
 BATON, RAY = (str(Path(sys.executable).with_name(name)) for name in ("baton", "ray"))
 START_S = 180.0
@@ -301,7 +301,7 @@ def network(count: int, kind: type[Kind]) -> Iterator[Kind]:
 
 def reference(model: Path, tokens: int) -> str:
     """What a whole cluster of one machine answers."""
-    from tests.e2e.cluster import UpProcess  # noqa: PLC0415
+    from tests.support.e2e.cluster import UpProcess  # noqa: PLC0415
 
     given = ("--model", str(model), "--dtype", "float32", "--served-model-name", "model")
     with UpProcess(*given) as up:

@@ -14,8 +14,8 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from tests.e2e.answers import answer_of
-from tests.e2e.cluster import END_S, UpProcess, processes_of, wait_until_gone
+from tests.support.e2e.answers import answer_of
+from tests.support.e2e.cluster import END_S, UpProcess, processes_of, wait_until_gone
 
 T = TypeVar("T")
 

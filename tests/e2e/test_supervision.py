@@ -15,8 +15,8 @@ from deploy.pool_keeper import SILENCE_S
 from deploy.run_directory import RunDirectory
 from deploy.slot_board import TTL_S
 from deploy.standby import FileLock
-from tests.e2e.cluster import BATON, START_S, UpProcess, processes_of
-from tests.e2e.load import Load
+from tests.support.e2e.cluster import BATON, START_S, UpProcess, processes_of
+from tests.support.e2e.load import Load
 
 
 def pid_of(up: UpProcess, name: str, but: int = 0) -> int:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from loadtest.peer_servers import SERVED_NAME
-from tests.e2e.cluster import BATON, START_S, UpProcess
+from tests.support.e2e.cluster import BATON, START_S, UpProcess
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 

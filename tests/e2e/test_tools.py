@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.cluster import UpProcess
+from tests.support.e2e.cluster import UpProcess
 
 DEADLINE_S = 120.0
 MESSAGES: Any = [{"role": "user", "content": "What is the weather in Paris for two days?"}]

@@ -23,9 +23,9 @@ from baton.registry import Registry, WorkerRecord
 from baton.tls import client_context
 from baton.v1 import cache_pb2, cache_pb2_grpc
 from deploy import certificates
-from tests.certificates import Authority
-from tests.e2e.cluster import BATON, PATIENT, START_S, UpProcess
-from tests.tls_redis import PROGRAM, owner_of, tls_redis, urls_of
+from tests.support.certificates import Authority
+from tests.support.e2e.cluster import BATON, PATIENT, START_S, UpProcess
+from tests.support.tls_redis import PROGRAM, owner_of, tls_redis, urls_of
 
 pytestmark = pytest.mark.timeout(300)
 FEW = Sampling(max_tokens=4, temperature=0.0)

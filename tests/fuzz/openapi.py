@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.e2e.cluster import UpProcess
-from tests.models import make_tiny_model
-from tests.unit.router.front_fakes import TEMPLATE
+from tests.support.e2e.cluster import UpProcess
+from tests.support.models import make_tiny_model
+from tests.support.router.front_fakes import TEMPLATE
 
 PROGRAM = Path(sys.executable).with_name("schemathesis")
 _KEY = "sk-fuzz"

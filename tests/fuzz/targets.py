@@ -29,7 +29,7 @@ def _gguf() -> Callable[[bytes], None]:
 
 
 def _gguf_seeds() -> list[bytes]:
-    from tests.unit.deploy.tiny_gguf import write_gguf
+    from tests.support.deploy.tiny_gguf import write_gguf
 
     with tempfile.TemporaryDirectory() as name:
         return [write_gguf(Path(name) / "tiny.gguf").read_bytes()]
@@ -203,7 +203,7 @@ _PATHS = (
 def _http_body() -> Callable[[bytes], None]:
     import httpx
 
-    from tests.unit.router.front_fakes import make_front
+    from tests.support.router.front_fakes import make_front
 
     front = make_front()
     app = front.app()
@@ -320,7 +320,7 @@ def _grammar() -> Callable[[bytes], None]:
     from baton.errors import InvalidGrammar
     from baton.grammar import Grammar, GrammarKind
     from baton.grammar_library import GrammarCompiler
-    from tests.unit.router.front_fakes import EOS, tiny_backend
+    from tests.support.router.front_fakes import EOS, tiny_backend
 
     backend = tiny_backend()
     compiler = GrammarCompiler(

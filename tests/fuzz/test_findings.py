@@ -14,7 +14,7 @@ from baton.v1 import worker_pb2
 from deploy.gguf_convert import convert as convert_gguf
 from kvtransfer import shm_transport
 from tests.fuzz.targets import TARGETS
-from tests.unit.deploy.tiny_gguf import write_gguf
+from tests.support.deploy.tiny_gguf import write_gguf
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS.keys())

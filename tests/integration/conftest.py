@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.clock import Clock, NoClock
-from tests.mini_cluster import valkey
-from tests.models import make_tiny_model
+from tests.chaos.harness.clock import Clock, NoClock
+from tests.support.mini_cluster import valkey
+from tests.support.models import make_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from router import decode_room, drain_rate
 from router.generation import OutputDelta
 from tests.integration.test_handoff import prompt_of
 from tests.integration.test_moves import LONG
-from tests.mini_cluster import collect, mini_cluster
+from tests.support.mini_cluster import collect, mini_cluster
 
 SHORT = replace(LONG, max_tokens=4)
 IDLE_S = 0.1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from router.cache_control import CacheControl, CacheStats
 from tests.integration.test_handoff import BLOCK, SAMPLINGS, prompt_of
-from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 
 GREEDY = SAMPLINGS["greedy"]
 

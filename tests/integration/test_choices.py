@@ -22,7 +22,7 @@ from baton.sampling_params import SamplingParams
 from engine.local import LocalOutput, generate
 from router.generation import ScoredToken
 from tests.integration.test_handoff import BLOCK, prompt_of, reference
-from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 
 CHOICES = 4
 SEEDED = SamplingParams(

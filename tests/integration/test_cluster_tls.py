@@ -30,8 +30,8 @@ from baton.v1 import (
 )
 from router import cluster_metrics
 from router.cluster_metrics import cluster_page
-from tests.certificates import Authority
-from tests.mini_cluster import MiniCluster, mini_cluster
+from tests.support.certificates import Authority
+from tests.support.mini_cluster import MiniCluster, mini_cluster
 
 DEADLINE_S = 60.0
 PROMPT = tuple(range(40, 100))

@@ -17,7 +17,7 @@ from engine.local import generate
 from kvtransfer.layout import KvLayout
 from kvtransfer.pair import Identity
 from kvtransfer.transport import Peer
-from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 from worker.kv_converter import Converter
 from worker.role import WorkerContext
 

@@ -30,9 +30,9 @@ from engine.scheduler import Scheduler
 from engine.speculation import MOST_DRAFT_TOKENS, Speculation
 from engine.step import StepInput, StepModel, StepOutput
 from kvtransfer.host_memory import HostMemory
-from tests.mini_cluster import mini_cluster
-from tests.models import VOCAB, make_tiny_model
-from tests.unit.engine.drafters import Oracle, WholeDrafts
+from tests.support.engine.drafters import Oracle, WholeDrafts
+from tests.support.mini_cluster import mini_cluster
+from tests.support.models import VOCAB, make_tiny_model
 
 BLOCK = 16
 PROMPT = 530

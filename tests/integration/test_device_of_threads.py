@@ -10,7 +10,7 @@ import torch
 
 from baton.sampling_params import SamplingParams
 from tests.integration.test_handoff import prompt_of
-from tests.mini_cluster import mini_cluster
+from tests.support.mini_cluster import mini_cluster
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 

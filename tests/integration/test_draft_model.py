@@ -16,9 +16,9 @@ from engine.engine import EngineSettings, build_engine
 from engine.local import generate
 from engine.model_speculation import ModelSpeculation
 from prefill_worker import handoff, role
-from tests.mini_cluster import MiniCluster, mini_cluster
-from tests.models import make_tiny_model
-from tests.unit.engine.drafters import FixedLength
+from tests.support.engine.drafters import FixedLength
+from tests.support.mini_cluster import MiniCluster, mini_cluster
+from tests.support.models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 

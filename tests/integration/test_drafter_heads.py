@@ -15,9 +15,13 @@ from baton.sampling_params import SamplingParams
 from engine.engine import EngineSettings, build_engine
 from engine.local import generate
 from engine.model_speculation import ModelSpeculation
-from tests.drafter_heads import make_counting_eagle, make_counting_medusa, make_counting_model
-from tests.mini_cluster import MiniCluster, mini_cluster
-from tests.unit.engine.drafters import FixedLength
+from tests.support.drafter_heads import (
+    make_counting_eagle,
+    make_counting_medusa,
+    make_counting_model,
+)
+from tests.support.engine.drafters import FixedLength
+from tests.support.mini_cluster import MiniCluster, mini_cluster
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 

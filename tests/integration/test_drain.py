@@ -15,7 +15,7 @@ from router.generation import OutputDelta
 from router.worker_control import WorkerControl
 from tests.integration.test_handoff import BLOCK, prompt_of
 from tests.integration.test_moves import Asked, busiest_decode, moved
-from tests.mini_cluster import DEADLINE_S, MiniCluster, collect, mini_cluster
+from tests.support.mini_cluster import DEADLINE_S, MiniCluster, collect, mini_cluster
 from worker.pace import Pace
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from engine.local import generate
 from router.http_app import create_app
 from router.served_model import ServedModel
 from tests.integration.test_handoff import BLOCK, prompt_of, reference
-from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 
 PROMPTS = [prompt_of(length) for length in (1, BLOCK, 3 * BLOCK + 5)]
 SIZE = 48

@@ -13,7 +13,7 @@ from baton.errors import Unavailable
 from baton.sampling_params import SamplingParams
 from tests.integration.test_faults import outcomes
 from tests.integration.test_handoff import local_answer, prompt_of
-from tests.mini_cluster import mini_cluster
+from tests.support.mini_cluster import mini_cluster
 
 LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
 

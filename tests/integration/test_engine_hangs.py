@@ -11,8 +11,8 @@ import pytest
 from router.worker_links import WorkerLink
 from tests.integration.test_handoff import prompt_of
 from tests.integration.test_moves import GREEDY, LONG, STRICT, Asked, busiest_decode, moved
-from tests.mini_cluster import MiniCluster, mini_cluster
-from tests.standing_engine import standing_engine
+from tests.support.mini_cluster import MiniCluster, mini_cluster
+from tests.support.standing_engine import standing_engine
 
 HANG_S = 2.0
 """On a busy machine an engine that runs takes a while, too."""

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from baton.errors import BatonError
 from baton.sampling_params import SamplingParams
-from tests.chaos.stage import until_whole
+from tests.chaos.harness.stage import until_whole
 from tests.integration.test_handoff import local_answer, prompt_of
-from tests.integration.worker_processes import worker_processes
-from tests.mini_cluster import DEADLINE_S
+from tests.support.mini_cluster import DEADLINE_S
+from tests.support.worker.worker_processes import worker_processes
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 

@@ -45,9 +45,9 @@ from kvtransfer.transport import Batch, Packed, Parts
 from router.generation import OutputDelta
 from router.prefill_stream import PrefillStream
 from tests.integration.test_handoff import local_answer, prompt_of
-from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster, valkey
-from tests.proxy import flip_one_byte, proxy
-from tests.standing_engine import standing_engine
+from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster, valkey
+from tests.support.proxy import flip_one_byte, proxy
+from tests.support.standing_engine import standing_engine
 from worker.block_receiver import NO_TRANSPORT
 from worker.handoff_calls import HandoffCalls
 from worker.role import WorkerContext

@@ -14,8 +14,8 @@ from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.local import generate
-from tests.mini_cluster import MiniCluster, mini_cluster
-from tests.models import real_model
+from tests.support.mini_cluster import MiniCluster, mini_cluster
+from tests.support.models import real_model
 
 BLOCK = 16
 ANSWER = 2 * BLOCK + 3

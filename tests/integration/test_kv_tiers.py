@@ -14,7 +14,7 @@ from baton.sampling_params import SamplingParams
 from router.cache_control import CacheControl
 from tests.integration.test_handoff import BLOCK, local_answer, prompt_of
 from tests.integration.test_pull import first_token, source_at
-from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 from worker.fetch_estimates import FetchEstimates
 from worker.kv_tiers import KvTiers
 from worker.tier_estimates import TierEstimates

@@ -10,7 +10,7 @@ from baton.sampling_params import SamplingParams
 from kvtransfer.outbound import Push
 from prefill_worker import handoff, role
 from tests.integration.test_handoff import local_answer, prompt_of
-from tests.mini_cluster import mini_cluster
+from tests.support.mini_cluster import mini_cluster
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
 from router.prefill_stream import PrefillStream
 from tests.integration.test_handoff import ANSWER, BLOCK, SAMPLINGS, local_answer, prompt_of
-from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 
 LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
 ROUTER = "a-router"

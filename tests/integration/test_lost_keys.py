@@ -16,7 +16,7 @@ from baton.prefix_index import PrefixIndex
 from baton.registry import Registry, WorkerRecord
 from baton.request import LoadSnapshot
 from tests.integration.test_redis import Publisher, Store, contents, names, open_store, record_of
-from tests.mini_cluster import valkey
+from tests.support.mini_cluster import valkey
 
 TTL_S = 30.0
 CHAINS = [names(letter, 3) for letter in "abcd"]

@@ -19,8 +19,8 @@ from engine.local import LocalOutput, generate
 from router.generation import GenerationRequest
 from router.poison import PROGRESS_TOKENS
 from tests.integration.test_handoff import prompt_of, reference
-from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
-from tests.models import make_tiny_model
+from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from tests.support.models import make_tiny_model
 
 LONG = SamplingParams(temperature=1.0, seed=7, max_tokens=120, ignore_eos=True)
 GREEDY = replace(LONG, temperature=0.0, logprobs=2)

@@ -25,8 +25,8 @@ from router.served_model import ServedModel
 from tests.http_batches import begin_batch, has_ended, output_of, read_batch
 from tests.integration.test_handoff import prompt_of
 from tests.integration.test_moves import busiest_decode, moved
-from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
-from tests.models import make_tiny_model
+from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from tests.support.models import make_tiny_model
 
 SIZE = 48
 MODEL = ServedModel("tiny", 0, 2048, SIZE)

@@ -20,11 +20,11 @@ from baton.hashing import block_hashes, hash_key
 from baton.registry import WorkerRecord
 from baton.request import FinishReason
 from baton.sampling_params import SamplingParams
-from tests.chaos.stage import until_whole
+from tests.chaos.harness.stage import until_whole
 from tests.integration.test_handoff import local_answer, prompt_of
 from tests.integration.test_redis_away import stopped
-from tests.integration.worker_processes import worker_processes
-from tests.mini_cluster import MiniCluster, collect, mini_cluster, valkey
+from tests.support.mini_cluster import MiniCluster, collect, mini_cluster, valkey
+from tests.support.worker.worker_processes import worker_processes
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)

@@ -23,7 +23,7 @@ from engine.local import generate
 from engine.runner import ModelRunner
 from engine.step import StepInput, StepModel, StepOutput
 from router.tokenizer import Tokenizer
-from tests.models import real_model
+from tests.support.models import real_model
 
 PROMPTS = Path(__file__).resolve().parents[3] / "shared" / "prompts"
 ANSWER, LONG_ANSWER = 20, 64

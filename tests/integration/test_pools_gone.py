@@ -12,7 +12,7 @@ import pytest
 from baton.errors import Unavailable
 from tests.integration.test_handoff import prompt_of
 from tests.integration.test_moves import LONG, Asked
-from tests.mini_cluster import MiniCluster, mini_cluster
+from tests.support.mini_cluster import MiniCluster, mini_cluster
 
 AT_ONCE_S = 40.0
 """Far less than a request may take."""

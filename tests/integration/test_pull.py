@@ -27,7 +27,7 @@ from kvtransfer.transport import Peer
 from prefill_worker.role import PrefillRole
 from router.prefill_stream import PrefillStream
 from tests.integration.test_handoff import BLOCK, local_answer, prompt_of
-from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 from worker.fetch_estimates import FetchEstimates
 from worker.role import WorkerContext
 

@@ -12,8 +12,8 @@ from baton.config import Config, ContextClass, PoolConfig
 from baton.errors import InvalidRequest
 from baton.sampling_params import SamplingParams
 from tests.integration.test_handoff import local_answer, prompt_of
-from tests.mini_cluster import MiniCluster, mini_cluster
-from tests.models import make_tiny_moe
+from tests.support.mini_cluster import MiniCluster, mini_cluster
+from tests.support.models import make_tiny_moe
 
 LENGTHS = (1, 16, 17, 40, 33)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

@@ -23,9 +23,9 @@ from router.access import Access
 from router.generation import GenerationRequest
 from router.http_app import create_app
 from router.rate_limits import Charge, RateLimits
-from tests.chaos.clock import Clock
-from tests.mini_cluster import free_port, valkey
-from tests.unit.router.front_fakes import MODEL, Front, make_front
+from tests.chaos.harness.clock import Clock
+from tests.support.mini_cluster import free_port, valkey
+from tests.support.router.front_fakes import MODEL, Front, make_front
 
 DEADLINE_S = 60.0
 PROMPT = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2}

@@ -27,8 +27,8 @@ from baton.redis_client import redis_client
 from baton.registry import Registry, WorkerRecord
 from baton.request import Geometry, GroupShape, LoadSnapshot
 from engine.block_pool import BlockPool
-from tests.chaos.clock import Clock
-from tests.mini_cluster import free_port, valkey
+from tests.chaos.harness.clock import Clock
+from tests.support.mini_cluster import free_port, valkey
 from worker import index_publisher
 from worker.index_publisher import IndexPublisher
 

@@ -16,7 +16,7 @@ import redis
 
 from baton.sampling_params import SamplingParams
 from tests.integration.test_handoff import local_answer, prompt_of
-from tests.mini_cluster import MiniCluster, free_port, mini_cluster, valkey
+from tests.support.mini_cluster import MiniCluster, free_port, mini_cluster, valkey
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 AWAY_S = [1.5, pytest.param(30.0, marks=pytest.mark.long)]

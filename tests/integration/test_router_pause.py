@@ -7,8 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.integration.paused_router import HANG_S, REQUESTS, TOKENS
-from tests.mini_cluster import mini_cluster
+from tests.support.mini_cluster import mini_cluster
+from tests.support.router.paused_router import HANG_S, REQUESTS, TOKENS
 
 DEADLINE_S = 120.0
 
@@ -21,7 +21,7 @@ async def test_a_stopped_router_loses_no_stream(tiny_model: Path, redis_url: str
         router = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "tests.integration.paused_router",
+            "tests.support.router.paused_router",
             *(str(tiny_model), redis_url, cluster.cluster_id),
             stdout=asyncio.subprocess.PIPE,
         )

@@ -22,7 +22,7 @@ from deploy.router_process import RouterProcess
 from deploy.run_directory import RunDirectory
 from loadtest.line_service import helper
 from router.process_number import ROUTER_HEADER
-from tests.mini_cluster import free_port
+from tests.support.mini_cluster import free_port
 
 DEADLINE_S = 60.0
 REQUESTS = 24

@@ -10,7 +10,7 @@ import pytest
 from baton.config import ContextClass
 from router.generation import GenerationRequest
 from tests.integration.test_handoff import BLOCK, SAMPLINGS, local_answer, prompt_of
-from tests.mini_cluster import MiniCluster, mini_cluster
+from tests.support.mini_cluster import MiniCluster, mini_cluster
 
 GREEDY = SAMPLINGS["greedy"]
 

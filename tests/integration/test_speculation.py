@@ -21,9 +21,9 @@ from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.speculation import Speculation
 from router.tokenizer import Tokenizer
-from tests.mini_cluster import mini_cluster
-from tests.models import make_tiny_model, real_model
-from tests.unit.engine.drafters import WholeDrafts
+from tests.support.engine.drafters import WholeDrafts
+from tests.support.mini_cluster import mini_cluster
+from tests.support.models import make_tiny_model, real_model
 
 PROMPTS = Path(__file__).resolve().parents[3] / "shared" / "prompts"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)

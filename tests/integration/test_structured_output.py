@@ -17,7 +17,7 @@ from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.local import generate
 from tests.integration.test_handoff import prompt_of, reference
-from tests.mini_cluster import MiniCluster, mini_cluster
+from tests.support.mini_cluster import MiniCluster, mini_cluster
 
 SCHEMA = {
     "type": "object",

@@ -19,7 +19,7 @@ from router.access import Access
 from router.http_app import create_app
 from router.served_model import ServedModel
 from tests.integration.test_handoff import BLOCK, SAMPLINGS, prompt_of
-from tests.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 
 MODEL = ServedModel(id="tiny", created=1_700_000_000, context_length=512, embedding_size=8)
 BLOCKS = 4

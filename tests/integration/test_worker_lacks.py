@@ -13,7 +13,7 @@ import pytest
 from decode_worker.role import DecodeRole
 from tests.integration.test_handoff import prompt_of
 from tests.integration.test_moves import LONG, Asked, moved
-from tests.mini_cluster import MiniCluster, mini_cluster
+from tests.support.mini_cluster import MiniCluster, mini_cluster
 
 SHORT = replace(LONG, max_tokens=6)
 

@@ -16,7 +16,7 @@ from engine.kv_cache import KvCache
 from engine.kv_quantization import dequantize_kv, quantize_kv
 from engine.model_config import ModelConfig
 from engine.plan import PlanRow
-from tests.models import plain_config
+from tests.support.models import plain_config
 
 CPU = torch.device("cpu")
 LAYERS = 2

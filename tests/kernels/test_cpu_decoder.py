@@ -25,7 +25,7 @@ from engine.quantization.weight import QuantizedWeight, QuantKind, quantize
 from engine.step import StepInput, StepModel
 from engine.torch_step import TorchStepModel
 from engine.weights import load_weights
-from tests.unit.engine.model_pair import VOCAB
+from tests.support.engine.model_pair import VOCAB
 from tests.unit.engine.test_families import CASES, make_reference
 
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from engine.grammar_state import Mask, pack, unpack
 from engine.local import generate
 from engine.noise import lowbias32, noise_bits, noise_keys
 from engine.sampling import SampleRow, _adjust, sample
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 from tests.unit.engine.test_sampling import VOCAB, everything_masked
 
 EDGE = 1e-5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.transports.conformance import TransportConformance
+from tests.support.kvtransfer.conformance import TransportConformance
 
 
 class TestGloo(TransportConformance):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.transports.conformance import TransportConformance
+from tests.support.kvtransfer.conformance import TransportConformance
 
 pytest.importorskip("nixl", reason="nixl is not installed: pip install baton[nixl]")
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from playwright.async_api import Page, async_playwright
 
-from tests.e2e.console.stage import Stage, console_stage
-from tests.mini_cluster import valkey
-from tests.models import make_tiny_model
-from tests.unit.router.front_fakes import TEMPLATE
+from tests.support.e2e.stage import Stage, console_stage
+from tests.support.mini_cluster import valkey
+from tests.support.models import make_tiny_model
+from tests.support.router.front_fakes import TEMPLATE
 
 CHROMIUM = Path(os.environ.get("CHROMIUM", "/usr/bin/chromium"))
 WAIT_MS = 60_000

@@ -14,8 +14,8 @@ from playwright.async_api import Page, expect
 
 from baton.background import end_tasks
 from tests.e2e.console.conftest import WAIT_MS, OpenPage
-from tests.e2e.console.stage import Stage, admin, console_stage
-from tests.standing_engine import standing_engine
+from tests.support.e2e.stage import Stage, admin, console_stage
+from tests.support.standing_engine import standing_engine
 
 expect.set_options(timeout=WAIT_MS)
 OUTLINE = "node => getComputedStyle(node).outlineStyle"

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.e2e.console.stage import Stage, admin, console_stage
+from tests.support.e2e.stage import Stage, admin, console_stage
 
 DEADLINE_S = 60.0
 BATON = str(Path(sys.executable).with_name("baton"))

@@ -9,7 +9,7 @@ from baton.errors import ContextLengthExceeded, InvalidRequest, Overloaded, Unav
 from baton.v1.sampling_pb2 import SamplingParameters
 from deploy.chat import Answer, Chat
 from deploy.ports import free_port
-from tests.integration.deploy.parrot import DEADLINE_S, Parrot, said, served
+from tests.support.deploy.parrot import DEADLINE_S, Parrot, said, served
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import BATON
-from tests.integration.deploy.parrot import DEADLINE_S, Parrot, said, served
-from tests.terminal import ALT_ENTER, CTRL_C, CTRL_D, CTRL_J, ENTER, UP, Terminal
+from tests.support.deploy.parrot import DEADLINE_S, Parrot, said, served
+from tests.support.e2e.cluster import BATON
+from tests.support.terminal import ALT_ENTER, CTRL_C, CTRL_D, CTRL_J, ENTER, UP, Terminal
 
 WORKERS = "prefill-3 → decode-4"
 """At the end of the line of figures, behind a whole answer."""

@@ -13,7 +13,7 @@ from baton.registry import Registry, WorkerRecord
 from baton.request import Geometry
 from deploy.cluster_keys import forget_cluster
 from deploy.ports import free_port
-from tests.mini_cluster import valkey
+from tests.support.mini_cluster import valkey
 
 HASHES = [bytes([number]) * 16 for number in range(40)]
 

@@ -17,7 +17,7 @@ from deploy.launcher import Launcher
 from deploy.own_redis import check_redis
 from deploy.progress import Progress
 from deploy.run_directory import RunDirectory
-from tests.mini_cluster import free_port, valkey
+from tests.support.mini_cluster import free_port, valkey
 
 DEADLINE_S = 60.0
 

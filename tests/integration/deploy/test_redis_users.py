@@ -32,9 +32,9 @@ from deploy.run_directory import RunDirectory
 from deploy.slot_board import SlotBoard, Supervision
 from deploy.valkey import EmbeddedValkey
 from router.rate_limits import RateLimits
-from tests.certificates import Authority
 from tests.integration.test_redis import record_of
-from tests.tls_redis import PASSWORDS, needs_redis, tls_redis, urls_of
+from tests.support.certificates import Authority
+from tests.support.tls_redis import PASSWORDS, needs_redis, tls_redis, urls_of
 
 ID = "c1"
 HASHES = [bytes([n]) * 16 for n in range(40)]

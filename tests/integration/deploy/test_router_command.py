@@ -19,8 +19,8 @@ from baton.registry import Registry
 from deploy.ports import free_port
 from deploy.router_command import serve_router
 from router.main import RouterSettings
-from tests.hub_stub import HubStub, files_of
-from tests.unit.router.workers import record
+from tests.support.hub_stub import HubStub, files_of
+from tests.support.router.workers import record
 
 ID = "tests/tiny-llama"
 

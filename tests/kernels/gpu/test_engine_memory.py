@@ -20,7 +20,7 @@ from engine.quantization.weight import quantize
 from engine.scheduler_limits import SCORED_TOKENS
 from engine.weights import load_weights
 from tests.kernels.gpu.fake.device import CUDA, FakeGpu, fake_gpu
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 
 MEMORY = 4 << 30
 FRACTION = 0.9

@@ -22,7 +22,7 @@ from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.runner import ModelRunner
 from engine.step import StepInput
 from tests.kernels.gpu.torch_steps import TorchSteps
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = ((3, 1, 4, 1, 5), (2, 7, 1, 8), (1, 6, 1))

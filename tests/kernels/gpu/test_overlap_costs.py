@@ -13,7 +13,7 @@ from engine.gpu.overlap_costs import OverlapCosts
 from engine.gpu.speculation import OverlapSpeculation
 from engine.plan import PlanRow
 from engine.speculation import DraftedRow, kept_tokens
-from tests.unit.engine.drafters import known_as
+from tests.support.engine.drafters import known_as
 
 
 def known(overlapping: float, waiting: dict[int, float]) -> OverlapCosts:

@@ -35,8 +35,8 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation import MOST_DRAFT_TOKENS, DraftedRow
 from tests.kernels.gpu.torch_steps import TorchSteps
-from tests.models import VOCAB, make_tiny_model
-from tests.unit.engine.drafters import Oracle, WholeDrafts, known_as
+from tests.support.engine.drafters import Oracle, WholeDrafts, known_as
+from tests.support.models import VOCAB, make_tiny_model
 from tests.unit.engine.test_speculation import GREEDY, PROMPTS, SAMPLINGS, SEEDED, some_tokens
 from worker.engine_thread import EngineThread
 

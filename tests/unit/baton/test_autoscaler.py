@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.autoscaler import ChangeRole, Reason, Resize
 from baton.cluster_figures import ROLES, SloFigures, WorkerState, other
 from baton.config import AutoscalerConfig, Role
-from tests.unit.baton.autoscaled_cluster import (
+from tests.support.baton.autoscaled_cluster import (
     BATCH,
     INPUT_PER_WORKER,
     OUTPUT_PER_WORKER,

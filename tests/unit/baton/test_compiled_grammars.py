@@ -10,7 +10,7 @@ import pytest
 from baton.compiled_grammars import CompiledGrammars, grammars_of, reason_in
 from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, TokenMatcher
-from tests.unit.baton.grammar_tools import regex, small_grammars, vocab_size
+from tests.support.baton.grammar_tools import regex, small_grammars, vocab_size
 
 WAIT_S = 20.0
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import DeadlineExceeded, InvalidGrammar, Overloaded
 from baton.grammar_gate import MOST_WAITING
-from tests.unit.baton.grammar_tools import WAIT_S, SlowGrammars, encode, regex
+from tests.support.baton.grammar_tools import WAIT_S, SlowGrammars, encode, regex
 
 
 def soon() -> float:

@@ -13,7 +13,7 @@ from baton.compiled_grammars import grammars_of
 from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, GrammarKind
 from baton.grammar_library import MOST_GRAMMAR_BYTES
-from tests.unit.baton.grammar_tools import (
+from tests.support.baton.grammar_tools import (
     accepts,
     end_id,
     regex,

@@ -24,8 +24,8 @@ from baton.errors import (
 )
 from baton.http_api import api_errors, event_of, open_api, open_async_api
 from baton.tls import TlsFiles, server_context
-from tests.certificates import Authority
-from tests.unit.loadtest.generator.fake_server import Asked, FakeServer, fake_server, refusal
+from tests.support.certificates import Authority
+from tests.support.loadtest.fake_server import Asked, FakeServer, fake_server, refusal
 
 TIMEOUT_S = 0.1
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from baton.metrics_server import MetricsServer
 from baton.tls import PeerRole, TlsFiles, client_context, role_name
-from tests.certificates import Authority
+from tests.support.certificates import Authority
 
 DEADLINE_S = 20.0
 

@@ -17,7 +17,7 @@ from baton.tracing import (
     start_tracing,
     trace_id_of,
 )
-from tests.span_keeper import identity, kept_spans
+from tests.support.span_keeper import identity, kept_spans
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SPAN = "b7ad6b7169203331"

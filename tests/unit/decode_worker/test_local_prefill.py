@@ -25,8 +25,8 @@ from decode_worker import role as role_module
 from decode_worker.receiver import Offer
 from decode_worker.role import DecodeRole
 from kvtransfer.transport import Peer
-from tests.unit.engine.fake_engine import answer, kv_of
-from tests.unit.worker.manual_worker import (
+from tests.support.engine.fake_engine import answer, kv_of
+from tests.support.worker.manual_worker import (
     BLOCK_BYTES,
     GEOMETRY,
     INCARNATION,

@@ -23,7 +23,7 @@ from deploy import autoscaling as autoscaling_module
 from deploy.autoscaling import Autoscaling, words
 from deploy.cluster_look import ClusterLook
 from deploy.pool_keeper import Phase
-from tests.unit.baton.autoscaled_cluster import AutoscaledCluster, Load
+from tests.support.baton.autoscaled_cluster import AutoscaledCluster, Load
 from tests.unit.baton.test_demand import record
 
 DEADLINE_S = 20.0

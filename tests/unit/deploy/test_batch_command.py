@@ -22,8 +22,8 @@ from deploy.batch_command import BatchCommand, run_batch
 from deploy.cli import app
 from deploy.exit_codes import ExitCode
 from deploy.ports import free_port
-from tests.certificates import Authority
-from tests.unit.loadtest.generator.fake_server import Asked, fake_server, refusal
+from tests.support.certificates import Authority
+from tests.support.loadtest.fake_server import Asked, fake_server, refusal
 from tests.unit.router.batches.test_api import chat, lines, served
 
 DEADLINE_S = 30.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.deploy.baton_commands import parse, unknown_variables
+from tests.support.deploy.baton_commands import parse, unknown_variables
 
 
 def test_what_exists_is_parsed_down_to_the_last_command() -> None:

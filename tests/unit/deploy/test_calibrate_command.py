@@ -14,7 +14,7 @@ from baton.registry import Registry
 from deploy.calibrate_command import local_prompts, the_decode_worker
 from deploy.cluster_state import ClusterState
 from deploy.process_identity import ProcessIdentity
-from tests.unit.loadtest.generator.fake_server import Asked, fake_server
+from tests.support.loadtest.fake_server import Asked, fake_server
 
 LAUNCHER = ProcessIdentity(1, 1, "nowhere")
 PAGE = """# TYPE baton_route_decisions counter

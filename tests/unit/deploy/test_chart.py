@@ -26,8 +26,8 @@ from deploy.cli import app
 from deploy.node_leave import ENDING_S as LEAVING_S
 from deploy.ports import free_port
 from deploy.rank_group_places import WORKER_RESOURCE
-from tests.unit.deploy.baton_commands import parse, unknown_variables
-from tests.unit.deploy.chart import (
+from tests.support.deploy.baton_commands import parse, unknown_variables
+from tests.support.deploy.chart import (
     VALUE_SETS,
     containers,
     lint,

@@ -25,7 +25,7 @@ from baton.valkey_binary import valkey_binary
 from deploy.exposure import check_exposure
 from deploy.ports import free_port
 from deploy.ray_cluster import OBJECT_STORE_BYTES
-from tests.unit.deploy.baton_commands import parse, unknown_variables
+from tests.support.deploy.baton_commands import parse, unknown_variables
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "compose"
 PROFILES = {"cpu": ("prefill", "decode"), "gpu": ("prefill-gpu", "decode-gpu")}

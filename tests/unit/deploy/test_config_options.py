@@ -12,7 +12,7 @@ from baton.config import Config, PoolConfig, TlsConfig
 from deploy.cli import app
 from deploy.config_options import PANELS, ConfigOption, config_options, option_type
 from deploy.serve_command import configuration
-from tests.unit.deploy.baton_commands import parse
+from tests.support.deploy.baton_commands import parse
 
 TABLES = {"tls", "pools", "classes", "tenants", "keys", "autoscaler"}
 SHOWN = [option for option in config_options() if option.panel]

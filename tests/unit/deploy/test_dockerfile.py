@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from baton.tls import TlsFiles, server_context
-from tests.certificates import Authority
-from tests.unit.deploy.baton_commands import parse, unknown_variables
-from tests.unit.deploy.chart import program
+from tests.support.certificates import Authority
+from tests.support.deploy.baton_commands import parse, unknown_variables
+from tests.support.deploy.chart import program
 
 ROOT = Path(__file__).parents[3]
 _DEADLINE_S = 60

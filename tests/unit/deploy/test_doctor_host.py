@@ -20,7 +20,7 @@ from deploy import doctor_host, pair_check
 from deploy.doctor import Finding, examine
 from deploy.doctor_host import GIB, host_checks
 from deploy.pair_check import PairStep
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 
 
 class Usage(NamedTuple):

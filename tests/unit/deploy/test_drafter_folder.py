@@ -9,7 +9,7 @@ import pytest
 from baton.config import Config
 from baton.errors import ConfigError
 from deploy.drafter_folder import resolve_drafter
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "medusa"])

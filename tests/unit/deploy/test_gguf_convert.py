@@ -19,8 +19,8 @@ from engine.quantization.gguf_blocks import BLOCK_FORMATS
 from engine.quantization.weight import QuantizedWeight
 from engine.quantization.weight import dequantize as dequantize_weight
 from engine.weights import load_weights
-from tests.unit.deploy import tiny_gguf
-from tests.unit.deploy.tiny_gguf import (
+from tests.support.deploy import tiny_gguf
+from tests.support.deploy.tiny_gguf import (
     HEAD_DIM,
     HIDDEN,
     LAYERS,

@@ -16,7 +16,7 @@ from deploy.gguf_tokenizer import (
     merges_from_scores,
     tokenizer_config,
 )
-from tests.unit.deploy.tiny_gguf import SPECIALS, byte_level_model, tokenizer_metadata
+from tests.support.deploy.tiny_gguf import SPECIALS, byte_level_model, tokenizer_metadata
 
 TEXT = "the baton's passed 2024 times\n\n  it's  WE'LL — naïve 日本語 🙂🏽 ½ +=<>"
 

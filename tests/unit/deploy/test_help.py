@@ -20,7 +20,7 @@ from baton.config import Config, Role, Scope
 from deploy import choices
 from deploy.cli import app
 from loadtest.generator import load_settings, openai_target
-from tests.unit.deploy.baton_commands import parse
+from tests.support.deploy.baton_commands import parse
 
 NOT_WORDS = (
     "apart",

@@ -26,8 +26,8 @@ from baton.errors import ConfigError
 from deploy import hub_download, hub_model, model_store
 from deploy.hub_download import Cancelled, DownloadWatch
 from deploy.model_store import look, resolve
-from tests.hub_stub import SIGNATURE, TOKEN, HubStub, files_of
-from tests.models import make_tiny_model
+from tests.support.hub_stub import SIGNATURE, TOKEN, HubStub, files_of
+from tests.support.models import make_tiny_model
 
 ID = "tests/tiny-llama"
 ROOT = Path(model_store.__file__).parents[1]

@@ -19,8 +19,8 @@ from deploy.launcher import Launcher
 from deploy.node_share import model_paths
 from deploy.process_identity import ProcessIdentity
 from deploy.progress import Progress
-from tests.hub_stub import HubStub
-from tests.models import make_tiny_model
+from tests.support.hub_stub import HubStub
+from tests.support.models import make_tiny_model
 
 ID = "tests/tiny-llama"
 DRAFT = "tests/tiny-draft"

@@ -20,8 +20,8 @@ from deploy import demo_model, hub_model, model_store, sealed_folder
 from deploy.demo_model import KnownModel
 from deploy.gguf_convert import convert
 from deploy.model_store import list_models, resolve
-from tests.hub_stub import HubStub
-from tests.unit.deploy.tiny_gguf import write_gguf
+from tests.support.deploy.tiny_gguf import write_gguf
+from tests.support.hub_stub import HubStub
 
 ROOT = Path(model_store.__file__).parents[1]
 

@@ -21,7 +21,7 @@ from deploy.node_share import (
     run_directory_here,
 )
 from deploy.process_identity import ProcessIdentity
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 
 NEAR = ProcessIdentity.own()
 FAR = replace(NEAR, space="another machine")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deploy.exit_codes import ExitCode
-from tests.unit.deploy.machine import Machine, machine
+from tests.support.deploy.machine import Machine, machine
 
 HTML, JSON, EVENTS = "text/html", "application/json", "text/event-stream"
 COMMANDS = [

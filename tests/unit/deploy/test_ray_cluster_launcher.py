@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
-from tests.unit.deploy.baton_commands import parse
+from tests.support.deploy.baton_commands import parse
 
 FILE = Path(__file__).parents[3] / "deploy" / "ray" / "cluster.yaml"
 

@@ -15,7 +15,7 @@ from baton.config import Config
 from baton.keys_file import hash_of
 from deploy.cli import app
 from deploy.serve_command import configuration
-from tests.unit.deploy.baton_commands import parse
+from tests.support.deploy.baton_commands import parse
 
 
 @pytest.fixture(autouse=True)

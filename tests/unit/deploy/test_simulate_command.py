@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from deploy.cli import app
 from loadtest.simulator.worker_kinds import profile_fields
-from tests.unit.loadtest.simulator.clusters import profile
+from tests.support.loadtest.clusters import profile
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from deploy.cli import app
 from deploy.config_options import config_options
 from deploy.serve_command import configuration
 from deploy.vllm_aliases import ACCEPTED, REFUSED, RENAMED, WORDS, Accepted, Refused
-from tests.unit.deploy.baton_commands import parse
+from tests.support.deploy.baton_commands import parse
 
 
 def said(*words: str, code: int) -> str:

@@ -12,7 +12,7 @@ from deploy.watch_view import Screen, draw
 from router.console.percentiles import Percentiles
 from router.console.snapshot import LatencyView, Snapshot, snapshot_of
 from router.console.window import Window
-from tests.unit.router.console.looks import CONFIG, look, seen
+from tests.support.router.looks import CONFIG, look, seen
 
 
 def snapshot(workers: int = 2) -> Snapshot:

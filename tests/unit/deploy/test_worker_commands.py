@@ -17,7 +17,7 @@ from typer.testing import Result
 
 from deploy import process_identity, worker_commands
 from deploy.exit_codes import ExitCode
-from tests.unit.deploy.machine import DEADLINE_S, Machine, machine
+from tests.support.deploy.machine import DEADLINE_S, Machine, machine
 from tests.unit.router.test_worker_operations import Fronts, fronts
 
 NAMED = "cluster 1f2e3d at {http} (model tiny)"

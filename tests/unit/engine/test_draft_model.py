@@ -32,8 +32,8 @@ from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation import MOST_DRAFT_TOKENS
-from tests.models import EOS, make_tiny_model
-from tests.unit.engine.drafters import FixedLength
+from tests.support.engine.drafters import FixedLength
+from tests.support.models import EOS, make_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=40, ignore_eos=True)

@@ -16,14 +16,14 @@ from baton.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.engine import EngineSettings, build_engine, warm_up
 from engine.model_draft_length import ModelDraftLength
-from tests.drafter_heads import (
+from tests.support.drafter_heads import (
     make_counting_eagle,
     make_counting_medusa,
     make_counting_model,
     make_eagle_head,
 )
-from tests.models import EOS, make_tiny_model
-from tests.unit.engine.drafters import FixedLength
+from tests.support.engine.drafters import FixedLength
+from tests.support.models import EOS, make_tiny_model
 from tests.unit.engine.test_draft_model import SAMPLINGS, Bench, some_tokens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

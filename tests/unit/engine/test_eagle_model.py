@@ -26,8 +26,8 @@ from engine.plan import PlanRow
 from engine.step import StepInput, StepModel
 from engine.weights import load_weights
 from loadtest.research.training.eagle_trainee import EagleTrainee
-from tests.drafter_heads import make_eagle_head
-from tests.models import VOCAB, make_tiny_model
+from tests.support.drafter_heads import make_eagle_head
+from tests.support.models import VOCAB, make_tiny_model
 
 CPU = torch.device("cpu")
 LENGTH = 20

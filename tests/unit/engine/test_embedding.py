@@ -16,8 +16,8 @@ from baton.sampling_params import SamplingParams
 from engine.cpu.decoder import CpuDecoder
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.local import LocalOutput, generate
-from tests.drafter_heads import make_eagle_head
-from tests.models import make_tiny_model
+from tests.support.drafter_heads import make_eagle_head
+from tests.support.models import make_tiny_model
 
 native = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 DTYPES = [pytest.param("float32"), pytest.param("bfloat16", marks=native)]

@@ -19,7 +19,7 @@ from engine.local import generate
 from engine.model import DecoderModel
 from engine.model_config import load_model_config
 from engine.weights import load_weights
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 from worker.cores import CoreBoard
 
 ROW_BYTES = 2 * 2 * 2 * 16 * 16

@@ -23,7 +23,7 @@ from engine.model_config import load_model_config
 from engine.plan import PlanRow
 from engine.quantization.weight import QuantizedWeight, dequantize, quantize
 from engine.weights import load_weights
-from tests.unit.engine.model_pair import (
+from tests.support.engine.model_pair import (
     CPU,
     VOCAB,
     Pair,

@@ -29,7 +29,7 @@ from engine.plan import NewSequence
 from engine.runner import ModelRunner
 from engine.sampling import SampleRow, sample
 from engine.scheduler import Scheduler
-from tests.models import EOS, VOCAB, make_tiny_model
+from tests.support.models import EOS, VOCAB, make_tiny_model
 
 KIB = 1 << 10
 PERSON = {

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.errors import GrammarFailed
 from baton.grammar import Grammar, TokenMatcher
 from engine.grammar_state import GrammarState, pack, unpack
-from tests.unit.baton.grammar_tools import (
+from tests.support.baton.grammar_tools import (
     allowed_in,
     encode,
     end_id,

@@ -9,7 +9,7 @@ from baton.errors import ConfigError
 from baton.request import Geometry
 from engine.kv_cache import KvCache, block_bytes
 from engine.kv_quantization import dequantize_kv, kv_dtype, quantize_kv
-from tests.models import plain_config
+from tests.support.models import plain_config
 
 CPU = torch.device("cpu")
 CODES = [torch.int8, torch.float8_e4m3fn]

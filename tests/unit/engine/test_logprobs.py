@@ -17,7 +17,7 @@ from engine.cpu.logprobs import cpu_logprobs
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.local import generate
 from engine.logprobs import Scored, Scorer, token_logprobs
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 
 native = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 VOCABS = (1, 15, 16, 17, 300, 4099)

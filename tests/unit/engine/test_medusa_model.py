@@ -17,8 +17,8 @@ from engine.medusa_model import MedusaModel
 from engine.model import DecoderModel
 from engine.model_config import load_model_config
 from engine.weights import load_weights
-from tests.drafter_heads import make_counting_medusa
-from tests.models import VOCAB, make_tiny_model
+from tests.support.drafter_heads import make_counting_medusa
+from tests.support.models import VOCAB, make_tiny_model
 
 CPU = torch.device("cpu")
 HIDDEN = 48

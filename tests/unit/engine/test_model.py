@@ -20,8 +20,7 @@ from engine.plan import PlanRow
 from engine.step import StepInput
 from engine.torch_step import TorchStepModel
 from engine.weights import load_weights
-from tests.models import make_tiny_model
-from tests.unit.engine.model_pair import (
+from tests.support.engine.model_pair import (
     CPU,
     VOCAB,
     Pair,
@@ -33,6 +32,7 @@ from tests.unit.engine.model_pair import (
     save_pair,
     some_tokens,
 )
+from tests.support.models import make_tiny_model
 
 LLAMA3 = {
     "rope_type": "llama3",

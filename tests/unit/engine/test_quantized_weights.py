@@ -15,8 +15,8 @@ from engine.model_config import load_model_config
 from engine.named_tensors import TIED_HEAD
 from engine.quantization.weight import KINDS, QuantizedWeight, QuantKind, dequantize
 from engine.weights import iterate_weights, load_weights
-from tests.models import make_tiny_model
-from tests.unit.engine.quantization import checkpoints
+from tests.support.engine import checkpoints
+from tests.support.models import make_tiny_model
 from tests.unit.engine.test_weights import name_of
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import pytest
 from engine.model_config import ExpertsConfig, ModelConfig, load_model_config
 from engine.plan import PlanRow
 from engine.roofline import Ceilings, Roof, Storage, Work, step_work, total
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, LAYERS, VOCAB = 48, 96, 6, 2, 8, 2, 320
 ATTENTION = HIDDEN * (2 * HEADS + 2 * KV_HEADS) * DIM

@@ -19,7 +19,7 @@ from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from engine.local import LocalOutput, generate
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.runner import ModelRunner
-from tests.models import EOS, VOCAB, make_tiny_model
+from tests.support.models import EOS, VOCAB, make_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0)
 BLOCK_BYTES = 2 * 2 * 2 * 8 * 16 * 4

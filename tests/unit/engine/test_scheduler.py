@@ -24,7 +24,7 @@ from engine.scheduler import Scheduler
 from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
 from engine.sequence_update import SequenceUpdate
-from tests.unit.engine.fake_engine import VOCAB, FakeEngine, answer, kv_of, next_token
+from tests.support.engine.fake_engine import VOCAB, FakeEngine, answer, kv_of, next_token
 
 KEY = hash_key("model")
 

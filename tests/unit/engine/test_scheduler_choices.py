@@ -22,7 +22,7 @@ from engine.plan import PlanRow, StepPlan, StepResult
 from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
 from engine.sequence_update import SequenceUpdate
-from tests.unit.engine.fake_engine import VOCAB, FakeEngine, kv_of
+from tests.support.engine.fake_engine import VOCAB, FakeEngine, kv_of
 from tests.unit.engine.test_scheduler import KEY, PROMPTS, STOP_IDS, SchedulerMachine, World
 
 CONTEXT = 20

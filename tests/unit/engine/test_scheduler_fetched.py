@@ -12,7 +12,7 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.scheduler_limits import SchedulerLimits
 from engine.sequence import Sequence
-from tests.unit.engine.fake_engine import kv_of
+from tests.support.engine.fake_engine import kv_of
 from tests.unit.engine.test_scheduler import (
     PROMPTS,
     SAMPLINGS,

@@ -26,8 +26,8 @@ from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation import MOST_DRAFT_TOKENS, Speculation, kept_tokens, make_speculation
-from tests.models import EOS, VOCAB, make_tiny_model
-from tests.unit.engine.drafters import Oracle, WholeDrafts
+from tests.support.engine.drafters import Oracle, WholeDrafts
+from tests.support.models import EOS, VOCAB, make_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=40, ignore_eos=True)

@@ -17,7 +17,7 @@ from baton.errors import ConfigError
 from engine import fingerprint as fingerprint_module
 from engine.fingerprint import Fingerprint
 from engine.weights import fingerprint, load_weights
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 
 CPU = torch.device("cpu")
 WEIGHTS = "model.safetensors"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtransfer.checksum import checksum
 from kvtransfer.memory import PartByPart, SharedFile, check_part
-from tests.unit.engine.fake_engine import kv_of
+from tests.support.engine.fake_engine import kv_of
 
 BLOCK_SIZE = 4
 TOKEN_BYTES = 32

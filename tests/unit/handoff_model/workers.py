@@ -23,7 +23,7 @@ from kvtransfer.pair import Identity, PairLimits
 from kvtransfer.ticket import Attempt, Purpose, Ticket
 from kvtransfer.transport import Parts, Transport
 from prefill_worker.role import PrefillRole
-from tests.unit.engine.fake_engine import next_token
+from tests.support.engine.fake_engine import next_token
 from tests.unit.handoff_model.memory import (
     BLOCK_BYTES,
     BLOCK_SIZE,

@@ -10,7 +10,7 @@ from unittest import mock
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from tests.unit.engine.fake_engine import answer
+from tests.support.engine.fake_engine import answer
 from tests.unit.handoff_model.network import Network
 from tests.unit.handoff_model.process import Process
 from tests.unit.handoff_model.router import GRACE_S, OK, Request, Router

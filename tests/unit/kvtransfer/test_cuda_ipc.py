@@ -13,7 +13,7 @@ import pytest
 from baton.errors import ConfigError, HandoffError, WorkerFailed
 from kvtransfer import cuda_ipc
 from kvtransfer.cuda_ipc import ExportedMemory, OpenedMemory, device_uuid, export
-from tests.unit.kvtransfer.fake_cuda import Allocation, FakeCuda, gpu_uuid
+from tests.support.kvtransfer.fake_cuda import Allocation, FakeCuda, gpu_uuid
 
 DATA = np.arange(4096, dtype=np.uint8)
 BASE = int(DATA.ctypes.data)

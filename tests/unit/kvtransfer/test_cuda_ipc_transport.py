@@ -25,7 +25,7 @@ from kvtransfer.checksum import checksum
 from kvtransfer.cuda_ipc_transport import CudaIpcReceiveLink, CudaIpcTransport
 from kvtransfer.host_memory import HostMemory
 from kvtransfer.transport import Batch, Parts, Peer, Transport
-from tests.unit.kvtransfer.fake_cuda import Allocation, FakeCuda, gpu_uuid
+from tests.support.kvtransfer.fake_cuda import Allocation, FakeCuda, gpu_uuid
 
 PATIENCE_S = 30.0
 BLOCKS, BLOCK_BYTES = 4, 256

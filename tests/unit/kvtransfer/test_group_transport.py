@@ -29,7 +29,7 @@ from kvtransfer.group_link import BUFFERS, GroupReceiveLink, GroupSendLink
 from kvtransfer.group_transport import GroupTransport
 from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Batch, Packed, Parts, Peer
-from tests.unit.kvtransfer.array_memory import ArrayMemory
+from tests.support.kvtransfer.array_memory import ArrayMemory
 
 BLOCK = 4096
 BLOCKS = 32

@@ -26,7 +26,7 @@ from kvtransfer.host_memory import HostMemory
 from kvtransfer.memory import PartByPart
 from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Batch, Packed, Parts, Peer
-from tests.certificates import Authority
+from tests.support.certificates import Authority
 
 BLOCKS, BLOCK_BYTES = 6, CHUNK_BYTES // 2 + 64
 DEADLINE_S = 20.0

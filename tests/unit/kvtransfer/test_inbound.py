@@ -27,7 +27,7 @@ from kvtransfer.inbound import Inbound
 from kvtransfer.pair import Identity, PairLimits
 from kvtransfer.ticket import Ticket
 from kvtransfer.transport import Parts, Peer
-from tests.unit.kvtransfer.fake_transport import FakeReceiveLink, FakeTransport
+from tests.support.kvtransfer.fake_transport import FakeReceiveLink, FakeTransport
 
 DEADLINE_S = 20.0
 GEOMETRY = Geometry(2, 1, 1, 8, "float32")

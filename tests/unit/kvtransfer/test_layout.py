@@ -11,7 +11,7 @@ from baton.errors import GeometryMismatch
 from baton.request import Geometry, GroupShape
 from engine.kv_cache import KvCache, block_bytes
 from kvtransfer.layout import KvLayout
-from tests.models import plain_config
+from tests.support.models import plain_config
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]

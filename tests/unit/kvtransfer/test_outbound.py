@@ -29,7 +29,7 @@ from kvtransfer.checksum import segment_checksum
 from kvtransfer.outbound import Outbound, Push
 from kvtransfer.pair import Identity, PairLimits
 from kvtransfer.transport import Parts, Peer
-from tests.unit.kvtransfer.fake_transport import FakeSendLink, FakeTransport
+from tests.support.kvtransfer.fake_transport import FakeSendLink, FakeTransport
 
 DEADLINE_S = 60.0
 GEOMETRY = Geometry(2, 1, 1, 8, "float32")

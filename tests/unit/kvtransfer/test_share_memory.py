@@ -24,7 +24,7 @@ from kvtransfer.share_memory import (
     source_memory,
     target_memory,
 )
-from tests.unit.kvtransfer.array_memory import ArrayMemory
+from tests.support.kvtransfer.array_memory import ArrayMemory
 
 Bytes = npt.NDArray[np.uint8]
 BLOCKS = 6

@@ -33,7 +33,7 @@ class Owner:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.kvtransfer.shared_pool_script"],
+            [sys.executable, "-m", "tests.support.kvtransfer.shared_pool_script"],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

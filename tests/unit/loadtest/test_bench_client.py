@@ -11,7 +11,7 @@ from baton.errors import ConfigError, Unavailable
 from loadtest.bench_client import BenchClient
 from loadtest.peer_servers import Server, make_server, serving
 from loadtest.workload import WORKLOADS
-from tests.unit.loadtest.fake_programs import SPEEDS, Fakes, make_fakes
+from tests.support.loadtest.fake_programs import SPEEDS, Fakes, make_fakes
 
 
 @pytest.fixture

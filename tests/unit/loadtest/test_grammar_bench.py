@@ -10,7 +10,7 @@ import pytest
 from baton.grammar import Grammar, GrammarKind
 from engine.engine import EngineSettings, build_engine
 from loadtest.grammar_bench import PEOPLE, measure
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -21,7 +21,7 @@ from loadtest.traces import Trace, TracedRequest
 from router.generation import GenerationRequest, OutputDelta
 from router.http_app import create_app
 from router.served_model import ServedModel
-from tests.unit.router.front_fakes import CONTEXT, make_front
+from tests.support.router.front_fakes import CONTEXT, make_front
 
 TRACE = Trace(tuple(TracedRequest(number * 0.01, 20, 3) for number in range(50)))
 

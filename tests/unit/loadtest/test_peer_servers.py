@@ -10,7 +10,7 @@ import pytest
 from baton.errors import ConfigError, Unavailable
 from loadtest import peer_servers
 from loadtest.peer_servers import PEERS, find_program, make_server, program_version, serving
-from tests.unit.loadtest.fake_programs import make_fakes
+from tests.support.loadtest.fake_programs import make_fakes
 
 
 def test_every_peer_can_be_made(tmp_path: Path) -> None:

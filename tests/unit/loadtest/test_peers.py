@@ -19,7 +19,7 @@ from loadtest.bench_client import BenchClient
 from loadtest.peer_table import Run
 from loadtest.peers import Comparison, choose_peers, compare, default_peers, run_comparison
 from loadtest.workload import WORKLOADS
-from tests.unit.loadtest.fake_programs import Fakes, make_fakes
+from tests.support.loadtest.fake_programs import Fakes, make_fakes
 
 _DEADLINE_S = 30.0
 
@@ -140,7 +140,7 @@ def test_a_signal_ends_server_and_client(fakes: Fakes, number: signal.Signals) -
         "from loadtest.bench_client import BenchClient\n"
         "from loadtest.peers import Comparison, compare\n"
         "from loadtest.workload import WORKLOADS\n"
-        "from tests.unit.loadtest.fake_programs import make_fakes\n"
+        "from tests.support.loadtest.fake_programs import make_fakes\n"
         f"fakes = make_fakes(Path({str(fakes.folder)!r}))\n"
         "client = BenchClient(fakes.folder / 'vllm', fakes.folder)\n"
         "comparison = Comparison(('vllm',), (WORKLOADS['a'],), 1)\n"

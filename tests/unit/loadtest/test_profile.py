@@ -20,7 +20,7 @@ from engine.weights import Weight, bytes_per_weight
 from loadtest import profile
 from loadtest.profile import ProfileSettings, draw, profile_engine
 from loadtest.whole_table import print_whole
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 
 CEILINGS = Ceilings(1e9, 1e9)
 

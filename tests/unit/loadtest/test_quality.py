@@ -19,7 +19,7 @@ from engine.plan import PlanRow
 from engine.step import StepInput
 from loadtest.quality import Candidate, QualitySettings, draw, measure, read_tokens
 from loadtest.whole_table import print_whole
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 
 SETTINGS = QualitySettings(text_tokens=300, window=140, prompt=8, answer=6)
 TOKENS = torch.randint(0, 318, (300,), generator=torch.Generator().manual_seed(0)).tolist()

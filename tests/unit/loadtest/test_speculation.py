@@ -15,7 +15,7 @@ from baton.errors import ConfigError
 from engine.engine import EngineSettings
 from loadtest.speculation import SpeculationSettings, app, bench_speculation
 from loadtest.speculation_prompts import COPY, copying_tasks, read_questions
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 
 
 @pytest.fixture(scope="module", autouse=True)

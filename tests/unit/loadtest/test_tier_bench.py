@@ -10,7 +10,7 @@ from rich.console import Console
 
 from loadtest import tier_bench
 from loadtest.tier_bench import KINDS, TierBenchSettings, bench_tiers
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 from worker.step_costs import StepCosts
 
 

@@ -12,7 +12,7 @@ from baton.errors import ConfigError, DeadlineExceeded, TicketEnded, WorkerFaile
 from deploy.cli import app
 from loadtest.line_service import helper
 from loadtest.transfer_bench import TransferSettings, measure_transfers
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 
 BLOCK = 64 << 10
 

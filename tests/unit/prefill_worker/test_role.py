@@ -14,7 +14,7 @@ from baton.v1 import prefill_pb2
 from kvtransfer.transport import Peer
 from prefill_worker import role as role_module
 from prefill_worker.role import PrefillRole
-from tests.unit.worker.manual_worker import ManualWorker, settle, spec_of
+from tests.support.worker.manual_worker import ManualWorker, settle, spec_of
 
 
 class World(ManualWorker):

@@ -15,7 +15,7 @@ from baton.config import Config
 from baton.errors import DeadlineUnreachable, Overloaded
 from router.admission import MAX_LEAD_S, Admission, Applicant
 from router.capacity import Capacity
-from tests.unit.router.admission_cluster import BLOCK, WEIGHTS, Cluster
+from tests.support.router.admission_cluster import BLOCK, WEIGHTS, Cluster
 
 
 def check_retry_after(cluster: Cluster, error: Overloaded, refused_at: float) -> None:

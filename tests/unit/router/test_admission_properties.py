@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import Overloaded
-from tests.unit.router.admission_cluster import Cluster
+from tests.support.router.admission_cluster import Cluster
 
 SLO_S = 2.0
 MODES = [math.inf, SLO_S]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from router.background_share import HOLD_S, BackgroundShare
 from router.background_slack import MAX_TPOT_SHARE
-from tests.unit.router.admission_cluster import Cluster
+from tests.support.router.admission_cluster import Cluster
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.router.front_fakes import make_front
+from tests.support.router.front_fakes import make_front
 from tests.unit.router.test_http_app import JSON, post
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}

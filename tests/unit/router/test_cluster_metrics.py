@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.metrics import RouterMetrics, SupervisorMetrics, WorkerMetrics
 from router.cluster_metrics import cluster_page, merge_pages
-from tests.unit.router.front_fakes import listening_socket, serve
+from tests.support.router.front_fakes import listening_socket, serve
 
 
 def worker_page(slot: str, handoffs: int) -> bytes:

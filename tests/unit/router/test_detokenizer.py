@@ -12,7 +12,7 @@ from tokenizers import decoders, models, normalizers
 
 from router.detokenizer import REPLACEMENT, Detokenizer
 from router.tokenizer import Tokenizer
-from tests.unit.router.front_fakes import tiny_backend, tiny_tokenizer
+from tests.support.router.front_fakes import tiny_backend, tiny_tokenizer
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 

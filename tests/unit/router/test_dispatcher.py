@@ -38,7 +38,7 @@ from router.request_life import RequestLife
 from router.routes import Stage
 from router.running_request import Attempt, RunningRequest
 from router.worker_links import WorkerLink
-from tests.unit.router.front_fakes import tiny_tokenizer
+from tests.support.router.front_fakes import tiny_tokenizer
 
 HASH_BLOCK = 16
 

@@ -19,7 +19,7 @@ from router.drain_rate import (
     DrainRate,
     Stay,
 )
-from tests.unit.router.admission_cluster import Cluster
+from tests.support.router.admission_cluster import Cluster
 
 
 def test_nothing_is_said_before_enough_was_seen() -> None:

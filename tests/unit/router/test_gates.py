@@ -30,7 +30,7 @@ from router.dispatcher import ClusterDispatcher
 from router.fronts import make_fronts
 from router.http_app import Apps
 from router.scopes import listed_scope, scope_of_path, scope_of_service
-from tests.unit.router.front_fakes import MODEL, make_front, plain_client, serve, tiny_tokenizer
+from tests.support.router.front_fakes import MODEL, make_front, plain_client, serve, tiny_tokenizer
 
 DEADLINE_S = 60.0
 

@@ -25,7 +25,7 @@ from baton.request import FinishReason
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from router.generation import GenerationRequest, OutputDelta
 from router.grpc_front import add_grpc_front
-from tests.unit.router.front_fakes import CONTEXT, MODEL, Front, make_front, silent_after_one
+from tests.support.router.front_fakes import CONTEXT, MODEL, Front, make_front, silent_after_one
 
 Request = inference_pb2.GenerateRequest
 Sampling = sampling_pb2.SamplingParameters

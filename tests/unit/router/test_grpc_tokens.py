@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from baton.v1 import inference_pb2, tokens_pb2, tokens_pb2_grpc, tools_pb2
-from tests.unit.router.front_fakes import CONTEXT, MODEL, Front, make_front
+from tests.support.router.front_fakes import CONTEXT, MODEL, Front, make_front
 from tests.unit.router.test_grpc_front import serve
 from tests.unit.router.test_http_app import post
 

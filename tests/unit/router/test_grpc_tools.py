@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from baton.v1 import inference_pb2, tools_pb2
-from tests.unit.router.front_fakes import Front, make_front
+from tests.support.router.front_fakes import Front, make_front
 from tests.unit.router.test_grpc_front import generate, refused, serve
 from tests.unit.router.test_tool_answers import PARAMETERS, TWO_CALLS
 

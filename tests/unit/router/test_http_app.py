@@ -17,7 +17,7 @@ from baton.request import FinishReason
 from router.generation import GenerationRequest, OutputDelta
 from router.http_app import create_app
 from router.http_errors import add_error_handlers
-from tests.unit.router.front_fakes import (
+from tests.support.router.front_fakes import (
     CONTEXT,
     MODEL,
     SCHEMAS,

@@ -9,7 +9,7 @@ import pytest
 
 from router.answer_options import MOST_CHOICES
 from router.generation import GenerationRequest
-from tests.unit.router.front_fakes import (
+from tests.support.router.front_fakes import (
     CONTEXT,
     EOS,
     Front,

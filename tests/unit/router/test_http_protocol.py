@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from router.http_protocol import MOST_HEAD_BYTES, client_of
-from tests.unit.router.front_fakes import make_front, serve, silent_after_one
+from tests.support.router.front_fakes import make_front, serve, silent_after_one
 
 DEADLINE_S = 20.0
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

@@ -9,8 +9,8 @@ import httpx
 from baton.config import Config, TlsConfig
 from router.http_app import Apps
 from router.http_servers import HttpServers
-from tests.certificates import Authority
-from tests.mini_cluster import free_port
+from tests.support.certificates import Authority
+from tests.support.mini_cluster import free_port
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:

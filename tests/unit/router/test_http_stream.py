@@ -15,7 +15,7 @@ import pytest
 from baton import errors
 from baton.request import FinishReason
 from router.generation import GenerationRequest, OutputDelta
-from tests.unit.router.front_fakes import (
+from tests.support.router.front_fakes import (
     Front,
     check_schema,
     endless,

@@ -23,7 +23,7 @@ from router.api_keys import ApiKeys, Caller
 from router.http_app import create_app
 from router.key_watch import KeyWatch
 from router.request_builder import _cache_salt
-from tests.unit.router.front_fakes import MODEL, make_front
+from tests.support.router.front_fakes import MODEL, make_front
 
 RUNNER = CliRunner()
 

@@ -10,7 +10,7 @@ import pytest
 from baton.errors import ConfigError
 from baton.registry import WorkerRecord
 from router.model_commit import CommitCheck, commit_of
-from tests.unit.router.workers import record
+from tests.support.router.workers import record
 
 OLD, NEW = "a" * 40, "b" * 40
 

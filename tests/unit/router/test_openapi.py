@@ -20,7 +20,7 @@ from router.pool_scaling import PoolScaling
 from router.scopes import OPEN
 from router.worker_control import WorkerControl
 from router.worker_operations import WorkerOperations
-from tests.unit.router.front_fakes import MODEL, make_front
+from tests.support.router.front_fakes import MODEL, make_front
 
 
 def at(schema: dict[str, Any], pointer: str) -> Any:

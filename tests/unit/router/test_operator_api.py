@@ -22,7 +22,7 @@ from router.cache_control import CacheControl, CacheStats, Dropped, WorkerCache
 from router.grpc_front import add_grpc_front
 from router.http_app import create_app
 from router.operator_api import OperatorApi, Operators, OperatorServicer
-from tests.unit.router.front_fakes import MODEL, check_schema, make_front, plain_client, serve
+from tests.support.router.front_fakes import MODEL, check_schema, make_front, plain_client, serve
 
 DEADLINE_S = 20.0
 

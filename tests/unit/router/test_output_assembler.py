@@ -15,7 +15,7 @@ from baton.request import FinishReason
 from router.generation import OutputDelta
 from router.output_assembler import OutputAssembler
 from router.tokenizer import Tokenizer
-from tests.unit.router.front_fakes import tiny_tokenizer
+from tests.support.router.front_fakes import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 (EOS,) = TOKENIZER.eos_ids

@@ -7,7 +7,7 @@ import pytest
 from router.planner import Planner
 from router.policies import make_policy
 from router.policy import ClassRoute, RouteRequest, RouteSettings
-from tests.unit.router.workers import BLOCK, list_worker, record
+from tests.support.router.workers import BLOCK, list_worker, record
 
 
 def planner(local: bool = False) -> Planner:

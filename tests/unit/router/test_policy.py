@@ -15,7 +15,7 @@ from router.policies import make_policy
 from router.policy import ClassRoute, Decision, RouteRequest, RouteSettings, route_settings
 from router.transfer_costs import TransferCosts
 from router.worker_table import PoolFilter, WorkerTable
-from tests.unit.router.workers import list_worker, record, table_of
+from tests.support.router.workers import list_worker, record, table_of
 
 NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 

@@ -30,7 +30,7 @@ from router.predictive_policy import (
 )
 from router.transfer_costs import TransferCosts
 from router.worker_table import WorkerTable
-from tests.unit.router.workers import BLOCK, PREFILL_COST, list_worker, record, table_of
+from tests.support.router.workers import BLOCK, PREFILL_COST, list_worker, record, table_of
 
 
 def decide(

@@ -21,7 +21,7 @@ from baton.sampling_params import SamplingParams
 from baton.trace_context import TraceContext
 from router.delivery import Delivery
 from router.generation import GenerationRequest, OutputDelta
-from tests.span_keeper import SpanKeeper, identity, kept_spans
+from tests.support.span_keeper import SpanKeeper, identity, kept_spans
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 REQUEST = GenerationRequest(

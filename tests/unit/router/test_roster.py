@@ -13,7 +13,7 @@ from router.policies import make_policy
 from router.policy import RouteSettings
 from router.roster import REFRESH_S, Roster
 from router.worker_links import WorkerLinks
-from tests.unit.router.workers import BLOCK, record
+from tests.support.router.workers import BLOCK, record
 
 
 @asynccontextmanager

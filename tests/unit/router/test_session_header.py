@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from tests.unit.router.front_fakes import MODEL, make_front
+from tests.support.router.front_fakes import MODEL, make_front
 from tests.unit.router.test_grpc_front import serve
 
 

@@ -9,7 +9,7 @@ from baton.request import LoadSnapshot
 from router.planner import Planner
 from router.policies import make_policy
 from router.policy import Decision, RouteRequest, RouteSettings
-from tests.unit.router.workers import BLOCK, list_worker, record
+from tests.support.router.workers import BLOCK, list_worker, record
 
 SLOTS = ("p-0", "p-1", "p-2", "d-0", "d-1")
 

@@ -21,7 +21,7 @@ from router.generation import GenerationRequest, OutputDelta
 from router.grpc_front import add_grpc_front
 from router.http_protocol import BoundedHttpProtocol
 from router.uvicorn_internals import HIGH_WATER_LIMIT
-from tests.unit.router.front_fakes import MODEL, Front, endless, make_front, plain_client, serve
+from tests.support.router.front_fakes import MODEL, Front, endless, make_front, plain_client, serve
 
 DEADLINE_S = 20.0
 SLOW_S = 0.4

@@ -9,7 +9,7 @@ import pytest
 
 from router import request_builder
 from router.tokenizer import Tokenizer
-from tests.unit.router.front_fakes import CONTEXT, EOS, make_front
+from tests.support.router.front_fakes import CONTEXT, EOS, make_front
 from tests.unit.router.test_http_app import call, check_error, post
 
 MESSAGES = [{"role": "user", "content": "Hello"}]

@@ -11,7 +11,7 @@ import pytest
 from baton.errors import ConfigError, InvalidRequest
 from router.chat_template import ChatTemplate
 from router.tokenizer import Tokenizer
-from tests.unit.router.front_fakes import EOS, TEMPLATE, tiny_backend, tiny_tokenizer
+from tests.support.router.front_fakes import EOS, TEMPLATE, tiny_backend, tiny_tokenizer
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

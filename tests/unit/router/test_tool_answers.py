@@ -13,7 +13,7 @@ import tokenizers
 from baton.grammar import GrammarKind
 from router.chat_template import ChatTemplate
 from router.tokenizer import Tokenizer
-from tests.unit.router.front_fakes import (
+from tests.support.router.front_fakes import (
     TEMPLATE,
     Front,
     check_schema,

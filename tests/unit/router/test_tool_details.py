@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.router.front_fakes import check_schema, sse_payloads
+from tests.support.router.front_fakes import check_schema, sse_payloads
 from tests.unit.router.test_http_app import post
 from tests.unit.router.test_tool_answers import CHAT, HELLO, TOOLS, TWO_CALLS, front_saying
 

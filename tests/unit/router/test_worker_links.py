@@ -22,7 +22,7 @@ from baton.tls import TlsFiles
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from router import worker_links
 from router.worker_links import WorkerLinks
-from tests.certificates import Authority
+from tests.support.certificates import Authority
 
 DEADLINE_S = 60.0
 OUTPUTS = [TokenOutput("r", 0, index, (index,)) for index in range(3)]

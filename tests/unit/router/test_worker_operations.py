@@ -28,8 +28,8 @@ from router.pool_scaling import PoolScaling
 from router.worker_control import WorkerControl, WorkerView
 from router.worker_links import WorkerLink
 from router.worker_operations import WorkerOperations, WorkerOperatorServicer
-from tests.mini_cluster import free_port
-from tests.unit.router.front_fakes import MODEL, check_schema, make_front, serve
+from tests.support.mini_cluster import free_port
+from tests.support.router.front_fakes import MODEL, check_schema, make_front, serve
 from tests.unit.router.test_operator_api import key
 
 DEADLINE_S = 20.0

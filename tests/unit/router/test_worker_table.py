@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.request import LoadSnapshot
 from router.worker_table import HALF_LIFE_MS, PoolFilter, WorkerTable
-from tests.unit.router.workers import BLOCK, list_worker, record, table_of
+from tests.support.router.workers import BLOCK, list_worker, record, table_of
 
 
 def row(table: WorkerTable, name: str) -> int:

@@ -13,7 +13,7 @@ from engine.block_pool import BlockPool
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from engine.plan import StepPlan, StepResult
 from engine.scheduler_limits import SchedulerLimits
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 from worker import calibration
 from worker.calibration import alone, calibrate
 from worker.step_costs import StepCosts

@@ -13,7 +13,7 @@ from engine.kv_cache import KvCache
 from kvtransfer.checksum import checksum
 from kvtransfer.layout import KvLayout
 from kvtransfer.memory import BlockMemory
-from tests.models import plain_config
+from tests.support.models import plain_config
 from worker.converted_blocks import ConvertedBlocks, Staging
 from worker.kv_converter import Converter
 

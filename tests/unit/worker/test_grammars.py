@@ -24,8 +24,8 @@ from engine.sequence import Sequence
 from engine.sequence_update import SequenceUpdate
 from prefill_worker import role as prefill_module
 from prefill_worker.role import PrefillRole
-from tests.unit.baton.grammar_tools import WAIT_S, SlowGrammars, regex
-from tests.unit.worker.manual_worker import (
+from tests.support.baton.grammar_tools import WAIT_S, SlowGrammars, regex
+from tests.support.worker.manual_worker import (
     BLOCK_BYTES,
     GEOMETRY,
     INCARNATION,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from engine import runner
 from engine.gpu import runner as gpu_runner
-from tests.unit.worker.interrupted_worker import (
+from tests.support.worker.interrupted_worker import (
     VOCAB,
     Faults,
     History,

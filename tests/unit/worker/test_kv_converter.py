@@ -11,7 +11,7 @@ from baton.errors import GeometryMismatch, HandoffError
 from baton.request import GroupShape
 from engine.kv_cache import KvCache, KvGroup
 from kvtransfer.layout import KvLayout
-from tests.models import plain_config
+from tests.support.models import plain_config
 from worker.kv_converter import Converter
 
 CPU = torch.device("cpu")

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from baton.errors import ChecksumMismatch
-from tests.models import make_tiny_model
-from tests.unit.worker.tier_worker import (
+from tests.support.models import make_tiny_model
+from tests.support.worker.tier_worker import (
     BLOCK,
     DEADLINE_S,
     SLOW,

@@ -12,7 +12,7 @@ import pytest
 from baton.grpc_channel import open_channel
 from baton.tls import PeerRole
 from baton.v1 import rank_pb2, rank_pb2_grpc
-from tests.certificates import Authority
+from tests.support.certificates import Authority
 from worker.rank_server import RankServer
 
 DEADLINE_S = 60.0

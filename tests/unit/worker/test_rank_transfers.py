@@ -14,7 +14,7 @@ from baton.errors import BatonError, HandoffError, TicketEnded, WorkerFailed
 from kvtransfer.layout import KvLayout
 from kvtransfer.plan import plan
 from kvtransfer.shm_transport import ShmReceiveLink
-from tests.unit.worker.ranked_worker import (
+from tests.support.worker.ranked_worker import (
     DEADLINE_S,
     LIMITS,
     RankedWorker,

@@ -9,7 +9,7 @@ import pytest
 from engine.model_config import ModelConfig, load_model_config
 from engine.plan import PlanRow, StepPlan
 from engine.roofline import Ceilings, Storage, step_work, total
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 from worker.step_meter import StepMeter
 
 STORAGE = Storage(weight_bytes=2.0, head_weight_bytes=2.0, kv_token_bytes=128.0)

@@ -19,7 +19,7 @@ from kvtransfer.host_memory import HostMemory
 from kvtransfer.negotiation import TRANSPORTS
 from kvtransfer.shared_pool import allocate
 from kvtransfer.transport import Peer, Transport
-from tests.unit.kvtransfer.fake_cuda import Allocation, FakeCuda
+from tests.support.kvtransfer.fake_cuda import Allocation, FakeCuda
 from worker import transports as transports_module
 from worker.transports import make_transports
 

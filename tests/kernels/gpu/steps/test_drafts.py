@@ -35,7 +35,7 @@ from tests.kernels.gpu.steps.pairs import (
     some_tokens,
 )
 from tests.kernels.gpu.test_speculation import AnyCosts
-from tests.unit.engine.drafters import Oracle, WholeDrafts
+from tests.support.engine.drafters import Oracle, WholeDrafts
 
 VOCAB = 120
 LENGTH = 20

@@ -32,7 +32,7 @@ from engine.plan import PlanRow
 from engine.step import StepInput
 from engine.weights import load_weights
 from tests.kernels.gpu.device import DEVICE
-from tests.models import make_tiny_model, make_tiny_moe
+from tests.support.models import make_tiny_model, make_tiny_moe
 
 HOST = "127.0.0.1"
 WAIT_S = 120.0

@@ -14,9 +14,9 @@ from baton.sampling_params import SamplingParams
 from engine.gpu.runner import GpuRunner
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.runner import Ending, ModelRunner
-from tests.fake_grammars import FakeMatcher
 from tests.kernels.gpu.device import DEVICE
 from tests.kernels.gpu.steps.pairs import Recorder, gpu, load, reference, save, some_tokens
+from tests.support.fake_grammars import FakeMatcher
 
 GREEDY = SamplingParams(temperature=0.0)
 TABLES = ((1, 2), (4, 3), (6,), (7,))

@@ -37,7 +37,7 @@ from router.batches.batches import Batches
 from router.generation import GenerationRequest, OutputDelta
 from router.grpc_front import add_grpc_front
 from router.http_app import create_app
-from tests.unit.router.front_fakes import (
+from tests.support.router.front_fakes import (
     MODEL,
     Front,
     endless,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.deploy.monitoring.promql import Checker, WrongExpression
+from tests.support.deploy.promql import Checker, WrongExpression
 
 CHECKER = Checker(
     {

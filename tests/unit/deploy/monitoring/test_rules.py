@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from baton.errors import BatonError, RateLimitExceeded, classes_by_code
-from tests.unit.deploy.monitoring.watched import (
+from tests.support.deploy.watched import (
     MONITORING,
     RULES,
     checker,

@@ -18,8 +18,8 @@ from engine.engine import Engine, EngineSettings, build_engine
 from engine.parallel.ranks import LeadingRank
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.step import StepInput
-from tests.models import make_tiny_model, make_tiny_moe
-from tests.unit.engine.parallel.rank_threads import engine_of_ranks
+from tests.support.engine.rank_threads import engine_of_ranks
+from tests.support.models import make_tiny_model, make_tiny_moe
 
 BLOCK = 16
 GREEDY = SamplingParams(temperature=0.0)

@@ -21,9 +21,9 @@ from engine.plan import PlanRow
 from engine.step import StepInput
 from engine.torch_step import TorchStepModel
 from router.tokenizer import Tokenizer
-from tests.models import real_model
-from tests.unit.engine.parallel.float64_reference import float64_logits
-from tests.unit.engine.parallel.rank_threads import engine_of_ranks
+from tests.support.engine.float64_reference import float64_logits
+from tests.support.engine.rank_threads import engine_of_ranks
+from tests.support.models import real_model
 
 log = logging.getLogger(__name__)
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError
 from engine.model_config import ExpertsConfig, ModelConfig
 from engine.parallel.model_share import config_of, share_of
-from tests.models import plain_config
+from tests.support.models import plain_config
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

@@ -13,8 +13,8 @@ from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.step import StepInput
-from tests.models import make_tiny_fp8, make_tiny_model, make_tiny_moe, make_tiny_olmo
-from tests.unit.engine.parallel.rank_threads import engine_of_ranks
+from tests.support.engine.rank_threads import engine_of_ranks
+from tests.support.models import make_tiny_fp8, make_tiny_model, make_tiny_moe, make_tiny_olmo
 
 BLOCK = 16
 PROMPTS = (tuple(range(7, 44)), tuple(range(100, 121)), (5,))

@@ -16,7 +16,7 @@ from engine.parallel.weight_slices import WeightSlices
 from engine.quantization.native import CONFIG, native_tensors
 from engine.quantization.weight import QuantizedWeight, dequantize, quantize
 from engine.weights import Weight, load_weights
-from tests.models import make_tiny_fp8, make_tiny_model, make_tiny_moe
+from tests.support.models import make_tiny_fp8, make_tiny_model, make_tiny_moe
 
 CPU = torch.device("cpu")
 Q, K, V = (f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "qkv")

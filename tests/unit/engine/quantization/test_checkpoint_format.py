@@ -12,8 +12,8 @@ from baton.errors import ConfigError
 from engine.quantization.native import CONFIG, native_tensors
 from engine.quantization.weight import KINDS, QuantizedWeight, QuantKind, dequantize, quantize
 from engine.weights import load_weights
-from tests.unit.engine.quantization import checkpoints
-from tests.unit.engine.quantization.checkpoints import Parts, compressed_config, write
+from tests.support.engine import checkpoints
+from tests.support.engine.checkpoints import Parts, compressed_config, write
 
 CPU = torch.device("cpu")
 NAME = "model.layers.0.mlp.up_proj"

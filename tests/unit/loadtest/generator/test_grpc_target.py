@@ -17,7 +17,7 @@ from loadtest.generator.request_record import RequestRecord
 from loadtest.generator.target import AskOptions, RunClock
 from router.generation import GenerationRequest, OutputDelta
 from router.grpc_front import add_grpc_front
-from tests.unit.router.front_fakes import make_front
+from tests.support.router.front_fakes import make_front
 
 
 async def ask(

@@ -39,7 +39,7 @@ from loadtest.generator.load_settings import (
 from loadtest.generator.slo import Slo
 from loadtest.generator.summary import Window
 from loadtest.generator.traffic import planned
-from tests.unit.loadtest.generator.fake_server import Asked, FakeServer, fake_server, good_answer
+from tests.support.loadtest.fake_server import Asked, FakeServer, fake_server, good_answer
 from tests.unit.loadtest.generator.test_load_report import make_run
 
 MODELS = json.dumps({"data": [{"id": "served"}]})

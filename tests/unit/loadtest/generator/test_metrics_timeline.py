@@ -9,7 +9,7 @@ import pytest
 from loadtest.generator import metrics_timeline
 from loadtest.generator.metrics_timeline import MetricsReader, read_page
 from loadtest.generator.target import RunClock
-from tests.unit.loadtest.generator.fake_server import Asked, fake_server
+from tests.support.loadtest.fake_server import Asked, fake_server
 
 PAGE = """# HELP baton_sequences Sequences by state.
 # TYPE baton_sequences gauge

@@ -11,7 +11,7 @@ from loadtest.generator.openai_target import Endpoint, OpenAiTarget
 from loadtest.generator.planned_request import PlannedRequest, Prompt
 from loadtest.generator.request_record import RequestRecord
 from loadtest.generator.target import AskOptions, RunClock
-from tests.unit.loadtest.generator.fake_server import (
+from tests.support.loadtest.fake_server import (
     STREAM,
     Answer,
     Asked,

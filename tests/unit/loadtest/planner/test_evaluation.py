@@ -10,7 +10,7 @@ from loadtest.planner.cluster_kind import Counts
 from loadtest.planner.evaluation import Trial
 from loadtest.planner.figures import Figures, together
 from loadtest.traces import Trace
-from tests.unit.loadtest.planner.plans import KIND, config, evaluation, trace
+from tests.support.loadtest.plans import KIND, config, evaluation, trace
 
 ONE = Counts(1, 1)
 

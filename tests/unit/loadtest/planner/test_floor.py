@@ -9,7 +9,7 @@ import pytest
 from loadtest.planner.floor import floor, prompts, timely_answers, timely_prompts
 from loadtest.planner.traffic import Traffic, busiest, whole
 from loadtest.traces import Trace, TracedRequest
-from tests.unit.loadtest.planner.plans import KIND, SMALL, config, trace
+from tests.support.loadtest.plans import KIND, SMALL, config, trace
 
 
 def test_the_floor_of_prompts_is_their_work_over_the_time() -> None:

@@ -17,8 +17,8 @@ from loadtest.planner.planner import Planner
 from loadtest.planner.transports import DEFAULT_TRANSPORTS
 from loadtest.planner.worker_kinds import Roles, transports
 from loadtest.simulator.worker_kinds import read_profile
-from tests.unit.deploy.chart import containers, render
-from tests.unit.loadtest.planner.plans import SMALL, evaluation, trace
+from tests.support.deploy.chart import containers, render
+from tests.support.loadtest.plans import SMALL, evaluation, trace
 
 
 def _plan(tried: Evaluation, kind: WorkerKind, other: WorkerKind) -> Plan:

@@ -14,7 +14,7 @@ from loadtest.planner.plan_report import COLUMNS, PlanReport, cells
 from loadtest.planner.planner import Planner
 from loadtest.planner.transports import TRANSPORTS
 from loadtest.planner.worker_kinds import Roles
-from tests.unit.loadtest.planner.plans import SMALL, evaluation, trace
+from tests.support.loadtest.plans import SMALL, evaluation, trace
 
 _MACHINE = Machine("cpu", 2, 1 << 30, "Linux", "abc", "2026-11-21")
 

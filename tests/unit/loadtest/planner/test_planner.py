@@ -15,7 +15,7 @@ from loadtest.planner.transports import DEFAULT_TRANSPORTS
 from loadtest.planner.worker_kinds import Roles, roles, transports
 from loadtest.simulator.worker_kinds import read_profile
 from loadtest.traces import Trace, TracedRequest
-from tests.unit.loadtest.planner.plans import KIND, SMALL, config, evaluation, trace
+from tests.support.loadtest.plans import KIND, SMALL, config, evaluation, trace
 
 _TARGET = 0.9
 _SMALL_ROLES = Roles((SMALL,), (SMALL,), (), reachable=True)

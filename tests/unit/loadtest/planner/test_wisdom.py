@@ -7,7 +7,7 @@ from loadtest.planner.traffic import whole
 from loadtest.planner.transports import TRANSPORTS
 from loadtest.planner.wisdom import LONG_INPUTS, SHORT_INPUTS, Ratio, advised, split
 from loadtest.simulator.worker_kinds import read_profile
-from tests.unit.loadtest.planner.plans import KIND, trace
+from tests.support.loadtest.plans import KIND, trace
 
 
 def test_long_inputs_want_more_prefill_workers() -> None:

@@ -14,8 +14,8 @@ from loadtest.planner.traffic import whole
 from loadtest.planner.transports import AS_MEASURED, TRANSPORTS
 from loadtest.planner.worker_kinds import cluster_kinds, roles, transports, worker_kinds
 from loadtest.simulator.worker_kinds import profile_fields
-from tests.unit.loadtest.planner.plans import config, trace
-from tests.unit.loadtest.simulator.clusters import profile
+from tests.support.loadtest.clusters import profile
+from tests.support.loadtest.plans import config, trace
 
 
 def test_degrees_that_do_not_hold_the_model_are_left_out() -> None:

@@ -19,8 +19,8 @@ from loadtest.research.training.eagle_training import EagleTraining, EagleTraini
 from loadtest.research.training.material import load_conversations, save_conversations
 from loadtest.research.training.self_talk import Conversation, SelfTalk
 from router.tokenizer import Tokenizer
-from tests.drafter_heads import make_counting_model
-from tests.models import VOCAB
+from tests.support.drafter_heads import make_counting_model
+from tests.support.models import VOCAB
 
 LAYERS = (1, 1, 2)
 CPU = torch.device("cpu")

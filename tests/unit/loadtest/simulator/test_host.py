@@ -9,7 +9,7 @@ from loadtest.simulator.cluster_shape import ClusterShape
 from loadtest.simulator.event_queue import EventQueue
 from loadtest.simulator.host import Host
 from loadtest.simulator.sharing import ALONE, Doing, Sharing
-from tests.unit.loadtest.simulator.clusters import profile
+from tests.support.loadtest.clusters import profile
 from worker.patience import BREAK_S, PATIENCE_S
 
 SHARING = Sharing(

@@ -14,7 +14,7 @@ from baton.errors import ConfigError
 from loadtest.simulator.results import SimulationResult
 from loadtest.simulator.simulation import simulate
 from loadtest.traces import TracedRequest
-from tests.unit.loadtest.simulator.clusters import TRACE_BLOCK, config, profile, shape, traces
+from tests.support.loadtest.clusters import TRACE_BLOCK, config, profile, shape, traces
 
 LOCAL: tuple[LocalPrefill, ...] = ("never", "auto", "always")
 

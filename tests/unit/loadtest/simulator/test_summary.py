@@ -14,7 +14,7 @@ from loadtest.simulator.simulation import simulate
 from loadtest.simulator.summary import is_good, percentiles, summary
 from loadtest.simulator.worker_kinds import gpu_profile
 from loadtest.traces import TracedRequest
-from tests.unit.loadtest.simulator.clusters import config, shape
+from tests.support.loadtest.clusters import config, shape
 
 
 def request(

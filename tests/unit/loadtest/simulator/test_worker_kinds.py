@@ -11,7 +11,7 @@ from baton.errors import ConfigError
 from loadtest.simulator.model_shape import MODELS
 from loadtest.simulator.sharing import ALONE
 from loadtest.simulator.worker_kinds import gpu_profile, profile_fields, read_profile
-from tests.unit.loadtest.simulator.clusters import profile
+from tests.support.loadtest.clusters import profile
 
 
 def test_a_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from router.access import Access
 from router.batches.batches import Batches
 from router.generation import GenerationRequest, OutputDelta
 from router.http_app import create_app
-from tests.unit.router.front_fakes import (
+from tests.support.router.front_fakes import (
     MODEL,
     Front,
     check_schema,

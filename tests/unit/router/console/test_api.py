@@ -23,9 +23,9 @@ from router.console.look import Cluster
 from router.console.what_if import WhatIfProgram
 from router.http_app import create_app, create_apps
 from router.sse import EventStream
-from tests.unit.router.console.looks import record
+from tests.support.router.front_fakes import MODEL, Front, make_front, plain_client, serve
+from tests.support.router.looks import record
 from tests.unit.router.console.test_what_if import recent
-from tests.unit.router.front_fakes import MODEL, Front, make_front, plain_client, serve
 from tests.unit.router.test_gates import bearer, key
 
 DEADLINE_S = 20.0

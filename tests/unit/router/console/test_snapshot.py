@@ -11,7 +11,7 @@ from router.console.snapshot import Look, SeenWorker, Snapshot, page_counts, sna
 from router.console.window import Key, Window
 from router.console.worker_page import WorkerPage
 from router.sse import to_json
-from tests.unit.router.console.looks import CONFIG, look, record, seen
+from tests.support.router.looks import CONFIG, look, record, seen
 
 SHORT = CONFIG.classes[0].name
 

@@ -12,7 +12,7 @@ from router.console import watch as watching
 from router.console.snapshot import Snapshot, snapshot_of
 from router.console.watch import Watch
 from router.console.window import Window
-from tests.unit.router.console.looks import CONFIG, look
+from tests.support.router.looks import CONFIG, look
 
 DEADLINE_S = 20.0
 

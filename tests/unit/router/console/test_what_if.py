@@ -30,7 +30,7 @@ from router.console.what_if_question import (
     question,
     rate_share,
 )
-from tests.unit.router.console.looks import record
+from tests.support.router.looks import record
 
 DEADLINE_S = 60.0
 WORKERS = [record("prefill-0"), record("decode-0"), record("decode-1")]

@@ -18,7 +18,7 @@ from baton.errors import Overloaded
 from baton.request import FinishReason
 from router.embeddings.api import AT_ONCE, shortened
 from router.generation import GenerationRequest, OutputDelta
-from tests.unit.router.front_fakes import CONTEXT, MODEL, make_front
+from tests.support.router.front_fakes import CONTEXT, MODEL, make_front
 from tests.unit.router.test_http_app import check_error, post
 
 PATH = "/v1/embeddings"

@@ -12,7 +12,7 @@ from router.tool_calls.formats import FORMATS
 from router.tool_calls.grammar import calls_grammar, free_grammar
 from router.tool_calls.pieces import parse
 from router.tool_calls.tool import Tool, ToolUse
-from tests.unit.router.front_fakes import EOS, tiny_backend
+from tests.support.router.front_fakes import EOS, tiny_backend
 
 llguidance = pytest.importorskip("llguidance")
 

@@ -13,7 +13,7 @@ from router.conversation import calls_turn, result_turn
 from router.tool_calls.formats import FORMATS, format_for
 from router.tool_calls.prompt import fitted, is_about_tools
 from router.tool_calls.tool import Tool, ToolUse
-from tests.unit.router.front_fakes import TEMPLATE
+from tests.support.router.front_fakes import TEMPLATE
 
 TOOL = Tool("look_up", "Finds a word.", {"type": "object", "properties": {}})
 USE = ToolUse((TOOL,), frozenset({"look_up"}))

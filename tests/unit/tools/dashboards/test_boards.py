@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.deploy.monitoring.promql import Checker
-from tests.unit.deploy.monitoring.watched import checker_with_rules
+from tests.support.deploy.promql import Checker
+from tests.support.deploy.watched import checker_with_rules
 from tools.dashboards.boards import BOARDS, FOLDER, text_of
 
 CHECKER = checker_with_rules()

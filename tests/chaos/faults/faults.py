@@ -1,0 +1,61 @@
+"""Which class does what a kind's name says."""
+
+from __future__ import annotations
+
+from tests.chaos.faults import (
+    clock_faults,
+    hang_faults,
+    keeper_faults,
+    operator_faults,
+    partition_faults,
+    pool_faults,
+    resource_faults,
+    signal_faults,
+    store_faults,
+)
+from tests.chaos.faults.fault import Fault
+
+FAULTS: dict[str, type[Fault]] = {
+    "prefill killed": signal_faults.Killed,
+    "decode killed": signal_faults.Killed,
+    "router killed": signal_faults.Killed,
+    "prefill stopped": signal_faults.Stopped,
+    "decode stopped": signal_faults.Stopped,
+    "router stopped": signal_faults.Stopped,
+    "host stopped": signal_faults.HostStopped,
+    "store killed": store_faults.StoreKilled,
+    "store stopped": store_faults.StoreStopped,
+    "store flushed": store_faults.StoreFlushed,
+    "store slow": store_faults.StoreSlow,
+    "store full": store_faults.StoreFull,
+    "store password changed": store_faults.StorePassword,
+    "store silent": store_faults.StoreSilent,
+    "store hears nothing": store_faults.StoreDeaf,
+    "store resets": store_faults.StoreResets,
+    "prefill cut off": partition_faults.CutOff,
+    "decode cut off": partition_faults.CutOff,
+    "decode hears nothing": partition_faults.Deaf,
+    "decode is not heard": partition_faults.Mute,
+    "decode loses packets": partition_faults.Lossy,
+    "decode without store": partition_faults.WithoutStore,
+    "decode without descriptors": resource_faults.NoDescriptors,
+    "decode without memory": resource_faults.NoMemory,
+    "disk full": resource_faults.DiskFull,
+    "slow clients": resource_faults.SlowClients,
+    "clock an hour ahead": clock_faults.Ahead,
+    "clock an hour behind": clock_faults.Behind,
+    "prefill drained": operator_faults.WorkerDrained,
+    "decode drained": operator_faults.WorkerDrained,
+    "router drained": operator_faults.RouterDrained,
+    "prefill role changed": operator_faults.RoleChanged,
+    "decode role changed": operator_faults.RoleChanged,
+    "prefill pool gone": pool_faults.PrefillGone,
+    "decode pool gone": pool_faults.DecodeGone,
+    "prefill engine hangs": hang_faults.EngineHangs,
+    "decode engine hangs": hang_faults.EngineHangs,
+    "store failed over": store_faults.StoreFailedOver,
+    "supervisor killed": keeper_faults.SupervisorKilled,
+    "control store killed": keeper_faults.ControlStoreKilled,
+    "control store's store killed": keeper_faults.ControlStoresStoreKilled,
+}
+"""By the names of ``tests.chaos.faults.kinds.KINDS``."""

@@ -1,0 +1,85 @@
+"""A small real cluster with the console in front: workers, Redis, router and uvicorn, one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sys
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.config import KeyConfig
+from router.access import Access
+from router.console.api import ConsoleApi
+from router.console.what_if import WhatIfProgram
+from router.http_app import create_app
+from router.served_model import ServedModel
+from tests.support.mini_cluster import MiniCluster, mini_cluster
+from tests.support.router.front_fakes import plain_client, serve
+
+DEADLINE_S = 60.0
+WHAT_IF = (sys.executable, "-P", "-m", "loadtest.what_if")
+MODEL = "tiny"
+
+
+@dataclass
+class Stage:
+    """What the tests act on."""
+
+    cluster: MiniCluster
+    console: ConsoleApi
+    url: str
+
+    async def ask(
+        self, numbers: Iterable[int], prompt: str = "Once upon a time", **more: object
+    ) -> None:
+        """A request for each number, one after another."""
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "ignore_eos": True} | more
+        async with plain_client(base_url=self.url, timeout=DEADLINE_S) as client:
+            for number in numbers:
+                answer = await client.post(
+                    "/v1/completions", json=body | {"prompt": f"{number} {prompt}"}
+                )
+                assert answer.status_code == 200, answer.text
+
+
+def admin(key: str) -> KeyConfig:
+    """The entry of an operator's key."""
+    return KeyConfig(
+        name=key,
+        sha256=hashlib.sha256(key.encode()).hexdigest(),
+        scopes=("admin", "inference", "metrics"),
+    )
+
+
+@asynccontextmanager
+async def console_stage(model: Path, redis_url: str, **config: Any) -> AsyncIterator[Stage]:
+    """One prefill and one decode worker. ``config`` as for ``mini_cluster``."""
+    async with mini_cluster(model, redis_url, heartbeat_s=0.2, **config) as cluster:
+        access = Access(cluster.config, cluster.metrics)
+        console = ConsoleApi(
+            cluster.dispatcher,
+            cluster.metrics,
+            cluster.config,
+            MODEL,
+            access,
+            WhatIfProgram(WHAT_IF, DEADLINE_S),
+        )
+        app = create_app(
+            cluster.dispatcher,
+            cluster.tokenizer,
+            ServedModel(MODEL, 0, 512, 16),
+            cluster.metrics,
+            cluster.config,
+            access,
+            more=(console,),
+        )
+        async with serve(app) as address:
+            try:
+                yield Stage(cluster, console, f"http://{address}")
+            finally:
+                await console.close()
+                await asyncio.sleep(0)

@@ -1,0 +1,48 @@
+"""A writer in a process of its own: ``python -m tests.support.kvtransfer.writer_script NAME SEED
+PEER``.
+
+Speaks in lines of JSON. It says what it offers; is told the receiver's answer, and connects. Then
+it is told ``["pack", [blocks]]`` and answers with the checksums, or ``["send", number]`` and
+answers at the end of sending what it packed first, with an empty line or the error's name. It ends
+with its input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import deque
+
+from kvtransfer.transport import Packed, Parts, Peer
+from tests.support.kvtransfer.ends import BLOCK_BYTES, DEADLINE_S, End
+
+
+def say(what: object) -> None:
+    """A line of JSON."""
+    print(json.dumps(what), flush=True)  # noqa: T201
+
+
+def main() -> None:
+    """Until the input ends."""
+    name, seed, peer = sys.argv[1:]
+    end = End(name, int(seed))
+    say(end.transport.offer().hex())
+    link = end.transport.connect(Peer(peer, ""), bytes.fromhex(json.loads(sys.stdin.readline())))
+    packed: deque[Packed] = deque()
+    for line in sys.stdin:
+        command, argument = json.loads(line)
+        if command == "pack":
+            packed.append(link.pack(Parts(tuple(argument), 0, BLOCK_BYTES), end.memory))
+            say(packed[-1].checksums)
+            continue
+        try:
+            link.send(argument, packed.popleft(), DEADLINE_S).wait(DEADLINE_S)
+            say("")
+        except Exception as error:
+            say(type(error).__name__)
+    link.close()
+    end.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""A worker without sockets, tensors and threads: steps end, and time passes, as the test says.
+
+The control loop, the scheduler and the pool are the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.metrics import WorkerMetrics
+from baton.request import Geometry, SequenceSpec
+from baton.sampling_params import SamplingParams
+from engine.block_pool import BlockPool
+from engine.plan import StepPlan, StepResult
+from engine.scheduler import Scheduler
+from engine.scheduler_limits import SchedulerLimits
+from kvtransfer.memory import BlockMemory
+from kvtransfer.transport import Peer
+from tests.support.engine.fake_engine import FakeEngine
+from worker import control_loop, fetch
+from worker.block_receiver import BlockReceiver
+from worker.chunk_slack import ChunkSlack
+from worker.control_loop import ControlLoop
+from worker.exchange import Exchange
+from worker.gauges import WorkerGauges
+from worker.role import WorkerContext
+
+SIZE = 4
+GEOMETRY = Geometry(SIZE, 1, 1, 8, "float32")
+INCARNATION = "worker-0:1"
+ROUTER = "router"
+BLOCK_BYTES = 64
+
+
+class ManualThread:
+    """Stands for ``worker.engine_thread.EngineThread``."""
+
+    def __init__(
+        self, runner: Any, done: Callable[..., None], board: object = None, *, fail: object
+    ) -> None:
+        self.plans: deque[StepPlan] = deque()
+        self._done = done
+        runner.thread = self
+
+    def start(self) -> None:
+        """It has nothing of its own."""
+
+    def stop(self, timeout_s: float) -> None:
+        """It has nothing of its own."""
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+
+    def progress(self) -> None:
+        """Nothing is known of a step before its end."""
+
+    def end(self, result: StepResult | Exception) -> StepPlan:
+        """The oldest step ends."""
+        plan = self.plans.popleft()
+        self._done(plan, result)
+        return plan
+
+
+class ManualWorker:
+    """A context for a role, and a clock that stands still."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        blocks: int = 32,
+        chunk_tokens: int = 16,
+        max_sequences: int = 8,
+        slack: ChunkSlack | None = None,
+    ) -> None:
+        """Call it on the event loop."""
+        self.now = 100.0
+        self.clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr(control_loop, "time", self.clock)
+        monkeypatch.setattr(control_loop, "EngineThread", ManualThread)
+        monkeypatch.setattr(fetch, "time", self.clock)
+        self.pool = BlockPool(blocks)
+        limits = SchedulerLimits(SIZE, chunk_tokens, max_sequences, 64)
+        self.scheduler = Scheduler(self.pool, limits)
+        self.model = FakeEngine(blocks, SIZE)
+        self.metrics = WorkerMetrics(CollectorRegistry())
+        self.receiver = BlockReceiver(
+            self.pool,
+            self.metrics,
+            block_bytes=BLOCK_BYTES,
+            lease_s=3.0,
+            clock=lambda: self.now,
+        )
+        runner: Any = SimpleNamespace(
+            device=SimpleNamespace(type="cpu"), takes_prompt=lambda: False
+        )
+        engine: Any = SimpleNamespace(
+            scheduler=self.scheduler,
+            pool=self.pool,
+            fingerprint="model",
+            context_length=limits.context_length,
+            config=SimpleNamespace(eos_ids=()),
+            cache=SimpleNamespace(block_size=SIZE, geometry=lambda: GEOMETRY),
+            runner=runner,
+        )
+        gauges = WorkerGauges(self.metrics, "worker-0", "decode")
+        self.reasons: list[str] = []
+        """For which the process would have ended."""
+        self.control = ControlLoop(
+            engine, gauges, INCARNATION, None, slack, fail=self.reasons.append
+        )
+        self.thread: ManualThread = runner.thread
+        settings: Any = SimpleNamespace(
+            config=SimpleNamespace(transfer_window_mib=1, heartbeat_s=1.0, hang_s=1.0),
+            pool=SimpleNamespace(max_sequences=max_sequences, cp=1),
+            slot="worker-0",
+        )
+        exchange: Any = SimpleNamespace(
+            receiver=self.receiver, inbound=SimpleNamespace(pairs=dict), ask=self.ask
+        )
+        self.context = WorkerContext(
+            settings=settings,
+            engine=engine,
+            control=self.control,
+            memory=cast(BlockMemory, None),
+            exchange=cast(Exchange, exchange),
+            metrics=self.metrics,
+            incarnation=INCARNATION,
+        )
+
+    async def ask(
+        self, holder: Peer, ticket_id: str, hashes: Sequence[bytes], deadline_s: float
+    ) -> int:
+        """No holder has anything."""
+        return 0
+
+    def plan(self) -> StepPlan:
+        """The step that runs."""
+        return self.thread.plans[0]
+
+    async def step(self, seconds: float = 0.01) -> StepPlan:
+        """The step that runs ends, after so long; its results are told."""
+        self.now += seconds
+        result = self.model.run(self.plan())
+        plan = self.thread.end(StepResult(result.step, result.token_ids, seconds))
+        await settle()
+        return plan
+
+    async def fail(self) -> None:
+        """The step that runs breaks."""
+        try:
+            self.model.run(self.plan(), fail=True)
+        except RuntimeError as error:
+            self.thread.end(error)
+        await settle()
+
+    async def drain(self) -> None:
+        """Every step that there is ends."""
+        while self.thread.plans:
+            await self.step()
+
+    def check_nothing_is_held(self) -> None:
+        assert self.scheduler.is_idle()
+        assert not len(self.receiver.book)
+        assert self.pool.counts().used == self.pool.counts().quarantined == 0
+        self.pool.check()
+
+
+async def settle() -> None:
+    """Let everything that can happen now happen."""
+
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def spec_of(
+    request: str = "r",
+    length: int = 6,
+    *,
+    deadline_s: float = 60.0,
+    first: int = 0,
+    max_tokens: int = 3,
+) -> SequenceSpec:
+    """A prompt of small numbers."""
+    prompt = tuple((first + n) % 11 for n in range(length))
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return SequenceSpec(request, 0, ROUTER, prompt, length, sampling, deadline_s=deadline_s)
