@@ -1,6 +1,6 @@
 """One small tree of errors.
 
-Rooms raise these; only the fronts turn them into HTTP answers (``router.http_errors``) and gRPC
+Rooms raise these; only the fronts turn them into HTTP answers (``router.http.errors``) and gRPC
 statuses (``baton.grpc_errors``). Each class says once what it means in both worlds.
 """
 

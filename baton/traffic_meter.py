@@ -10,8 +10,8 @@ from __future__ import annotations
 from baton.traffic_counts import TrafficCounts
 
 FIRST_ANSWER_TOKENS = 256
-"""The expected length of an answer before one of its class was seen, as ``router.decode_room`` has
-it."""
+"""The expected length of an answer before one of its class was seen, as
+``router.admission.decode_room`` has it."""
 _WEIGHT = 0.1
 """Of the latest answer in the mean."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.config import Config, split_host_port
 from baton.errors import ConfigError
-from router.access import is_loopback
+from router.access.access import is_loopback
 
 
 def check_exposure(config: Config) -> None:

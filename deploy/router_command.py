@@ -17,7 +17,7 @@ from deploy.exposure import check_exposure
 from deploy.ports import choose_ports
 from deploy.redis_users import store_url
 from deploy.what_if import WHAT_IF
-from router.model_commit import commit_of
+from router.workers.model_commit import commit_of
 
 log = logging.getLogger(__name__)
 

@@ -43,10 +43,10 @@ from loadtest.lru_cache import LruCache
 from loadtest.machine import this_machine
 from loadtest.traces import MOONCAKE_BLOCK_TOKENS, TracedRequest, read_trace
 from loadtest.whole_table import print_whole, whole_table, write_json
-from router.cost_model import PREFILL_DEFAULT, mean_context
-from router.planner import Planner, Promise
-from router.policies import make_policy
-from router.policy import ClassRoute, RouteRequest, RouteSettings
+from router.routing.cost_model import PREFILL_DEFAULT, mean_context
+from router.routing.planner import Planner, Promise
+from router.routing.policies import make_policy
+from router.routing.policy import ClassRoute, RouteRequest, RouteSettings
 
 PUBLISH_S = 0.05
 """From a prompt's end to its events, as ``worker.process`` publishes."""

@@ -40,7 +40,7 @@ from loadtest.bench_app import (
 from loadtest.machine import Machine, this_machine
 from loadtest.speculation_prompts import COPY, copying_tasks, read_questions
 from loadtest.whole_table import print_whole, whole_table, write_json
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from worker.calibration import calibrate
 
 Say = Callable[[str], None]

@@ -30,8 +30,8 @@ from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, worker_pb2
 from loadtest.generator.http_connection import HttpPool, Origin
 from loadtest.line_service import Asker, Fields, run_helper
-from router.prefill_stream import PrefillStream
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
+from router.workers.prefill_stream import PrefillStream
 
 _ANSWER_S = 60.0
 _WORDS = (

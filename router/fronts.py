@@ -16,22 +16,22 @@ from baton.metrics import RouterMetrics
 from baton.pool_sizes import PoolSizes
 from baton.prefix_index import PrefixIndex
 from baton.supervision_page import supervision_page
-from router.access import Access
+from router.access.access import Access
+from router.admin.cache_control import CacheControl
+from router.admin.cluster_view import ClusterApi
+from router.admin.operator_api import OperatorApi, Operators, OperatorServicer
+from router.admin.pool_scaling import PoolScaling
+from router.admin.worker_control import WorkerControl
+from router.admin.worker_operations import WorkerOperations, WorkerOperatorServicer
 from router.batches.batches import Batches
-from router.cache_control import CacheControl
-from router.cluster_view import ClusterApi
 from router.console.api import ConsoleApi
 from router.console.what_if import WhatIfProgram
-from router.dispatcher import ClusterDispatcher
-from router.grpc_front import add_grpc_front
-from router.grpc_gate import GrpcGate
+from router.core.served_model import ServedModel
+from router.dispatch.dispatcher import ClusterDispatcher
+from router.grpc.gate import GrpcGate
+from router.grpc.inference import add_grpc_front
 from router.http_app import Apps, Mountable, create_apps
-from router.operator_api import OperatorApi, Operators, OperatorServicer
-from router.pool_scaling import PoolScaling
-from router.served_model import ServedModel
-from router.tokenizer import Tokenizer
-from router.worker_control import WorkerControl
-from router.worker_operations import WorkerOperations, WorkerOperatorServicer
+from router.text.tokenizer import Tokenizer
 
 PAGE_S = 0.5
 """The longest that a page of metrics waits for Redis."""

@@ -20,18 +20,19 @@ from baton.config import Config
 from baton.metrics import RouterMetrics
 from baton.tls import LiveContext, client_context
 from baton.version import baton_version
-from router.access import Access
-from router.api_description import ERRORS, describe, json_body, streamed
-from router.cluster_metrics import cluster_page
-from router.direct_routes import DirectRoutes
-from router.exchange import Exchange
-from router.generation import Dispatcher
-from router.http_edge import HttpEdge
-from router.http_errors import add_error_handlers
-from router.http_gate import gated
+from router.access.access import Access
+from router.admin.cluster_metrics import cluster_page
+from router.core.request import Dispatcher
+from router.core.served_model import ServedModel
+from router.http.direct_routes import DirectRoutes
+from router.http.edge import HttpEdge
+from router.http.errors import add_error_handlers
+from router.http.gate import gated
+from router.http.openapi import ERRORS, describe, json_body, streamed
+from router.inference.exchange import Exchange
 from router.more_routes import add_more_routes
-from router.openai_api import OpenAiApi
-from router.openai_protocol import (
+from router.openai.api import OpenAiApi
+from router.openai.protocol import (
     ChatCompletion,
     ChatCompletionRequest,
     Completion,
@@ -40,8 +41,7 @@ from router.openai_protocol import (
     ModelList,
 )
 from router.process_number import ROUTER_HEADER
-from router.served_model import ServedModel
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 _DESCRIPTION = """Large language models, served with prefill and decode apart.
 

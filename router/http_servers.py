@@ -14,9 +14,9 @@ from starlette.types import ASGIApp
 from baton.background import end_tasks, spawn
 from baton.config import Config, split_host_port
 from baton.tls import LiveContext, server_context
+from router.http.protocol import http_protocol
+from router.http.uvicorn_internals import QuietServer
 from router.http_app import Apps
-from router.http_protocol import http_protocol
-from router.uvicorn_internals import QuietServer
 
 RENEWAL_POLL_S = 1.0
 STOP_GRACE_S = 2

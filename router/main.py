@@ -28,16 +28,16 @@ from baton.redis_client import redis_client
 from baton.registry import Registry
 from baton.tracing import end_tracing, start_tracing
 from baton.traffic_board import TrafficBoard
-from router.access import Access
+from router.access.access import Access
+from router.access.key_watch import KeyWatch
+from router.access.rate_limits import RateLimits
 from router.console.what_if import WhatIfProgram
-from router.dispatcher import ClusterDispatcher
+from router.core.served_model import ServedModel
+from router.dispatch.dispatcher import ClusterDispatcher
 from router.fronts import make_fronts
 from router.http_servers import STOP_GRACE_S, HttpServers
-from router.key_watch import KeyWatch
 from router.leaving import Leaving
-from router.rate_limits import RateLimits
-from router.served_model import ServedModel
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

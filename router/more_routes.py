@@ -7,18 +7,16 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from router.api_description import ERRORS, json_body, streamed
-from router.direct_routes import Handler
+from router.core.served_model import ServedModel
 from router.embeddings.api import EmbeddingsApi
 from router.embeddings.protocol import EmbeddingsRequest, EmbeddingsResponse
-from router.exchange import Exchange
+from router.http.direct_routes import Handler
+from router.http.openapi import ERRORS, json_body, streamed
+from router.inference.exchange import Exchange
+from router.inference.token_desk import TokenDesk
 from router.messages.api import MessagesApi
 from router.messages.protocol import CountTokensRequest, MessagesRequest
-from router.responses.api import ResponsesApi
-from router.responses.protocol import ResponsesRequest
-from router.served_model import ServedModel
-from router.token_desk import TokenDesk
-from router.tokenize_api import (
+from router.openai.tokenize_api import (
     Detokenized,
     DetokenizeRequest,
     ModelInfo,
@@ -26,7 +24,9 @@ from router.tokenize_api import (
     Tokenized,
     TokenizeRequest,
 )
-from router.tokenizer import Tokenizer
+from router.responses.api import ResponsesApi
+from router.responses.protocol import ResponsesRequest
+from router.text.tokenizer import Tokenizer
 
 EMBEDDINGS = "/v1/embeddings"
 

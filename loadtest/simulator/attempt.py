@@ -10,7 +10,7 @@ from __future__ import annotations
 from baton.request import SequenceSpec
 from loadtest.simulator.simulated_request import SimulatedRequest, SimulatedSequence
 from loadtest.simulator.simulated_worker import SimulatedWorker
-from router.planner import Promise
+from router.routing.planner import Promise
 
 
 class Attempt:

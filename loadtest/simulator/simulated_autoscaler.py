@@ -24,7 +24,7 @@ from loadtest.simulator.workers_side import WorkersSide
 
 HEARD_S = 0.25
 """Until a router has read in the registry that a worker leaves, or is back, as
-``router.dispatcher`` reads it."""
+``router.dispatch.dispatcher`` reads it."""
 _POLL_S = 0.02
 """How often a worker that leaves looks whether it is empty, as ``worker.process`` does."""
 

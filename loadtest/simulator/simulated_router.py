@@ -21,17 +21,17 @@ from loadtest.simulator.prefix_directory import PrefixDirectory
 from loadtest.simulator.simulated_request import SimulatedRequest
 from loadtest.simulator.simulated_worker import SimulatedWorker
 from loadtest.simulator.workers_side import WorkersSide
-from router.admission import Admission, Applicant, slo_of
-from router.capacity import Capacity
-from router.planner import Planner
-from router.policy import Policy, RouteRequest
+from router.admission.admission import Admission, Applicant, slo_of
+from router.admission.capacity import Capacity
+from router.routing.planner import Planner
+from router.routing.policy import Policy, RouteRequest
 
 TICK_S = 0.05
 CAPACITY_AGE_S = 0.02
 """How often the waiting room is looked at while nothing happens, and how old its view of the
-workers may be, as ``router.waiting_room`` has them."""
+workers may be, as ``router.admission.waiting_room`` has them."""
 REFRESH_S = 0.05
-"""How old the table of workers may be, as ``router.roster`` has it."""
+"""How old the table of workers may be, as ``router.routing.roster`` has it."""
 GENERATED_EVERY_S = 0.25
 """How often admission hears, while requests wait, how many tokens were generated: a live router
 tells it with each of them."""

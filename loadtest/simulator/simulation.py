@@ -26,8 +26,8 @@ from loadtest.simulator.simulated_worker import SimulatedWorker, WorkerSettings
 from loadtest.simulator.worker_profile import WorkerProfile
 from loadtest.simulator.workers_side import WorkersSide
 from loadtest.traces import TracedRequest
-from router.policies import make_policy
-from router.policy import RouteSettings, route_settings
+from router.routing.policies import make_policy
+from router.routing.policy import RouteSettings, route_settings
 
 FINE_BLOCK_TOKENS = 64
 """Of a KV block where the trace says nothing of prefixes."""

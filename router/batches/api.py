@@ -1,4 +1,4 @@
-"""The endpoints of files and batches. They raise BatonError; ``router.http_errors`` answers it."""
+"""The endpoints of files and batches. They raise BatonError; ``router.http.errors`` answers it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from starlette.responses import FileResponse, Response
 
 from baton.config import Config
 from baton.errors import InvalidRequest
-from router.access import Access
-from router.api_description import body, json_body, made_of_its_id
+from router.access.access import Access
 from router.batches.batch import Batch, StoredFile
 from router.batches.desk import (
     DEFAULT_BATCHES,
@@ -30,7 +29,8 @@ from router.batches.protocol import (
     FileObject,
 )
 from router.batches.upload import uploaded
-from router.http_body import read_object, validate
+from router.http.body import read_object, validate
+from router.http.openapi import body, json_body, made_of_its_id
 
 _FILES, _FILE, _CONTENT = "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"
 _BATCHES, _BATCH = "/v1/batches", "/v1/batches/{batch_id}"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from baton.config import Config
 from baton.metrics import RouterMetrics
-from router.access import Access
+from router.access.access import Access
 from router.batches.api import BatchesApi
 from router.batches.desk import BatchDesk
 from router.batches.line_runner import LineRunner, line_handlers
 from router.batches.runner import BatchRunner
 from router.batches.store import BatchStore
-from router.generation import Dispatcher
-from router.served_model import ServedModel
-from router.tokenizer import Tokenizer
+from router.core.request import Dispatcher
+from router.core.served_model import ServedModel
+from router.text.tokenizer import Tokenizer
 
 
 class Batches:

@@ -25,18 +25,18 @@ from baton.config import Config, ContextClass
 from baton.errors import BatonError, Overloaded, Unavailable, WorkerFailed
 from baton.metrics import RouterMetrics
 from baton.request import Principal
-from router.access import Access
-from router.api_keys import Caller
+from router.access.access import Access
+from router.access.api_keys import Caller
 from router.batches.batch import Batch, LineResult
 from router.batches.line import Line
+from router.core.request import Dispatcher, GenerationRequest, OutputDelta
+from router.core.served_model import ServedModel
 from router.embeddings.api import EmbeddingsApi
-from router.exchange import Exchange
-from router.generation import Dispatcher, GenerationRequest, OutputDelta
-from router.http_errors import error_object
-from router.openai_api import OpenAiApi
+from router.http.errors import error_object
+from router.inference.exchange import Exchange
+from router.openai.api import OpenAiApi
 from router.responses.api import ResponsesApi
-from router.served_model import ServedModel
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -66,7 +66,7 @@ class _LineAccess(Access):
 
 
 class _BackgroundDispatcher:
-    """Implements ``router.generation.Dispatcher``: everything goes in the background."""
+    """Implements ``router.core.request.Dispatcher``: everything goes in the background."""
 
     def __init__(self, dispatcher: Dispatcher, deadline_s: float) -> None:
         self._dispatcher = dispatcher

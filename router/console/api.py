@@ -22,15 +22,15 @@ from baton.config import Config
 from baton.errors import NotFound
 from baton.listening import listening
 from baton.metrics import RouterMetrics
-from router.access import Access
-from router.api_description import json_body
+from router.access.access import Access
 from router.console.look import Cluster, ConsoleLook, read_router
 from router.console.watch import Watch
 from router.console.what_if import WhatIfProgram
 from router.console.what_if_question import TRAFFIC_S, Answer, WhatIfRequest, question, rate_share
-from router.http_body import read_object, validate
-from router.request_recorder import UNKNOWN_CLASS
-from router.sse import EventStream, EventStreamResponse
+from router.core.request_recorder import UNKNOWN_CLASS
+from router.http.body import read_object, validate
+from router.http.openapi import json_body
+from router.http.sse import EventStream, EventStreamResponse
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,8 @@ _HEADERS = {
 
 
 class ConsoleApi:
-    """HTTP. ``close`` ends all streams. Who may ask is the gate's affair: ``router.scopes``."""
+    """HTTP. ``close`` ends all streams. Who may ask is the gate's affair:
+    ``router.access.scopes``."""
 
     def __init__(
         self,

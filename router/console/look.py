@@ -23,7 +23,7 @@ from router.console.snapshot import (
 )
 from router.console.window import Key, Window
 from router.console.worker_page import WorkerPages
-from router.worker_links import WorkerLink, WorkerLinks
+from router.workers.worker_links import WorkerLink, WorkerLinks
 
 MOST_PAGES = 64
 """More workers' pages are not asked for: the first by name are."""
@@ -46,7 +46,7 @@ _GAUGES = {
 
 
 class Cluster(Protocol):
-    """What is asked of ``router.dispatcher.ClusterDispatcher``."""
+    """What is asked of ``router.dispatch.dispatcher.ClusterDispatcher``."""
 
     @property
     def workers(self) -> WorkerLinks: ...

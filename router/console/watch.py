@@ -17,7 +17,7 @@ from dataclasses import asdict
 from baton.background import end_tasks
 from baton.errors import Overloaded, Unavailable
 from router.console.snapshot import Snapshot
-from router.sse import to_json
+from router.http.sse import to_json
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from baton.config import Config
 from baton.errors import InvalidRequest, Unavailable
 from baton.recent_requests import RecentRequest
 from baton.registry import WorkerRecord
-from router.fields import Int
+from router.core.fields import Int
 
 TRAFFIC_S = 600.0
 """The present traffic is that of so many seconds."""

@@ -13,20 +13,20 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from baton.errors import InvalidRequest
-from router.disconnect import unless_disconnected
+from router.core.offload import off_loop
+from router.core.request import GenerationRequest, OutputDelta
+from router.core.served_model import ServedModel
 from router.embeddings.protocol import (
     EmbeddingObject,
     EmbeddingsRequest,
     EmbeddingsResponse,
     EmbeddingsUsage,
 )
-from router.exchange import Exchange
-from router.generation import GenerationRequest, OutputDelta
-from router.http_body import validate
-from router.off_loop import off_loop
-from router.openai_api import prompts_of
-from router.request_builder import Arrival
-from router.served_model import ServedModel
+from router.http.body import validate
+from router.http.disconnect import unless_disconnected
+from router.inference.exchange import Exchange
+from router.inference.request_builder import Arrival
+from router.openai.api import prompts_of
 
 AT_ONCE = 32
 """Inputs of one request that are on their way to workers at a time: more would keep others out of
@@ -37,7 +37,7 @@ Vector = npt.NDArray[np.float32]
 
 
 class EmbeddingsApi:
-    """The handler. It raises BatonError; ``router.http_errors`` answers it."""
+    """The handler. It raises BatonError; ``router.http.errors`` answers it."""
 
     def __init__(self, exchange: Exchange, model: ServedModel) -> None:
         self._exchange = exchange

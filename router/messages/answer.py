@@ -7,17 +7,17 @@ from typing import Any
 
 from baton.errors import BatonError
 from baton.request import FinishReason
-from router.choice import Choice
-from router.exchange import Event
-from router.generation import OutputDelta
-from router.http_errors import anthropic_error
+from router.core.choice import Choice
+from router.core.request import OutputDelta
+from router.http.errors import anthropic_error
+from router.inference.exchange import Event
 from router.messages.output import MessageOutput
 from router.tool_calls.format import ToolFormat
 from router.tool_calls.tool import ToolUse
 
 
 class MessagesAnswer:
-    """See ``router.exchange.EventAnswer``."""
+    """See ``router.inference.exchange.EventAnswer``."""
 
     def __init__(self, model_id: str, form: ToolFormat, use: ToolUse | None) -> None:
         self.id = f"msg_{secrets.token_hex(12)}"

@@ -10,13 +10,13 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from baton.errors import BatonError, UnsupportedParameter
-from router.exchange import Exchange
-from router.http_body import validate
-from router.http_errors import anthropic_error, error_response
+from router.http.body import validate
+from router.http.errors import anthropic_error, error_response
+from router.inference.exchange import Exchange
+from router.inference.sampling_input import SamplingInput
 from router.messages.answer import MessagesAnswer
 from router.messages.blocks import message_tools, message_turns
 from router.messages.protocol import CountTokensRequest, MessagesRequest
-from router.sampling_input import SamplingInput
 
 
 class MessagesApi:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from router.fields import Int, Strings
+from router.core.fields import Int, Strings
 
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from baton.errors import BatonError
 from baton.request import FinishReason
-from router.choice import Choice
-from router.exchange import Event
-from router.generation import GenerationRequest, OutputDelta
+from router.core.choice import Choice
+from router.core.request import GenerationRequest, OutputDelta
+from router.inference.exchange import Event
 from router.responses.output import Fields, ResponseOutput
 from router.tool_calls.format import ToolFormat
 from router.tool_calls.tool import Tool, ToolUse
@@ -37,7 +37,7 @@ class Repeated:
 
 
 class ResponsesAnswer:
-    """See ``router.exchange.EventAnswer``."""
+    """See ``router.inference.exchange.EventAnswer``."""
 
     def __init__(self, repeated: Repeated, form: ToolFormat, use: ToolUse | None) -> None:
         self.id = f"resp_{secrets.token_hex(24)}"

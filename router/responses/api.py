@@ -12,15 +12,15 @@ from fastapi import Request
 from starlette.responses import Response
 
 from baton.errors import InvalidRequest, UnsupportedParameter
-from router.exchange import Exchange
-from router.http_body import validate
-from router.openai_api import sampling_of
+from router.http.body import validate
+from router.inference.exchange import Exchange
+from router.inference.sampling_input import SamplingInput
+from router.openai.api import sampling_of
 from router.responses.answer import Repeated, ResponsesAnswer
 from router.responses.items import response_turns
 from router.responses.protocol import ResponsesRequest
 from router.responses.text_format import format_grammar, text_format
 from router.responses.tools import response_choice, response_tools
-from router.sampling_input import SamplingInput
 from router.tool_calls.prompt import Turn
 from router.tool_calls.protocol import use_of
 from router.tool_calls.tool import ToolUse
@@ -49,7 +49,7 @@ _INCLUDED_ANYWAY = ("reasoning.encrypted_content",)
 
 
 class ResponsesApi:
-    """The handler. It raises BatonError; ``router.http_errors`` answers it."""
+    """The handler. It raises BatonError; ``router.http.errors`` answers it."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange

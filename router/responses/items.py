@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.errors import InvalidRequest, UnsupportedParameter
-from router.conversation import calls_turn, result_turn
+from router.openai.conversation import calls_turn, result_turn
 from router.tool_calls.prompt import Turn
 from router.tool_calls.protocol import check_name
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from router.fields import Int
-from router.openai_protocol import SamplingFields
+from router.core.fields import Int
+from router.openai.protocol import SamplingFields
 
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.chat_template import ChatTemplate
+from router.text.chat_template import ChatTemplate
 from router.tool_calls.format import ToolFormat
 from router.tool_calls.tool import ToolUse
 

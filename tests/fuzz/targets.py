@@ -91,8 +91,8 @@ def _protobuf() -> Callable[[bytes], None]:
     from baton import convert
     from baton.errors import BatonError
     from baton.v1 import decode_pb2, inference_pb2, sampling_pb2, transfer_pb2, worker_pb2
-    from router.grpc_sampling import grpc_sampling
-    from router.grpc_tools import grpc_tool_use, grpc_turns
+    from router.grpc.sampling import grpc_sampling
+    from router.grpc.tools import grpc_tool_use, grpc_turns
 
     kinds: list[tuple[Any, Sequence[Callable[[Any], Any]]]] = [
         (worker_pb2.SequenceSpec, [convert.sequence_from_proto]),
@@ -156,7 +156,7 @@ def _protobuf_seeds() -> list[bytes]:
 
 def _chat_template() -> Callable[[bytes], None]:
     from baton.errors import ConfigError, InvalidRequest
-    from router.chat_template import ChatTemplate
+    from router.text.chat_template import ChatTemplate
 
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -357,7 +357,9 @@ TARGETS = {
         Target("safetensors", ("engine.weights",), _safetensors, _safetensors_seeds),
         Target("sse", ("baton.http_api", "loadtest.generator.sse_events"), _sse, _sse_seeds),
         Target("protobuf", ("baton.convert", "router"), _protobuf, _protobuf_seeds),
-        Target("chat-template", ("router.chat_template",), _chat_template, _chat_template_seeds),
+        Target(
+            "chat-template", ("router.text.chat_template",), _chat_template, _chat_template_seeds
+        ),
         Target("http-body", ("router", "baton"), _http_body, _http_body_seeds),
         Target("handoff", ("kvtransfer",), _handoff, _handoff_seeds),
         Target("grammar", ("baton.grammar_library",), _grammar, _grammar_seeds),

@@ -11,8 +11,8 @@ import pytest
 from baton.config import TenantConfig
 from baton.errors import Overloaded
 from baton.request import Principal
-from router import decode_room, drain_rate
-from router.generation import OutputDelta
+from router.admission import decode_room, drain_rate
+from router.core.request import OutputDelta
 from tests.integration.test_handoff import prompt_of
 from tests.integration.test_moves import LONG
 from tests.support.mini_cluster import collect, mini_cluster

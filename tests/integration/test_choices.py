@@ -20,7 +20,7 @@ from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.local import LocalOutput, generate
-from router.generation import ScoredToken
+from router.core.request import ScoredToken
 from tests.integration.test_handoff import BLOCK, prompt_of, reference
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 

@@ -28,8 +28,8 @@ from baton.v1 import (
     transfer_pb2,
     transfer_pb2_grpc,
 )
-from router import cluster_metrics
-from router.cluster_metrics import cluster_page
+from router.admin import cluster_metrics
+from router.admin.cluster_metrics import cluster_page
 from tests.support.certificates import Authority
 from tests.support.mini_cluster import MiniCluster, mini_cluster
 

@@ -11,8 +11,8 @@ import pytest
 
 from baton.errors import LastWorker, NotFound
 from baton.sampling_params import SamplingParams
-from router.generation import OutputDelta
-from router.worker_control import WorkerControl
+from router.admin.worker_control import WorkerControl
+from router.core.request import OutputDelta
 from tests.integration.test_handoff import BLOCK, prompt_of
 from tests.integration.test_moves import Asked, busiest_decode, moved
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, collect, mini_cluster

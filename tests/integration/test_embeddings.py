@@ -12,8 +12,8 @@ import pytest
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.local import generate
+from router.core.served_model import ServedModel
 from router.http_app import create_app
-from router.served_model import ServedModel
 from tests.integration.test_handoff import BLOCK, prompt_of, reference
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 

@@ -42,8 +42,8 @@ from kvtransfer.memory import BlockMemory
 from kvtransfer.negotiation import TRANSPORTS
 from kvtransfer.shm_transport import ShmReceiveLink
 from kvtransfer.transport import Batch, Packed, Parts
-from router.generation import OutputDelta
-from router.prefill_stream import PrefillStream
+from router.core.request import OutputDelta
+from router.workers.prefill_stream import PrefillStream
 from tests.integration.test_handoff import local_answer, prompt_of
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster, valkey
 from tests.support.proxy import flip_one_byte, proxy

@@ -18,7 +18,7 @@ from baton.registry import WorkerRecord
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
-from router.prefill_stream import PrefillStream
+from router.workers.prefill_stream import PrefillStream
 from tests.integration.test_handoff import ANSWER, BLOCK, SAMPLINGS, local_answer, prompt_of
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 

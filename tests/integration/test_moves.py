@@ -16,8 +16,8 @@ from baton.logprobs import TokenLogprobs
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.local import LocalOutput, generate
-from router.generation import GenerationRequest
-from router.poison import PROGRESS_TOKENS
+from router.core.request import GenerationRequest
+from router.dispatch.poison import PROGRESS_TOKENS
 from tests.integration.test_handoff import prompt_of, reference
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 from tests.support.models import make_tiny_model

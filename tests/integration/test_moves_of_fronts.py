@@ -17,11 +17,11 @@ import pytest
 
 from baton.grpc_channel import make_server, open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.access import Access
+from router.access.access import Access
 from router.batches.batches import Batches
-from router.grpc_front import add_grpc_front
+from router.core.served_model import ServedModel
+from router.grpc.inference import add_grpc_front
 from router.http_app import create_app
-from router.served_model import ServedModel
 from tests.http_batches import begin_batch, has_ended, output_of, read_batch
 from tests.integration.test_handoff import prompt_of
 from tests.integration.test_moves import busiest_decode, moved

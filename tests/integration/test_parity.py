@@ -22,7 +22,7 @@ from engine.engine import EngineSettings, build_engine
 from engine.local import generate
 from engine.runner import ModelRunner
 from engine.step import StepInput, StepModel, StepOutput
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from tests.support.models import real_model
 
 PROMPTS = Path(__file__).resolve().parents[3] / "shared" / "prompts"

@@ -25,7 +25,7 @@ from baton.v1 import prefill_pb2
 from engine.block_pool import BlockPool
 from kvtransfer.transport import Peer
 from prefill_worker.role import PrefillRole
-from router.prefill_stream import PrefillStream
+from router.workers.prefill_stream import PrefillStream
 from tests.integration.test_handoff import BLOCK, local_answer, prompt_of
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 from worker.fetch_estimates import FetchEstimates

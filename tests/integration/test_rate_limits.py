@@ -18,11 +18,11 @@ from baton import errors
 from baton.config import KeyConfig
 from baton.metrics import RouterMetrics
 from baton.redis_client import redis_client
-from router import limit_scripts, rate_limits, script_queue
-from router.access import Access
-from router.generation import GenerationRequest
+from router.access import limit_scripts, rate_limits, script_queue
+from router.access.access import Access
+from router.access.rate_limits import Charge, RateLimits
+from router.core.request import GenerationRequest
 from router.http_app import create_app
-from router.rate_limits import Charge, RateLimits
 from tests.chaos.harness.clock import Clock
 from tests.support.mini_cluster import free_port, valkey
 from tests.support.router.front_fakes import MODEL, Front, make_front

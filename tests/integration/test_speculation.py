@@ -20,7 +20,7 @@ from engine.plan import StepPlan, StepResult
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.speculation import Speculation
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from tests.support.engine.drafters import WholeDrafts
 from tests.support.mini_cluster import mini_cluster
 from tests.support.models import make_tiny_model, real_model

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from baton.config import KeyConfig, TenantConfig
-from router.access import Access
+from router.access.access import Access
+from router.core.served_model import ServedModel
 from router.http_app import create_app
-from router.served_model import ServedModel
 from tests.integration.test_handoff import BLOCK, SAMPLINGS, prompt_of
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from baton.redis_client import redis_client
 from baton.traffic_board import TTL_S, TrafficBoard
 from baton.traffic_counts import ToldTraffic, TrafficCounts
-from router.traffic_report import TrafficReport
+from router.dispatch.traffic_report import TrafficReport
 
 DEADLINE_S = 60.0
 KEY = "baton:{traffic-test}:traffic"

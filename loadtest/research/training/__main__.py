@@ -21,7 +21,7 @@ from engine.weights import load_weights
 from loadtest.research.training.eagle_training import EagleTraining, EagleTrainingSettings
 from loadtest.research.training.material import load_conversations, save_conversations
 from loadtest.research.training.self_talk import Conversation, SelfTalk
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 app = typer.Typer(add_completion=False, help=__doc__)
 _CHECKPOINT = "training.pt"

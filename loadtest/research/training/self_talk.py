@@ -20,7 +20,7 @@ from engine.plan import PlanRow
 from engine.sampling import SampleRow, sample
 from engine.step import StepInput
 from loadtest.speculation_prompts import copying_tasks
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 _OWN_TASKS = 0.15
 """The share of conversations about Baton's own text."""

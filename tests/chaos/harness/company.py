@@ -20,9 +20,9 @@ from baton.redis_client import redis_client
 from baton.registry import Registry
 from baton.request import FinishReason, Principal
 from baton.sampling_params import SamplingParams
-from router.dispatcher import ClusterDispatcher
-from router.generation import GenerationRequest
-from router.tokenizer import Tokenizer
+from router.core.request import GenerationRequest
+from router.dispatch.dispatcher import ClusterDispatcher
+from router.text.tokenizer import Tokenizer
 from tests.chaos.harness.worker_child import WorkerChild
 from tests.chaos.harness.worker_script import Job
 

@@ -31,7 +31,7 @@ from deploy.redis_users import STORE_USERS, StoreUser, store_url, url_with_user
 from deploy.run_directory import RunDirectory
 from deploy.slot_board import SlotBoard, Supervision
 from deploy.valkey import EmbeddedValkey
-from router.rate_limits import RateLimits
+from router.access.rate_limits import RateLimits
 from tests.integration.test_redis import record_of
 from tests.support.certificates import Authority
 from tests.support.tls_redis import PASSWORDS, needs_redis, tls_redis, urls_of

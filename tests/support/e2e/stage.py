@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from baton.config import KeyConfig
-from router.access import Access
+from router.access.access import Access
 from router.console.api import ConsoleApi
 from router.console.what_if import WhatIfProgram
+from router.core.served_model import ServedModel
 from router.http_app import create_app
-from router.served_model import ServedModel
 from tests.support.mini_cluster import MiniCluster, mini_cluster
 from tests.support.router.front_fakes import plain_client, serve
 

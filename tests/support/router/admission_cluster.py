@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from baton.config import Config
 from baton.errors import BatonError, Overloaded
-from router.admission import Admission, Applicant
-from router.capacity import Capacity
+from router.admission.admission import Admission, Applicant
+from router.admission.capacity import Capacity
 
 BLOCK = 16
 WEIGHTS = {"default": 1.0, "other": 1.0}

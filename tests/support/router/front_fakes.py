@@ -25,13 +25,13 @@ from baton.config import Config
 from baton.logprobs import TokenLogprobs
 from baton.metrics import RouterMetrics
 from baton.request import FinishReason
-from router.chat_template import ChatTemplate
-from router.generation import GenerationRequest, OutputDelta
+from router.core.request import GenerationRequest, OutputDelta
+from router.core.served_model import ServedModel
+from router.http.protocol import http_protocol
 from router.http_app import create_app
-from router.http_protocol import http_protocol
-from router.output_assembler import OutputAssembler
-from router.served_model import ServedModel
-from router.tokenizer import Tokenizer
+from router.text.chat_template import ChatTemplate
+from router.text.output_assembler import OutputAssembler
+from router.text.tokenizer import Tokenizer
 
 CONTEXT = 512
 MODEL = ServedModel(id="tiny", created=1_700_000_000, context_length=CONTEXT, embedding_size=8)

@@ -21,10 +21,10 @@ from baton.redis_client import redis_client
 from baton.registry import Registry
 from baton.request import Principal
 from baton.sampling_params import SamplingParams
-from router import worker_links
-from router.dispatcher import ClusterDispatcher
-from router.generation import GenerationRequest
-from router.tokenizer import Tokenizer
+from router.core.request import GenerationRequest
+from router.dispatch.dispatcher import ClusterDispatcher
+from router.text.tokenizer import Tokenizer
+from router.workers import worker_links
 
 REQUESTS = 4
 TOKENS = 400

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from baton.registry import WorkerRecord
 from baton.request import Geometry, LoadSnapshot
-from router.cost_model import Coefficients
-from router.worker_table import WorkerTable
+from router.routing.cost_model import Coefficients
+from router.routing.worker_table import WorkerTable
 
 BLOCK = 16
 PREFILL_COST: Coefficients = (5.0, 0.5, 0.0001)

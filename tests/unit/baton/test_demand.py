@@ -13,7 +13,7 @@ from baton.traffic_counts import TrafficCounts
 from baton.traffic_flow import Traffic
 from baton.traffic_meter import FIRST_ANSWER_TOKENS, TrafficMeter
 from baton.worker_capacity import decode_capacity
-from router.decode_room import FIRST_ANSWER_TOKENS as ADMISSIONS_GUESS
+from router.admission.decode_room import FIRST_ANSWER_TOKENS as ADMISSIONS_GUESS
 
 SLO_TPOT_S = 0.1
 

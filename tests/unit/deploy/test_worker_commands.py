@@ -18,7 +18,7 @@ from typer.testing import Result
 from deploy import process_identity, worker_commands
 from deploy.exit_codes import ExitCode
 from tests.support.deploy.machine import DEADLINE_S, Machine, machine
-from tests.unit.router.test_worker_operations import Fronts, fronts
+from tests.unit.router.admin.test_worker_operations import Fronts, fronts
 
 NAMED = "cluster 1f2e3d at {http} (model tiny)"
 NO_ROOT = "only root can give a run directory to another user"

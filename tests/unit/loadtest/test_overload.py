@@ -18,9 +18,9 @@ from loadtest import overload
 from loadtest.overload import Ending, Overload, Row, draw, load_of, percentile
 from loadtest.peer_servers import SERVED_NAME
 from loadtest.traces import Trace, TracedRequest
-from router.generation import GenerationRequest, OutputDelta
+from router.core.request import GenerationRequest, OutputDelta
+from router.core.served_model import ServedModel
 from router.http_app import create_app
-from router.served_model import ServedModel
 from tests.support.router.front_fakes import CONTEXT, make_front
 
 TRACE = Trace(tuple(TracedRequest(number * 0.01, 20, 3) for number in range(50)))

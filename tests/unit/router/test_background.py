@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.background_share import HOLD_S, BackgroundShare
-from router.background_slack import MAX_TPOT_SHARE
+from router.admission.background_share import HOLD_S, BackgroundShare
+from router.admission.background_slack import MAX_TPOT_SHARE
 from tests.support.router.admission_cluster import Cluster
 
 

@@ -25,11 +25,11 @@ from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.access import Access
-from router.dispatcher import ClusterDispatcher
+from router.access.access import Access
+from router.access.scopes import listed_scope, scope_of_path, scope_of_service
+from router.dispatch.dispatcher import ClusterDispatcher
 from router.fronts import make_fronts
 from router.http_app import Apps
-from router.scopes import listed_scope, scope_of_path, scope_of_service
 from tests.support.router.front_fakes import MODEL, make_front, plain_client, serve, tiny_tokenizer
 
 DEADLINE_S = 60.0
@@ -99,7 +99,9 @@ async def test_every_path_takes_its_key() -> None:
             if scope_of_path(path) is None:
                 assert (await client.request(method, path)).status_code != 401, path
                 continue
-            assert listed_scope(path) is not None, f"{path} is not listed in router/scopes.py"
+            assert listed_scope(path) is not None, (
+                f"{path} is not listed in router/access/scopes.py"
+            )
             filled = path.replace("{", "").replace("}", "")
             needed = scope_of_path(filled)
             assert needed is not None

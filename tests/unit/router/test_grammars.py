@@ -11,9 +11,9 @@ import pytest
 from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, GrammarKind
 from baton.v1 import inference_pb2, sampling_pb2
-from router.sampling_input import SamplingInput, final_sampling
+from router.inference.sampling_input import SamplingInput, final_sampling
 from tests.support.router.front_fakes import make_front
-from tests.unit.router.test_grpc_front import generate, refused, serve
+from tests.unit.router.grpc.test_inference import generate, refused, serve
 from tests.unit.router.test_http_app import CHAT, HELLO, PLAIN, PROMPT, check_error, post
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}, "required": ["é"]}

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from baton import errors
 from baton.request import FinishReason
-from router.generation import GenerationRequest, OutputDelta
+from router.core.request import GenerationRequest, OutputDelta
+from router.http.errors import add_error_handlers
 from router.http_app import create_app
-from router.http_errors import add_error_handlers
 from tests.support.router.front_fakes import (
     CONTEXT,
     MODEL,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from router.answer_options import MOST_CHOICES
-from router.generation import GenerationRequest
+from router.core.request import GenerationRequest
+from router.openai.answer_options import MOST_CHOICES
 from tests.support.router.front_fakes import (
     CONTEXT,
     EOS,

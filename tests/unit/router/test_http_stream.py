@@ -14,7 +14,7 @@ import pytest
 
 from baton import errors
 from baton.request import FinishReason
-from router.generation import GenerationRequest, OutputDelta
+from router.core.request import GenerationRequest, OutputDelta
 from tests.support.router.front_fakes import (
     Front,
     check_schema,

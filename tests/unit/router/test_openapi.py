@@ -8,18 +8,18 @@ from typing import Any, cast
 
 import httpx
 
-from router.access import Access
+from router.access.access import Access
+from router.access.scopes import OPEN
+from router.admin.cluster_view import ClusterApi
+from router.admin.operator_api import Operators
+from router.admin.pool_scaling import PoolScaling
+from router.admin.worker_control import WorkerControl
+from router.admin.worker_operations import WorkerOperations
 from router.batches.api import BatchesApi
 from router.batches.desk import BatchDesk
-from router.cluster_view import ClusterApi
 from router.console.api import ConsoleApi
-from router.dispatcher import ClusterDispatcher
+from router.dispatch.dispatcher import ClusterDispatcher
 from router.http_app import create_app
-from router.operator_api import Operators
-from router.pool_scaling import PoolScaling
-from router.scopes import OPEN
-from router.worker_control import WorkerControl
-from router.worker_operations import WorkerOperations
 from tests.support.router.front_fakes import MODEL, make_front
 
 

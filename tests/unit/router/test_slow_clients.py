@@ -17,10 +17,10 @@ from baton.config import Config
 from baton.grpc_channel import make_server
 from baton.request import FinishReason
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.generation import GenerationRequest, OutputDelta
-from router.grpc_front import add_grpc_front
-from router.http_protocol import BoundedHttpProtocol
-from router.uvicorn_internals import HIGH_WATER_LIMIT
+from router.core.request import GenerationRequest, OutputDelta
+from router.grpc.inference import add_grpc_front
+from router.http.protocol import BoundedHttpProtocol
+from router.http.uvicorn_internals import HIGH_WATER_LIMIT
 from tests.support.router.front_fakes import MODEL, Front, endless, make_front, plain_client, serve
 
 DEADLINE_S = 20.0

@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 
 from baton.grammar import GrammarKind
-from router.chat_template import ChatTemplate
-from router.tokenizer import Tokenizer
+from router.text.chat_template import ChatTemplate
+from router.text.tokenizer import Tokenizer
 from tests.support.router.front_fakes import (
     TEMPLATE,
     Front,

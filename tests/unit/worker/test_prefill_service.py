@@ -14,7 +14,7 @@ from baton.errors import BatonError, NoRoom, WorkerFailed
 from baton.grpc_channel import make_server, open_channel
 from baton.request import LoadSnapshot
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
-from router.prefill_stream import PrefillStream
+from router.workers.prefill_stream import PrefillStream
 from worker import prefill_service
 from worker.beats import Beats
 from worker.prefill_service import PrefillServicer

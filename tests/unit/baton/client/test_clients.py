@@ -32,10 +32,10 @@ from baton.errors import (
     WorkerFailed,
 )
 from baton.grpc_channel import make_server
-from router.access import Access
+from router.access.access import Access
 from router.batches.batches import Batches
-from router.generation import GenerationRequest, OutputDelta
-from router.grpc_front import add_grpc_front
+from router.core.request import GenerationRequest, OutputDelta
+from router.grpc.inference import add_grpc_front
 from router.http_app import create_app
 from tests.support.router.front_fakes import (
     MODEL,

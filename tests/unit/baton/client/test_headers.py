@@ -10,7 +10,7 @@ import pytest
 
 from baton.client import TraceContext, request_headers, retry_after_s
 from baton.errors import Overloaded
-from router.generation import OutputDelta
+from router.core.request import OutputDelta
 from tests.support.router.front_fakes import MODEL, make_front, serve
 
 TRACE = TraceContext("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "a=b")

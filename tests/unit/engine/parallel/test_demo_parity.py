@@ -20,7 +20,7 @@ from engine.model import DecoderModel
 from engine.plan import PlanRow
 from engine.step import StepInput
 from engine.torch_step import TorchStepModel
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from tests.support.engine.float64_reference import float64_logits
 from tests.support.engine.rank_threads import engine_of_ranks
 from tests.support.models import real_model

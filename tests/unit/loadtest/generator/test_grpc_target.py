@@ -15,8 +15,8 @@ from loadtest.generator.grpc_target import GrpcTarget
 from loadtest.generator.planned_request import PlannedRequest, Prompt
 from loadtest.generator.request_record import RequestRecord
 from loadtest.generator.target import AskOptions, RunClock
-from router.generation import GenerationRequest, OutputDelta
-from router.grpc_front import add_grpc_front
+from router.core.request import GenerationRequest, OutputDelta
+from router.grpc.inference import add_grpc_front
 from tests.support.router.front_fakes import make_front
 
 

@@ -18,7 +18,7 @@ from loadtest.research.training.__main__ import app
 from loadtest.research.training.eagle_training import EagleTraining, EagleTrainingSettings
 from loadtest.research.training.material import load_conversations, save_conversations
 from loadtest.research.training.self_talk import Conversation, SelfTalk
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from tests.support.drafter_heads import make_counting_model
 from tests.support.models import VOCAB
 

@@ -18,9 +18,9 @@ from openai.types import Batch, FileObject
 from baton.config import KeyConfig, TenantConfig
 from baton.errors import Overloaded, WorkerFailed
 from baton.request import FinishReason
-from router.access import Access
+from router.access.access import Access
 from router.batches.batches import Batches
-from router.generation import GenerationRequest, OutputDelta
+from router.core.request import GenerationRequest, OutputDelta
 from router.http_app import create_app
 from tests.support.router.front_fakes import (
     MODEL,

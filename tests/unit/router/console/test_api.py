@@ -16,13 +16,13 @@ import httpx
 import pytest
 
 from baton.registry import WorkerRecord
-from router.access import Access
+from router.access.access import Access
 from router.console import api as console_api
 from router.console.api import ConsoleApi
 from router.console.look import Cluster
 from router.console.what_if import WhatIfProgram
+from router.http.sse import EventStream
 from router.http_app import create_app, create_apps
-from router.sse import EventStream
 from tests.support.router.front_fakes import MODEL, Front, make_front, plain_client, serve
 from tests.support.router.looks import record
 from tests.unit.router.console.test_what_if import recent
@@ -35,7 +35,7 @@ FILES = [one.name for one in STATIC.iterdir()]
 
 @dataclass
 class FakeLink:
-    """Stands for ``router.worker_links.WorkerLink``."""
+    """Stands for ``router.workers.worker_links.WorkerLink``."""
 
     record: WorkerRecord
 
@@ -45,7 +45,8 @@ class FakeLink:
 
 
 class FakeCluster:
-    """Stands for ``router.dispatcher.ClusterDispatcher``: two workers whose pages do not answer."""
+    """Stands for ``router.dispatch.dispatcher.ClusterDispatcher``: two workers whose pages do not
+    answer."""
 
     transfer_line = (2.0, 0.5)
 

@@ -10,7 +10,7 @@ import pytest
 from router.console.snapshot import Look, SeenWorker, Snapshot, page_counts, snapshot_of
 from router.console.window import Key, Window
 from router.console.worker_page import WorkerPage
-from router.sse import to_json
+from router.http.sse import to_json
 from tests.support.router.looks import CONFIG, look, record, seen
 
 SHORT = CONFIG.classes[0].name

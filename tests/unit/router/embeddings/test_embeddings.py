@@ -16,8 +16,8 @@ from openai.types import CreateEmbeddingResponse
 from baton.config import KeyConfig
 from baton.errors import Overloaded
 from baton.request import FinishReason
+from router.core.request import GenerationRequest, OutputDelta
 from router.embeddings.api import AT_ONCE, shortened
-from router.generation import GenerationRequest, OutputDelta
 from tests.support.router.front_fakes import CONTEXT, MODEL, make_front
 from tests.unit.router.test_http_app import check_error, post
 

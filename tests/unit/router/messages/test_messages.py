@@ -12,7 +12,7 @@ import pytest
 
 from baton import errors
 from baton.config import KeyConfig
-from router.generation import GenerationRequest, OutputDelta
+from router.core.request import GenerationRequest, OutputDelta
 from tests.support.router.front_fakes import Front, make_front
 from tests.unit.router.test_http_app import post
 

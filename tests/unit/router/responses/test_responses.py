@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from baton import errors
 from baton.grammar import Grammar, GrammarKind
-from router.generation import GenerationRequest, OutputDelta
+from router.core.request import GenerationRequest, OutputDelta
 from tests.support.router.front_fakes import Front, make_front, serve
 from tests.unit.router.test_http_app import check_error, post
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.tool_calls.formats import FORMATS
+from router.tool_calls.formats.known import FORMATS
 from router.tool_calls.pieces import Arguments, Call, CallBegun, Content, Parsed, joined, parse
 
 NAMES = frozenset({"look_up", "add-2"})

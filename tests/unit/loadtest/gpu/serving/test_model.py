@@ -12,7 +12,7 @@ from engine.engine import Engine, EngineSettings, build_engine
 from engine.local import generate
 from loadtest.gpu.models import tensor_shapes
 from loadtest.gpu.serving.model import BILLION, TINY, write_model
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 

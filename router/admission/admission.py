@@ -1,0 +1,381 @@
+"""Which requests are accepted, in what order, and when they are sent to the workers.
+
+    offered ─a bound, no place→ refused
+    offered → waiting ─its turn, and room→ sent ─first token→ begun → gone
+              waiting ─too late, pushed out→ refused
+
+A request without a deadline of its own waits for its turn. It is refused where
+``max_waiting_requests`` wait already or the predicted wait is over ``max_queue_s``. One with a
+deadline is refused where its answer is predicted to end later. Where the applicant has an SLO
+(``admission = "slo"``), it is also refused where waiting would make its first token late, while
+more work arrives than the cluster can do: at a lower load the queue shortens by itself, and a late
+answer is better than none.
+
+While requests of a length (by power of two) are refused for time, one is accepted as a probe every
+1 to 10 s: a refused request corrects no prediction.
+
+Background requests stand in a queue of their own, behind all others: they are sent while no other
+request waits and ``router.admission.background_slack`` finds slack.
+
+Only so much work lies at the prefill workers as keeps them busy; the rest waits here, where its
+order can still be chosen. Plain Python; ``now`` is passed in. Owned by one event loop.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from baton.config import Config
+from baton.errors import BatonError, DeadlineUnreachable, Overloaded
+from router.admission.background_slack import BackgroundSlack
+from router.admission.capacity import Capacity
+from router.admission.decode_room import Answer, DecodeRoom
+from router.admission.fair_queue import Entry, FairQueue
+from router.admission.overload import Overload
+from router.admission.pace import Pace
+from router.admission.prefill_forecast import PrefillForecast
+
+MAX_LEAD_S = 30.0
+"""No priority, however low its number, is worth more than this many seconds of waiting."""
+MIN_PACED_TOKENS = 8
+"""The time per token of a shorter answer is that of its handoff more than that of decoding."""
+MIN_RETRY_S = 0.1
+"""The minimum ``Retry-After``."""
+CAUTION = 1.25
+"""Factor of a predicted wait against an SLO: the longer the wait, the less certain it is."""
+LOOK_S = 0.04
+"""How often all that wait are looked through for those that are too late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applicant:
+    """What admission has to know of a request."""
+
+    request_id: str
+    tenant: str
+    priority: int
+    """Lower comes earlier."""
+    prompt_tokens: int
+    max_tokens: int
+    """Most tokens of the answer."""
+    slo_s: float = math.inf
+    """Its first token should come within this many seconds; infinite where it may wait."""
+    deadline_s: float = math.inf
+    """Seconds from now by which the answer must have ended."""
+    own_deadline: bool = False
+    """Its client set the deadline: predictions are compared with it."""
+    choices: int = 1
+    """Answers that are drawn, each as long; how much was generated is told of the first."""
+    background: bool = False
+    """It waits for as long as it takes, and is sent in the slack that others leave."""
+
+
+def slo_of(config: Config, prompt_tokens: int) -> float:
+    """``Applicant.slo_s`` of a request without a deadline of its own."""
+    if config.admission == "queue":
+        return math.inf
+    return config.slo_ttft_of(config.class_of(prompt_tokens))
+
+
+@dataclass(slots=True)
+class _Request:
+    applicant: Applicant
+    offered_at: float
+    answer: Answer
+    work_s: float
+    """Seconds of a prefill worker, by the cost model."""
+
+
+class Admission:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        config: Config,
+        refuse: Callable[[str, BatonError], None],
+    ) -> None:
+        """``weights`` are those of the tenants.
+
+        ``refuse`` gets the id of each waiting request that gets no turn, and the reason. In ``slo``
+        mode prompts are sent only as fast as the times per token allow.
+        """
+        self._queue: FairQueue[_Request] = FairQueue(weights, config.max_waiting_requests)
+        # Not bounded here: the source of background requests bounds their number.
+        self._behind: FairQueue[_Request] = FairQueue(weights, sys.maxsize)
+        self._entries: dict[str, Entry[_Request]] = {}
+        self._max_queue_s = config.max_queue_s
+        self._step_s = config.priority_step_s
+        self._slo_tpot_s = config.slo_tpot_s
+        self._paces = config.admission == "slo"
+        self._refuse = refuse
+        self._prefill = PrefillForecast()
+        self._decode = DecodeRoom()
+        self._slack = BackgroundSlack(
+            self._prefill, self._decode, config.slo_tpot_s, config.batch_most_in_flight
+        )
+        self._overload = Overload()
+        self._pace = Pace()
+        self._looked_at = -math.inf
+
+    # What is known
+
+    @property
+    def speed(self) -> float | None:
+        """Work per second of all prefill workers, seen while requests waited; None: not known."""
+        return self._prefill.learned_speed
+
+    @property
+    def tpot_s(self) -> float:
+        """The mean time of a further token in seconds; 0 where it is not known."""
+        return self._decode.tpot_s
+
+    def waiting(self, tenant: str) -> int:
+        """How many of a tenant's requests wait here, without those in the background."""
+        return self._queue.waiting(tenant)
+
+    @property
+    def waiting_requests(self) -> int:
+        """All that wait, those in the background too."""
+        return len(self._queue) + len(self._behind)
+
+    def _see(self, capacity: Capacity, now: float) -> None:
+        """What there is now, and what is no longer true of what was learned."""
+        self._prefill.see(capacity, now)
+        self._pace.served_by(capacity.prefill_workers)
+        self._pace.look(now)
+        if self._decode.look(capacity, now):
+            self._pace.forget()
+
+    # A request's way
+
+    def offer(self, applicant: Applicant, capacity: Capacity, now: float) -> None:
+        """Let a request wait for its turn; ``release`` tells of it.
+
+        Raises DeadlineUnreachable where it would be late, Overloaded where there is no place or the
+        wait is too long, with the time that the work ahead takes.
+        """
+        self._see(capacity, now)
+        expected = self._decode.expected_tokens(applicant.max_tokens)
+        answer = Answer(applicant.prompt_tokens, expected, applicant.choices)
+        request = _Request(applicant, now, answer, capacity.work_s(applicant.prompt_tokens))
+        lead = max(-MAX_LEAD_S, min(MAX_LEAD_S, applicant.priority * self._step_s))
+        cost = max(1, applicant.prompt_tokens + expected * applicant.choices)
+        entry = Entry(applicant.tenant, now + lead, cost, request)
+        if applicant.background:
+            self._entries[applicant.request_id] = entry
+            self._behind.push(entry)
+            return
+        self._overload.came(request.work_s, applicant.choices, now)
+        turn_s = self._turn_s(entry, capacity, now)
+        self._check_time(request, turn_s, now)
+        self._overload.let_in(applicant.prompt_tokens)
+        victim = self._queue.push(entry)
+        if victim is not None:
+            full = Overloaded(
+                f"{len(self._queue)} requests wait already; try again later",
+                retry_after=max(MIN_RETRY_S, turn_s),
+            )
+            if victim is entry:
+                raise full
+            self._forget(victim)
+            self._refuse(victim.item.applicant.request_id, full)
+        self._entries[applicant.request_id] = entry
+
+    def release(self, capacity: Capacity | None, now: float) -> list[str]:
+        """The ids of those whose turn it is; they count as sent. Refuses those that are too late.
+
+        ``capacity`` None: there are no workers, and all go, to be told so.
+        """
+        released: list[str] = []
+        if capacity is not None:
+            self._see(capacity, now)
+        self._drop_late(now)
+        while (entry := self._queue.peek()) is not None:
+            if self._is_late(entry.item, self._prefill.free_after_s((), now), now):
+                self._drop(entry, now)
+                continue
+            if capacity is not None and not self._fits(entry.item, capacity, now):
+                break
+            released.append(self._send(self._queue, capacity, now))
+        released += self._release_background(capacity, now)
+        # While requests wait for decode workers, nothing is learned about prefill workers.
+        waits = len(self._queue) > 0 and capacity is not None and self._prefill.is_full(capacity)
+        self._prefill.saturated(now, waiting=waits)
+        return released
+
+    def _send(self, queue: FairQueue[_Request], capacity: Capacity | None, now: float) -> str:
+        """Take out whose turn it is, and count it as sent."""
+        entry = queue.pop()
+        self._forget(entry)
+        request = entry.item
+        request_id = request.applicant.request_id
+        self._decode.sent(request_id, request.answer, capacity)
+        self._prefill.sent(request_id, request.applicant.prompt_tokens, request.work_s, now)
+        self._pace.sent(self._prefill.own_s(request.work_s), now)
+        if request.applicant.background:
+            self._slack.sent(request_id)
+        return request_id
+
+    def _release_background(self, capacity: Capacity | None, now: float) -> list[str]:
+        released: list[str] = []
+        others_wait = len(self._queue) > 0
+        if capacity is not None:
+            self._slack.look(capacity, now, others_wait=others_wait)
+        while (entry := self._behind.peek()) is not None:
+            request = entry.item
+            if capacity is not None and (
+                others_wait or not self._slack.takes(request.answer, request.work_s, capacity, now)
+            ):
+                break
+            released.append(self._send(self._behind, capacity, now))
+        return released
+
+    def first_token(self, request_id: str, now: float) -> bool:
+        """A request has its first token; idempotent. Whether this was it."""
+        if not self._decode.begin(request_id, now):
+            return False
+        self._overload.begun(request_id)
+        self._prefill.finished(request_id, now)
+        return True
+
+    def generated(self, request_id: str, tokens: int) -> None:
+        """So many more tokens of its answer came."""
+        self._decode.generated(request_id, tokens)
+
+    def left(
+        self, request_id: str, now: float, *, finished: bool = False, held_s: float = 0.0
+    ) -> None:
+        """A request has gone, wherever it stood; idempotent. ``finished``: with all its tokens.
+
+        ``held_s`` of the seconds since its first token its client held it up.
+        """
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            queue = self._behind if entry.item.applicant.background else self._queue
+            queue.remove(entry)
+            self._forget(entry)
+        self._overload.begun(request_id)
+        self._prefill.left(request_id, now)
+        answer = self._decode.left(request_id, now)
+        if self._slack.left(request_id, now, finished=finished):
+            # What is learned is how the others fare.
+            return
+        if answer is not None and answer.begun_at is not None and finished:
+            self._learn(answer, max(0.0, now - answer.begun_at - held_s), now)
+
+    def _forget(self, entry: Entry[_Request]) -> None:
+        """What is no longer in the queue."""
+        del self._entries[entry.item.applicant.request_id]
+
+    def _learn(self, answer: Answer, stayed_s: float, now: float) -> None:
+        tpot_s = self._decode.learn(answer, stayed_s)
+        if self._paces and tpot_s is not None and answer.generated >= MIN_PACED_TOKENS:
+            self._pace.heard(in_time=tpot_s <= self._slo_tpot_s, took_s=stayed_s, now=now)
+
+    # Time
+
+    def _turn_s(self, entry: Entry[_Request], capacity: Capacity, now: float) -> float:
+        """Seconds until a worker takes its prompt up: after the prompts that go before it, and once
+
+        there is a place at a decode worker.
+        """
+        ahead_s = [one.item.work_s for one in self._queue.ahead(entry)]
+        return max(
+            self._prefill.free_after_s(ahead_s, now),
+            self._decode.place_s(len(ahead_s), capacity),
+            self._pace.wait_s(map(self._prefill.own_s, ahead_s), now),
+        )
+
+    def _check_time(self, request: _Request, turn_s: float, now: float) -> None:
+        """Refuse what would be late, except for probes. Raises DeadlineUnreachable, Overloaded."""
+        applicant = request.applicant
+        own_s = self._prefill.own_s(request.work_s)
+        error = self._refusal(request, turn_s, own_s, now)
+        if error is not None and not self._overload.probes(
+            applicant.request_id, applicant.prompt_tokens, own_s, now
+        ):
+            raise error
+
+    def _refusal(
+        self, request: _Request, turn_s: float, own_s: float, now: float
+    ) -> Overloaded | None:
+        applicant = request.applicant
+        retry_after = max(MIN_RETRY_S, turn_s)
+        if applicant.own_deadline:
+            end_s = turn_s + own_s + self.tpot_s * max(0, request.answer.expected_tokens - 1)
+            if end_s <= applicant.deadline_s:
+                return None
+            return DeadlineUnreachable(
+                f"the request would take about {end_s:.1f} s, and its deadline leaves"
+                f" {applicant.deadline_s:.1f} s",
+                retry_after=retry_after,
+            )
+        if turn_s > self._max_queue_s:
+            return Overloaded(
+                f"the request would wait about {turn_s:.0f} s for its turn, and max_queue_s is"
+                f" {self._max_queue_s:g}; try again later",
+                retry_after=retry_after,
+            )
+        first_s = CAUTION * turn_s + own_s
+        # Where nothing is before it, refusing it serves no other request.
+        if first_s <= applicant.slo_s or turn_s <= 0 or not self._is_overloaded(now):
+            return None
+        return DeadlineUnreachable(
+            f"the first token would come after about {first_s:.1f} s, and the SLO is"
+            f" {applicant.slo_s:.1f} s",
+            retry_after=retry_after,
+        )
+
+    def _is_overloaded(self, now: float) -> bool:
+        speed = self._prefill.speed * self._pace.share
+        return self._overload.lasts(speed, self._decode.answers_per_s, now)
+
+    def _drop_late(self, now: float) -> None:
+        """Of all that wait, at times."""
+        if now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        free_s = self._prefill.free_after_s((), now)
+        for entry in [one for one in self._queue if self._is_late(one.item, free_s, now)]:
+            self._drop(entry, now)
+
+    def _is_late(self, request: _Request, free_s: float, now: float) -> bool:
+        """Whether it is too late to send it; a worker is free for it after ``free_s`` seconds."""
+        applicant = request.applicant
+        waited_s = now - request.offered_at
+        if waited_s >= applicant.deadline_s:
+            return True
+        allowed_s = applicant.deadline_s if applicant.own_deadline else applicant.slo_s
+        if waited_s + free_s + self._prefill.own_s(request.work_s) <= allowed_s:
+            return False
+        if self._overload.is_probe(applicant.request_id):
+            return False
+        if applicant.own_deadline:
+            return True
+        # The only waiting request takes no other request's time.
+        return len(self._queue) > 1 and self._is_overloaded(now)
+
+    def _drop(self, entry: Entry[_Request], now: float) -> None:
+        self._queue.remove(entry)
+        self._forget(entry)
+        error = DeadlineUnreachable(
+            "the request waited for its turn until it was too late",
+            retry_after=max(MIN_RETRY_S, self._prefill.free_after_s((), now)),
+        )
+        self._refuse(entry.item.applicant.request_id, error)
+
+    # Room
+
+    def _fits(self, request: _Request, capacity: Capacity, now: float) -> bool:
+        if self._decode.is_empty:
+            # Whatever it takes: nothing of ours would ever make more room.
+            return True
+        if self._pace.wait_s((), now) > 0:
+            return False
+        if self._prefill.is_full(capacity) or self._decode.free_places(capacity) < 1:
+            return False
+        return self._decode.has_blocks(request.answer, capacity)

@@ -1,0 +1,146 @@
+"""Where requests wait until the admission lets them through to the workers.
+
+States of a request: see ``router.admission.admission``. Owned by the router's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+
+from baton.config import Config
+from baton.errors import BatonError
+from baton.metrics import RouterMetrics
+from router.admission.admission import Admission, Applicant, slo_of
+from router.admission.capacity import Capacity
+from router.core.request import GenerationRequest
+
+TICK_S = 0.05
+"""How often the room is looked at while requests wait and nothing of ours happens."""
+CAPACITY_AGE_S = 0.02
+"""For how long a view of the workers is used: our own requests are counted beside it."""
+
+
+class WaitingRoom:
+    """Turns of the admission's decisions into waiting."""
+
+    def __init__(
+        self,
+        config: Config,
+        metrics: RouterMetrics,
+        capacity: Callable[[], Capacity | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``capacity`` shows the workers; None while there are none of a role."""
+        self._config = config
+        self._metrics = metrics
+        self._read_capacity = capacity
+        self._clock = clock
+        self._tenants = config.tenant_weights
+        self._admission = Admission(
+            self._tenants,
+            config,
+            self._refuse,
+        )
+        self._turns: dict[str, asyncio.Future[None]] = {}
+        self._capacity: Capacity | None = None
+        self._capacity_at = -math.inf
+        self._tick: asyncio.TimerHandle | None = None
+        for tenant in self._tenants:
+            metrics.waiting_requests.labels(tenant=tenant).set(0)
+
+    async def turn(self, request: GenerationRequest) -> None:
+        """Wait until the request may go to the workers. Raises Overloaded where it may not.
+
+        Whoever calls it calls ``left`` in the end, whatever happened.
+        """
+        now = self._clock()
+        capacity = self._current_capacity(now)
+        if capacity is None:
+            return
+        applicant = self._applicant(request)
+        self._admission.offer(applicant, capacity, now)
+        turn = asyncio.get_running_loop().create_future()
+        self._turns[request.request_id] = turn
+        try:
+            self._pump()
+            await turn
+        finally:
+            del self._turns[request.request_id]
+            if turn.done() and not turn.cancelled():
+                turn.exception()  # looked at, so that asyncio does not log it
+            if not request.background:
+                self._metrics.queue_seconds.labels(role="router").observe(self._clock() - now)
+            self._show(applicant.tenant)
+
+    def first_token(self, request_id: str) -> None:
+        """The request has its first token; idempotent."""
+        if self._admission.first_token(request_id, self._clock()):
+            self._pump()
+
+    def generated(self, request_id: str, tokens: int) -> None:
+        """So many more tokens of its answer came; of several, of the first."""
+        self._admission.generated(request_id, tokens)
+
+    def left(self, request_id: str, *, finished: bool = False, held_s: float = 0.0) -> None:
+        """The request has gone; idempotent. ``finished``: with its whole answer, of whose time the
+
+        client held it up for ``held_s`` seconds.
+        """
+        self._admission.left(request_id, self._clock(), finished=finished, held_s=held_s)
+        self._pump()
+
+    def close(self) -> None:
+        """Look at the room no more."""
+        if self._tick is not None:
+            self._tick.cancel()
+            self._tick = None
+
+    def _applicant(self, request: GenerationRequest) -> Applicant:
+        tenant = request.principal.tenant
+        self._tenants.setdefault(tenant, 1.0)
+        prompt_tokens = len(request.prompt_ids)
+        return Applicant(
+            request_id=request.request_id,
+            tenant=tenant,
+            priority=request.priority,
+            prompt_tokens=prompt_tokens,
+            max_tokens=request.sampling.max_tokens,
+            slo_s=slo_of(self._config, prompt_tokens),
+            deadline_s=request.deadline_s,
+            own_deadline=request.own_deadline,
+            choices=request.choices,
+            background=request.background,
+        )
+
+    def _pump(self) -> None:
+        now = self._clock()
+        for request_id in self._admission.release(self._current_capacity(now), now):
+            turn = self._turns[request_id]
+            if not turn.done():
+                turn.set_result(None)
+        self._metrics.prefill_speed.set(self._admission.speed or 0.0)
+        if self._admission.waiting_requests and self._tick is None:
+            self._tick = asyncio.get_running_loop().call_later(TICK_S, self._on_tick)
+
+    def _on_tick(self) -> None:
+        self._tick = None
+        for tenant in self._tenants:
+            self._show(tenant)
+        self._pump()
+
+    def _refuse(self, request_id: str, error: BatonError) -> None:
+        turn = self._turns[request_id]
+        if not turn.done():
+            turn.set_exception(error)
+
+    def _show(self, tenant: str) -> None:
+        waiting = self._admission.waiting(tenant)
+        self._metrics.waiting_requests.labels(tenant=tenant).set(waiting)
+
+    def _current_capacity(self, now: float) -> Capacity | None:
+        if self._capacity is None or now - self._capacity_at > CAPACITY_AGE_S:
+            self._capacity, self._capacity_at = self._read_capacity(), now
+        return self._capacity

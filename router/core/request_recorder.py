@@ -1,0 +1,178 @@
+"""Counts each request once, whatever becomes of it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from baton.errors import BatonError, HandoffError, Overloaded, Unavailable, WorkerFailed
+from baton.metrics import RouterMetrics
+from baton.recent_requests import RecentRequest
+from baton.traffic_meter import FIRST_ANSWER_TOKENS
+from router.core.request import OutputDelta
+from router.core.request_span import RequestSpan
+
+UNKNOWN_CLASS = "unknown"
+
+
+class Outcome(enum.StrEnum):
+    """How a request ended; the values are the metrics' labels."""
+
+    OK = "ok"
+    ERROR = "error"
+    SHED = "shed"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What counts as good, in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+def outcome_of(error: BatonError, *, begun: bool) -> Outcome:
+    """Shed is what was turned away before it began for want of room, not what broke."""
+    refused = isinstance(error, Overloaded | Unavailable)
+    broke = isinstance(error, HandoffError | WorkerFailed)
+    return Outcome.SHED if refused and not broke and not begun else Outcome.ERROR
+
+
+def count_refusal(metrics: RouterMetrics, error: BatonError | None) -> None:
+    """Count a request that ended before its class was known; None: its client left."""
+    outcome = Outcome.ABORTED if error is None else outcome_of(error, begun=False)
+    code = error.code or "" if error is not None else ""
+    metrics.requests.labels(UNKNOWN_CLASS, outcome, code).inc()
+
+
+class RequestRecorder:
+    """The accounts of one request, from its class on. ``now`` is in seconds, of any one clock.
+
+    Latencies are observed for requests that end well; tokens count for all. Of a request with
+    several choices they are those of the first: its tokens come as those of a request of its own.
+    """
+
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        slo: Slo,
+        context_class: str,
+        prompt_tokens: int,
+        received_at: float,
+        most_tokens: int = FIRST_ANSWER_TOKENS,
+        span: RequestSpan | None = None,
+    ) -> None:
+        """``most_tokens``: of the answer. ``span`` is told the same, and ended."""
+        self._metrics = metrics
+        self._span = span
+        # In a histogram a trace stands for the requests of its bucket.
+        traced = span is not None and span.trace_id
+        self._exemplar = {"trace_id": span.trace_id} if span is not None and traced else None
+        self._slo = slo
+        self._class = context_class
+        self._recent = metrics.recent
+        self._prompt_tokens = prompt_tokens
+        self._cached_tokens = 0
+        self._received_at = received_at
+        self._first_at = 0.0
+        self._last_at = 0.0
+        self._tokens = 0
+        self._ended = False
+        self._summary: dict[str, object] = {}
+        self._series = metrics.of_class(context_class)
+        self._series.prompt_tokens.inc(prompt_tokens)
+        self._traffic = metrics.traffic
+        self._traffic.came(context_class, prompt_tokens, most_tokens)
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def delta(self, delta: OutputDelta, now: float) -> None:
+        """Tokens came. Those that came together have no gap between them."""
+        if self._span is not None:
+            self._span.delta(delta, now)
+        if delta.cached_prompt_tokens:
+            self._cached_tokens += delta.cached_prompt_tokens
+            self._series.cached_prompt_tokens.inc(delta.cached_prompt_tokens)
+        for _ in delta.token_ids if delta.choice == 0 else ():
+            self._token(now)
+        if delta.token_ids:
+            self._series.generated_tokens.inc(len(delta.token_ids))
+
+    def succeed(self, now: float) -> None:
+        """The last token came."""
+        if self._ended:
+            return
+        self._series.request_latency.observe(now - self._received_at)
+        self._summary["e2el_ms"] = round((now - self._received_at) * 1e3, 1)
+        tpot = 0.0
+        if self._tokens > 1:
+            tpot = (now - self._first_at) / (self._tokens - 1)
+            self._series.time_per_output_token.observe(tpot)
+            self._summary["tpot_ms"] = round(tpot * 1e3, 1)
+            self._traffic.counts.judge_answer(tpot, self._slo.tpot_s)
+        self._traffic.ended(self._class, self._tokens)
+        if self._tokens:
+            self._judge(self._first_at - self._received_at, tpot)
+        self._end(Outcome.OK, "")
+
+    def fail(self, error: BatonError) -> None:
+        """It ended with an error."""
+        self._end(outcome_of(error, begun=self._tokens > 0), error.code or "", error)
+
+    def abort(self) -> None:
+        """The client left, or the server did."""
+        self._end(Outcome.ABORTED, "")
+
+    def summary(self) -> dict[str, object]:
+        """What became of it, in plain values; times in milliseconds, where it has them."""
+        return {
+            "class": self._class,
+            "trace_id": "" if self._span is None else self._span.trace_id,
+            "cached_prompt_tokens": self._cached_tokens,
+            "output_tokens": self._tokens,
+            **self._summary,
+        }
+
+    def _token(self, now: float) -> None:
+        if self._tokens == 0:
+            self._first_at = now
+            ttft = now - self._received_at
+            self._series.time_to_first_token.observe(ttft, self._exemplar)
+            self._summary["ttft_ms"] = round(ttft * 1e3, 1)
+            self._traffic.counts.judge_first_token(ttft, self._slo.ttft_s)
+        else:
+            self._series.inter_token_latency.observe(now - self._last_at)
+        self._last_at = now
+        self._tokens += 1
+
+    def _judge(self, ttft: float, tpot: float) -> None:
+        late, slow = ttft > self._slo.ttft_s, tpot > self._slo.tpot_s
+        if late:
+            self._series.ttft_violations.inc()
+        if slow:
+            self._series.tpot_violations.inc()
+        if not (late or slow):
+            self._series.goodput_requests.inc()
+
+    def _end(self, outcome: Outcome, code: str, error: BatonError | None = None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        # An answer that was turned away, or broke, has no length of its own.
+        has_length = outcome in (Outcome.OK, Outcome.ABORTED) and self._tokens
+        self._recent.add(
+            RecentRequest(
+                self._received_at,
+                self._prompt_tokens,
+                self._tokens if has_length else None,
+                self._cached_tokens,
+            )
+        )
+        self._summary |= {"outcome": str(outcome), "code": code}
+        if self._span is not None:
+            self._span.end(outcome, error)
+        self._traffic.counts.shed += outcome is Outcome.SHED
+        self._metrics.requests.labels(self._class, outcome, code).inc()

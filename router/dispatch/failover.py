@@ -1,0 +1,450 @@
+"""Requests whose workers fail, or hand them back, go on elsewhere.
+
+    placed ─worker lost→ (its attempt ends) ─another is found→ placed, as the next attempt
+                                            ─nobody, no budget, poison→ failed
+    placed ─worker silent, its engine stands still→ placed ─another is found→ moved, as above
+                                  ─nobody, or it speaks again→ placed, where it is
+    placed ─handed back→ (its attempt ends) → placed, as the next attempt
+    placed ─worker drained→ placed ─another is found→ moved, by way of its blocks
+
+What was accepted of an answer is input to the next attempt, never drawn again. Admission is not
+asked again, and the deadline is that of the beginning. Owned by the router's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from typing import Any
+
+from baton.config import Config
+from baton.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    HandoffError,
+    PoisonRequest,
+    StepFailed,
+    Unavailable,
+    WorkerFailed,
+)
+from baton.listening import listening
+from baton.metrics import RouterMetrics
+from baton.request import TokenOutput
+from router.dispatch.attempts import Attempts
+from router.dispatch.poison import Quarantine, prompt_hash
+from router.dispatch.retry_budget import RetryBudget
+from router.dispatch.running_request import Attempt, RunningRequest
+from router.routing.routes import Route, Routes
+from router.workers.worker_links import WorkerLink, WorkerLinks
+
+log = logging.getLogger(__name__)
+
+DECODE_FAILED = "decode_failed"
+DECODE_SILENT = "decode_silent"
+DECODE_STALLED = "decode_stalled"
+PREFILL_FAILED = "prefill_failed"
+PREFILL_SILENT = "prefill_silent"
+PREFILL_STALLED = "prefill_stalled"
+HANDOFF_FAILED = "handoff_failed"
+PREEMPTED = "preempted"
+DRAINED = "drained"
+"""The reasons, as the metric calls them."""
+COMMIT_GRACE_S = 0.25
+"""After a failed prefill: how long the decode worker has to show that it had committed."""
+MOST_FAILURES = 8
+"""A request that was to be moved more often, because something failed, is given up."""
+LOOK_S = 0.1
+"""Between two looks whether a lost worker has died."""
+RETRY_AFTER_S = 1.0
+"""When a client may come back whose request could not be moved."""
+
+Names = frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """Why an attempt ends before its time."""
+
+    reason: str
+    failure: BatonError
+    tries: tuple[Names, ...]
+    """Whom the next attempt avoids, the first that leaves somebody."""
+    culprit: str = ""
+    """The worker that has failed under it, where that is known."""
+    is_cut_off: bool = False
+    """Whether all workers went away together: none has failed, and requests wait for them."""
+    proved: bool = False
+    """Whether that worker says so itself: a step with the request failed there."""
+
+
+class Moves:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        router_id: str,
+        config: Config,
+        routes: Routes,
+        attempts: Attempts,
+        metrics: RouterMetrics,
+        links: WorkerLinks,
+    ) -> None:
+        self._router_id = router_id
+        self._class_of = config.class_of
+        self._routes = routes
+        self._attempts = attempts
+        self._links = links
+        self._computes_locally = any(
+            (one.local_prefill or config.local_prefill) != "never" for one in config.classes
+        )
+        self._moved = metrics.moved_requests
+        self._left_out = metrics.left_out_workers
+        self.budget = RetryBudget(
+            config.move_budget_ratio, config.most_moves, config.move_budget_per_s
+        )
+        self.quarantine = Quarantine(config.poison_quarantine_s)
+        self._verdict_s = config.registry_ttl_s + 2 * config.heartbeat_s
+        """Seconds within which a dead worker has left the registry, and the router knows."""
+
+    async def begin(self, owner: RunningRequest) -> None:
+        """Place a request that was admitted. Raises BatonError where it cannot be."""
+        for group in owner.groups(range(owner.request.choices)):
+            await self._place(owner, group, (frozenset(),), scored=owner.life.awaits_prompt)
+
+    # What becomes of attempts
+
+    def worker_broken(self, name: str, error: BatonError) -> None:
+        """The token stream of a decode worker has ended.
+
+        No worker is blamed for an ``error`` that is not WorkerFailed.
+        """
+        failure = WorkerFailed(error.message, retry_after=RETRY_AFTER_S)
+        attempts = self._attempts.at(name)
+        ran = [attempt.target for attempt in attempts if attempt.touches(attempt.target)]
+        is_cut_off = self._links.is_cut_off()
+        has_failed = isinstance(error, WorkerFailed)
+        if ran and has_failed and not is_cut_off:
+            self._blame(ran[0], len(ran))
+        for attempt in attempts:
+            loss = _broken(DECODE_FAILED, failure, name, is_cut_off=is_cut_off)
+            if not has_failed:
+                loss = replace(loss, culprit="")
+            self._lost(attempt, loss, deadly=attempt.touches(attempt.target))
+
+    def worker_silent(self, link: WorkerLink) -> None:
+        """A worker says nothing: what it has goes elsewhere, if there is anybody."""
+        link.suspect(time.monotonic())
+        self._leave_all(link, "is silent", DECODE_SILENT, PREFILL_SILENT)
+
+    def worker_stalled(self, link: WorkerLink) -> None:
+        """A worker's engine ends no step, whatever the worker says: as if it were silent."""
+        link.stall()
+        self._leave_all(link, "computes nothing", DECODE_STALLED, PREFILL_STALLED)
+
+    def _leave_all(self, link: WorkerLink, what: str, decoding: str, computing: str) -> None:
+        self._blame(link)
+        if not self._is_replaceable(link):
+            return
+        name = link.record.incarnation
+        failure = WorkerFailed(f"worker {name} {what}", retry_after=RETRY_AFTER_S)
+        placed = [(attempt, decoding) for attempt in self._attempts.at(name)]
+        for attempt in self._attempts.computing_at(name):
+            if attempt.source is not attempt.target:
+                placed.append((attempt, computing))
+        for attempt, reason in placed:
+            loss = _Loss(reason, failure, (frozenset({name}),), name)
+            self._in_background(attempt.owner, self._leave(attempt, link, loss))
+
+    def worker_drains(self, link: WorkerLink) -> None:
+        """What decodes at a worker goes elsewhere, if there is anybody; else it ends there.
+
+        To be called again: what is still on its way there is moved once it has come.
+        """
+        if not self._is_replaceable(link):
+            return
+        for attempt in self._attempts.at(link.record.incarnation):
+            if attempt.decode_began.is_set() and not attempt.owner.moves:
+                self._in_background(attempt.owner, self._hand_over(attempt, link))
+
+    def _is_replaceable(self, link: WorkerLink) -> bool:
+        """Whether other workers can do what it does.
+
+        If not, each running request would ask the index and the policy in vain, at a high cost.
+        """
+        prefill = any(other is not link for other in self._links.up("prefill"))
+        decode = any(other is not link for other in self._links.up("decode"))
+        if link.record.role == "prefill":
+            # Its handoffs go to decode workers that are there already.
+            return prefill or (self._computes_locally and decode)
+        return decode and (prefill or self._computes_locally)
+
+    async def prefill_failed(self, attempt: Attempt, failure: BatonError, broke: bool) -> None:
+        """A prefill has ended without a handoff. ``broke``: the stream to its worker did."""
+        if isinstance(failure, Unavailable):
+            with contextlib.suppress(TimeoutError):
+                async with listening(COMMIT_GRACE_S):
+                    await attempt.decode_began.wait()
+        is_cut_off = self._links.is_cut_off()
+        if broke and not is_cut_off:
+            attempt.source.failed(time.monotonic())
+        life = attempt.owner.life
+        if attempt.decode_began.is_set() and not life.awaits_prompt:
+            return
+        if not isinstance(failure, Unavailable):
+            life.fail(failure)
+            return
+        source, target = attempt.source.record.incarnation, attempt.target.record.incarnation
+        if broke:
+            if not is_cut_off:
+                self._blame(attempt.source)
+            loss = _broken(PREFILL_FAILED, failure, source, is_cut_off=is_cut_off)
+        elif isinstance(failure, StepFailed):
+            self._blame(attempt.source)
+            loss = _Loss(PREFILL_FAILED, failure, (frozenset({source}),), source, proved=True)
+        else:
+            # It lives and says so: either of the two may be at fault.
+            down = {
+                link.record.incarnation
+                for link in (attempt.source, attempt.target)
+                if not self._links.is_up(link)
+            }
+            if isinstance(failure, WorkerFailed | HandoffError):
+                self._doubt(attempt)
+            # Both are up, as far as is known: where no other worker is there they try once more.
+            each = ({source, target}, {target}, {source}, set[str]())
+            tries = (frozenset(down), frozenset[str]()) if down else tuple(map(frozenset, each))
+            loss = _Loss(HANDOFF_FAILED, failure, tries)
+        self._lost(attempt, loss, deadly=attempt.touches(attempt.source))
+
+    def worker_reported(self, attempt: Attempt, output: TokenOutput, failure: BatonError) -> None:
+        """A decode worker has ended an attempt with an error."""
+        attempt.failed = True
+        if not isinstance(failure, Unavailable):
+            attempt.owner.life.accept(output)
+            return
+        if isinstance(failure, WorkerFailed):
+            self._blame(attempt.target)
+        name = attempt.target.record.incarnation
+        proved = isinstance(failure, StepFailed)
+        loss = _Loss(DECODE_FAILED, failure, (frozenset({name}),), name, proved=proved)
+        self._lost(attempt, loss, deadly=proved)
+
+    def handed_back(self, attempt: Attempt, choice: int) -> None:
+        """A sequence has lost its blocks: it was admitted, so it goes on at once."""
+        owner = attempt.owner
+        attempt.choices.discard(choice)
+        owner.life.choices[choice].preemptions += 1
+        if not attempt.choices:
+            self._attempts.end(attempt, PREEMPTED)
+        if not owner.life.choices[choice].ended:
+            nobody = Unavailable("no worker has room for the request", retry_after=RETRY_AFTER_S)
+            loss = _Loss(PREEMPTED, nobody, (frozenset(),))
+            self._in_background(owner, self._place_all(owner, {choice}, loss))
+
+    # Whom to trust
+
+    def _blame(self, link: WorkerLink, streams: int = 1, *, doubtful: bool = False) -> None:
+        """Streams of ours have broken at a worker."""
+        breaker = link.breaker
+        before = breaker.openings
+        breaker.broke(time.monotonic(), streams, doubtful=doubtful)
+        if breaker.openings != before:
+            log.warning("streams of worker %s break: it is left out", link.record.incarnation)
+            self._left_out.labels(worker=link.record.slot).inc()
+
+    def _doubt(self, attempt: Attempt) -> None:
+        """A handoff has failed: by one of two, or by the only one that took part."""
+        links = {attempt.source, attempt.target}
+        for link in links:
+            self._blame(link, doubtful=len(links) > 1)
+
+    # Moving
+
+    def _lost(self, attempt: Attempt, loss: _Loss, *, deadly: bool = True) -> None:
+        owner, left = attempt.owner, attempt.unfinished
+        self._attempts.end(attempt, loss.reason)
+        if not left:
+            # All is there, but for what was to be found of the prompt.
+            if owner.life.awaits_prompt:
+                owner.life.fail(_with_retry(loss.failure))
+        elif not loss.is_cut_off and self._is_poison(owner, loss, deadly=deadly):
+            owner.life.fail(poison_error())
+        elif self._is_given_up(owner, loss):
+            log.warning("request %s is not moved any more", owner.request.request_id)
+            owner.life.fail(_with_retry(loss.failure))
+        else:
+            self._in_background(owner, self._place_all(owner, left, loss))
+
+    def _is_given_up(self, owner: RunningRequest, loss: _Loss) -> bool:
+        """Whether it has been moved too often. What all workers lost at once costs no budget."""
+        owner.failures += loss.is_cut_off
+        if owner.failures > MOST_FAILURES:
+            return True
+        return not loss.is_cut_off and not self.budget.take(time.monotonic())
+
+    def _is_poison(self, owner: RunningRequest, loss: _Loss, *, deadly: bool) -> bool:
+        """Count a failure; ``deadly``: the worker ran the request. Returns whether it is poison."""
+        owner.failures += 1
+        if not loss.culprit:
+            return False
+        owner.excluded.add(loss.culprit)
+        place = sum(len(choice.token_ids) for choice in owner.life.choices)
+        if deadly:
+            owner.failed_workers.note(loss.culprit, place, proved=loss.proved)
+        return owner.failed_workers.are_proof and self._keep_out(owner)
+
+    def _keep_out(self, owner: RunningRequest) -> bool:
+        request = owner.request
+        prompt = prompt_hash(request.prompt_ids, request.cache_salt)
+        self.quarantine.add(prompt, time.monotonic())
+        return True
+
+    async def _has_proved_poison(self, owner: RunningRequest) -> bool:
+        """Wait until it is known of lost workers whether they have died, where that decides."""
+        looks = int(self._verdict_s / LOOK_S)
+        while owner.failed_workers.may_be_proof and looks:
+            # Wait first: the connection to a worker that has just died may still seem to be there.
+            await asyncio.sleep(LOOK_S)
+            looks -= 1
+            owner.failed_workers.learn(self._attempts.is_dead)
+            if owner.failed_workers.are_proof:
+                return self._keep_out(owner)
+        return False
+
+    async def _place_all(self, owner: RunningRequest, choices: set[int], loss: _Loss) -> None:
+        """Place choices again; the request fails with what was lost where nobody is there."""
+        if await self._has_proved_poison(owner):
+            owner.life.fail(poison_error())
+            return
+        try:
+            for place, group in enumerate(owner.groups(choices)):
+                scored = owner.life.awaits_prompt and place == 0
+                await self._place(owner, group, loss.tries, scored=scored)
+                self._moved.labels(reason=loss.reason).inc()
+        except (Unavailable, ContextLengthExceeded):
+            # Those with so long a context may come back: the request itself is in order.
+            owner.life.fail(_with_retry(loss.failure))
+
+    async def _place(
+        self,
+        owner: RunningRequest,
+        group: tuple[int, ...],
+        tries: tuple[Names, ...],
+        *,
+        scored: bool,
+    ) -> None:
+        await self._links.returned(owner.deadline)
+        stage = owner.stage(group, time.monotonic(), scored=scored)
+        route = await self._routes.find(stage, *_avoided(owner, tries))
+        self._begin(owner, group, route, scored=scored)
+
+    def _begin(
+        self, owner: RunningRequest, group: tuple[int, ...], route: Route, *, scored: bool
+    ) -> None:
+        context_class = self._class_of(len(owner.request.prompt_ids))
+        spec = owner.spec(group, self._router_id, context_class, scored=scored)
+        self._attempts.begin(owner, spec, route)
+
+    async def _leave(self, attempt: Attempt, link: WorkerLink, loss: _Loss) -> None:
+        """Move from a worker that hangs, unless nobody else is there or it goes on meanwhile."""
+        owner = attempt.owner
+        found = await self._elsewhere(attempt, tuple(_avoided(owner, loss.tries)))
+        if not found or not link.hangs(time.monotonic()):
+            return
+        if not self.budget.take(time.monotonic()):
+            return
+        deadly = attempt.touches(link)
+        self._attempts.end(attempt, loss.reason)
+        if self._is_poison(owner, loss, deadly=deadly):
+            owner.life.fail(poison_error())
+            return
+        self._switch(owner, found, loss.reason)
+
+    async def _hand_over(self, attempt: Attempt, link: WorkerLink) -> None:
+        """Move from a worker that is drained, by way of the blocks that it holds."""
+        found = await self._elsewhere(attempt, (frozenset(),), link.record.incarnation)
+        if found:
+            self._attempts.end(attempt, DRAINED)
+            self._switch(attempt.owner, found, DRAINED)
+
+    async def _elsewhere(
+        self, attempt: Attempt, avoided: tuple[Names, ...], holder: str = ""
+    ) -> list[tuple[tuple[int, ...], Route]]:
+        """Where what runs of an attempt could go; nothing where it cannot, or has gone meanwhile.
+
+        ``holder`` has all of its blocks, whatever the index knows.
+        """
+        owner = attempt.owner
+        groups = owner.groups(attempt.unfinished)
+        scored = owner.life.awaits_prompt
+        found = []
+        try:
+            for place, group in enumerate(groups):
+                now = time.monotonic()
+                stage = owner.stage(group, now, scored=scored and place == 0, holder=holder)
+                found.append((group, await self._routes.find(stage, *avoided)))
+        except (Unavailable, ContextLengthExceeded):
+            # Nobody is there, or nobody with so long a context: it may still end where it is.
+            return []
+        has_gone = attempt not in owner.attempts or groups != owner.groups(attempt.unfinished)
+        return [] if has_gone else found
+
+    def _switch(
+        self, owner: RunningRequest, found: list[tuple[tuple[int, ...], Route]], reason: str
+    ) -> None:
+        scored = owner.life.awaits_prompt
+        for place, (group, route) in enumerate(found):
+            self._begin(owner, group, route, scored=scored and place == 0)
+            self._moved.labels(reason=reason).inc()
+
+    def _in_background(self, owner: RunningRequest, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(self._guarded(owner, work), name="move")
+        owner.moves.add(task)
+        task.add_done_callback(owner.moves.discard)
+
+    async def _guarded(self, owner: RunningRequest, work: Coroutine[Any, Any, None]) -> None:
+        """Whatever goes wrong with a move, its request ends."""
+        try:
+            await work
+        except BatonError as error:
+            owner.life.fail(error)
+        except Exception as error:
+            log.exception("request %s could not be moved", owner.request.request_id)
+            owner.life.fail(BatonError(f"internal error: {type(error).__name__}"))
+
+
+def poison_error(left_s: float = 0.0) -> PoisonRequest:
+    """The error of a request under which workers fail."""
+    return PoisonRequest(
+        "several workers have failed while they ran this prompt; it is not tried again for a while",
+        retry_after=left_s or None,
+    )
+
+
+def _broken(reason: str, failure: BatonError, name: str, *, is_cut_off: bool) -> _Loss:
+    """The loss by a worker's stream that has ended.
+
+    A worker that was cut off with all others is not to blame, and gets the request again where no
+    other worker comes back.
+    """
+    if is_cut_off:
+        return _Loss(reason, failure, (frozenset({name}), frozenset()), is_cut_off=True)
+    return _Loss(reason, failure, (frozenset({name}),), name)
+
+
+def _avoided(owner: RunningRequest, tries: tuple[Names, ...]) -> list[Names]:
+    """Best none of those that have failed under the request before: but they may be well again."""
+    return [*(names | owner.excluded for names in tries), *tries]
+
+
+def _with_retry(failure: BatonError) -> BatonError:
+    """A failure as a client sees it, with the time to come back."""
+    if isinstance(failure, StepFailed):
+        failure = WorkerFailed(failure.message, retry_after=failure.retry_after)
+    if failure.retry_after is None:
+        failure.retry_after = RETRY_AFTER_S
+    return failure

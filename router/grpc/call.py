@@ -1,0 +1,68 @@
+"""What every call of the gRPC front begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import grpc.aio
+from google.protobuf.message import Message
+
+from baton.config import Config
+from baton.errors import DeadlineExceeded, RequestTooLarge
+from baton.listening import listening
+from router.access.api_keys import Caller
+from router.inference.request_builder import Arrival
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Service(Protocol):
+    """One gRPC service of the front."""
+
+    def add_to(self, server: grpc.aio.Server) -> str:
+        """Mount it on a server that is not started yet; gives its full name."""
+
+
+def metadata_of(context: Context) -> dict[str, str]:
+    """Text metadata of a call, by name; gRPC has the names in lower case."""
+    pairs = context.invocation_metadata() or ()
+    return {name: value for name, value in pairs if isinstance(value, str)}
+
+
+def arrival_of(
+    context: Context,
+    metadata: Mapping[str, str],
+    caller: Caller,
+    name: str,
+    at: float,
+    config: Config,
+) -> Arrival:
+    """When a call came, and how long it may take: its own deadline bounds it too.
+
+    ``name`` is the router's for the request. Raises InvalidRequest.
+    """
+    left, max_s = context.time_remaining(), config.request_deadline_s
+    if left is None or left >= max_s:
+        return Arrival.of(name, at, metadata, max_s, caller)
+    return Arrival.of(name, at, metadata, left, caller, own_deadline=True)
+
+
+async def write_to(context: Context, message: Message, config: Config) -> None:
+    """Write a message; returns when the client's connection has room again.
+
+    Raises DeadlineExceeded where it has none for ``slow_client_s``.
+    """
+    try:
+        async with listening(config.slow_client_s) as timeout:
+            await context.write(message)
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        raise DeadlineExceeded("the client has not read its answer") from None
+
+
+def check_size(request: Message, config: Config) -> None:
+    """Raises RequestTooLarge where HTTP would, too."""
+    if request.ByteSize() > config.max_body_bytes:
+        raise RequestTooLarge(f"the message is larger than {config.max_body_bytes} bytes")

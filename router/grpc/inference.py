@@ -1,0 +1,257 @@
+"""The gRPC front: baton.v1.InferenceService, reflection and grpc.health.v1."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import grpc
+import grpc.aio
+from google.protobuf import json_format
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
+
+from baton.config import Config
+from baton.convert import finish_to_proto
+from baton.errors import BatonError, InvalidRequest
+from baton.grammar_gate import GrammarGate
+from baton.grpc_errors import grpc_boundary
+from baton.logprobs import TokenLogprobs
+from baton.metrics import RouterMetrics
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from router.access.access import Access
+from router.core.chat_options import ChatOptions, checked_variables
+from router.core.choice import Choice, choices_for
+from router.core.request import Dispatcher, GenerationRequest, OutputDelta, ShownText
+from router.core.request_recorder import count_refusal
+from router.core.served_model import ServedModel
+from router.grpc.call import Context, Service, arrival_of, check_size, metadata_of, write_to
+from router.grpc.health import HealthServicer
+from router.grpc.sampling import grpc_sampling
+from router.grpc.tokens import TokenServicer
+from router.grpc.tools import add_tool_output, grpc_tool_use, grpc_turns
+from router.inference.delivery import Delivery
+from router.inference.request_builder import Arrival, RequestBuilder
+from router.inference.token_desk import TokenDesk
+from router.openai.answer_options import MOST_CHOICES
+from router.text.tokenizer import Tokenizer
+from router.tool_calls.tool_output import ToolOutput
+
+_MOST_NAME_CHARACTERS = 128
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """The same checks, deadlines and accounts as the HTTP front."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        builder: RequestBuilder,
+        tokenizer: Tokenizer,
+        model: ServedModel,
+        metrics: RouterMetrics,
+        config: Config,
+        access: Access,
+    ) -> None:
+        self._builder = builder
+        self._access = access
+        self._tokenizer = tokenizer
+        self._model = model
+        self._metrics = metrics
+        self._config = config
+        self._delivery = Delivery(dispatcher, metrics, config, show=tokenizer.decode)
+
+    # A coroutine that writes is as legal as a generator, and is cancelled where it stands when
+    # the client leaves; the generated signature knows generators alone.
+    async def Generate(  # type: ignore[override]  # noqa: N802
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> None:
+        """Stream the answer; the last message has the finish reason and the usage."""
+        received_at = time.monotonic()
+        async with grpc_boundary(context):
+            try:
+                name = _name(request)
+                metadata = metadata_of(context)
+                caller = self._access.caller(metadata)
+                own = f"gen-{secrets.token_hex(16)}"
+                arrival = arrival_of(context, metadata, caller, own, received_at, self._config)
+                built = replace(
+                    await self._build(request, arrival),
+                    choices=_choices(request),
+                    shown=ShownText(request.include_stop_string, request.show_special_tokens),
+                )
+            except BatonError as error:
+                count_refusal(self._metrics, error)
+                raise
+            choices = choices_for([built])
+            outputs = self._tool_outputs(request, built)
+            shows_workers = self._access.may_see_workers(caller)
+
+            async def write(_: int, delta: OutputDelta) -> None:
+                choices[delta.choice].add(delta, keep_text=False)
+                response = _response(name or built.request_id, delta)
+                if shows_workers:
+                    response.prefill_worker = delta.prefill_worker
+                    response.decode_worker = delta.decode_worker
+                ended = all(choice.finish_reason is not None for choice in choices)
+                if ended or request.continuous_usage:
+                    response.usage.CopyFrom(_usage(choices))
+                self._add_scores(response, delta, built)
+                if outputs:
+                    add_tool_output(response, outputs[delta.choice], delta)
+                await write_to(context, response, self._config)
+
+            async with self._access.entered(caller, [built], choices) as headers:
+                if headers:
+                    await context.send_initial_metadata(tuple(headers.items()))
+                await self._delivery.deliver_all([built], received_at, write)
+
+    async def ListModels(  # noqa: N802
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        """The one model that is served."""
+        async with grpc_boundary(context):
+            self._access.caller(metadata_of(context))
+        model = inference_pb2.Model(
+            id=self._model.id,
+            created=self._model.created,
+            owned_by="baton",
+            context_length=self._builder.context_length,
+        )
+        return inference_pb2.ListModelsResponse(models=[model])
+
+    async def _build(
+        self, request: inference_pb2.GenerateRequest, arrival: Arrival
+    ) -> GenerationRequest:
+        check_size(request, self._config)
+        self._builder.check_model(request.model or self._model.id)
+        sampling = grpc_sampling(request.sampling)
+        if request.HasField("truncate_prompt_tokens"):
+            sampling = replace(sampling, truncate=request.truncate_prompt_tokens)
+        priority = request.priority if request.HasField("priority") else None
+        kind = request.WhichOneof("input")
+        if kind == "messages":
+            turns, tools = grpc_turns(request.messages.messages), grpc_tool_use(request.tools)
+            options = _template_options(request.template_options)
+            return await self._builder.chat(arrival, turns, sampling, priority, tools, options)
+        for name in ("tools", "template_options"):
+            if request.HasField(name):
+                raise InvalidRequest(f"{name} are for messages alone", param=name)
+        if kind is None:
+            raise InvalidRequest("one of prompt, token_ids and messages is required")
+        prompt = request.prompt if kind == "prompt" else tuple(request.token_ids.ids)
+        (built,) = await self._builder.prompts(arrival, [prompt], sampling, None, priority)
+        return built
+
+    def _tool_outputs(
+        self, request: inference_pb2.GenerateRequest, built: GenerationRequest
+    ) -> list[ToolOutput]:
+        """One for each choice; none without tools."""
+        tools = grpc_tool_use(request.tools)
+        if tools is None:
+            return []
+        return [ToolOutput(self._builder.tool_format, tools) for _ in range(built.choices)]
+
+    def _add_scores(
+        self,
+        response: inference_pb2.GenerateResponse,
+        delta: OutputDelta,
+        request: GenerationRequest,
+    ) -> None:
+        for token in delta.scored:
+            self._add_score(response.logprobs.add(), token.token_id, token.logprobs)
+        if delta.prompt_logprobs:
+            after_first = zip(request.prompt_ids[1:], delta.prompt_logprobs, strict=True)
+            for token_id, logprobs in after_first:
+                self._add_score(response.prompt_logprobs.add(), token_id, logprobs)
+
+    def _add_score(
+        self, message: inference_pb2.TokenLogprob, token_id: int, logprobs: TokenLogprobs
+    ) -> None:
+        spelling = self._tokenizer.spelling
+        message.token_id, message.text = token_id, spelling(token_id)
+        message.logprob = logprobs.logprob
+        for top_id, logprob in logprobs.top:
+            message.top.add(token_id=top_id, text=spelling(top_id), logprob=logprob)
+
+
+def _name(request: inference_pb2.GenerateRequest) -> str:
+    if len(request.request_id) > _MOST_NAME_CHARACTERS:
+        raise InvalidRequest(
+            f"request_id has at most {_MOST_NAME_CHARACTERS} characters", param="request_id"
+        )
+    return request.request_id
+
+
+def _choices(request: inference_pb2.GenerateRequest) -> int:
+    if request.n > MOST_CHOICES:
+        raise InvalidRequest(f"n must be between 1 and {MOST_CHOICES}", param="n")
+    return request.n or 1
+
+
+def _template_options(message: inference_pb2.TemplateOptions) -> ChatOptions:
+    variables = json_format.MessageToDict(message.variables)
+    continued = message.continue_final_message
+    return ChatOptions(
+        not (continued or message.no_generation_prompt),
+        continued,
+        checked_variables(variables, "template_options.variables"),
+    )
+
+
+def _usage(choices: Sequence[Choice]) -> inference_pb2.Usage:
+    return inference_pb2.Usage(
+        prompt_tokens=choices[0].prompt_tokens,
+        completion_tokens=sum(choice.completion_tokens for choice in choices),
+        cached_prompt_tokens=sum(choice.cached_tokens for choice in choices),
+    )
+
+
+def _response(name: str, delta: OutputDelta) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        request_id=name,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        finish_reason=finish_to_proto(delta.finish_reason),
+        choice=delta.choice,
+        stop_string=delta.stop_string,
+    )
+
+
+def add_grpc_front(
+    server: grpc.aio.Server,
+    dispatcher: Dispatcher,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    metrics: RouterMetrics,
+    config: Config,
+    access: Access | None = None,
+    *,
+    more: Sequence[Service] = (),
+) -> None:
+    """Mount the services, health and reflection on a server that is not started yet.
+
+    Without ``access``, keys are those of ``config``, and their limits are not kept. ``more``
+    services are added: the operators'.
+    """
+    access = access or Access(config, metrics)
+    grammars = GrammarGate(
+        tokenizer.grammars, metrics.grammar_compile_seconds.labels(role="router").observe
+    )
+    builder = RequestBuilder(dispatcher, tokenizer, model, config, grammars=grammars)
+    inference = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+    servicer = InferenceServicer(dispatcher, builder, tokenizer, model, metrics, config, access)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+    health = HealthServicer(dispatcher, (inference,))
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    desk = TokenDesk(builder, tokenizer, model)
+    services: tuple[Service, ...] = (TokenServicer(desk, config, access), *more)
+    names = (
+        inference,
+        *(service.add_to(server) for service in services),
+        health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+        reflection.SERVICE_NAME,
+    )
+    reflection.enable_server_reflection(names, server)

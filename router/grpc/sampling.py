@@ -1,0 +1,37 @@
+"""How tokens are to be drawn, as the gRPC front's messages say it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.convert import grammar_from_proto
+from baton.errors import InvalidRequest
+from baton.grammar import Grammar
+from baton.sampling_params import OPTIONAL_FIELDS, SCALAR_FIELDS
+from baton.v1 import sampling_pb2
+from router.inference.sampling_input import SamplingInput
+from router.openai.grammar_input import choice
+
+
+def grpc_sampling(message: sampling_pb2.SamplingParameters) -> SamplingInput:
+    """Raises InvalidRequest."""
+    names: tuple[Any, ...] = (*SCALAR_FIELDS, *OPTIONAL_FIELDS)
+    given = {name: getattr(message, name) for name in names if message.HasField(name)}
+    return SamplingInput(
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=dict(message.logit_bias),
+        allowed_token_ids=tuple(message.allowed_token_ids) or None,
+        bad_words=tuple(tuple(run.ids) for run in message.bad_words),
+        grammar=_grammar(message.grammar) if message.HasField("grammar") else None,
+        **given,
+    )
+
+
+def _grammar(message: sampling_pb2.Grammar) -> Grammar:
+    grammar = grammar_from_proto(message)
+    if grammar is None:
+        raise InvalidRequest("grammar: one of its kinds is required", param="grammar")
+    if message.HasField("choice"):
+        choice(tuple(message.choice.texts), "grammar.choice.texts")
+    return grammar

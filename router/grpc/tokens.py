@@ -1,0 +1,82 @@
+"""baton.v1.TokenService."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+from baton.config import Config
+from baton.errors import InvalidRequest
+from baton.grpc_errors import guarded
+from baton.v1 import tokens_pb2, tokens_pb2_grpc
+from router.access.access import Access
+from router.grpc.call import Context, check_size, metadata_of
+from router.grpc.tools import grpc_tool_use, grpc_turns
+from router.inference.token_desk import TokenDesk
+
+
+class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
+    """See tokens.proto."""
+
+    def __init__(self, desk: TokenDesk, config: Config, access: Access) -> None:
+        self._desk = desk
+        self._config = config
+        self._access = access
+
+    def add_to(self, server: grpc.aio.Server) -> str:
+        """See ``router.grpc.call.Service``."""
+        tokens_pb2_grpc.add_TokenServiceServicer_to_server(self, server)
+        return tokens_pb2.DESCRIPTOR.services_by_name["TokenService"].full_name
+
+    @guarded
+    async def Tokenize(  # noqa: N802 - gRPC's name
+        self, request: tokens_pb2.TokenizeRequest, context: Context
+    ) -> tokens_pb2.TokenizeResponse:
+        """Text or messages to token ids."""
+        self._access.caller(metadata_of(context))
+        check_size(request, self._config)
+        self._desk.check_model(request.model)
+        ids = await self._ids(request)
+        return tokens_pb2.TokenizeResponse(
+            token_ids=ids,
+            spellings=self._desk.spellings(ids) if request.spell else None,
+            context_length=self._desk.context_length,
+        )
+
+    @guarded
+    async def Detokenize(  # noqa: N802 - gRPC's name
+        self, request: tokens_pb2.DetokenizeRequest, context: Context
+    ) -> tokens_pb2.DetokenizeResponse:
+        """Token ids to text."""
+        self._access.caller(metadata_of(context))
+        check_size(request, self._config)
+        self._desk.check_model(request.model)
+        text = await self._desk.text(tuple(request.token_ids), "token_ids")
+        return tokens_pb2.DetokenizeResponse(text=text)
+
+    @guarded
+    async def GetModelInfo(  # noqa: N802 - gRPC's name
+        self, request: tokens_pb2.GetModelInfoRequest, context: Context
+    ) -> tokens_pb2.GetModelInfoResponse:
+        """Describe the served model."""
+        self._access.caller(metadata_of(context))
+        facts = self._desk.facts()
+        return tokens_pb2.GetModelInfoResponse(
+            id=facts.id,
+            created=facts.created,
+            context_length=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
+            has_chat_template=facts.has_chat_template,
+            tool_parser=facts.tool_parser,
+            revision=facts.revision,
+        )
+
+    async def _ids(self, request: tokens_pb2.TokenizeRequest) -> tuple[int, ...]:
+        kind = request.WhichOneof("input")
+        if kind is None:
+            raise InvalidRequest("one of prompt and messages is required", param="prompt")
+        if kind == "messages":
+            turns = grpc_turns(request.messages.messages)
+            return await self._desk.ids_of_turns(turns, grpc_tool_use(request.tools))
+        special = not request.no_special_tokens
+        return await self._desk.ids_of_text(request.prompt, special=special)

@@ -1,0 +1,91 @@
+"""Tools in the messages of the gRPC front."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pydantic_core
+
+from baton.errors import InvalidRequest
+from baton.v1 import inference_pb2, tools_pb2
+from router.core.request import OutputDelta
+from router.openai.conversation import calls_turn, plain_turns, result_turn
+from router.tool_calls.pieces import Arguments, CallBegun, Content
+from router.tool_calls.prompt import Turn
+from router.tool_calls.protocol import Mode, ToolChoice, check_name, checked_tool, use_of
+from router.tool_calls.tool import Tool, ToolUse
+from router.tool_calls.tool_output import ToolOutput
+
+_MODES: dict[int, Mode] = {
+    tools_pb2.TOOL_MODE_UNSPECIFIED: "auto",
+    tools_pb2.TOOL_MODE_NONE: "none",
+    tools_pb2.TOOL_MODE_REQUIRED: "required",
+}
+
+
+def grpc_turns(messages: Iterable[inference_pb2.ChatMessage]) -> list[Turn]:
+    """Raises InvalidRequest and UnsupportedParameter."""
+    given = list(messages)
+    if not any(one.tool_calls or one.role == "tool" for one in given):
+        return plain_turns((one.role, one.content) for one in given)
+    return [_turn(one, f"messages[{place}]") for place, one in enumerate(given)]
+
+
+def _turn(message: inference_pb2.ChatMessage, where: str) -> Turn:
+    if message.role == "tool":
+        if not message.tool_call_id:
+            name = f"{where}.tool_call_id"
+            raise InvalidRequest(f"{name} is required", param=name)
+        return result_turn(message.tool_call_id, message.content)
+    if not message.tool_calls:
+        (turn,) = plain_turns([(message.role, message.content)])
+        return turn
+    if message.role != "assistant":
+        name = f"{where}.tool_calls"
+        raise InvalidRequest(f"{name}: only an assistant calls tools", param=name)
+    for place, call in enumerate(message.tool_calls):
+        check_name(call.name, f"{where}.tool_calls[{place}].name")
+    calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
+    return calls_turn(message.content, calls)
+
+
+def grpc_tool_use(message: tools_pb2.Tools) -> ToolUse | None:
+    """None where no tool may be called. Raises InvalidRequest."""
+    mode = _MODES.get(message.mode)
+    if mode is None:
+        raise InvalidRequest("tools.mode is not known", param="tools.mode")
+    tools = [_tool(tool, f"tools.tools[{place}]") for place, tool in enumerate(message.tools)]
+    names = frozenset(message.allowed) or None
+    return use_of(tools, ToolChoice(mode, names, single=message.single))
+
+
+def _tool(message: tools_pb2.Tool, where: str) -> Tool:
+    param = f"{where}.parameters"
+    schema: Any = None
+    if message.parameters:
+        try:
+            schema = pydantic_core.from_json(message.parameters, allow_inf_nan=False)
+        except ValueError:
+            raise InvalidRequest(f"{param} must be JSON", param=param) from None
+        if not isinstance(schema, dict):
+            raise InvalidRequest(f"{param} must be an object", param=param)
+    return checked_tool(message.name, message.description or None, schema, message.strict, where)
+
+
+def add_tool_output(
+    response: inference_pb2.GenerateResponse, output: ToolOutput, delta: OutputDelta
+) -> None:
+    """Put what a delta has told of content and calls into its message."""
+    text = ""
+    index = len(output.calls) - 1
+    for piece in output.feed(delta.text, last=delta.finish_reason is not None):
+        match piece:
+            case Content(part):
+                text += part
+            case CallBegun(name):
+                index += 1
+                response.tool_calls.add(index=index, id=output.calls[index].id, name=name)
+            case Arguments(part):
+                response.tool_calls.add(index=index, arguments=part)
+    response.text = text

@@ -1,0 +1,69 @@
+"""Reads a JSON body: bounded in size and time, and safe against whatever is sent."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import pydantic_core
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+
+from baton.errors import InvalidRequest, RequestTooLarge
+from baton.listening import listening
+from router.http.errors import from_validation
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+async def read_object(request: Request, limit: int, deadline_s: float) -> dict[str, Any]:
+    """The body as a JSON object.
+
+    ``limit`` is in bytes. Raises RequestTooLarge as soon as that is known, InvalidRequest, and
+    ``starlette.requests.ClientDisconnect``.
+    """
+    _check_headers(request, limit)
+    try:
+        async with listening(deadline_s):
+            body = await _read(request, limit)
+    except TimeoutError:
+        raise InvalidRequest("the body did not arrive in time") from None
+    try:
+        value = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return value
+
+
+def validate(model: type[Body], value: dict[str, Any]) -> Body:
+    """Raises InvalidRequest that names the first bad field."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def _check_headers(request: Request, limit: int) -> None:
+    kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    # Pages of other sites may send anything else to a server on loopback without asking.
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise InvalidRequest("the Content-Type must be application/json")
+    length = request.headers.get("content-length", "0")
+    if len(length) > 18 or (length.isdecimal() and int(length) > limit):
+        raise _too_large(limit)
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _too_large(limit: int) -> RequestTooLarge:
+    return RequestTooLarge(f"the body is larger than {limit} bytes")

@@ -1,0 +1,125 @@
+"""What /openapi.json tells beside what FastAPI sees: handlers read their bodies themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+
+from router.access.scopes import OPEN
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorBody
+
+
+JSON = "application/json"
+_SCHEMA = "#/components/schemas/{model}"
+_ERROR = {"$ref": _SCHEMA.format(model=ErrorResponse.__name__)}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorResponse, "description": "The request cannot be served as it is."},
+    401: {"model": ErrorResponse, "description": "A known API key is required."},
+    404: {"model": ErrorResponse, "description": "No such model."},
+    413: {"model": ErrorResponse, "description": "The body is too large."},
+    429: {
+        "model": ErrorResponse,
+        "description": "No room, no time or no allowance; see Retry-After.",
+    },
+    503: {"model": ErrorResponse, "description": "Nothing can serve the request at present."},
+}
+
+
+def json_body(model: type[BaseModel], example: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """``openapi_extra`` of an operation that takes such a body."""
+    shape = {"schema": model.model_json_schema(ref_template=_SCHEMA)}
+    return body({JSON: shape | ({"example": example} if example else {})})
+
+
+def body(content: Mapping[str, Any]) -> dict[str, Any]:
+    """``openapi_extra`` of an operation that takes a body of these types."""
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def streamed(answer: type[BaseModel] | None = None) -> dict[str, Any]:
+    """The answer of an operation that streams where it is asked to."""
+    text = "The answer; with `stream: true` server-sent events."
+    told = {"description": text, "content": {JSON: {}, "text/event-stream": {}}}
+    return told | ({"model": answer} if answer else {})
+
+
+def made_of_its_id(parameter: str, *operations: tuple[str, str]) -> dict[str, Any]:
+    """An answer with an id: the methods and paths that take it as ``parameter``."""
+    links = {}
+    for method, path in operations:
+        pointer = path.replace("~", "~0").replace("/", "~1")
+        links[f"{method} {path}".replace("{", "").replace("}", "").replace("/", "_")] = {
+            "operationRef": f"#/paths/{pointer}/{method}",
+            "parameters": {parameter: "$response.body#/id"},
+        }
+    return {"links": links}
+
+
+def describe(app: FastAPI) -> None:
+    """Have the API's description tell of bodies, keys and refusals."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(
+                title=app.title,
+                version=app.version,
+                description=app.description,
+                routes=app.routes,
+            )
+            schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            for path, operations in schema["paths"].items():
+                for operation in operations.values():
+                    _name_body(operation, schema["components"]["schemas"])
+                    _describe_refusals(path, operation)
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    # FastAPI documents this assignment as the way to extend its description.
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _name_body(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
+    """Put the schema of ``json_body``, and what it refers to, among the named ones."""
+    content = operation.get("requestBody", {}).get("content", {}).get(JSON)
+    # FastAPI's own refer to a model, or are one of several.
+    if content is None or content["schema"].get("type") != "object":
+        return
+    shape = dict(content["schema"])
+    schemas.update(shape.pop("$defs", {}))
+    schemas[shape["title"]] = shape
+    content["schema"] = {"$ref": _SCHEMA.format(model=shape["title"])}
+
+
+def _describe_refusals(path: str, operation: dict[str, Any]) -> None:
+    """What the gate and the handlers may answer beside what they were asked for."""
+    shape = {} if path.startswith("/v1/messages") else _ERROR
+    refusal = {"content": {JSON: {"schema": shape}}}
+    responses = operation["responses"]
+    # FastAPI's own; a request that is not valid is told so with 400 here.
+    responses.pop("422", None)
+    responses.setdefault("4XX", {"description": "The request is refused.", **refusal})
+    if path in OPEN:
+        shown = {"description": "Nothing can be served at present.", "content": {JSON: {}}}
+    else:
+        operation["security"] = [{"key": []}]
+        shown = {"description": "It cannot be served at present, or has failed.", **refusal}
+    responses.setdefault("5XX", shown)
+    if path in ("/metrics", "/metrics/cluster"):
+        responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    if path == "/v1/files/{file_id}/content":
+        octets = {"type": "string", "format": "binary"}
+        responses["200"]["content"] = {"application/octet-stream": {"schema": octets}}

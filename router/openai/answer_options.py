@@ -1,0 +1,110 @@
+"""Reads what a client wants of an answer beside its text. Raises InvalidRequest."""
+
+from __future__ import annotations
+
+from baton.errors import InvalidRequest
+from baton.logprobs import MOST_TOP_LOGPROBS
+from router.core.chat_options import ChatOptions, checked_variables
+from router.core.request import ShownText
+from router.openai.answer_details import AnswerOptions
+from router.openai.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
+
+MOST_CHOICES = 128
+"""Answers to one prompt."""
+MOST_ANSWERS = 1024
+"""Answers to all prompts of a request."""
+
+
+def chat_options(body: ChatCompletionRequest) -> AnswerOptions:
+    """What a chat request asks for."""
+    logprobs = _count("top_logprobs", body.top_logprobs)
+    if logprobs is not None and not body.logprobs:
+        if logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        logprobs = None
+    if body.logprobs and logprobs is None:
+        logprobs = 0
+    n = _choices("n", body.n)
+    return AnswerOptions(
+        n=n,
+        best_of=n,
+        logprobs=logprobs,
+        prompt_logprobs=_prompt_logprobs(body),
+        token_ids=bool(body.return_token_ids),
+    )
+
+
+def completion_options(body: CompletionRequest, prompts: int) -> AnswerOptions:
+    """What a request for completions of so many prompts asks for."""
+    n = _choices("n", body.n)
+    best_of = n if not body.best_of else _choices("best_of", body.best_of)
+    if best_of < n:
+        raise InvalidRequest("best_of must be at least n", param="best_of")
+    if best_of > n and body.stream:
+        raise InvalidRequest(
+            "best_of chooses among whole answers: it cannot be more than n with stream",
+            param="best_of",
+        )
+    if prompts * best_of > MOST_ANSWERS:
+        raise InvalidRequest(f"at most {MOST_ANSWERS} answers a request are possible", param="n")
+    return AnswerOptions(
+        n=n,
+        best_of=best_of,
+        logprobs=_count("logprobs", body.logprobs),
+        prompt_logprobs=_prompt_logprobs(body),
+        echo=bool(body.echo),
+        token_ids=bool(body.return_token_ids),
+        no_answer=bool(body.echo) and body.max_tokens == 0,
+    )
+
+
+def shown_text(body: SamplingFields) -> ShownText:
+    """What of an answer's text the client sees."""
+    return ShownText(
+        stop_string=bool(body.include_stop_str_in_output),
+        special_tokens=body.skip_special_tokens is False,
+    )
+
+
+def scoring(options: AnswerOptions) -> tuple[int | None, int | None]:
+    """The log probabilities that workers are asked for: of the answer, of the prompt."""
+    logprobs = options.logprobs
+    if logprobs is None and options.best_of > options.n:
+        logprobs = 0
+    wanted = [options.prompt_logprobs, options.logprobs if options.echo else None]
+    return logprobs, max((count for count in wanted if count is not None), default=None)
+
+
+def _choices(name: str, given: int | None) -> int:
+    if given is None:
+        return 1
+    if not 1 <= given <= MOST_CHOICES:
+        raise InvalidRequest(f"{name} must be between 1 and {MOST_CHOICES}", param=name)
+    return given
+
+
+def _count(name: str, given: int | None) -> int | None:
+    if given is not None and not 0 <= given <= MOST_TOP_LOGPROBS:
+        raise InvalidRequest(f"{name} must be between 0 and {MOST_TOP_LOGPROBS}", param=name)
+    return given
+
+
+def _prompt_logprobs(body: SamplingFields) -> int | None:
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs is not for stream: true", param="prompt_logprobs")
+    return _count("prompt_logprobs", body.prompt_logprobs)
+
+
+def template_options(body: ChatCompletionRequest) -> ChatOptions:
+    """Raises InvalidRequest."""
+    continued = bool(body.continue_final_message)
+    if continued and body.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    variables = {} if body.chat_template_kwargs is None else body.chat_template_kwargs
+    if not isinstance(variables, dict):
+        raise InvalidRequest("chat_template_kwargs must be an object", param="chat_template_kwargs")
+    begun = not continued and body.add_generation_prompt is not False
+    return ChatOptions(begun, continued, checked_variables(variables, "chat_template_kwargs"))

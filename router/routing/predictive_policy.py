@@ -1,0 +1,295 @@
+"""The pair of workers, or the decode worker alone, that is predicted to answer first.
+
+The candidates are those with room whose predicted TPOT meets the SLO, of which those that meet the
+TTFT's SLO come first; where none does, the least harm is done: the least share of both SLOs that is
+used up. A candidate is judged by its predicted TTFT and by what it does to others:
+
+    score = ttft + 4*compute + 5*full*(work - mean)/(mean + 6*full) + 32*tpot
+
+- ``compute``, the milliseconds of computing that it costs: whoever comes next waits for them too.
+  Of two workers that would answer at the same time the one with the prefix is the better one,
+  though its queue is longer.
+- ``work``, what the worker was given in the last minutes (``HALF_LIFE_MS``), against the mean of
+  its role, in units of this prompt without any cache (``full``). Where nobody waits, TTFT alone
+  would send everything that begins alike to one worker, and fill one cache while the others stay
+  empty. With 5 = 1 + 4, a prompt of which a worker holds a tenth goes there as long as it was given
+  no more than a tenth above the mean.
+- ``tpot``: a step's milliseconds for each of 32 tokens.
+- Where a decode worker computes the prompt, each that runs there waits for it too. Counted are as
+  many as run at a decode worker on average, at least: one that is idle now does not stay so, and a
+  long prompt would be in the way of those who come.
+
+The weights are chosen by replays of Mooncake's conversation trace (docs/routing.md): up to the 4,
+more of the prompts are found in a cache and the mean TTFT stays within a hundredth of its least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from router.routing.policy import ClassRoute, Decision, RouteRequest, RouteSettings, no_worker
+from router.routing.predictions import Predictions, local, predict, remote
+from router.routing.transfer_costs import TransferCosts
+from router.routing.worker_table import Floats, Group, Rows, WorkerTable
+
+LEAST_TTFT = "least_ttft"
+PREFIX = "prefix"
+PULL = "pull"
+NO_ROOM = "no_room"
+LEAST_HARM = "least_harm"
+DEADLINE = "deadline"
+
+OTHERS_WEIGHT = 4.0
+"""Requests that are taken to wait for this one's computing."""
+SPREAD_WEIGHT = 5.0
+SPREAD_PROMPTS = 6.0
+"""Differences of fewer prompts than this hardly count."""
+ANSWER_TOKENS = 32.0
+"""Tokens of an answer that a step's time is counted for."""
+TIE = 0.01
+"""Scores that differ by less than this share of the uncached prompt's computing are equal."""
+SHORTLIST = 8
+"""Of so many workers of a role, the best by themselves, all pairs are compared."""
+_SHORTLIST_BY_TTFT = 4
+_LEAST_MS = 1e-6
+_PER_SLO_MS, _FULL_MS = 1e6, 1e12
+"""More than any score."""
+
+
+@dataclass(slots=True)
+class _Candidates:
+    """Pairs, or decode workers that compute the prompt themselves: an entry each."""
+
+    source: Rows
+    target: Rows
+    ttft: Floats
+    tpot: Floats
+    score: Floats
+
+
+class PredictivePolicy:
+    """See the module's text. Implements ``router.routing.policy.Policy``."""
+
+    def __init__(self, settings: RouteSettings) -> None:
+        self._settings = settings
+
+    def decide(
+        self,
+        request: RouteRequest,
+        table: WorkerTable,
+        transfers: TransferCosts,
+        held: Mapping[str, int],
+        now_ms: float,
+    ) -> Decision:
+        """See ``router.routing.policy.Policy``."""
+        route = self._settings.of(request)
+        decode = table.group("decode", route.decode)
+        prefill = table.group("prefill", route.prefill)
+        if not len(decode):
+            raise no_worker("decode")
+        remotely = route.local_prefill != "always" and len(prefill) > 0
+        if not remotely and route.local_prefill == "never":
+            raise no_worker("prefill")
+        seen = predict(request, table, held, now_ms, self._settings.hash_block)
+        work = table.recent_work(now_ms)
+        full = seen.prefill_from(0.0)
+        found: list[_Candidates] = []
+        sources = _Sources(seen, prefill, work, full, transfers, pulls=self._settings.pulls)
+        if remotely:
+            found.append(_pairs(seen, sources, decode, route, transfers))
+        if route.local_prefill != "never":
+            found.append(_alone(seen, decode, work, full, route))
+        every = found[0] if len(found) == 1 else _joined(*found)
+        place, reason = _choose(every, seen, route, work, full)
+        source, target = int(every.source[place]), int(every.target[place])
+        if reason == LEAST_TTFT and seen.held[source] > 0:
+            rows = decode.rows if source == target else prefill.rows
+            if seen.queue_ms[source] > seen.queue_ms[rows].min():
+                reason = PREFIX
+        shed = reason == DEADLINE
+        if source == target:
+            return local(seen, route, source, reason, shed=shed)
+        decision = remote(seen, transfers, source, target, reason, shed=shed)
+        return sources.with_fetch(decision, source)
+
+
+class _Sources:
+    """Who may compute the prompt for others: time and score of each row, decode side left out."""
+
+    def __init__(
+        self,
+        seen: Predictions,
+        group: Group,
+        work: Floats,
+        full: Floats,
+        transfers: TransferCosts,
+        *,
+        pulls: bool,
+    ) -> None:
+        self.group = group
+        self._seen = seen
+        self.compute = seen.prefill_ms
+        self.fetch: Floats | None = None
+        if pulls:
+            self._price_fetches(transfers)
+        self.ttft = seen.queue_ms + self.compute
+        if self.fetch is not None:
+            self.ttft = self.ttft + self.fetch
+        self.score = self.ttft + OTHERS_WEIGHT * self.compute + _spread(work, full, group)
+
+    def _price_fetches(self, transfers: TransferCosts) -> None:
+        """Where fetching another worker's blocks first is the faster way, it is taken."""
+        seen = self._seen
+        depth = seen.fetchable
+        lacking = depth - seen.held
+        if lacking.max() <= 0:
+            return
+        a, b = transfers.usual
+        fetch = a + b * lacking
+        compute = seen.prefill_from(np.maximum(depth, seen.held) * seen.hash_block)
+        pays = (lacking > 0) & (fetch + compute < seen.prefill_ms)
+        self.compute = np.where(pays, compute, seen.prefill_ms)
+        self.fetch = np.where(pays, fetch, 0.0)
+
+    def shortlist(self, limit_ms: float) -> Rows:
+        """The best ones, also by TTFT alone where the others are over ``limit_ms``."""
+        rows = self.group.rows
+        if len(rows) <= SHORTLIST:
+            return rows
+        best = _least(rows, self.score, SHORTLIST)
+        if (self.ttft[best] <= limit_ms).any():
+            return best
+        return np.concatenate((best, _least(rows, self.ttft, _SHORTLIST_BY_TTFT)))
+
+    def with_fetch(self, decision: Decision, row: int) -> Decision:
+        """The decision with what fetching changes, where it pays."""
+        if self.fetch is None or self.fetch[row] <= 0:
+            return decision
+        spent = float(self.compute[row] + self.fetch[row])
+        prompt = self._seen.request.prompt_tokens
+        return replace(
+            decision,
+            uncached_tokens=prompt - int(self._seen.fetchable[row]) * self._seen.hash_block,
+            prefill_ms=spent,
+            ttft_ms=decision.ttft_ms - decision.prefill_ms + spent,
+            reason=PULL if decision.reason == LEAST_TTFT else decision.reason,
+        )
+
+
+def _spread(work: Floats, full: Floats, group: Group) -> Floats:
+    """What a row's recent work adds to its score; infinity outside of the group."""
+    mean = float(work @ group.share)
+    share = full / (mean + SPREAD_PROMPTS * full + _LEAST_MS)
+    return SPREAD_WEIGHT * share * (work - mean) + group.closed
+
+
+def _pairs(
+    seen: Predictions,
+    sources: _Sources,
+    decode: Group,
+    route: ClassRoute,
+    transfers: TransferCosts,
+) -> _Candidates:
+    p, d = sources.shortlist(min(route.slo_ttft_ms, seen.request.deadline_ms)), decode.rows
+    if len(d) > SHORTLIST:
+        rank = transfers.usual[1] * seen.missing + ANSWER_TOKENS * seen.tpot_ms
+        d = _least(d, rank + _penalty(seen, seen.tpot_ms, route), SHORTLIST)
+    source = p.repeat(len(d))
+    target = np.broadcast_to(d, (len(p), len(d))).ravel()
+    transfer = _transfer(seen, transfers, source, target)
+    tpot = seen.tpot_ms[target]
+    score = sources.score[source] + transfer + ANSWER_TOKENS * tpot
+    return _Candidates(source, target, sources.ttft[source] + transfer, tpot, score)
+
+
+def _penalty(seen: Predictions, tpot: Floats, route: ClassRoute) -> Floats:
+    """Puts decode workers over their SLO behind others, and those without room behind those."""
+    over = np.maximum(tpot / route.slo_tpot_ms - 1.0, 0.0)
+    return _PER_SLO_MS * over + _FULL_MS * ~seen.fits
+
+
+def _least(rows: Rows, values: Floats, count: int) -> Rows:
+    """Those of ``rows`` with the least values, in any order."""
+    return rows[np.argpartition(values[rows], count)[:count]]
+
+
+def _transfer(seen: Predictions, transfers: TransferCosts, source: Rows, target: Rows) -> Floats:
+    missing = seen.missing[target]
+    if not transfers.told:
+        a, b = transfers.usual
+        return a + b * missing
+    names = seen.table.names
+    pairs = zip(source.tolist(), target.tolist(), strict=True)
+    lines = np.array([transfers.line(names[p], names[d]) for p, d in pairs])
+    return lines[:, 0] + lines[:, 1] * missing
+
+
+def _alone(
+    seen: Predictions, decode: Group, work: Floats, full: Floats, route: ClassRoute
+) -> _Candidates:
+    rows, table = decode.rows, seen.table
+    took, tpot = seen.local(route.slo_tpot_ms)
+    ttft = seen.queue_ms + took
+    # Their steps go on beside it: what a prompt costs however short it is comes on top of nothing.
+    stolen = seen.prefill_ms - table.prefill_a
+    harm = stolen * np.maximum(table.running, float(table.running @ decode.share))
+    score = ttft + OTHERS_WEIGHT * seen.prefill_ms + harm + ANSWER_TOKENS * seen.tpot_ms
+    score = score + _spread(work, full, decode)
+    if len(rows) > SHORTLIST:
+        rows = _least(rows, score + _penalty(seen, tpot, route), SHORTLIST)
+    return _Candidates(rows, rows, ttft[rows], tpot[rows], score[rows])
+
+
+def _joined(one: _Candidates, other: _Candidates) -> _Candidates:
+    return _Candidates(
+        np.concatenate((one.source, other.source)),
+        np.concatenate((one.target, other.target)),
+        np.concatenate((one.ttft, other.ttft)),
+        np.concatenate((one.tpot, other.tpot)),
+        np.concatenate((one.score, other.score)),
+    )
+
+
+def _choose(
+    found: _Candidates, seen: Predictions, route: ClassRoute, work: Floats, full: Floats
+) -> tuple[int, str]:
+    """The place of the best one, and the reason."""
+    late = found.ttft > seen.request.deadline_ms
+    if late.all():
+        return int(found.ttft.argmin()), DEADLINE
+    slow = found.tpot > route.slo_tpot_ms
+    tier = np.where(slow, 2, found.ttft > route.slo_ttft_ms) + 3 * ~seen.fits[found.target]
+    tier = tier + 6 * late
+    best = int(tier.min())
+    if best % 3 == 2:
+        harm = found.ttft / route.slo_ttft_ms + found.tpot / route.slo_tpot_ms
+        reason, value, margin = LEAST_HARM, harm, 0.0
+    else:
+        margin = TIE * float(full[found.source].min())
+        reason, value = LEAST_TTFT, found.score
+    value = np.where(tier == best, value, np.inf)
+    equal = np.flatnonzero(value <= value.min() + margin)
+    if len(equal) > 1:
+        equal = equal[_order(found, seen.table, work, equal)]
+    return int(equal[0]), NO_ROOM if best >= 3 else reason
+
+
+def _order(
+    found: _Candidates, table: WorkerTable, work: Floats, places: npt.NDArray[np.intp]
+) -> npt.NDArray[np.intp]:
+    """Of equal ones first who was given the least."""
+    source, target = found.source[places], found.target[places]
+    return np.lexsort(
+        (
+            target,
+            source,
+            table.placed[target],
+            table.sequences[target],
+            table.placed[source],
+            work[source],
+        )
+    )

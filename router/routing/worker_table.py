@@ -1,0 +1,426 @@
+"""What a router knows of its workers: a row each, in columns, so that a decision is a few sums.
+
+A row's load is what the worker's last snapshot said, and what this router has promised it since.
+Names are incarnations; what is said of one that is not listed is ignored. Milliseconds on the
+router's clock; blocks as the prefix index counts them. No I/O, no clock; owned by the router's
+event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.registry import WorkerRecord
+from baton.request import Geometry, LoadSnapshot
+from router.routing.cost_model import (
+    PREFILL_DEFAULT,
+    Coefficients,
+    CostModel,
+    prefill_model,
+    step_model,
+)
+from router.routing.rendezvous import hash_of
+
+Floats = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.intp]
+
+HALF_LIFE_MS = 60_000.0
+"""Work that a worker was given this long ago counts half."""
+_LONGEST_EXPONENT = 256.0
+_LATE_CREDIT = 0.9
+"""How much of the prompt at the head of a queue may count as done before its first token has come:
+a worker that hangs must not look idle."""
+_STEP_EVERY_MS = 200.0
+"""Steps of one worker are learned from this often: snapshots come with every step."""
+_FIRST_CAPACITY = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFilter:
+    """Which pools' workers may serve a context-length class in one role."""
+
+    only: frozenset[str] | None = None
+    """These alone; None: every pool but ``never``."""
+    never: frozenset[str] = frozenset()
+    """Pools that other classes own."""
+    without: frozenset[str] = frozenset()
+    """Incarnations that may not serve, whatever their pool."""
+
+    def allows(self, pool: str) -> bool:
+        """Whether a pool's workers may."""
+        return pool in self.only if self.only is not None else pool not in self.never
+
+
+EVERY_POOL = PoolFilter()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The workers of one role, up now, that a class may use."""
+
+    rows: Rows
+    """Their rows, rising."""
+    closed: Floats
+    """For each row of the table: 0 where it belongs to the group, infinity elsewhere."""
+    share: Floats
+    """For each row of the table: 1/size of the group where it belongs to it, 0 elsewhere."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class _RowNumbers(dict[str, int]):
+    """Rows by name; who is unknown has the last one. ``get`` answers None for those."""
+
+    def __missing__(self, name: str) -> int:
+        return -1
+
+
+@dataclass(slots=True)
+class _Worker:
+    """What of a row is no number."""
+
+    pool: str
+    prefill: CostModel
+    step: CostModel
+    role: str = ""
+    load: LoadSnapshot | None = None
+    stepped_at: float = float("-inf")
+    """When a step was learned from, in milliseconds."""
+
+
+class WorkerTable:
+    """See the module's text. The columns are for reading; methods alone write them."""
+
+    def __init__(self, hash_block: int = 16) -> None:
+        """``hash_block``: tokens in a block of the prefix index."""
+        self.hash_block = hash_block
+        self._rows = _RowNumbers()
+        self._workers: dict[int, _Worker] = {}
+        self._shapes: dict[Geometry, int] = {}
+        self._groups: dict[tuple[str, PoolFilter], Group] = {}
+        self._epoch_ms = 0.0
+        self._coarse = False
+        self.names: list[str] = []
+        """The incarnation of each row; empty where there is none."""
+        self._capacity = 0
+        self._allocate(_FIRST_CAPACITY)
+
+    def _allocate(self, capacity: int) -> None:
+        # The last row is nobody's: what is said of unknown workers goes there.
+        old = self._capacity
+
+        def column(name: str, fill: float = 0.0) -> Floats:
+            grown = np.full(capacity, fill)
+            if old:
+                grown[: old - 1] = getattr(self, name)[: old - 1]
+            return grown
+
+        # Nobody's costs are not zero: they are divided by.
+        self.prefill_a, self.prefill_b = column("prefill_a", 1.0), column("prefill_b", 1.0)
+        self.prefill_c = column("prefill_c")
+        self.step_a, self.step_b, self.step_c = column("step_a"), column("step_b"), column("step_c")
+        self.own_until, self.own_floor = column("own_until"), column("own_floor")
+        self.others_until = column("others_until")
+        self.own_ms, self.outstanding = column("own_ms"), column("outstanding")
+        self.work = column("work")
+        self.placed = column("placed")
+        self.sequences, self.max_sequences = column("sequences"), column("max_sequences", 1.0)
+        self.running, self.told_sequences = column("running"), column("told_sequences")
+        self.own_sequences = column("own_sequences")
+        self.context_tokens = column("context_tokens")
+        self.told_context, self.own_context = column("told_context"), column("own_context")
+        self.available_blocks, self.told_blocks = column("available_blocks"), column("told_blocks")
+        self.promised_blocks = column("promised_blocks")
+        self.per_block = column("per_block", 1.0)
+        self.shape = column("shape", -1.0)
+        self.up = column("up")
+        self.lends = column("lends")
+        hashes = np.zeros(capacity, dtype=np.uint64)
+        if old:
+            hashes[: old - 1] = self.slot_hash[: old - 1]
+        self.slot_hash: npt.NDArray[np.uint64] = hashes
+        self.names.extend([""] * (capacity - len(self.names)))
+        self._free = [row for row in range(capacity - 2, -1, -1) if not self.names[row]]
+        self._capacity = capacity
+        self._groups.clear()
+
+    # Who is there
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._rows
+
+    def row(self, name: str) -> int | None:
+        """Its row, for reading the columns."""
+        return self._rows.get(name)
+
+    def incarnations(self) -> list[str]:
+        """Everybody that is listed."""
+        return list(self._rows)
+
+    def add(self, record: WorkerRecord) -> None:
+        """List a worker, idle and not up yet; one that is listed keeps its row and its load."""
+        row = self._rows.get(record.incarnation)
+        if row is None:
+            row = self._new_row(record)
+        worker = self._workers[row]
+        if worker.role != record.role:
+            # One that comes is not given all that comes after it.
+            same = [r for r, other in self._workers.items() if other.role == record.role]
+            self.work[row] = float(self.work[same].mean()) if same else 0.0
+            self.placed[row] = float(self.placed[same].min()) if same else 0.0
+            worker.role = record.role
+            self._groups.clear()
+        self.max_sequences[row] = max(1, record.max_sequences)
+
+    def _new_row(self, record: WorkerRecord) -> int:
+        if not self._free:
+            self._allocate(2 * self._capacity)
+        row = self._free.pop()
+        self._rows[record.incarnation] = row
+        self.names[row] = record.incarnation
+        self._workers[row] = _Worker(
+            record.pool or record.slot.rpartition("-")[0],
+            prefill_model(record.prefill_cost),
+            step_model(record.step_cost),
+        )
+        self.slot_hash[row] = hash_of(record.slot)
+        # KV moves between equal shapes only, where it is pulled, on however many ranks it lies.
+        shape = record.geometry
+        if shape.drafter is None:
+            shape = replace(shape, tensor_parallel=1)
+        self.shape[row] = self._shapes.setdefault(shape, len(self._shapes))
+        self.per_block[row] = max(1, record.geometry.block_size // self.hash_block)
+        self._coarse = self._coarse or self.per_block[row] > 1
+        self._take_prefill(row)
+        self._take_step(row)
+        return row
+
+    def remove(self, name: str) -> None:
+        """Strike a worker off; idempotent."""
+        row = self._rows.pop(name, None)
+        if row is None:
+            return
+        self.names[row] = ""
+        self._free.append(row)
+        del self._workers[row]
+        for column in (
+            self.own_until,
+            self.own_floor,
+            self.others_until,
+            self.own_ms,
+            self.outstanding,
+            self.work,
+            self.placed,
+            self.sequences,
+            self.running,
+            self.told_sequences,
+            self.own_sequences,
+            self.context_tokens,
+            self.told_context,
+            self.own_context,
+            self.available_blocks,
+            self.told_blocks,
+            self.promised_blocks,
+            self.up,
+            self.lends,
+        ):
+            column[row] = 0.0
+        self._groups.clear()
+
+    def set_up(self, name: str, up: bool, *, lends: bool | None = None) -> None:
+        """Whether new requests may go there. ``lends``: whether others may fetch what it holds, as
+
+        they may from one that is drained; None: if it is up.
+        """
+        row = self._rows.get(name)
+        if row is None:
+            return
+        self.lends[row] = float(up if lends is None else lends)
+        if bool(self.up[row]) != up:
+            self.up[row] = float(up)
+            self._groups.clear()
+
+    def group(self, role: str, pools: PoolFilter = EVERY_POOL) -> Group:
+        """Who may be chosen. Kept until somebody comes, goes or changes."""
+        found = self._groups.get((role, pools))
+        if found is None:
+            rows = [
+                row
+                for row, worker in self._workers.items()
+                if worker.role == role and self.up[row] and pools.allows(worker.pool)
+                if self.names[row] not in pools.without
+            ]
+            members = np.array(sorted(rows), dtype=np.intp)
+            closed, share = np.full(self._capacity, np.inf), np.zeros(self._capacity)
+            closed[members] = 0.0
+            share[members] = 1.0 / max(1, len(members))
+            found = self._groups[role, pools] = Group(members, closed, share)
+        return found
+
+    def prefill_cost(self, role: str) -> Coefficients:
+        """The mean of the prompt costs of a role's workers; the default where there is none."""
+        rows = self.group(role).rows
+        if not len(rows):
+            return PREFILL_DEFAULT
+        a, b, c = self.prefill_a[rows], self.prefill_b[rows], self.prefill_c[rows]
+        return float(a.mean()), float(b.mean()), float(c.mean())
+
+    # What it does
+
+    def set_load(self, name: str, load: LoadSnapshot, now_ms: float) -> None:
+        """Take a snapshot in; the same one again changes nothing."""
+        row = self._rows.get(name)
+        if row is None or self._workers[row].load == load:
+            return
+        self._workers[row].load = load
+        self.told_sequences[row] = load.running + load.waiting
+        self.running[row] = load.running
+        self.told_context[row] = load.context_tokens
+        self.told_blocks[row] = (load.free_blocks + load.cached_blocks) * self.per_block[row]
+        told_ms = self.prefill_a[row] * load.waiting + self.prefill_b[row] * load.waiting_tokens
+        own_left = max(0.0, self.own_until[row] - now_ms, self.own_floor[row])
+        # What other routers have sent there; ours is known better than any snapshot tells.
+        self.others_until[row] = now_ms + max(0.0, told_ms * bool(load.waiting) - own_left)
+        self._learn_step(row, load, now_ms)
+        self._sum_up(row)
+
+    def _sum_up(self, row: int) -> None:
+        self.sequences[row] = max(self.told_sequences[row], self.own_sequences[row])
+        self.context_tokens[row] = max(self.told_context[row], self.own_context[row])
+        self.available_blocks[row] = self.told_blocks[row] - self.promised_blocks[row]
+
+    # What this router promises
+
+    def promise_prompt(self, name: str, prefill_ms: float, now_ms: float) -> None:
+        """A prompt goes there, to be computed in so many milliseconds."""
+        row = self._rows.get(name)
+        if row is None:
+            return
+        self.own_until[row] = max(self.own_until[row], now_ms) + prefill_ms
+        self.own_ms[row] += prefill_ms
+        self.outstanding[row] += 1
+        # A decode worker's are counted as sequences.
+        self.placed[row] += self._workers[row].role == "prefill"
+        self.work[row] += prefill_ms * 2.0 ** self._exponent(now_ms)
+        self._set_floor(row)
+
+    def prompt_computed(self, name: str, prefill_ms: float, now_ms: float) -> None:
+        """Its first token has come, or it will not come."""
+        row = self._rows.get(name)
+        if row is None or not self.outstanding[row]:
+            return
+        self.outstanding[row] -= 1
+        left = max(0.0, self.own_ms[row] - prefill_ms) if self.outstanding[row] else 0.0
+        self.own_ms[row] = left
+        self.own_until[row] = now_ms + left
+        self._set_floor(row)
+
+    def _set_floor(self, row: int) -> None:
+        count = self.outstanding[row]
+        self.own_floor[row] = self.own_ms[row] * (1 - _LATE_CREDIT / count) if count else 0.0
+
+    def promise_sequence(
+        self, name: str, prompt_tokens: int, blocks: int, choices: int = 1
+    ) -> None:
+        """A sequence will run there, and needs so many blocks that are not held yet.
+
+        Of several ``choices`` each runs as a sequence, over the whole prompt.
+        """
+        self._change_sequence(name, choices, prompt_tokens * choices, blocks)
+
+    def sequence_settled(self, name: str, blocks: int) -> None:
+        """Its blocks are taken: the next snapshot counts them."""
+        self._change_sequence(name, 0, 0, -blocks)
+
+    def sequence_ended(self, name: str, prompt_tokens: int, choices: int = 1) -> None:
+        """It runs there no longer, none of its choices."""
+        self._change_sequence(name, -choices, -prompt_tokens * choices, 0)
+
+    def _change_sequence(self, name: str, count: int, tokens: int, blocks: int) -> None:
+        row = self._rows.get(name)
+        if row is None:
+            return
+        self.own_sequences[row] = max(0.0, self.own_sequences[row] + count)
+        self.own_context[row] = max(0.0, self.own_context[row] + tokens)
+        self.promised_blocks[row] = max(0.0, self.promised_blocks[row] + blocks)
+        self.placed[row] += count > 0
+        self._sum_up(row)
+
+    # What its work costs
+
+    def learn_prefill(self, name: str, computed_tokens: float, context: float, ms: float) -> None:
+        """Prompt tokens that attended to ``context`` others on average took so long."""
+        row = self._rows.get(name)
+        if row is None or computed_tokens <= 0 or ms <= 0:
+            return
+        if self._workers[row].prefill.observe(computed_tokens, computed_tokens * context, ms):
+            self._take_prefill(row)
+
+    def _learn_step(self, row: int, load: LoadSnapshot, now_ms: float) -> None:
+        if load.step_ms <= 0 or load.step_batch <= 0:
+            return
+        worker = self._workers[row]
+        if now_ms - worker.stepped_at < _STEP_EVERY_MS:
+            return
+        worker.stepped_at = now_ms
+        if worker.step.observe(load.step_batch, load.step_context_tokens, load.step_ms):
+            self._take_step(row)
+
+    def _take_prefill(self, row: int) -> None:
+        found = self._workers[row].prefill.coefficients
+        self.prefill_a[row], self.prefill_b[row], self.prefill_c[row] = found
+
+    def _take_step(self, row: int) -> None:
+        found = self._workers[row].step.coefficients
+        self.step_a[row], self.step_b[row], self.step_c[row] = found
+
+    # Columns that depend on the moment or on a request
+
+    def queue_ms(self, now_ms: float) -> Floats:
+        """For each row: how long a prompt that comes now waits for those before it."""
+        own = np.maximum(self.own_until - now_ms, self.own_floor)
+        return own + np.maximum(self.others_until - now_ms, 0.0)
+
+    def recent_work(self, now_ms: float) -> Floats:
+        """For each row: milliseconds of computing that it was given, with ``HALF_LIFE_MS``."""
+        faded: Floats = self.work * (2.0 ** -self._exponent(now_ms))
+        return faded
+
+    def _exponent(self, now_ms: float) -> float:
+        # Work is kept as it would be had it all come at the epoch: nothing decays row by row.
+        exponent = (now_ms - self._epoch_ms) / HALF_LIFE_MS
+        if exponent > _LONGEST_EXPONENT:
+            self.work *= 2.0 ** -min(exponent, 1000.0)
+            self._epoch_ms = now_ms
+            exponent = 0.0
+        return exponent
+
+    def held_blocks(self, held: Mapping[str, int]) -> Floats:
+        """For each row: the leading blocks of a prompt that it holds and can use."""
+        column = np.zeros(self._capacity)
+        if held:
+            count = len(held)
+            # The last row is that of all who are unknown.
+            rows = np.fromiter(map(self._rows.__getitem__, held), np.intp, count)
+            column[rows] = np.fromiter(held.values(), np.float64, count)
+        if self._coarse:
+            # The first part of a block that goes on otherwise is of no use.
+            column -= column % self.per_block
+        return column
+
+    def best_of_shape(self, column: Floats) -> Floats:
+        """For each row: the most of ``column`` over the rows with its KV's shape."""
+        if len(self._shapes) <= 1:
+            return np.full(self._capacity, column.max())
+        best = np.zeros(len(self._shapes) + 1)
+        shapes = self.shape.astype(np.intp)
+        np.maximum.at(best, shapes, column)
+        return best[shapes]

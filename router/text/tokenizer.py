@@ -1,0 +1,253 @@
+"""The model's tokenizer: text to token ids and back, ends of sequence, chat template."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import tokenizers
+
+from baton.compiled_grammars import grammars_of
+from baton.errors import ConfigError, InvalidRequest
+from router.text.chat_template import ChatTemplate, load_chat_template
+from router.text.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    MarkerDetokenizer,
+    WindowDetokenizer,
+)
+
+_CONTEXT_TOKENS = 8
+"""Tokens of the prompt's end that decide how the answer's first token is spelled."""
+
+
+class Tokenizer:
+    """Wraps a ``tokenizers.Tokenizer`` with what a server needs besides."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_ids: Sequence[int] = (),
+        vocab_size: int | None = None,
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        """``vocab_size`` is the model's, where it exceeds the tokenizer's."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._template = chat_template
+        self.eos_ids = frozenset(eos_ids)
+        self.vocab_size = vocab_size or backend.get_vocab_size(with_added_tokens=True)
+        # Compiled here to be checked; the workers compile for themselves what they are sent.
+        self.grammars = grammars_of(backend.to_str, self.vocab_size, sorted(self.eos_ids))
+        added = backend.get_added_tokens_decoder()
+        self._special = frozenset(number for number, token in added.items() if token.special)
+        layout = json.loads(backend.to_str())
+        self._byte_level = _is_byte_level(layout.get("decoder"))
+        self._bytes: dict[int, bytes] = {}
+        strips = any(token.lstrip or token.rstrip for token in added.values())
+        shrinks = layout.get("normalizer") is not None or strips
+        self._longest = 0 if shrinks else max(map(len, backend.get_vocab(True)), default=0)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Read a model's folder. Raises ConfigError, naming the file at fault."""
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(f"{folder} has no tokenizer.json")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"{file} cannot be read: {error}") from error
+        settings = _read_json(folder / "tokenizer_config.json")
+        model = _read_json(folder / "config.json")
+        special = _special_tokens(settings)
+        generation = _read_json(folder / "generation_config.json")
+        eos = [*_ids(generation.get("eos_token_id")), *_ids(model.get("eos_token_id"))]
+        named = backend.token_to_id(special.get("eos_token", ""))
+        return cls(
+            backend,
+            eos_ids=eos if named is None else [*eos, named],
+            vocab_size=model.get("vocab_size"),
+            chat_template=load_chat_template(folder, settings, special),
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of ``text``. Other threads run meanwhile."""
+        # Of the library's calls, only the batched ones release the interpreter lock.
+        return tuple(
+            self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        )
+
+    def fewest_tokens(self, text: str) -> int:
+        """A bound from below on the tokens of ``text``, without tokenising it."""
+        return -(-len(text) // self._longest) if self._longest else 0
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """Raises InvalidRequest when the model has none."""
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        return self._template
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """The ids of those of ``texts`` that are special tokens, by text."""
+        ids = ((text, self._backend.token_to_id(text)) for text in texts)
+        return {text: number for text, number in ids if number in self._special}
+
+    async def start(self) -> None:
+        """Start what renders chats, where the model has a template.
+
+        Raises ConfigError when the template does not compile, BatonError.
+        """
+        if self._template is not None:
+            await self._template.start()
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        limit: int,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        more: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        generation_prompt: bool = True,
+    ) -> Future[str]:
+        """The messages as the model's text; at most ``limit`` characters.
+
+        ``tools`` that are not None, if only for earlier calls, take the template for tools.
+        Its token ids are those of ``encode(…, add_special_tokens=False)``: the template writes
+        the special tokens. The rest is as ``ChatTemplate.render`` takes it. Raises InvalidRequest
+        when the model has no template; the future raises what that of ``ChatTemplate.render`` does.
+        """
+        template = self.chat_template if tools is None else self.chat_template.for_tools
+        return template.render(messages, limit, tools, more, generation_prompt=generation_prompt)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ``token_ids``."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def spell(self, token_id: int) -> str:
+        """A token as the vocabulary writes it; "" for an id that has no text."""
+        return self._backend.id_to_token(token_id) or ""
+
+    def detokenizer(
+        self,
+        prompt_ids: Sequence[int] = (),
+        shown_ids: Iterable[int] = (),
+        *,
+        special_tokens: bool = False,
+    ) -> Detokenizer:
+        """A fresh detokenizer for an answer to ``prompt_ids``.
+
+        ``shown_ids`` are special tokens whose text is shown nevertheless; ``special_tokens`` shows
+        that of all.
+        """
+        plain = self._plain_detokenizer(prompt_ids, special_tokens=special_tokens)
+        texts = {} if special_tokens else {token_id: self.spell(token_id) for token_id in shown_ids}
+        return MarkerDetokenizer(plain, texts) if texts else plain
+
+    def _plain_detokenizer(self, prompt_ids: Sequence[int], *, special_tokens: bool) -> Detokenizer:
+        if self._byte_level:
+            return ByteDetokenizer(self.spelling if special_tokens else self._token_bytes)
+        context = prompt_ids[-_CONTEXT_TOKENS:]
+        if special_tokens:
+            return WindowDetokenizer(self._decode_all, lambda token_id: False, context)
+        return WindowDetokenizer(self.decode, self._special.__contains__, context)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token has no text of its own in an answer."""
+        return token_id in self._special
+
+    def spelling(self, token_id: int) -> bytes:
+        """A token's own bytes: maybe half a character; a special token's name."""
+        if token_id in self._special:
+            return (self._backend.id_to_token(token_id) or "").encode()
+        return self._token_bytes(token_id)
+
+    def _decode_all(self, token_ids: Sequence[int]) -> str:
+        return self._backend.decode(list(token_ids), skip_special_tokens=False)
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._spell(token_id)
+        return known
+
+    def _spell(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None or token_id in self._special:
+            return b""
+        if not self._byte_level:
+            return _spell_piece(token)
+        try:
+            return bytes(_BYTE_OF[character] for character in token)
+        except KeyError:  # an added token is written as it is, not in the byte alphabet
+            return token.encode()
+
+
+def _spell_piece(token: str) -> bytes:
+    """The bytes of a SentencePiece token: ``▁`` is a space, ``<0xE2>`` a byte."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        with contextlib.suppress(ValueError):
+            return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte-level alphabet: printable Latin-1 stands for itself, the rest from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    alphabet = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet.update({chr(0x100 + place): byte for place, byte in enumerate(others)})
+    return alphabet
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
+    if decoder is None:
+        return False
+    if decoder["type"] == "Sequence":
+        return len(decoder["decoders"]) == 1 and _is_byte_level(decoder["decoders"][0])
+    return bool(decoder["type"] == "ByteLevel")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} holds no JSON object")
+    return content
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The named tokens (``bos_token`` …) of a tokenizer_config.json, as text."""
+    tokens = {}
+    for name, value in settings.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens

@@ -1,0 +1,84 @@
+"""When a prefill worker is free, behind what lies at the workers and what waits."""
+
+from __future__ import annotations
+
+import heapq
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.admission.under_way import UnderWay
+
+
+def test_an_idle_worker_takes_a_prompt_at_once() -> None:
+    under_way = UnderWay()
+    under_way.served_by(2, 0.0)
+    assert under_way.free_after_s((), 2.0, 0.0) == 0
+    under_way.sent("long", 5000, 5.0, 0.0)
+    assert under_way.free_after_s((), 2.0, 0.0) == 0
+    under_way.sent("short", 1000, 1.0, 0.0)
+    assert under_way.free_after_s((), 2.0, 0.0) == pytest.approx(1.0)
+    # The short one's worker takes up what waits, one prompt after another.
+    assert under_way.free_after_s((1.0, 1.0), 2.0, 0.0) == pytest.approx(3.0)
+    assert under_way.free_after_s((6.0,), 2.0, 0.0) == pytest.approx(5.0)
+    # Half as fast, twice as late.
+    assert under_way.free_after_s((6.0,), 1.0, 0.0) == pytest.approx(10.0)
+
+
+def test_each_counts_from_when_a_worker_took_it_up() -> None:
+    under_way = UnderWay()
+    under_way.served_by(2, 0.0)
+    for name in ("a", "b", "c"):
+        under_way.sent(name, 3000, 3.0, 0.0)
+    assert (under_way.tokens, under_way.work_s) == (9000, 9.0)
+    assert under_way.free_after_s((), 2.0, 2.0) == pytest.approx(1.0)
+    under_way.gone("a", 3.0)
+    # What was done of b does not count as undone because a has ended.
+    assert under_way.free_after_s((), 2.0, 3.0) == pytest.approx(0.0)
+    under_way.gone("b", 3.0)
+    under_way.sent("d", 1000, 1.0, 4.0)
+    assert under_way.free_after_s((), 2.0, 4.0) == pytest.approx(1.0)
+    under_way.gone("c", 4.0)
+    under_way.gone("d", 4.0)
+    assert under_way.tokens == under_way.work_s == len(under_way) == 0
+
+
+def test_one_that_hangs_is_not_done_with_what_lies_behind_it() -> None:
+    under_way = UnderWay()
+    under_way.served_by(1, 0.0)
+    under_way.sent("hangs", 1000, 1.0, 0.0)
+    under_way.sent("behind", 500, 0.5, 0.0)
+    assert under_way.free_after_s((), 1.0, 1e6) == pytest.approx(0.5)
+
+
+def test_a_worker_that_comes_takes_up_what_lies_there() -> None:
+    under_way = UnderWay()
+    under_way.served_by(1, 0.0)
+    for name in ("a", "b"):
+        under_way.sent(name, 1000, 1.0, 0.0)
+    under_way.served_by(2, 1.0)
+    assert under_way.free_after_s((2.0,), 2.0, 1.5) == pytest.approx(0.5)
+    under_way.served_by(0, 2.0)
+    assert under_way.workers == 1
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(1, 6), st.lists(st.integers(1, 3000), max_size=20), st.floats(0.0, 3.0))
+def test_it_is_what_workers_do_that_take_prompts_in_turn(
+    workers: int, prompts: list[int], later_s: float
+) -> None:
+    under_way = UnderWay()
+    under_way.served_by(workers, 0.0)
+    ends: list[tuple[float, str]] = []
+    free_at = [0.0] * workers
+    for number, tokens in enumerate(prompts):
+        under_way.sent(f"r{number}", tokens, tokens / 1e3, 0.0)
+        end = heapq.heappop(free_at) + tokens / 1e3
+        heapq.heappush(free_at, end)
+        ends.append((end, f"r{number}"))
+    for end, name in sorted(ends):
+        if end <= later_s:
+            under_way.gone(name, end)
+    truly = max(0.0, free_at[0] - later_s)
+    assert under_way.free_after_s((), workers, later_s) == pytest.approx(truly, abs=1e-9)

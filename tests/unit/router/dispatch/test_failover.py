@@ -1,0 +1,933 @@
+"""What becomes of attempts that end before their time. Workers and routes are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton import hashing
+from baton.config import Config
+from baton.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    GrammarFailed,
+    HandoffError,
+    PoisonRequest,
+    StepFailed,
+    Unavailable,
+    WorkerFailed,
+)
+from baton.metrics import RouterMetrics
+from baton.request import (
+    LOWEST_PRIORITY,
+    FinishReason,
+    LoadSnapshot,
+    Principal,
+    TokenOutput,
+)
+from baton.sampling_params import SamplingParams
+from baton.v1 import prefill_pb2
+from router.core.request import GenerationRequest
+from router.dispatch import failover as moves_module
+from router.dispatch.attempts import Attempts
+from router.dispatch.failover import MOST_FAILURES, Moves
+from router.dispatch.request_life import RequestLife
+from router.dispatch.running_request import Attempt, RunningRequest
+from router.routing.policy import Decision, RouteRequest
+from router.routing.routes import Route, Routes, Stage
+from router.text.detokenizer import ByteDetokenizer
+from router.text.output_assembler import OutputAssembler
+from router.workers import breaker as breaker_module
+from router.workers.breaker import Breaker
+from router.workers.worker_links import WorkerLinks
+
+DEADLINE_S = 10.0
+PROMPT = (5, 6, 7)
+
+
+class Stream:
+    """A prefill stream on which nothing comes but what a test says."""
+
+    def __init__(self) -> None:
+        self.breaks = 0
+        self.messages = 0
+        self.started: list[prefill_pb2.PrefillRequest] = []
+        self._failure: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: BatonError) -> None:
+        """What is on it now fails."""
+        self._failure.set_result(error)
+        self._failure = asyncio.get_running_loop().create_future()
+
+    async def run(
+        self, message: prefill_pb2.PrefillRequest
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        self.started.append(message)
+        raise await asyncio.shield(self._failure)
+        yield prefill_pb2.PrefillResponse()
+
+
+class Link:
+    """A worker."""
+
+    def __init__(self, name: str, role: str) -> None:
+        self.record = SimpleNamespace(incarnation=name, address=f"{name}:1", role=role, slot=name)
+        self.prefills = Stream()
+        self.breaker = Breaker()
+        self.messages = 0
+        self.is_up = True
+        self.suspected = False
+        self.engine_load = LoadSnapshot(name)
+        self.failed_at: float | None = None
+        self.connected = True
+
+    def failed(self, now: float) -> None:
+        self.failed_at = now
+
+    def suspect(self, now: float) -> None:
+        self.suspected = True
+
+    def stall(self) -> None:
+        self.suspected = True
+
+    def hangs(self, now: float) -> bool:
+        return self.suspected
+
+
+class World:
+    """Two workers of each role; routes go to the first that is not excluded."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.links = {
+            f"{role[0]}{n}": Link(f"{role[0]}{n}", role)
+            for role in ("prefill", "decode")
+            for n in range(2)
+        }
+        self.aborted: list[tuple[str, int, int | None]] = []
+        self.cut_off = False
+        self.stages: list[Stage] = []
+        self.metrics = RouterMetrics(CollectorRegistry())
+        planner = SimpleNamespace(promise=lambda *_: SimpleNamespace(ended=lambda now: None))
+        self.attempts = Attempts(cast(WorkerLinks, self), cast(Any, planner), self.prefill_failed)
+        self.moves = Moves(
+            "router",
+            Config(**changes),
+            cast(Routes, self),
+            self.attempts,
+            self.metrics,
+            cast(WorkerLinks, self),
+        )
+
+    async def prefill_failed(self, attempt: Attempt, failure: BatonError, broke: bool) -> None:
+        await self.moves.prefill_failed(attempt, failure, broke)
+
+    # As links
+
+    def get(self, name: str) -> Link | None:
+        return self.links.get(name)
+
+    async def abort(
+        self, name: str, request_id: str, attempt: int, *, stop: bool, choice: int | None
+    ) -> None:
+        self.aborted.append((name, attempt, choice))
+
+    def is_up(self, link: Link) -> bool:
+        return link.is_up
+
+    def is_cut_off(self) -> bool:
+        return self.cut_off
+
+    async def returned(self, deadline: float) -> None:
+        while self.cut_off and time.monotonic() < deadline:
+            await asyncio.sleep(0)
+
+    # As routes
+
+    def up(self, role: str) -> list[Link]:
+        return [link for link in self.links.values() if link.is_up and link.record.role == role]
+
+    def names_up(self) -> list[str]:
+        return [name for name, link in self.links.items() if link.is_up]
+
+    async def find(self, stage: Stage, *excluded: frozenset[str]) -> Route:
+        self.stages.append(stage)
+        await asyncio.sleep(0)
+        for names in excluded:
+            chosen = [
+                next((n for n in self.names_up() if n[0] == role and n not in names), None)
+                for role in "pd"
+            ]
+            source, target = chosen
+            if source and target:
+                decision = Decision(source, target, 0, "test")
+                return Route(decision, RouteRequest(len(stage.token_ids)), [])
+        raise Unavailable("nobody", retry_after=2.0)
+
+    # What a test does
+
+    async def run(self, *, choices: int = 1, **fields: Any) -> RunningRequest:
+        request = GenerationRequest(
+            "r", PROMPT, SamplingParams(max_tokens=50), Principal(), 60.0, choices=choices, **fields
+        )
+        assemblers = (
+            OutputAssembler(ByteDetokenizer(lambda token: bytes([token]))) for _ in range(choices)
+        )
+        running = RunningRequest(
+            request, RequestLife("r", 0, *assemblers), time.monotonic() + request.deadline_s
+        )
+        await self.moves.begin(running)
+        await self.settle()
+        return running
+
+    async def settle(self) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20.0):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    def tell(
+        self, running: RunningRequest, tokens: int, *, choice: int = 0, ends: bool = False
+    ) -> None:
+        """So many more tokens of a choice, by its attempt."""
+        state = running.life.choices[choice]
+        output = TokenOutput(
+            "r",
+            state.attempt,
+            len(state.token_ids),
+            (65,) * tokens,
+            FinishReason.LENGTH if ends else None,
+            choice=choice,
+        )
+        attempt = self.attempts.find(output)
+        assert attempt is not None
+        attempt.decode_began.set()
+        running.life.accept(output)
+
+    def at(self, running: RunningRequest) -> list[tuple[int, str, str]]:
+        return sorted(
+            (a.spec.attempt, a.source.record.incarnation, a.target.record.incarnation)
+            for a in running.attempts
+        )
+
+    def moved(self, reason: str) -> float:
+        found = self.metrics.registry.get_sample_value(
+            "baton_moved_requests_total", {"reason": reason}
+        )
+        return found or 0.0
+
+    def close(self, *all_running: RunningRequest) -> None:
+        for running in all_running:
+            for attempt in list(running.attempts):
+                self.attempts.end(attempt)
+
+
+GONE = WorkerFailed("it is gone")
+
+
+async def test_an_answer_goes_on_behind_its_tokens() -> None:
+    world = World()
+    running = await world.run(priority=4)
+    world.tell(running, 3)
+    world.moves.worker_broken("d0", GONE)
+    await world.settle()
+    assert world.at(running) == [(1, "p0", "d1")]
+    (attempt,) = running.attempts
+    spec = attempt.spec
+    assert (spec.token_ids, spec.prompt_length) == ((*PROMPT, 65, 65, 65), 3)
+    assert (spec.hand_back, spec.priority, spec.choices) == (True, 4, 1)
+    assert world.stages[-1].is_moved
+    assert world.aborted == [("d0", 0, None)]
+    assert world.moved("decode_failed") == 1
+    world.close(running)
+
+
+async def test_choices_that_have_tokens_move_one_by_one() -> None:
+    world = World()
+    running = await world.run(choices=3, background=True)
+    world.tell(running, 2, choice=0, ends=True)
+    world.tell(running, 1, choice=2)
+    world.moves.worker_broken("d0", GONE)
+    await world.settle()
+    specs = {a.spec.choice: a.spec for a in running.attempts}
+    assert sorted(specs) == [1, 2]
+    assert specs[1].token_ids == PROMPT
+    assert specs[2].token_ids == (*PROMPT, 65)
+    assert {spec.attempt for spec in specs.values()} == {1, 2}
+    assert all(spec.choices == 1 for spec in specs.values())
+    assert specs[1].priority == LOWEST_PRIORITY
+    world.close(running)
+
+
+async def test_choices_without_tokens_move_together() -> None:
+    world = World()
+    running = await world.run(choices=3)
+    world.moves.worker_broken("d0", GONE)
+    await world.settle()
+    (attempt,) = running.attempts
+    assert (attempt.spec.choice, attempt.spec.choices, attempt.spec.attempt) == (0, 3, 1)
+    world.close(running)
+
+
+async def test_late_messages_of_an_old_attempt_find_nobody() -> None:
+    world = World()
+    running = await world.run()
+    world.tell(running, 1)
+    world.moves.worker_broken("d0", GONE)
+    late = TokenOutput("r", 0, 1, (66,))
+    assert world.attempts.find(late) is None
+    await world.settle()
+    running.life.accept(late)
+    assert running.life.token_ids == [65]
+    world.close(running)
+
+
+async def test_a_broken_prefill_stream_excludes_its_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    world = World()
+    running = await world.run()
+    stream = world.links["p0"].prefills
+    stream.breaks += 1
+    stream.fail(GONE)
+    await asyncio.sleep(0.01)
+    assert world.at(running) == [(1, "p1", "d0")]
+    assert world.links["p0"].failed_at is not None
+    assert world.moved("prefill_failed") == 1
+    world.close(running)
+
+
+async def test_a_failed_handoff_tries_two_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either may be at fault; where one of them is known to be down, the other is not."""
+    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    world = World()
+    running = await world.run()
+    world.links["p0"].prefills.fail(HandoffError("a wire"))
+    await world.until(lambda: world.at(running) == [(1, "p1", "d1")])
+    world.links["d1"].is_up = False
+    world.links["p1"].prefills.fail(HandoffError("a wire"))
+    await world.until(lambda: world.at(running) == [(2, "p0", "d0")])
+    world.links["p1"].is_up = False
+    for attempt in range(3, MOST_FAILURES + 1):
+        world.links["p0"].prefills.fail(HandoffError("a wire"))
+        # No other worker is there, and both are up.
+        here = [(attempt, "p0", "d0")]
+        await world.until(lambda here=here: world.at(running) == here)  # type: ignore[misc]
+    world.links["p0"].prefills.fail(HandoffError("a wire"))
+    with pytest.raises(HandoffError):
+        await running.life.next_delta()
+    assert world.moved("handoff_failed") == MOST_FAILURES
+
+
+async def test_a_handoff_that_fails_for_want_of_a_worker_has_no_last_resort(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    world = World()
+    running = await world.run()
+    for name in ("p1", "d0", "d1"):
+        world.links[name].is_up = False
+    world.links["p0"].prefills.fail(HandoffError("a wire"))
+    with pytest.raises(HandoffError):
+        await running.life.next_delta()
+    assert world.moved("handoff_failed") == 0
+
+
+async def test_a_committed_prefill_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 5.0)
+    world = World()
+    running = await world.run()
+    world.links["p0"].prefills.fail(GONE)
+    await world.settle()
+    world.tell(running, 1)
+    await asyncio.sleep(0.01)
+    assert world.at(running) == [(0, "p0", "d0")]
+    world.close(running)
+
+
+async def test_what_is_no_workers_fault_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    running = await world.run()
+    world.links["p0"].prefills.fail(GrammarFailed("too deep"))
+    with pytest.raises(GrammarFailed):
+        await running.life.next_delta()
+    world.close(running)
+
+
+async def test_a_deadline_at_a_decode_worker_is_told() -> None:
+    world = World()
+    running = await world.run()
+    (attempt,) = running.attempts
+    output = TokenOutput("r", 0, 0, (), error="late", error_code="deadline_exceeded")
+    world.moves.worker_reported(attempt, output, DeadlineExceeded("late"))
+    with pytest.raises(DeadlineExceeded):
+        await running.life.next_delta()
+    world.close(running)
+    assert world.aborted == [], "it has ended there"
+
+
+async def test_with_nobody_else_the_failure_says_when_to_come_back() -> None:
+    world = World()
+    world.links["d1"].is_up = False
+    running = await world.run()
+    world.moves.worker_broken("d0", GONE)
+    with pytest.raises(WorkerFailed) as caught:
+        await running.life.next_delta()
+    assert caught.value.retry_after
+    assert not running.attempts
+
+
+async def lost_twice(world: World, what_becomes: Callable[[str], object]) -> RunningRequest:
+    """Both decode workers are lost under a request, at about the same place."""
+    running = await world.run()
+    world.tell(running, 20)
+    world.links["d2"] = Link("d2", "decode")
+    for name in ("d0", "d1"):
+        world.links[name].connected = False
+        world.moves.worker_broken(name, GONE)
+        await world.settle()
+        what_becomes(name)
+        if name == "d0":
+            world.tell(running, 1)
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.gather(*running.moves)
+    return running
+
+
+async def test_two_deaths_at_one_place_are_poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves_module, "LOOK_S", 0.001)
+    world = World()
+    running = await lost_twice(world, world.links.pop)
+    await running.life.next_delta()
+    with pytest.raises(PoisonRequest):
+        await running.life.next_delta()
+    assert world.moves.quarantine
+    world.close(running)
+
+
+@pytest.mark.parametrize("speak_again", [True, False])
+async def test_lost_streams_are_no_deaths(
+    speak_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router stood still: the workers are there, or it is not known in time."""
+    monkeypatch.setattr(moves_module, "LOOK_S", 0.001)
+    world = World(registry_ttl_s=4.0, heartbeat_s=1.0)
+    world.moves._verdict_s = 0.02
+
+    def what_becomes(name: str) -> None:
+        world.links[name].connected = speak_again
+
+    running = await lost_twice(world, what_becomes)
+    assert running.attempts, "it goes on"
+    assert not world.moves.quarantine
+    world.close(running)
+
+
+async def failed_steps(world: World, error: type[WorkerFailed]) -> RunningRequest:
+    """Two decode workers say that they have failed, and live on."""
+    running = await world.run()
+    world.tell(running, 2)
+    for _ in range(2):
+        (attempt,) = running.attempts
+        output = TokenOutput("r", 0, 2, (), error="it failed", error_code=error.code or "")
+        world.moves.worker_reported(attempt, output, error("it failed"))
+        await world.settle()
+    return running
+
+
+async def test_failed_steps_on_two_workers_are_poison() -> None:
+    world = World()
+    running = await failed_steps(world, StepFailed)
+    await running.life.next_delta()
+    with pytest.raises(PoisonRequest):
+        await running.life.next_delta()
+    assert world.moves.quarantine
+    world.close(running)
+
+
+async def test_workers_that_end_a_request_for_another_reason_are_no_evidence() -> None:
+    """They stop, or lack the tokens of an earlier step."""
+    world = World()
+    running = await failed_steps(world, WorkerFailed)
+    assert running.attempts
+    assert not world.moves.quarantine
+    world.close(running)
+
+
+async def test_failed_steps_on_two_prefill_workers_are_poison(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    world = World()
+    running = await world.run()
+    for name in ("p0", "p1"):
+        stream = world.links[name].prefills
+        stream.messages += 1
+        stream.fail(StepFailed("it failed"))
+        await asyncio.sleep(0.01)
+    with pytest.raises(PoisonRequest):
+        await running.life.next_delta()
+    world.close(running)
+
+
+async def test_a_failed_step_is_a_failed_worker_to_clients() -> None:
+    world = World()
+    world.links["d1"].is_up = False
+    running = await world.run()
+    (attempt,) = running.attempts
+    output = TokenOutput("r", 0, 0, (), error="it failed", error_code=StepFailed.code)
+    world.moves.worker_reported(attempt, output, StepFailed("it failed"))
+    with pytest.raises(WorkerFailed, match="it failed") as caught:
+        await running.life.next_delta()
+    assert caught.value.code == WorkerFailed.code
+    assert caught.value.retry_after
+    world.close(running)
+
+
+async def test_one_that_waited_elsewhere_has_killed_nobody() -> None:
+    """It was to be handed over to workers that died: none of them has seen it."""
+    world = World()
+    running = await world.run()
+    for name in ("d0", "d1", "d0", "d1"):
+        world.moves.worker_broken(name, GONE)
+        await world.settle()
+        assert running.attempts
+    assert not world.moves.quarantine
+    world.close(running)
+
+
+@pytest.mark.parametrize("have_begun", [True, False])
+async def test_prefill_workers_that_died_before_they_had_a_prompt_died_of_something_else(
+    have_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool dies at once: what was placed at its dead workers meanwhile is no poison."""
+    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    monkeypatch.setattr(moves_module, "LOOK_S", 0.001)
+    world = World()
+    running = await world.run()
+    for name in ("p0", "p1"):
+        stream = world.links[name].prefills
+        stream.messages += have_begun
+        stream.breaks += 1
+        world.links[name].connected = False
+        stream.fail(GONE)
+        await asyncio.sleep(0.01)
+        del world.links[name]
+    await asyncio.sleep(0.05)
+    assert bool(world.moves.quarantine) == have_begun
+    world.close(running)
+
+
+async def test_moves_are_bounded_for_each_request_and_for_all() -> None:
+    world = World(move_budget_burst=3, move_budget_ratio=0.0, move_budget_per_s=0.0)
+    running = await world.run()
+    for n in range(4):
+        world.moves.worker_broken(f"d{n % 2}", GONE)
+        await world.settle()
+    with pytest.raises(WorkerFailed) as caught:
+        await running.life.next_delta()
+    assert caught.value.retry_after
+    world = World()
+    running = await world.run()
+    for n in range(MOST_FAILURES + 1):
+        world.moves.worker_broken(f"d{n % 2}", GONE)
+        await world.settle()
+    with pytest.raises(WorkerFailed):
+        await running.life.next_delta()
+
+
+async def test_what_is_handed_back_goes_on_without_any_budget() -> None:
+    world = World(move_budget_burst=1, move_budget_ratio=0.0, move_budget_per_s=0.0)
+    running = await world.run(choices=2)
+    world.tell(running, 2, choice=0)
+    world.tell(running, 3, choice=1)
+    for times in range(1, 4):
+        attempt = next(a for a in running.attempts if 1 in a.choices)
+        world.moves.handed_back(attempt, 1)
+        await world.settle()
+        assert world.moved("preempted") == times
+    specs = {a.spec.choice: a.spec for a in running.attempts}
+    assert specs[0].attempt == 0
+    assert (specs[1].attempt, specs[1].preemptions) == (3, 3)
+    assert specs[1].token_ids == (*PROMPT, 65, 65, 65)
+    assert world.aborted == []
+    world.close(running)
+
+
+async def test_a_worker_that_has_done_all_may_go() -> None:
+    """While another choice is on its way elsewhere."""
+    world = World()
+    running = await world.run(choices=2)
+    world.tell(running, 2, choice=0, ends=True)
+    world.tell(running, 1, choice=1)
+    (attempt,) = running.attempts
+    world.moves.handed_back(attempt, 1)
+    world.moves.worker_broken("d0", GONE)
+    await world.settle()
+    assert [a.spec.choice for a in running.attempts] == [1]
+    delta = await running.life.next_delta()
+    assert (delta.choice, delta.token_ids) == (0, (65, 65))
+    world.close(running)
+
+
+async def test_a_silent_worker_keeps_what_nobody_else_can_take() -> None:
+    world = World()
+    world.links["d1"].is_up = False
+    running = await world.run()
+    world.tell(running, 1)
+    world.moves.worker_silent(cast(Any, world.links["d0"]))
+    await world.settle()
+    assert world.at(running) == [(0, "p0", "d0")]
+    assert not running.moves
+    world.close(running)
+
+
+def short_contexts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody that is left could take what the request has become."""
+
+    async def find(stage: Stage, *excluded: frozenset[str]) -> Route:
+        await asyncio.sleep(0)
+        raise ContextLengthExceeded("too long for all that are left")
+
+    monkeypatch.setattr(world, "find", find)
+
+
+@pytest.mark.parametrize("way", ["worker_silent", "worker_stalled", "worker_drains"])
+async def test_what_is_too_long_for_the_others_ends_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    world = World()
+    running = await world.run()
+    world.tell(running, 5)
+    short_contexts(world, monkeypatch)
+    getattr(world.moves, way)(world.links["d0"])
+    await world.settle()
+    assert world.at(running) == [(0, "p0", "d0")]
+    assert not running.moves
+    world.tell(running, 1, ends=True)
+    assert (await running.life.next_delta()).finish_reason is FinishReason.LENGTH
+    world.close(running)
+
+
+async def test_what_is_too_long_for_the_others_may_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not the client's fault."""
+    world = World()
+    running = await world.run()
+    short_contexts(world, monkeypatch)
+    world.moves.worker_broken("d0", GONE)
+    with pytest.raises(WorkerFailed) as caught:
+        await running.life.next_delta()
+    assert caught.value.retry_after
+
+
+async def test_a_silent_worker_keeps_what_no_budget_is_left_for() -> None:
+    world = World(move_budget_burst=1, move_budget_ratio=0.0, move_budget_per_s=0.0)
+    assert world.moves.budget.take(0.0)
+    running = await world.run()
+    world.tell(running, 1)
+    world.moves.worker_silent(cast(Any, world.links["d0"]))
+    await world.settle()
+    assert world.at(running) == [(0, "p0", "d0")]
+    world.close(running)
+
+
+async def test_a_silent_worker_that_speaks_again_keeps_all() -> None:
+    world = World()
+    running = await world.run()
+    world.tell(running, 1)
+    silent = world.links["d0"]
+    world.moves.worker_silent(cast(Any, silent))
+    silent.suspected = False
+    await world.settle()
+    assert world.at(running) == [(0, "p0", "d0")]
+    world.moves.worker_silent(cast(Any, silent))
+    await world.settle()
+    assert world.at(running) == [(1, "p0", "d1")]
+    assert world.moved("decode_silent") == 1
+    assert ("d0", 0, None) in world.aborted
+    world.close(running)
+
+
+async def test_prompts_of_a_silent_prefill_worker_move() -> None:
+    world = World()
+    running = await world.run()
+    world.moves.worker_silent(cast(Any, world.links["p0"]))
+    await world.settle()
+    assert world.at(running) == [(1, "p1", "d0")]
+    assert world.moved("prefill_silent") == 1
+    world.close(running)
+
+
+async def test_what_a_worker_has_whose_engine_stands_still_moves() -> None:
+    world = World()
+    running = await world.run()
+    world.tell(running, 1)
+    world.moves.worker_stalled(cast(Any, world.links["d0"]))
+    await world.settle()
+    assert world.at(running) == [(1, "p0", "d1")]
+    assert world.moved("decode_stalled") == 1
+    world.close(running)
+    world = World()
+    running = await world.run()
+    world.moves.worker_stalled(cast(Any, world.links["p0"]))
+    await world.settle()
+    assert world.at(running) == [(1, "p1", "d0")]
+    assert world.moved("prefill_stalled") == 1
+    world.close(running)
+
+
+async def test_a_worker_is_expected_to_speak_from_when_a_prompt_is_handed_to_it() -> None:
+    world = World()
+    running = await world.run()
+    (attempt,) = running.attempts
+    attempt.is_computed = True
+    assert world.attempts.expected_to_speak() == {"p0": 0, "d0": 0}
+    world.close(running)
+
+
+async def test_an_engine_is_expected_to_step_while_it_has_something_to_compute() -> None:
+    world = World()
+    running = await world.run()
+    source = world.links["p0"]
+    assert world.attempts.expected_to_step() == {}, "it waits for blocks, say"
+    source.engine_load = LoadSnapshot("p0", engine_steps=7, steps_in_flight=1)
+    assert world.attempts.expected_to_step() == {"p0": 7}
+    world.tell(running, 1)
+    assert world.attempts.expected_to_step() == {}
+    world.links["d0"].engine_load = LoadSnapshot("d0", engine_steps=2, steps_in_flight=2)
+    assert world.attempts.expected_to_step() == {"d0": 2}
+    world.close(running)
+
+
+async def test_a_worker_whose_streams_break_again_and_again_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of them after it had begun well."""
+    monkeypatch.setattr(breaker_module, "MOMENT_S", 0.001)
+    world = World(poison_quarantine_s=0.0)
+    for n in range(3):
+        running = await world.run()
+        world.tell(running, 1 + 9 * n)
+        assert world.links["d0"].breaker.openings == 0
+        world.moves.worker_broken("d0", GONE)
+        await world.settle()
+        world.tell(running, 1, ends=True)
+        world.close(running)
+        await asyncio.sleep(0.002)
+    assert world.links["d0"].breaker.openings == 1
+    assert world.links["d1"].breaker.openings == 0
+    assert world.metrics.registry.get_sample_value("baton_left_out_workers_total", {"worker": "d0"})
+
+
+async def test_streams_that_were_only_to_come_to_a_worker_do_not_break_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(breaker_module, "MOMENT_S", 0.001)
+    world = World()
+    running = await world.run()
+    for _ in range(3):
+        world.moves.worker_broken("d0", GONE)
+        await world.settle()
+        await asyncio.sleep(0.002)
+    assert world.links["d0"].breaker.openings == 0
+    world.close(running)
+
+
+async def test_what_is_no_workers_fault_leaves_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    monkeypatch.setattr(breaker_module, "MOMENT_S", 0.001)
+    world = World()
+    for _ in range(4):
+        running = await world.run()
+        world.links["p0"].prefills.fail(Unavailable("it is drained"))
+        await asyncio.sleep(0.002)
+        world.close(running)
+    assert all(link.breaker.openings == 0 for link in world.links.values())
+
+
+async def test_an_error_of_the_router_blames_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breaker_module, "MOMENT_S", 0.001)
+    world = World()
+    for _ in range(4):
+        running = await world.run()
+        for name in ("d0", "d1"):
+            world.tell(running, 1)
+            world.moves.worker_broken(name, BatonError("internal error: ValueError"))
+            await world.settle()
+            assert running.attempts, "it goes on"
+        world.close(running)
+        await asyncio.sleep(0.002)
+    assert all(link.breaker.openings == 0 for link in world.links.values())
+    assert not world.moves.quarantine
+
+
+async def test_workers_are_expected_to_speak_while_they_have_something_to_do() -> None:
+    world = World()
+    running = await world.run()
+    assert world.attempts.expected_to_speak() == {"p0": 0}
+    world.tell(running, 1)
+    assert world.attempts.expected_to_speak() == {"d0": 0}
+    world.close(running)
+    assert world.attempts.expected_to_speak() == {}
+
+
+async def test_requests_wait_for_workers_that_were_cut_off_together() -> None:
+    """No worker is blamed, whatever a request had when each of its workers went away."""
+    world = World(move_budget_ratio=0.0, move_budget_per_s=0.0, move_budget_burst=1)
+    running = await world.run()
+    for name in ("d0", "d1", "d0"):
+        world.tell(running, 1)
+        world.cut_off = True
+        for link in world.links.values():
+            link.is_up = False
+        world.moves.worker_broken(name, GONE)
+        await world.settle()
+        assert running.attempts == set()
+        world.cut_off = False
+        for link in world.links.values():
+            link.is_up = True
+        await world.settle()
+        assert len(running.attempts) == 1
+    assert world.at(running) == [(3, "p0", "d1")]
+    assert all(link.breaker.openings == 0 for link in world.links.values())
+    assert not running.excluded
+    assert not world.moves.quarantine
+    world.close(running)
+
+
+async def test_the_only_worker_is_good_enough_once_it_is_back() -> None:
+    world = World()
+    del world.links["d1"]
+    running = await world.run()
+    world.tell(running, 2)
+    world.cut_off = True
+    world.moves.worker_broken("d0", GONE)
+    world.cut_off = False
+    await world.settle()
+    assert world.at(running) == [(1, "p0", "d0")]
+    world.close(running)
+
+
+async def test_workers_that_go_away_again_and_again_end_a_request() -> None:
+    world = World()
+    del world.links["d1"]
+    running = await world.run()
+    for _ in range(MOST_FAILURES + 1):
+        world.cut_off = True
+        world.moves.worker_broken("d0", GONE)
+        world.cut_off = False
+        await world.settle()
+    assert not running.attempts
+    with pytest.raises(WorkerFailed):
+        await running.life.next_delta()
+
+
+async def test_waiting_for_workers_ends_with_the_deadline() -> None:
+    world = World()
+    running = await world.run()
+    running.deadline = time.monotonic() + 0.05
+    world.cut_off = True
+    world.moves.worker_broken("d0", GONE)
+    with pytest.raises(DeadlineExceeded):
+        await running.life.next_delta()
+
+
+async def test_a_prefill_stream_that_broke_with_all_others_blames_no_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    world = World()
+    del world.links["p1"]
+    running = await world.run()
+    world.cut_off = True
+    stream = world.links["p0"].prefills
+    stream.breaks += 1
+    stream.fail(GONE)
+    await asyncio.sleep(0.01)
+    world.cut_off = False
+    await world.settle()
+    assert world.at(running) == [(1, "p0", "d0")]
+    assert world.links["p0"].failed_at is None
+    world.close(running)
+
+
+async def test_an_answer_whose_prompts_part_is_lost_fails() -> None:
+    world = World()
+    running = await world.run()
+    running.life.awaits_prompt = True
+    world.tell(running, 1, ends=True)
+    world.moves.worker_broken("d0", GONE)
+    with pytest.raises(WorkerFailed):
+        async with asyncio.timeout(60):
+            await running.life.next_delta()
+
+
+@pytest.mark.parametrize("way", ["worker_silent", "worker_stalled", "worker_drains"])
+async def test_a_worker_without_another_costs_nothing_for_each_request(way: str) -> None:
+    """It is asked about again and again."""
+    world = World()
+    world.links["d1"].is_up = False
+    running = await world.run()
+    world.tell(running, 5)
+    asked = len(world.stages)
+    for _ in range(3):
+        getattr(world.moves, way)(world.links["d0"])
+        await world.settle()
+    assert len(world.stages) == asked
+    assert world.at(running) == [(0, "p0", "d0")]
+    world.links["d1"].is_up = True
+    getattr(world.moves, way)(world.links["d0"])
+    await world.settle()
+    assert len(world.stages) == asked + 1
+    world.close(running)
+
+
+@pytest.mark.parametrize("local", ["never", "auto"])
+async def test_prompts_of_the_only_prefill_worker_can_go_to_decode_workers(local: str) -> None:
+    world = World(local_prefill=local)
+    world.links["p1"].is_up = False
+    running = await world.run()
+    asked = len(world.stages)
+    world.moves.worker_silent(cast(Any, world.links["p0"]))
+    await world.settle()
+    assert len(world.stages) == asked + (local == "auto")
+    world.close(running)
+
+
+async def test_a_sequence_is_hashed_once_however_often_it_is_placed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    running = await world.run()
+    chain = world.stages[-1].chain
+    before = chain.of(PROMPT, 1, b"key")
+    world.tell(running, 2)
+    world.moves.worker_broken("d0", GONE)
+    await world.settle()
+    assert world.stages[-1].chain is chain
+    hashed: list[int] = []
+
+    def block_hashes(tokens: Any, size: int, key: bytes, known: list[bytes]) -> list[bytes]:
+        hashed.append(len(tokens) - len(known))
+        return real(tokens, size, key, known)
+
+    real = hashing.block_hashes
+    monkeypatch.setattr(hashing, "block_hashes", block_hashes)
+    after = chain.of(world.stages[-1].token_ids, 1, b"key")
+    assert hashed == [2]
+    assert after == real(world.stages[-1].token_ids, 1, b"key")
+    assert after[:3] == before
+    assert chain.of(PROMPT, 1, b"another") == real(PROMPT, 1, b"another")
+    world.close(running)

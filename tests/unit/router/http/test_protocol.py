@@ -1,0 +1,186 @@
+"""What a client sends that never ends as a request, against a real uvicorn on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+
+import pytest
+import uvloop
+
+from router.http.protocol import MOST_HEAD_BYTES, client_of
+from tests.support.router.front_fakes import make_front, serve, silent_after_one
+
+DEADLINE_S = 20.0
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+BODY = json.dumps({"model": "tiny", "prompt": "Hello", "padding": "x" * (4 * MOST_HEAD_BYTES)})
+CHUNK = b"%x\r\n%s\r\n" % (len(BODY), BODY.encode())
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+async def answer(address: str, sent: bytes) -> bytes:
+    """The status line of what comes back."""
+    host, port = address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            writer.write(sent)
+            return await reader.readline()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        pytest.param(HEAD + b"X: ", b"a" * 4096, id="a header"),
+        pytest.param(HEAD, b"X: a\r\n" * 100, id="many headers"),
+        pytest.param(b"GET /", b"a" * 4096, id="a path"),
+    ],
+)
+async def test_what_does_not_end_is_refused(begin: bytes, more: bytes) -> None:
+    # No more than it takes: a socket closed with unread bytes is reset, and the answer is lost.
+    count = MOST_HEAD_BYTES // len(more) + 1
+    async with serve(make_front().app()) as address:
+        assert b" 400 " in await answer(address, begin + more * count)
+
+
+async def flood(writer: asyncio.StreamWriter) -> None:
+    """Write for ever. Raises ConnectionError once the other side has closed."""
+    while True:
+        writer.write(b"a" * 4096)
+        await writer.drain()
+        await asyncio.sleep(0)
+
+
+async def test_a_chunks_extension_that_does_not_end_ends_the_connection() -> None:
+    async with serve(make_front().app()) as address:
+        host, port = address.split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(CHUNKED + b"1;")
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(flood(writer), DEADLINE_S)
+        writer.close()
+
+
+async def test_long_bodies_are_no_heads() -> None:
+    async with serve(make_front().app()) as address:
+        head = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY)
+        assert b" 200 " in await answer(address, head + BODY.encode())
+        assert b" 200 " in await answer(address, CHUNKED + CHUNK + b"0\r\n\r\n")
+
+
+async def test_a_head_that_does_not_come_ends_the_connection() -> None:
+    async with serve(make_front().app(), head_deadline_s=0.2) as address:
+        for begun in (b"", HEAD, b"GET /live HTTP/1.1\r\nHost: x\r\n\r\nGET /li"):
+            host, port = address.split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(begun)
+            async with asyncio.timeout(DEADLINE_S):
+                told = await reader.read()
+            assert b" 408 " in told
+            assert told.startswith(b"HTTP/1.1 200") is begun.startswith(b"GET")
+            writer.close()
+
+
+async def test_an_answer_may_take_longer_than_a_head() -> None:
+    async with serve(make_front(silent_after_one).app(), head_deadline_s=0.05) as address:
+        host, port = address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = json.dumps({"model": "tiny", "prompt": "Hello", "stream": True}).encode()
+        # The next head begins, and is late, while the answer to the first one still comes.
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body + b"GET /li")
+        async with asyncio.timeout(DEADLINE_S):
+            assert b" 200 " in await reader.readline()
+            while b'"text":"x"' not in await reader.readline():
+                pass
+        late = asyncio.create_task(reader.read())
+        done, _ = await asyncio.wait([late], timeout=0.5)
+        assert not done
+        late.cancel()
+        writer.close()
+
+
+LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+async def test_a_client_has_so_many_connections_and_no_more() -> None:
+    async with serve(make_front().app(), connections_per_client=2) as address:
+        host, port = address.split(":")
+        kept = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        for reader, writer in kept:
+            # It has been let in by the time that it is answered.
+            writer.write(LIVE)
+            async with asyncio.timeout(DEADLINE_S):
+                assert b" 200 " in await reader.readline()
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(DEADLINE_S):
+            told = await reader.read()
+        writer.close()
+        head, _, said = told.partition(b"\r\n\r\n")
+        assert b" 503 " in head
+        assert b"content-length: %d\r\n" % len(said) in head
+        # One that goes makes room for another.
+        kept[0][1].close()
+        async with asyncio.timeout(DEADLINE_S):
+            while b" 200 " not in await answer(address, LIVE):
+                await asyncio.sleep(0.01)
+        kept[1][1].close()
+
+
+async def test_unless_told_otherwise_a_client_has_any_number() -> None:
+    async with serve(make_front().app()) as address:
+        host, port = address.split(":")
+        kept = [await asyncio.open_connection(host, int(port)) for _ in range(100)]
+        assert b" 200 " in await answer(address, LIVE)
+        for _, writer in kept:
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "client"),
+    [
+        ("10.1.2.3", "10.1.2.3"),
+        ("::ffff:10.1.2.3", "10.1.2.3"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+    ],
+)
+def test_a_network_of_ipv6_is_one_client(address: str, client: str) -> None:
+    assert client_of((address, 80)) == client
+
+
+@pytest.mark.parametrize("has_asked", [False, True], ids=["its first", "its next"])
+def test_a_request_that_came_while_the_router_stood_still_is_answered(*, has_asked: bool) -> None:
+    """In the loop that routers use, whose timers may run before what has come is read."""
+    asks = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+
+    async def ask_amid_a_pause() -> None:
+        loop = asyncio.get_running_loop()
+        here, there = socket.socketpair()
+        app = make_front().app()
+        async with serve(app, head_deadline_s=0.3, keep_alive_s=0.3) as address:
+            host, port = address.split(":")
+            client = socket.create_connection((host, int(port)))
+            client.setblocking(False)
+
+            def stand_still() -> None:
+                """While others of the sockets that were found to be ready are read."""
+                there.recv(1)
+                client.send(asks)
+                time.sleep(0.6)
+
+            with here, there, client:
+                loop.add_reader(there, stand_still)
+                async with asyncio.timeout(DEADLINE_S):
+                    if has_asked:
+                        client.send(asks)
+                        assert b" 200 " in await loop.sock_recv(client, 4096)
+                    await asyncio.sleep(0.05)
+                    here.send(b"x")
+                    assert b" 200 " in await loop.sock_recv(client, 4096)
+                loop.remove_reader(there)
+
+    uvloop.run(ask_amid_a_pause())

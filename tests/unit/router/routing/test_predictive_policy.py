@@ -1,0 +1,389 @@
+"""The policy that decides by predicted milliseconds."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.config import LocalPrefill
+from baton.request import LoadSnapshot
+from router.routing.planner import Planner
+from router.routing.policy import ClassRoute, Decision, RouteRequest, RouteSettings
+from router.routing.predictive_policy import (
+    ANSWER_TOKENS,
+    DEADLINE,
+    LEAST_HARM,
+    LEAST_TTFT,
+    NO_ROOM,
+    OTHERS_WEIGHT,
+    PREFIX,
+    PULL,
+    SPREAD_PROMPTS,
+    SPREAD_WEIGHT,
+    TIE,
+    PredictivePolicy,
+)
+from router.routing.transfer_costs import TransferCosts
+from router.routing.worker_table import WorkerTable
+from tests.support.router.workers import BLOCK, PREFILL_COST, list_worker, record, table_of
+
+
+def decide(
+    table: WorkerTable,
+    request: RouteRequest,
+    held: dict[str, int] | None = None,
+    *,
+    route: ClassRoute | None = None,
+    transfers: TransferCosts | None = None,
+    pulls: bool = False,
+) -> Decision:
+    policy = PredictivePolicy(RouteSettings(default=route or ClassRoute(), pulls=pulls))
+    return policy.decide(request, table, transfers or TransferCosts(), held or {}, 0.0)
+
+
+def cost(tokens: float, cached: float = 0.0) -> float:
+    a, b, c = PREFILL_COST
+    n = tokens - cached
+    return a + b * n + c * n * (cached + n / 2)
+
+
+# A plain second opinion, pair by pair
+
+
+@dataclass(frozen=True)
+class Pair:
+    source: str
+    target: str
+    ttft: float
+    tpot: float
+    score: float
+    room: bool
+
+
+def every_pair(
+    table: WorkerTable,
+    transfers: TransferCosts,
+    request: RouteRequest,
+    held: dict[str, int],
+    route: ClassRoute,
+) -> list[Pair]:
+    prompt = request.prompt_tokens
+    decode = [table.names[r] for r in table.group("decode").rows]
+    prefill = [table.names[r] for r in table.group("prefill").rows]
+    found = []
+    for source in (*prefill, *decode):
+        local = source in decode
+        if (local and route.local_prefill == "never") or (
+            not local and route.local_prefill == "always"
+        ):
+            continue
+        group = decode if local else prefill
+        for target in (source,) if local else decode:
+            p, d = table.row(source), table.row(target)
+            assert p is not None
+            assert d is not None
+            a, b, c = table.prefill_a[p], table.prefill_b[p], table.prefill_c[p]
+
+            def computing(cached: float, a: float = a, b: float = b, c: float = c) -> float:
+                n = prompt - cached
+                return a + b * n + c * n * (prompt + cached) / 2
+
+            took = computing(min(held.get(source, 0) * BLOCK, prompt - 1))
+            full = computing(0)
+            mean = sum(table.work[table.row(name)] for name in group) / len(group)
+            missing = max(0, -(-prompt // BLOCK) - held.get(target, 0))
+            sa, sb, sc = table.step_a[d], table.step_b[d], table.step_c[d]
+            tpot = sa + sb * (table.sequences[d] + 1) + sc * (table.context_tokens[d] + prompt)
+            room = (
+                missing <= table.available_blocks[d] and table.sequences[d] < table.max_sequences[d]
+            )
+            ttft = float(table.queue_ms(0.0)[p]) + took
+            score = ttft + OTHERS_WEIGHT * took + ANSWER_TOKENS * tpot
+            score += SPREAD_WEIGHT * full * (table.work[p] - mean) / (mean + SPREAD_PROMPTS * full)
+            if local:
+                step = sa + sb * table.running[d] + sc * table.context_tokens[d]
+                usual = sum(table.running[table.row(name)] for name in decode) / len(decode)
+                score += (took - a) * max(table.running[d], usual)
+                if table.running[d]:
+                    chunk = min(took, max(route.slo_tpot_ms - step, b * 16))
+                    ttft += took / chunk * step
+                    score += took / chunk * step
+                    tpot = max(tpot, step + chunk)
+            else:
+                first, each = transfers.line(source, target)
+                ttft += first + each * missing
+                score += first + each * missing
+            found.append(Pair(source, target, ttft, tpot, score, bool(room)))
+    return found
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> tuple[WorkerTable, dict[str, int], TransferCosts]:
+    table, held, transfers = WorkerTable(BLOCK), {}, TransferCosts()
+    slots = [f"p-{n}" for n in range(draw(st.integers(1, 5)))]
+    slots += [f"d-{n}" for n in range(draw(st.integers(1, 5)))]
+    for slot in slots:
+        running = draw(st.integers(0, 12))
+        load = LoadSnapshot(
+            running=running,
+            context_tokens=running * draw(st.integers(1, 2000)),
+            waiting=(waiting := draw(st.integers(0, 3))),
+            waiting_tokens=waiting * 200,
+            free_blocks=draw(st.sampled_from((20, 100, 1000))),
+        )
+        b = draw(st.floats(0.05, 2.0))
+        listed = record(slot, max_sequences=12, prefill_cost=(5.0, b, b / 2000))
+        list_worker(table, listed, load)
+        table.promise_prompt(slot, draw(st.floats(0.0, 300.0)), 0.0)
+        held[slot] = draw(st.integers(0, 60))
+    for source, target in draw(
+        st.lists(st.tuples(st.sampled_from(slots), st.sampled_from(slots)), max_size=4)
+    ):
+        transfers.observe(source, target, 10, draw(st.floats(1.0, 100.0)))
+    return table, held, transfers
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    clusters(),
+    st.integers(1, 2500),
+    st.sampled_from(("auto", "never", "always")),
+    st.sampled_from((12.0, 25.0, 100.0)),
+    st.sampled_from((50.0, 800.0, float("inf"))),
+)
+def test_it_equals_brute_force_over_all_pairs(
+    cluster: tuple[WorkerTable, dict[str, int], TransferCosts],
+    tokens: int,
+    local: LocalPrefill,
+    slo_tpot_ms: float,
+    deadline_ms: float,
+) -> None:
+    table, held, transfers = cluster
+    route = ClassRoute(local, slo_ttft_ms=400.0, slo_tpot_ms=slo_tpot_ms)
+    request = RouteRequest(tokens, deadline_ms=deadline_ms)
+    decision = decide(table, request, held, route=route, transfers=transfers)
+    pairs = every_pair(table, transfers, request, held, route)
+    (chosen,) = [p for p in pairs if (p.source, p.target) == (decision.prefill, decision.decode)]
+    assert decision.ttft_ms == pytest.approx(chosen.ttft)
+    assert decision.tpot_ms == pytest.approx(chosen.tpot)
+    in_time = [pair for pair in pairs if pair.ttft <= deadline_ms]
+    assert decision.shed == (not in_time)
+    if not in_time:
+        assert decision.reason == DEADLINE
+        assert chosen.ttft == pytest.approx(min(pair.ttft for pair in pairs))
+        return
+    fitting = [pair for pair in in_time if pair.room]
+    assert (decision.reason == NO_ROOM) == (not fitting)
+    best = fitting or in_time
+    good = [pair for pair in best if pair.tpot <= slo_tpot_ms]
+    if not good:
+        assert decision.reason in {LEAST_HARM, NO_ROOM}
+        harm = [pair.ttft / 400.0 + pair.tpot / slo_tpot_ms for pair in best]
+        mine = chosen.ttft / 400.0 + chosen.tpot / slo_tpot_ms
+        assert mine == pytest.approx(min(harm))
+        return
+    assert chosen.tpot <= slo_tpot_ms
+    best = [pair for pair in good if pair.ttft <= 400.0] or good
+    assert chosen in best
+    rows = {table.row(pair.source) for pair in pairs}
+    margin = TIE * min(
+        table.prefill_a[r] + tokens * (table.prefill_b[r] + table.prefill_c[r] * tokens / 2)
+        for r in rows
+    )
+    assert chosen.score <= min(pair.score for pair in best) + margin + 1e-6
+
+
+# What it is for
+
+
+def test_the_shortest_predicted_time_is_taken_and_told() -> None:
+    table = table_of("p-0", "p-1", "d-0")
+    table.promise_prompt("p-0", 100.0, 0.0)
+    decision = decide(table, RouteRequest(160))
+    assert (decision.prefill, decision.decode, decision.reason) == ("p-1", "d-0", LEAST_TTFT)
+    assert decision.prefill_ms == pytest.approx(cost(160))
+    assert decision.ttft_ms == pytest.approx(cost(160) + 2.0 + 0.3 * 10)
+    assert decision.tpot_ms == pytest.approx(8.0 + 1.0 + 0.16)
+
+
+def test_a_prefix_outweighs_a_queue_that_is_not_much_longer() -> None:
+    table = table_of("p-0", "p-1", "d-0")
+    table.promise_prompt("p-0", 100.0, 0.0)
+    decision = decide(table, RouteRequest(1000), {"p-0": 50})
+    assert (decision.prefill, decision.reason) == ("p-0", PREFIX)
+    assert decision.uncached_tokens == 200
+    table.promise_prompt("p-0", 20_000.0, 0.0)
+    assert decide(table, RouteRequest(1000), {"p-0": 50}).prefill == "p-1"
+
+
+def test_the_slo_of_a_decode_worker_is_respected() -> None:
+    table = WorkerTable(BLOCK)
+    for slot in ("p-0", "d-0", "d-1"):
+        list_worker(table, record(slot))
+    table.set_load("d-0", LoadSnapshot(running=30, free_blocks=4000), 0.0)
+    # It holds the whole prompt, and a step with one more sequence takes 39.1 ms.
+    held = {"d-0": 1000 // BLOCK}
+    assert decide(table, RouteRequest(100), held, route=ClassRoute(slo_tpot_ms=39.0)).decode == (
+        "d-1"
+    )
+    table.set_load("d-1", LoadSnapshot(running=40, free_blocks=4000), 0.0)
+    decision = decide(table, RouteRequest(100), held, route=ClassRoute(slo_tpot_ms=39.0))
+    assert (decision.decode, decision.reason) == ("d-0", LEAST_HARM)
+
+
+def test_a_deadline_that_cannot_be_met_sheds() -> None:
+    table = table_of("p-0", "d-0")
+    table.promise_prompt("p-0", 5000.0, 0.0)
+    decision = decide(table, RouteRequest(100, deadline_ms=4000.0))
+    assert decision.shed
+    assert decision.reason == DEADLINE
+    assert decision.queue_ms == pytest.approx(5000.0)
+    assert not decide(table, RouteRequest(100, deadline_ms=6000.0)).shed
+
+
+def test_short_prompts_stay_at_an_idle_decode_worker_long_ones_do_not() -> None:
+    table = table_of("p-0", "d-0")
+    auto = ClassRoute("auto")
+    assert decide(table, RouteRequest(20), route=auto).local
+    busy = LoadSnapshot(running=16, free_blocks=4000, context_tokens=8000)
+    table.set_load("d-0", busy, 0.0)
+    assert not decide(table, RouteRequest(2000), route=auto).local
+    assert decide(table, RouteRequest(2000), {"d-0": 124}, route=auto).local, "it holds it"
+
+
+def test_an_idle_decode_worker_is_kept_free_of_long_prompts_where_others_run() -> None:
+    table = table_of("p-0", "d-0", "d-1")
+    auto = ClassRoute("auto")
+    # Nobody is in the way of anybody, and there is no handoff.
+    assert decide(table, RouteRequest(2000), route=auto).local
+    table.set_load("d-1", LoadSnapshot(running=2, free_blocks=4000, context_tokens=1000), 0.0)
+    assert not decide(table, RouteRequest(2000), route=auto).local
+    assert decide(table, RouteRequest(4), route=auto).local, "it is over at once"
+    table.promise_prompt("p-0", 2000.0, 0.0)
+    decision = decide(table, RouteRequest(2000), route=auto)
+    assert (decision.decode, decision.local) == ("d-0", True), "prefill workers are busier"
+
+
+def test_blocks_are_fetched_where_that_is_faster() -> None:
+    table = table_of("p-0", "p-1", "d-0")
+    table.promise_prompt("p-0", 100_000.0, 0.0)
+    decision = decide(table, RouteRequest(1601), {"p-0": 100}, pulls=True)
+    assert (decision.prefill, decision.holder, decision.reason) == ("p-1", "p-0", PULL)
+    assert (decision.holder_blocks, decision.uncached_tokens) == (100, 1)
+    fetching = 2.0 + 0.3 * 100
+    assert decision.prefill_ms == pytest.approx(fetching + cost(1601, 1600))
+    slow = TransferCosts()
+    for _ in range(50):
+        slow.observe("p-0", "p-1", 100, 100_000.0)
+    decision = decide(table, RouteRequest(1601), {"p-0": 100}, transfers=slow, pulls=True)
+    assert decision.reason != PULL
+    assert decision.uncached_tokens == 1601
+
+
+def test_of_unequal_shapes_nothing_is_fetched() -> None:
+    table = table_of("p-1", "d-0")
+    list_worker(table, record("p-0", block_size=32))
+    table.promise_prompt("p-0", 100_000.0, 0.0)
+    decision = decide(table, RouteRequest(1601), {"p-0": 100}, pulls=True)
+    assert (decision.prefill, decision.holder, decision.uncached_tokens) == ("p-1", "", 1601)
+
+
+# What it must not do
+
+
+def replay(
+    table_slots: tuple[str, ...],
+    prompts: list[tuple[float, int, list[bytes]]],
+    *,
+    instant: bool = False,
+) -> Counter[str]:
+    """Times, tokens and hashes; caches are unbounded, and the index knows at once what was placed.
+
+    ``instant``: every prompt is computed before the next one comes.
+    """
+    planner = Planner(PredictivePolicy(RouteSettings(pulls=False)), BLOCK)
+    for slot in table_slots:
+        list_worker(planner.table, record(slot))
+    caches: dict[str, set[bytes]] = {}
+    counts: Counter[str] = Counter()
+    for now, tokens, hashes in prompts:
+        held = {
+            name: next((n for n, h in enumerate(hashes) if h not in cache), len(hashes))
+            for name, cache in caches.items()
+        }
+        request = RouteRequest(tokens)
+        decision = planner.decide(request, hashes, held, now)
+        promise = planner.promise(decision, request, hashes, now)
+        if instant:
+            promise.ended(now)
+        caches.setdefault(decision.prefill, set()).update(hashes)
+        counts[decision.prefill] += decision.uncached_tokens
+    return counts
+
+
+def one_first_block(count: int, every_s: float) -> list[tuple[float, int, list[bytes]]]:
+    """Prompts that share their first block and nothing more."""
+    dice = random.Random(1)
+    prompts = []
+    for number in range(count):
+        blocks = dice.randint(2, 8)
+        own = [bytes([n]) + number.to_bytes(15, "big") for n in range(1, blocks)]
+        prompts.append((number * every_s, blocks * BLOCK + 1, [bytes(16), *own]))
+    return prompts
+
+
+@pytest.mark.parametrize(("every_s", "instant"), [(0.01, False), (1.0, True)])
+def test_a_first_block_that_all_share_does_not_herd(every_s: float, *, instant: bool) -> None:
+    """Neither in a rush nor where nobody ever waits."""
+    slots = ("p-0", "p-1", "p-2", "p-3", "d-0")
+    counts = replay(slots, one_first_block(800, every_s), instant=instant)
+    assert max(counts.values()) <= 1.1 * sum(counts.values()) / 4
+
+
+def test_a_burst_with_one_prefix_lands_together() -> None:
+    """No event has come yet: the blocks are expected where the first one went."""
+    planner = Planner(PredictivePolicy(RouteSettings(pulls=False)), BLOCK)
+    for slot in ("p-0", "p-1", "p-2", "d-0"):
+        list_worker(planner.table, record(slot))
+    hashes = [bytes([n]) * 16 for n in range(1, 61)]
+    chosen = set()
+    for _ in range(5):
+        request = RouteRequest(60 * BLOCK + 5)
+        decision = planner.decide(request, hashes, {}, 0.0)
+        planner.promise(decision, request, hashes, 0.0)
+        chosen.add(decision.prefill)
+    assert len(chosen) == 1
+
+
+def test_equal_workers_are_used_equally() -> None:
+    planner = Planner(PredictivePolicy(RouteSettings()), BLOCK)
+    for slot in ("p-0", "p-1", "p-2", "d-0", "d-1"):
+        list_worker(planner.table, record(slot))
+    prefill: Counter[str] = Counter()
+    decode: Counter[str] = Counter()
+    for number in range(60):
+        request = RouteRequest(100)
+        decision = planner.decide(request, (), {}, float(number))
+        planner.promise(decision, request, (), float(number)).ended(float(number))
+        prefill[decision.prefill] += 1
+        decode[decision.decode] += 1
+    assert set(prefill.values()) == {20}
+    assert set(decode.values()) == {30}
+
+
+def test_a_shortlist_is_as_good_as_everybody() -> None:
+    """With more workers than are compared in pairs the best of each role is still found."""
+    slots = [f"p-{n}" for n in range(40)] + [f"d-{n}" for n in range(40)]
+    table = table_of(*slots)
+    for number in range(40):
+        if number != 23:
+            table.promise_prompt(f"p-{number}", 500.0 + number, 0.0)
+        if number != 31:
+            table.set_load(f"d-{number}", LoadSnapshot(running=5, free_blocks=4000), 0.0)
+    decision = decide(table, RouteRequest(300))
+    assert (decision.prefill, decision.decode) == ("p-23", "d-31")

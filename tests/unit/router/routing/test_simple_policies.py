@@ -1,0 +1,104 @@
+"""The policies that judge workers one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from baton.config import PolicyName
+from baton.request import LoadSnapshot
+from router.routing.planner import Planner
+from router.routing.policies import make_policy
+from router.routing.policy import Decision, RouteRequest, RouteSettings
+from tests.support.router.workers import BLOCK, list_worker, record
+
+SLOTS = ("p-0", "p-1", "p-2", "d-0", "d-1")
+
+
+def planner(name: PolicyName, *slots: str) -> Planner:
+    made = Planner(make_policy(name, RouteSettings(), 1), BLOCK)
+    for slot in slots or SLOTS:
+        list_worker(made.table, record(slot))
+    return made
+
+
+def place(
+    made: Planner,
+    held: dict[str, int] | None = None,
+    *,
+    tokens: int = 100,
+    session: str = "",
+    now: float = 0.0,
+) -> Decision:
+    request = RouteRequest(tokens, session=session)
+    decision = made.decide(request, (), held or {}, now)
+    made.promise(decision, request, (), now)
+    return decision
+
+
+def test_round_robin_takes_everybody_in_turn() -> None:
+    made = planner("round_robin")
+    found = [place(made, {"p-0": 6}) for _ in range(6)]
+    assert [one.prefill for one in found] == ["p-0", "p-1", "p-2"] * 2
+    assert [one.decode for one in found] == ["d-0", "d-1"] * 3
+    assert found[0].reason == "round_robin"
+    list_worker(made.table, record("p-3"))
+    assert {place(made).prefill for _ in range(4)} == {"p-0", "p-1", "p-2", "p-3"}
+
+
+def test_least_loaded_takes_the_shortest_queue_and_the_emptiest_batch() -> None:
+    made = planner("least_loaded")
+    made.table.promise_prompt("p-0", 10.0, 0.0)
+    made.table.promise_prompt("p-1", 500.0, 0.0)
+    made.table.promise_prompt("p-2", 20.0, 0.0)
+    busy = LoadSnapshot(running=3, free_blocks=1000)
+    made.table.set_load("d-0", busy, 0.0)
+    decision = place(made, {"p-1": 6})
+    assert (decision.prefill, decision.decode) == ("p-0", "d-1")
+
+
+def test_prefix_herds() -> None:
+    made = planner("prefix")
+    made.table.promise_prompt("p-1", 1e6, 0.0)
+    assert place(made, {"p-1": 2, "p-0": 1, "d-1": 1}).prefill == "p-1"
+    assert place(made).prefill != "p-1", "of equals the least loaded"
+
+
+def test_power_of_two_spreads_and_avoids_the_busiest() -> None:
+    made = planner("power_of_two")
+    made.table.promise_prompt("p-0", 1e9, 0.0)
+    counts = Counter(place(made, now=float(n)).prefill for n in range(200))
+    assert counts["p-0"] == 0
+    assert min(counts["p-1"], counts["p-2"]) > 50
+
+
+def test_a_session_stays_while_workers_come_and_go() -> None:
+    made = planner("session")
+    names = [f"chat {n}" for n in range(60)]
+    before = {name: place(made, session=name) for name in names}
+    assert {one.prefill for one in before.values()} == {"p-0", "p-1", "p-2"}
+    made.remove("p-1")
+    after = {name: place(made, session=name) for name in names}
+    for name in names:
+        if before[name].prefill != "p-1":
+            assert after[name].prefill == before[name].prefill
+        assert after[name].decode == before[name].decode
+    # The same slot in another life: its sessions come back.
+    list_worker(made.table, record("p-1"))
+    again = {name: place(made, session=name).prefill for name in names}
+    assert again == {name: one.prefill for name, one in before.items()}
+
+
+def test_requests_without_a_session_go_to_the_least_loaded() -> None:
+    made = planner("session")
+    made.table.promise_prompt("p-0", 10.0, 0.0)
+    made.table.promise_prompt("p-1", 10.0, 0.0)
+    assert place(made).prefill == "p-2"
+
+
+def test_room_comes_first_where_sequences_decode() -> None:
+    for name in ("round_robin", "least_loaded", "prefix", "power_of_two", "session"):
+        made = planner(name)
+        made.table.set_load("d-0", LoadSnapshot(free_blocks=2), 0.0)
+        made.table.set_load("d-1", LoadSnapshot(running=60, free_blocks=1000), 0.0)
+        decisions = {place(made, session=str(n)).decode for n in range(4)}
+        assert decisions == {"d-1"}, name

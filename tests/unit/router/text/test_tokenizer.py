@@ -1,0 +1,116 @@
+"""A model's folder, and what is read from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.errors import ConfigError, InvalidRequest
+from router.text.chat_template import ChatTemplate
+from router.text.tokenizer import Tokenizer
+from tests.support.router.front_fakes import EOS, TEMPLATE, tiny_backend, tiny_tokenizer
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def folder(path: Path, settings: dict[str, Any], **files: Any) -> Path:
+    tiny_backend().save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+def test_ends_of_sequence_come_from_every_file(tmp_path: Path) -> None:
+    eos = tiny_backend().token_to_id(EOS)
+    path = folder(
+        tmp_path,
+        {"eos_token": {"content": EOS}},
+        config={"eos_token_id": 7, "vocab_size": 1000},
+        generation_config={"eos_token_id": [8, 9]},
+    )
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.eos_ids == {7, 8, 9, eos}
+    assert tokenizer.vocab_size == 1000
+    assert tokenizer.detokenizer().step(999) == ""
+
+
+@pytest.mark.parametrize(
+    "template",
+    [TEMPLATE, [{"name": "tool_use", "template": "x"}, {"name": "default", "template": TEMPLATE}]],
+)
+def test_templates_in_the_settings(tmp_path: Path, template: Any) -> None:
+    tokenizer = Tokenizer.load(folder(tmp_path, {"chat_template": template}))
+    assert tokenizer.render_chat(HELLO, 1000).result().startswith("<|im_start|>user\nHello")
+
+
+def test_a_template_file_goes_first(tmp_path: Path) -> None:
+    path = folder(tmp_path, {"chat_template": "no", "bos_token": "<s>"})
+    (path / "chat_template.jinja").write_text("{{ bos_token }}yes")
+    assert Tokenizer.load(path).render_chat(HELLO, 1000).result() == "<s>yes"
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Tokenizer.load(tmp_path)
+    path = folder(tmp_path, {})
+    (path / "config.json").write_text("[")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        Tokenizer.load(path)
+    (path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="no JSON object"):
+        Tokenizer.load(path)
+
+
+def test_a_template_that_does_not_compile() -> None:
+    with pytest.raises(ConfigError, match="does not compile"):
+        ChatTemplate("{% for %}", {})
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{% generation %}a{% endgeneration %}b", "ab"),
+        ("{{ {'a': '<é>'} | tojson }}", '{"a": "<é>"}'),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{{ tools is none and documents is none and add_generation_prompt }}", "True"),
+        ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
+        ("{{ missing }}|", "|"),
+    ],
+)
+def test_what_templates_may_use(source: str, text: str) -> None:
+    assert ChatTemplate(source, {}).render(HELLO, 1000).result() == text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ messages[0].clear() }}",
+        "{{ range(10000000) | list }}",
+    ],
+)
+def test_templates_stay_in_the_sandbox(source: str) -> None:
+    with pytest.raises(InvalidRequest):
+        ChatTemplate(source, {}).render(HELLO, 1000).result()
+
+
+def test_special_tokens_in_text_are_tokens() -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer.encode(f"a{EOS}", add_special_tokens=False)
+    assert ids[-1] in tokenizer.eos_ids
+    assert tokenizer.decode(ids) == "a"
+
+
+def test_fewest_tokens_is_a_bound() -> None:
+    tokenizer = tiny_tokenizer()
+    for text in ("", "a", "the capital of France is Paris " * 50, "😀" * 30):
+        assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text))
