@@ -61,7 +61,7 @@ $(BIN)/python:
 # a cluster imports a quarter, and writes what it compiles: unless it is told to write nothing.
 $(VENV)/.installed: $(PINS) | $(BIN)/python
 	@echo "installing Baton into $(VENV); the first time takes a minute or more"
-	@nohup $(BIN)/python -m deploy.kernels > $(VENV)/kernels.log 2>&1 < /dev/null &
+	@nohup $(BIN)/python -m deploy.launcher.kernels > $(VENV)/kernels.log 2>&1 < /dev/null &
 	@$(BIN)/python -m pip install $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile) \
 	  --constraint requirements.lock --editable .
 	@touch $@

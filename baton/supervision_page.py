@@ -1,4 +1,5 @@
-"""Where the supervisor's /metrics page is; `deploy.slot_board` writes what is read here."""
+"""Where the supervisor's /metrics page is; `deploy.supervisor.slot_board` writes what is read
+here."""
 
 from __future__ import annotations
 

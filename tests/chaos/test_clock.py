@@ -15,7 +15,7 @@ HOUR_S = 3600
 SCRIPT = """
 import sys, threading, time
 import psutil
-from deploy.process_identity import ProcessIdentity
+from deploy.processes.process_identity import ProcessIdentity
 own = ProcessIdentity.own()
 for _ in sys.stdin:
     monotonic = time.monotonic()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from deploy.cli import app
+from deploy.cli.main import app
 from tests.support.models import make_tiny_model
 
 

@@ -7,7 +7,7 @@ import subprocess
 
 import httpx
 
-from deploy.exit_codes import ExitCode
+from deploy.cli.options.exit_codes import ExitCode
 from tests.support.e2e.cluster import BATON, START_S, UpProcess
 
 

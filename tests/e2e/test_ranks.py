@@ -17,7 +17,7 @@ import pytest
 from baton.grpc_channel import open_blocking_channel
 from baton.tls import PeerRole, TlsFiles
 from baton.v1 import rank_pb2, rank_pb2_grpc
-from deploy.node_roll import NodeRoll
+from deploy.workers.node_roll import NodeRoll
 from tests.support.certificates import Authority
 from tests.support.e2e.answers import answer_of, end_amid_an_answer, streamed
 from tests.support.e2e.cluster import START_S, UpProcess

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.pool_keeper import SILENCE_S
-from deploy.run_directory import RunDirectory
-from deploy.slot_board import TTL_S
-from deploy.standby import FileLock
+from deploy.processes.run_directory import RunDirectory
+from deploy.standby.standby import FileLock
+from deploy.supervisor.pool_keeper import SILENCE_S
+from deploy.supervisor.slot_board import TTL_S
 from tests.support.e2e.cluster import BATON, START_S, UpProcess, processes_of
 from tests.support.e2e.load import Load
 

@@ -15,7 +15,7 @@ from tests.fuzz.target import Target
 
 def _gguf() -> Callable[[bytes], None]:
     from baton.errors import ConfigError
-    from deploy.gguf_convert import convert
+    from deploy.models.gguf_convert import convert
 
     def one(data: bytes) -> None:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
@@ -353,7 +353,7 @@ def _grammar_seeds() -> list[bytes]:
 TARGETS = {
     target.name: target
     for target in (
-        Target("gguf", ("deploy.gguf_convert", "gguf"), _gguf, _gguf_seeds, 1 << 15),
+        Target("gguf", ("deploy.models.gguf_convert", "gguf"), _gguf, _gguf_seeds, 1 << 15),
         Target("safetensors", ("engine.weights",), _safetensors, _safetensors_seeds),
         Target("sse", ("baton.http_api", "loadtest.generator.sse_events"), _sse, _sse_seeds),
         Target("protobuf", ("baton.convert", "router"), _protobuf, _protobuf_seeds),

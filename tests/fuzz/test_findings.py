@@ -11,7 +11,7 @@ from baton import convert
 from baton.errors import ConfigError, HandoffError, WorkerFailed
 from baton.http_api import event_of
 from baton.v1 import worker_pb2
-from deploy.gguf_convert import convert as convert_gguf
+from deploy.models.gguf_convert import convert as convert_gguf
 from kvtransfer import shm_transport
 from tests.fuzz.targets import TARGETS
 from tests.support.deploy.tiny_gguf import write_gguf

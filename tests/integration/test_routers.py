@@ -17,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.config import Config
 from baton.grpc_channel import open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from deploy.cluster_mark import ClusterMark
-from deploy.router_process import RouterProcess
-from deploy.run_directory import RunDirectory
+from deploy.launcher.router_process import RouterProcess
+from deploy.processes.cluster_mark import ClusterMark
+from deploy.processes.run_directory import RunDirectory
 from loadtest.line_service import helper
 from router.process_number import ROUTER_HEADER
 from tests.support.mini_cluster import free_port

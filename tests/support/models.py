@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.errors import BatonError
-from deploy import model_store
+from deploy.models import model_store
 from engine.model_config import ModelConfig
 from engine.rope_spec import RopeSpec
 

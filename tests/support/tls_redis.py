@@ -12,8 +12,8 @@ from urllib.parse import urlencode
 import pytest
 import redis
 
-from deploy.ports import free_port
-from deploy.redis_users import STORE_USERS, StoreUser, user_rules
+from deploy.processes.ports import free_port
+from deploy.store.redis_users import STORE_USERS, StoreUser, user_rules
 from tests.support.certificates import Authority
 
 DEADLINE_S = 60.0

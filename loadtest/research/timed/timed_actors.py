@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deploy.actor import WorkerActor
-from deploy.supervisor_actor import SupervisorActor
-from deploy.worker_process import worker_settings
+from deploy.supervisor.supervisor_actor import SupervisorActor
+from deploy.workers.actor import WorkerActor
+from deploy.workers.worker_process import worker_settings
 
 if TYPE_CHECKING:
-    from deploy.actor_settings import ActorSettings
-    from deploy.node_share import NodeShare
+    from deploy.workers.actor_settings import ActorSettings
+    from deploy.workers.node_share import NodeShare
     from worker.process import WorkerProcess
 
 

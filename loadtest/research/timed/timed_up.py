@@ -18,8 +18,8 @@ from pathlib import Path
 from rich.console import Console
 
 from baton.config import Config, PoolConfig, load_config
-from deploy.launcher import run_cluster
-from deploy.progress import Progress
+from deploy.launcher.launcher import run_cluster
+from deploy.processes.progress import Progress
 from loadtest.peer_servers import SERVED_NAME
 from loadtest.research.timed.model_folder import write_model_folder
 from loadtest.research.timed.timed_actors import TimedSupervisorActor

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from signal import SIGKILL
 
-from deploy.part_watch import GCS, SUPERVISOR
+from deploy.launcher.part_watch import GCS, SUPERVISOR
 from tests.chaos.faults.fault import CannotStrike, Fault
 from tests.chaos.harness.cluster import Cluster, is_alive
 from tests.chaos.harness.victim import Victim

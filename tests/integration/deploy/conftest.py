@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.cluster_mark import ClusterMark
-from deploy.reaper import sweep
-from deploy.run_directory import RunDirectory
+from deploy.launcher.reaper import sweep
+from deploy.processes.cluster_mark import ClusterMark
+from deploy.processes.run_directory import RunDirectory
 
 
 @pytest.fixture

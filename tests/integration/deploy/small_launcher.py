@@ -6,10 +6,10 @@ import asyncio
 import sys
 from pathlib import Path
 
-from deploy.child import Child
-from deploy.cluster_mark import ClusterMark
-from deploy.guardian import Guardian
-from deploy.run_directory import RunDirectory
+from deploy.launcher.guardian import Guardian
+from deploy.processes.child import Child
+from deploy.processes.cluster_mark import ClusterMark
+from deploy.processes.run_directory import RunDirectory
 
 TREE = Path(__file__).with_name("stubborn_tree.py")
 

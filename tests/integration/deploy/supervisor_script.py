@@ -20,17 +20,17 @@ import psutil
 
 from baton.config import PoolConfig, load_config
 from baton.redis_client import redis_client
-from deploy.actor import Answer
-from deploy.actor_settings import ActorSettings
-from deploy.cluster_mark import RUN_VARIABLE, ClusterMark
-from deploy.pool_keeper import Phase
-from deploy.process_identity import ProcessIdentity
-from deploy.ray_cluster import RayCluster
-from deploy.ray_place import RayPlace
-from deploy.ray_worker import place
-from deploy.run_directory import RunDirectory
-from deploy.slot_board import SlotBoard, SlotNews, Supervision
-from deploy.supervisor_actor import RaySupervisor, SupervisorActor, SupervisorSettings
+from deploy.processes.cluster_mark import RUN_VARIABLE, ClusterMark
+from deploy.processes.process_identity import ProcessIdentity
+from deploy.processes.run_directory import RunDirectory
+from deploy.ray.ray_cluster import RayCluster
+from deploy.supervisor.pool_keeper import Phase
+from deploy.supervisor.slot_board import SlotBoard, SlotNews, Supervision
+from deploy.supervisor.supervisor_actor import RaySupervisor, SupervisorActor, SupervisorSettings
+from deploy.workers.actor import Answer
+from deploy.workers.actor_settings import ActorSettings
+from deploy.workers.ray_place import RayPlace
+from deploy.workers.ray_worker import place
 
 DEADLINE_S = 250.0
 NODE_SCRIPT = str(Path(__file__).with_name("node_script.py"))

@@ -7,8 +7,8 @@ import pytest
 from baton.client import Client
 from baton.errors import ContextLengthExceeded, InvalidRequest, Overloaded, Unavailable
 from baton.v1.sampling_pb2 import SamplingParameters
-from deploy.chat import Answer, Chat
-from deploy.ports import free_port
+from deploy.cli.client.chat import Answer, Chat
+from deploy.processes.ports import free_port
 from tests.support.deploy.parrot import DEADLINE_S, Parrot, said, served
 
 

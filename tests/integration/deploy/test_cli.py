@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from deploy.cli import app
-from deploy.ports import free_port
+from deploy.cli.main import app
+from deploy.processes.ports import free_port
 
 runner = CliRunner()
 

@@ -11,8 +11,8 @@ from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry, WorkerRecord
 from baton.request import Geometry
-from deploy.cluster_keys import forget_cluster
-from deploy.ports import free_port
+from deploy.launcher.cluster_keys import forget_cluster
+from deploy.processes.ports import free_port
 from tests.support.mini_cluster import valkey
 
 HASHES = [bytes([number]) * 16 for number in range(40)]

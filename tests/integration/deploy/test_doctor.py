@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 
 from baton.config import Config
 from baton.errors import Unavailable
-from deploy import pair_check
-from deploy.cli import app
-from deploy.doctor import CHECKS, examine
-from deploy.doctor_host import host_checks
-from deploy.pair_check import MIBS, check_pair
+from deploy.cli.main import app
+from deploy.doctor import pair_check
+from deploy.doctor.doctor import CHECKS, examine
+from deploy.doctor.doctor_host import host_checks
+from deploy.doctor.pair_check import MIBS, check_pair
 
 
 def test_this_machine_is_fit() -> None:
@@ -49,7 +49,7 @@ def test_processes_that_do_not_finish_are_ended(monkeypatch: pytest.MonkeyPatch)
 def ends_left() -> list[int]:
     """The children of this process that exchange data."""
     children = psutil.Process().children()
-    return [one.pid for one in children if "deploy.pair_check" in one.cmdline()]
+    return [one.pid for one in children if "deploy.doctor.pair_check" in one.cmdline()]
 
 
 def test_redis_and_its_clock_are_asked(redis_url: str) -> None:

@@ -12,14 +12,14 @@ import pytest
 from baton.config import Config, PoolConfig
 from baton.errors import BatonError
 from baton.redis_client import redis_client
-from deploy import launcher_lease as lease_module
-from deploy.launcher_claim import (
+from deploy.launcher.launcher_claim import (
     OF_LAUNCHERS,
     OF_ROUTERS,
     LauncherClaim,
     what_workers_are_told,
 )
-from deploy.launcher_lease import TTL_S, LauncherLease, lease_lost
+from deploy.processes import launcher_lease as lease_module
+from deploy.processes.launcher_lease import TTL_S, LauncherLease, lease_lost
 
 
 async def test_one_launcher_has_it_at_a_time(

@@ -11,12 +11,12 @@ import redis
 
 from baton.config import Config
 from baton.errors import ConfigError
-from deploy.doctor import Finding, examine
-from deploy.doctor_host import host_checks
-from deploy.launcher import Launcher
-from deploy.own_redis import check_redis
-from deploy.progress import Progress
-from deploy.run_directory import RunDirectory
+from deploy.doctor.doctor import Finding, examine
+from deploy.doctor.doctor_host import host_checks
+from deploy.launcher.launcher import Launcher
+from deploy.processes.progress import Progress
+from deploy.processes.run_directory import RunDirectory
+from deploy.store.own_redis import check_redis
 from tests.support.mini_cluster import free_port, valkey
 
 DEADLINE_S = 60.0

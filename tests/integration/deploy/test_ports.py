@@ -7,7 +7,7 @@ import pytest
 
 from baton.config import Config, load_config
 from baton.errors import ConfigError
-from deploy.ports import choose_ports, free_port, reachable
+from deploy.processes.ports import choose_ports, free_port, reachable
 
 
 def config(http: str, grpc: str) -> Config:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import psutil
 
-from deploy.child import Child
-from deploy.cluster_mark import ClusterMark
-from deploy.guardian import Guardian
-from deploy.reaper import sweep
-from deploy.run_directory import RunDirectory
+from deploy.launcher.guardian import Guardian
+from deploy.launcher.reaper import sweep
+from deploy.processes.child import Child
+from deploy.processes.cluster_mark import ClusterMark
+from deploy.processes.run_directory import RunDirectory
 
 HERE = Path(__file__).parent
 TREE = str(HERE / "stubborn_tree.py")

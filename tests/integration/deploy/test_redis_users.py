@@ -25,12 +25,12 @@ from baton.supervision_page import supervision_page
 from baton.tls import TlsFiles
 from baton.traffic_board import TrafficBoard
 from baton.traffic_counts import ToldTraffic, TrafficCounts
-from deploy.cluster_keys import forget_cluster
-from deploy.cluster_mark import ClusterMark
-from deploy.redis_users import STORE_USERS, StoreUser, store_url, url_with_user
-from deploy.run_directory import RunDirectory
-from deploy.slot_board import SlotBoard, Supervision
-from deploy.valkey import EmbeddedValkey
+from deploy.launcher.cluster_keys import forget_cluster
+from deploy.processes.cluster_mark import ClusterMark
+from deploy.processes.run_directory import RunDirectory
+from deploy.store.redis_users import STORE_USERS, StoreUser, store_url, url_with_user
+from deploy.store.valkey import EmbeddedValkey
+from deploy.supervisor.slot_board import SlotBoard, Supervision
 from router.access.rate_limits import RateLimits
 from tests.integration.test_redis import record_of
 from tests.support.certificates import Authority

@@ -16,8 +16,8 @@ from baton.config import Config
 from baton.errors import ConfigError
 from baton.redis_client import redis_client
 from baton.registry import Registry
-from deploy.ports import free_port
-from deploy.router_command import serve_router
+from deploy.cli.operate.router_command import serve_router
+from deploy.processes.ports import free_port
 from router.main import RouterSettings
 from tests.support.hub_stub import HubStub, files_of
 from tests.support.router.workers import record

@@ -8,15 +8,7 @@ import pytest
 from baton.redis_client import redis_client
 from baton.registry import WorkerRecord
 from baton.request import Geometry, LoadSnapshot
-from deploy import cluster_state
-from deploy.announcement import announcement
-from deploy.cluster_state import ClusterState, running_clusters
-from deploy.pool_keeper import Phase, SlotState
-from deploy.process_identity import ProcessIdentity
-from deploy.restarts import Restarts
-from deploy.run_directory import RunDirectory
-from deploy.slot_board import TTL_S, SlotBoard, SlotNews, Supervision
-from deploy.status import (
+from deploy.cli.operate.status import (
     PairRow,
     SlotRow,
     Status,
@@ -30,6 +22,14 @@ from deploy.status import (
     supervisor_line,
     table,
 )
+from deploy.launcher.announcement import announcement
+from deploy.launcher.restarts import Restarts
+from deploy.processes import cluster_state
+from deploy.processes.cluster_state import ClusterState, running_clusters
+from deploy.processes.process_identity import ProcessIdentity
+from deploy.processes.run_directory import RunDirectory
+from deploy.supervisor.pool_keeper import Phase, SlotState
+from deploy.supervisor.slot_board import TTL_S, SlotBoard, SlotNews, Supervision
 
 PAGE = """\
 # TYPE baton_sequences gauge

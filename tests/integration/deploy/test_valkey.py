@@ -8,10 +8,10 @@ import pytest
 import redis
 
 from baton.redis_client import redis_client
-from deploy.cluster_mark import ClusterMark
-from deploy.own_redis import check_redis
-from deploy.run_directory import RunDirectory
-from deploy.valkey import REST_BYTES, EmbeddedValkey
+from deploy.processes.cluster_mark import ClusterMark
+from deploy.processes.run_directory import RunDirectory
+from deploy.store.own_redis import check_redis
+from deploy.store.valkey import REST_BYTES, EmbeddedValkey
 
 DEADLINE_S = 60.0
 

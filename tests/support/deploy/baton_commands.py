@@ -10,7 +10,7 @@ import typer.main
 from typer.core import TyperGroup
 
 from baton.config import Config
-from deploy.cli import app
+from deploy.cli.main import app
 
 CACHE_VARIABLE = "BATON_CACHE_DIR"
 

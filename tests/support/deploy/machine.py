@@ -15,9 +15,9 @@ from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
-from deploy.cli import app
-from deploy.cluster_state import ClusterState
-from deploy.process_identity import ProcessIdentity
+from deploy.cli.main import app
+from deploy.processes.cluster_state import ClusterState
+from deploy.processes.process_identity import ProcessIdentity
 
 DEADLINE_S = 60.0
 

@@ -17,7 +17,7 @@ from typing import Self
 import httpx
 import psutil
 
-from deploy.cluster_state import ClusterState, running_clusters
+from deploy.processes.cluster_state import ClusterState, running_clusters
 
 BATON = str(Path(sys.executable).with_name("baton"))
 START_S = 240.0

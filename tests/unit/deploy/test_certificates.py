@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from baton.errors import ConfigError
 from baton.tls import ROLES, TlsFiles, client_context, role_name, server_context
 from deploy import certificates
-from deploy.cli import app
+from deploy.cli.main import app
 
 
 @pytest.fixture

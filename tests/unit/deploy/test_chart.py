@@ -22,10 +22,10 @@ from typer.testing import CliRunner
 
 from baton.config import load_config
 from baton.valkey_binary import valkey_binary
-from deploy.cli import app
-from deploy.node_leave import ENDING_S as LEAVING_S
-from deploy.ports import free_port
-from deploy.rank_group_places import WORKER_RESOURCE
+from deploy.cli.main import app
+from deploy.node.node_leave import ENDING_S as LEAVING_S
+from deploy.processes.ports import free_port
+from deploy.workers.rank_group_places import WORKER_RESOURCE
 from tests.support.deploy.baton_commands import parse, unknown_variables
 from tests.support.deploy.chart import (
     VALUE_SETS,

@@ -22,9 +22,9 @@ from redis.retry import Retry
 
 from baton.config import load_config
 from baton.valkey_binary import valkey_binary
-from deploy.exposure import check_exposure
-from deploy.ports import free_port
-from deploy.ray_cluster import OBJECT_STORE_BYTES
+from deploy.launcher.exposure import check_exposure
+from deploy.processes.ports import free_port
+from deploy.ray.ray_cluster import OBJECT_STORE_BYTES
 from tests.support.deploy.baton_commands import parse, unknown_variables
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "compose"

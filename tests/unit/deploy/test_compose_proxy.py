@@ -20,7 +20,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_health.v1.health import HealthServicer  # type: ignore[import-untyped]
 
-from deploy.ports import free_port
+from deploy.processes.ports import free_port
 
 FILE = Path(__file__).parents[3] / "deploy" / "compose" / "nginx.conf"
 _DEADLINE_S = 20.0

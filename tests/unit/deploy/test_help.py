@@ -17,8 +17,8 @@ from typer.core import TyperGroup, TyperOption
 from typer.testing import CliRunner
 
 from baton.config import Config, Role, Scope
-from deploy import choices
-from deploy.cli import app
+from deploy.cli.main import app
+from deploy.cli.options import choices
 from loadtest.generator import load_settings, openai_target
 from tests.support.deploy.baton_commands import parse
 
@@ -176,7 +176,7 @@ def test_it_runs_as_a_module() -> None:
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys; sys.argv = ['baton', '--help']\n"
-        "from deploy.cli import main\n"
+        "from deploy.cli.main import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
         "print(sorted({'torch', 'ray', 'pydantic', 'httpx', 'grpc', 'numpy'} & set(sys.modules)))"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from deploy.part_watch import SlotWatch
-from deploy.pool_keeper import Phase, SlotState
-from deploy.slot_board import SlotNews, Supervision
+from deploy.launcher.part_watch import SlotWatch
+from deploy.supervisor.pool_keeper import Phase, SlotState
+from deploy.supervisor.slot_board import SlotNews, Supervision
 
 
 def test_deaths_returns_and_the_supervisors_own_return_are_told_once() -> None:

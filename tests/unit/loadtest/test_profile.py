@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from baton.errors import ConfigError
-from deploy.cli import app
+from deploy.cli.main import app
 from engine.engine import EngineSettings
 from engine.quantization.weight import quantize
 from engine.roofline import Ceilings

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.errors import ConfigError, DeadlineExceeded, TicketEnded, WorkerFailed
-from deploy.cli import app
+from deploy.cli.main import app
 from loadtest.line_service import helper
 from loadtest.transfer_bench import TransferSettings, measure_transfers
 from tests.support.models import make_tiny_model

@@ -21,9 +21,9 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.errors import ConfigError
-from deploy import bench_load_commands
-from deploy.cli import app
-from deploy.exit_codes import ExitCode
+from deploy.cli.main import app
+from deploy.cli.measure import bench_load_commands
+from deploy.cli.options.exit_codes import ExitCode
 from loadtest.generator import footprint, soak
 from loadtest.generator.load_bench import SearchSettings, search_rate
 from loadtest.generator.load_run import LoadRun

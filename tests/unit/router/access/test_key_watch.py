@@ -17,7 +17,7 @@ from baton.errors import ConfigError, Unauthenticated
 from baton.keys_file import hash_of, read_keys, write_keys
 from baton.metrics import RouterMetrics
 from baton.request import Principal
-from deploy.cli import app
+from deploy.cli.main import app
 from router.access.access import Access
 from router.access.api_keys import ApiKeys, Caller
 from router.access.key_watch import KeyWatch

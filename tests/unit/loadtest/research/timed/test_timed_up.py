@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from baton.config import PoolConfig
-from deploy.actor import WorkerActor
+from deploy.workers.actor import WorkerActor
 from loadtest.research.timed.timed_actors import TimedSupervisorActor, TimedWorkerActor
 from loadtest.research.timed.timed_up import KV_POOL_MIB, configuration, parser
 from loadtest.research.validation.timed_case import COSTS

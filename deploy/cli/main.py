@@ -1,0 +1,183 @@
+"""The command line, `baton`. Heavy imports wait for the command that needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import typer
+
+from deploy.cli import certs_commands, keys_commands, model_commands, serve_command
+from deploy.cli.client import chat_command, client_commands
+from deploy.cli.measure import (
+    bench_cluster_commands,
+    bench_engine_commands,
+    bench_load_commands,
+    calibrate_command,
+    plan_command,
+    simulate_command,
+)
+from deploy.cli.operate import doctor_command, node_commands, status_command, worker_commands
+from deploy.cli.options.command_classes import BatonCommand, BatonGroup
+from deploy.cli.serve_command import ServeCommand
+
+Commands = dict[str, Callable[..., Any] | typer.Typer]
+"""Functions, or groups of commands, by name."""
+
+
+def _group(
+    help_text: str,
+    panels: dict[str, Commands],
+    *,
+    completes: bool = False,
+    moved: Mapping[str, str] = MappingProxyType({}),
+) -> typer.Typer:
+    """A group that shows its commands in these panels, in this order.
+
+    ``completes``: whether it has the options that install shell completion. ``moved``: what
+    replaces commands that the group had, by their names.
+    """
+    order = [name for commands in panels.values() for name in commands]
+
+    class Ordered(BatonGroup):
+        def list_commands(self, ctx: Any) -> list[str]:
+            # Typer itself lists groups behind all commands.
+            return order
+
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            if args[0] in moved:
+                ctx.fail(f"`{ctx.command_path} {args[0]}` is now `{moved[args[0]]}`")
+            return super().resolve_command(ctx, args)
+
+    app = typer.Typer(
+        cls=Ordered,
+        help=help_text,
+        no_args_is_help=True,
+        add_completion=completes,
+        pretty_exceptions_enable=False,
+    )
+    for panel, commands in panels.items():
+        for name, command in commands.items():
+            if isinstance(command, typer.Typer):
+                app.add_typer(command, name=name, rich_help_panel=panel)
+            else:
+                kind = ServeCommand if command is serve_command.serve else BatonCommand
+                app.command(name, cls=kind, rich_help_panel=panel)(command)
+    return app
+
+
+_MODEL = _group(
+    "Download and list models.",
+    {"Commands": {"list": model_commands.list_models, "pull": model_commands.pull}},
+)
+_KEYS = _group(
+    "Manage API keys.",
+    {
+        "Commands": {
+            "list": keys_commands.list_keys,
+            "create": keys_commands.create,
+            "rotate": keys_commands.rotate,
+            "revoke": keys_commands.revoke,
+        }
+    },
+)
+_CERTS = _group(
+    "Manage the TLS certificates of a cluster with a private CA.",
+    {
+        "Commands": {
+            "show": certs_commands.show,
+            "init": certs_commands.init,
+            "issue": certs_commands.issue,
+            "renew": certs_commands.renew,
+        }
+    },
+)
+_BENCH = _group(
+    "Run benchmarks.",
+    {
+        "Measure a server": {
+            "serve": bench_load_commands.serve,
+            "goodput": bench_load_commands.goodput,
+            "soak": bench_load_commands.soak,
+        },
+        "Measure this machine and a model": {
+            "transfer": bench_cluster_commands.transfer,
+            "quality": bench_engine_commands.quality,
+        },
+        "For Baton's developers": {
+            "handoff": bench_cluster_commands.handoff,
+            "peers": bench_cluster_commands.peers,
+        },
+    },
+    moved={
+        "grammar": "python -m loadtest.grammar_bench",
+        "index": "python -m loadtest.index_bench",
+        "overload": "python -m loadtest.overload",
+        "policy": "python -m loadtest.policy_bench",
+        "router": "python -m loadtest.router_bench",
+        "speculation": "python -m loadtest.speculation",
+        "tiers": "python -m loadtest.tier_bench",
+    },
+)
+app = _group(
+    "Disaggregated LLM serving: prefill and decode run in separate pools of workers.\n\n"
+    "Start with `baton serve`, and with `baton chat` in another terminal.",
+    {
+        "Serve": {
+            "serve": serve_command.serve,
+            "chat": chat_command.chat,
+            "batch": client_commands.batch,
+            "model": _MODEL,
+            "router": node_commands.router,
+            "join": node_commands.join,
+        },
+        "Operate": {
+            "status": status_command.status,
+            "doctor": doctor_command.doctor,
+            "drain": worker_commands.drain,
+            "role": worker_commands.role,
+            "scale": worker_commands.scale,
+            "leave": node_commands.leave,
+        },
+        "Plan": {
+            "plan": plan_command.plan,
+            "simulate": simulate_command.simulate,
+            "calibrate": calibrate_command.calibrate,
+        },
+        "Measure": {"bench": _BENCH, "profile": bench_engine_commands.profile},
+        "Security": {"keys": _KEYS, "certs": _CERTS},
+    },
+    completes=True,
+)
+# Another name for it, as in Compose.
+app.command("up", cls=ServeCommand, hidden=True)(serve_command.serve)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version  # noqa: PLC0415
+
+        typer.echo(f"baton {version('baton')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            "-V",
+            is_eager=True,
+            callback=_show_version,
+            help="Show the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The entry point of the `baton` command."""
+    app(prog_name="baton")

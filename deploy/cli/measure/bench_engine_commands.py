@@ -1,0 +1,102 @@
+"""The benchmarks of one engine: `baton profile` and `baton bench quality`."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deploy.cli.measure.engine_options import EngineOptions, Quantization
+from deploy.cli.options.choices import KvDtype
+from deploy.cli.options.command_line import (
+    clear_errors,
+    counts_in,
+    fail,
+    names_in,
+    say,
+)
+from deploy.cli.options.exit_codes import ExitCode
+from deploy.cli.options.option_group import takes
+
+
+@takes(EngineOptions)
+def profile(
+    options: EngineOptions,
+    quantization: Quantization = "auto",
+    kv_dtype: Annotated[
+        KvDtype, typer.Option(help="Data type of the KV cache; auto means that of --dtype.")
+    ] = "auto",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt length in tokens.")] = 1024,
+    context_tokens: Annotated[
+        int, typer.Option(min=1, help="Cached tokens of each decoding sequence.")
+    ] = 1024,
+    batches: Annotated[str, typer.Option(help="Batch sizes of decode steps.")] = "1,8,32",
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a trace for Perfetto or chrome://tracing."),
+    ] = None,
+) -> None:
+    """Time prefill and decode steps of one engine.
+
+    It needs no cluster, and compares the steps with this machine's limits.
+    """
+    from loadtest.profile import ProfileSettings, draw, profile_engine  # noqa: PLC0415
+    from loadtest.whole_table import print_whole  # noqa: PLC0415
+
+    with clear_errors():
+        engine = options.settings(quantization, kv_dtype)
+        sizes = counts_in(batches)
+        settings = ProfileSettings(engine, prompt_tokens, context_tokens, sizes, output)
+        found = profile_engine(settings, say)
+    print_whole(Console(), draw(found))
+
+
+@takes(EngineOptions)
+def quality(
+    options: EngineOptions,
+    text: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="Text file, or a .jsonl file with `turns` in each row."),
+    ],
+    quantizations: Annotated[
+        str,
+        typer.Option(
+            help="Formats to compare with the first one, out of none,int8,int4,fp8,auto, each"
+            " optionally with a KV type such as none/int8."
+        ),
+    ] = "none,int8,int4,auto",
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to use.")] = 8192,
+    window: Annotated[int, typer.Option(min=2, help="Tokens computed together.")] = 512,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens per compared answer.")] = 64,
+) -> None:
+    """Compare quantization formats by perplexity and agreement."""
+    from engine.engine import Engine, build_engine  # noqa: PLC0415
+    from loadtest.quality import (  # noqa: PLC0415
+        Candidate,
+        QualitySettings,
+        draw,
+        measure,
+        read_tokens,
+    )
+    from loadtest.whole_table import print_whole  # noqa: PLC0415
+
+    def build(name: str) -> Engine:
+        quantization, _, kv_dtype = name.partition("/")
+        return build_engine(options.settings(quantization, kv_dtype or "auto"))
+
+    names = names_in(quantizations)
+    if not names:
+        fail("--quantizations is empty", code=ExitCode.USAGE)
+    with clear_errors():
+        first = names[0].partition("/")[0]
+        tokenizer = options.folder(first) / "tokenizer.json"
+        found = measure(
+            [Candidate(name, functools.partial(build, name)) for name in names],
+            read_tokens(text, tokenizer),
+            QualitySettings(tokens, window, answer=answer),
+            say,
+        )
+    print_whole(Console(), draw(found))

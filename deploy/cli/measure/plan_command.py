@@ -1,0 +1,133 @@
+"""`baton plan`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deploy.cli.measure.trace_options import TraceOptions
+from deploy.cli.options.command_line import INTERRUPTED, counts_in, fail, names_in, say
+from deploy.cli.options.config_loading import load
+from deploy.cli.options.exit_codes import ExitCode
+from deploy.cli.options.option_group import takes
+
+
+@takes(TraceOptions)
+def plan(
+    options: TraceOptions,
+    trace: Annotated[
+        list[Path],
+        typer.Option(
+            metavar="FILE",
+            help="Trace: Mooncake's JSON lines or Azure's CSV, plain or gzipped. Repeatable: the"
+            " plan must serve each trace by itself.",
+        ),
+    ],
+    gpu: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE,…",
+            help="GPU types to choose from: a100, h100, h200, b200, l40s, or a file that `baton"
+            " calibrate` wrote.",
+        ),
+    ],
+    slo: Annotated[
+        str,
+        typer.Option(
+            help="Latency targets, in seconds or with a unit: ttft=2,tpot=100ms. Default: those of"
+            " --config."
+        ),
+    ] = "",
+    budget: Annotated[int | None, typer.Option(min=2, help="Maximum number of GPUs.")] = None,
+    budget_per_hour: Annotated[
+        float | None, typer.Option(min=0.01, help="Maximum cost, in dollars per hour.")
+    ] = None,
+    target: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Share of requests that must meet all SLOs.")
+    ] = 0.9,
+    tp: Annotated[
+        str,
+        typer.Option(
+            metavar="N,…",
+            help="Tensor-parallel sizes to try. Default: the two smallest that fit the model.",
+        ),
+    ] = "",
+    transport: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,…", help="KV transports to try, out of grpc, nixl, nccl, cuda_ipc."
+        ),
+    ] = "grpc,nixl,cuda_ipc",
+    price: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=DOLLARS",
+            help="Price of a GPU per hour; repeatable. docs/planner.md has the defaults.",
+        ),
+    ] = None,
+    minutes: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Search on the trace's busiest part of this length, then check the result on all"
+            " of it. 0 searches on the whole trace.",
+        ),
+    ] = 10.0,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write an HTML report with plots to FILE.")
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the plan to FILE: as TOML configuration, or as values of the Helm chart if"
+            " FILE ends in .yaml.",
+        ),
+    ] = None,
+) -> None:
+    """Find the cheapest cluster that meets SLOs on a trace.
+
+    It simulates clusters. Give --budget, --budget-per-hour, or both. Exit code 6: no cluster within
+    the budget meets the SLOs; the best one is shown.
+
+        baton plan --trace trace.jsonl --gpu h100,l40s --budget 16
+    """
+    from baton.errors import BatonError  # noqa: PLC0415
+    from loadtest.planner.cluster_kind import Budget  # noqa: PLC0415
+    from loadtest.planner.command import PlanOutputs, PlanSettings, plan_command  # noqa: PLC0415
+
+    if budget is None and budget_per_hour is None:
+        fail("give --budget in GPUs, --budget-per-hour in dollars, or both", code=ExitCode.USAGE)
+    settings = PlanSettings(
+        traces=tuple(trace),
+        slo=slo,
+        gpus=names_in(gpu),
+        budget=Budget(
+            math.inf if budget is None else budget,
+            math.inf if budget_per_hour is None else budget_per_hour,
+        ),
+        target=target,
+        model_config=options.model_config,
+        degrees=counts_in(tp) if tp else (),
+        transports=names_in(transport),
+        prices=tuple(price or ()),
+        minutes=minutes,
+        scale_time=options.scale_time,
+        scale_length=options.scale_length,
+        block_tokens=options.block_tokens,
+        seed=options.seed,
+    )
+    outputs = PlanOutputs(options.json, html, write)
+    try:
+        config = load(options.config)
+        is_met = plan_command(settings, config, outputs, say, Console())
+    except (BatonError, OSError, ValueError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    if not is_met:
+        raise typer.Exit(ExitCode.OVER_BUDGET)

@@ -1,0 +1,258 @@
+"""Which cluster a command acts on.
+
+1. ``--cluster ID`` or ``--http HOST:PORT`` names it.
+2. Otherwise it is the only cluster that this user runs on this machine, from whatever terminal it
+   was started.
+3. Of several, none is taken: the error lists them.
+4. If there is none, a command that only reads asks the default address, and says so, as `chat` and
+   `bench` do. A command that changes something fails, and so does `batch`.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
+
+import typer
+
+from deploy.cli.operate.completion import cluster_ids
+from deploy.cli.options.command_line import CONNECTION, DEFAULT_HTTP, fail, say
+from deploy.cli.options.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from deploy.processes.cluster_state import ClusterState
+
+ClusterId = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="ID",
+        help="Your cluster on this machine with this id; needed if you run several here.",
+        rich_help_panel=CONNECTION,
+        autocompletion=cluster_ids,
+    ),
+]
+
+
+_LOOPBACK = {"localhost": frozenset({"localhost", "127.0.0.1", "::1"})}
+
+
+class NoChoice(Exception):
+    """No cluster was selected; ``lines`` say why and what to do."""
+
+    def __init__(self, *lines: str, code: ExitCode) -> None:
+        super().__init__(*lines)
+        self.lines = lines
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Stranger:
+    """A run directory that belongs to another user of this machine."""
+
+    user: str
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The cluster that a command acts on."""
+
+    http: str | None
+    """The address that the user gave, with or without a scheme; None: the cluster's own. Where the
+    user gave the API's address of a cluster here, it is that of its operators' endpoints."""
+    cluster: ClusterState | None
+    """What is known of it on this machine; None if it runs elsewhere, or as another user."""
+
+    @property
+    def address(self) -> str:
+        """host:port of the router's operators' endpoints."""
+        if self.http is not None:
+            return address_of(self.http)
+        return DEFAULT_HTTP if self.cluster is None else self.cluster.operators
+
+    def __str__(self) -> str:
+        """For people: the cluster and the router that the command asks."""
+        if self.cluster is None:
+            return f"the cluster at {self.address}"
+        return f"cluster {self.cluster.cluster_id} at {self.address} (model {self.cluster.model})"
+
+
+def select(
+    clusters: Sequence[ClusterState],
+    strangers: Sequence[Stranger] = (),
+    *,
+    http: str | None = None,
+    cluster_id: str | None = None,
+    only_reads: bool = False,
+) -> Target:
+    """Choose by the rules above. ``clusters``: those that this user runs here. Raises NoChoice."""
+    if http is not None and cluster_id is not None:
+        raise NoChoice("give --cluster or --http, not both", code=ExitCode.USAGE)
+    if http is not None:
+        return _at(http, clusters)
+    if cluster_id is not None:
+        return Target(None, _with_id(clusters, cluster_id))
+    if len(clusters) > 1:
+        raise NoChoice(
+            f"{len(clusters)} of your clusters run on this machine: choose one with --cluster ID",
+            *map(_line, clusters),
+            code=ExitCode.USAGE,
+        )
+    if clusters:
+        return Target(None, clusters[0])
+    if only_reads:
+        return Target(None, None)
+    raise NoChoice(
+        "none of your clusters runs on this machine: give --http HOST:PORT for one elsewhere",
+        *_about(strangers),
+        code=ExitCode.FAILED,
+    )
+
+
+def target(http: str | None, cluster_id: str | None, *, only_reads: bool = False) -> Target:
+    """Choose among what runs here now; ends the command if there is no choice."""
+    return _selected(http, cluster_id, only_reads=only_reads, default=DEFAULT_HTTP)
+
+
+def cluster_of_client(
+    cluster_id: str | None, http: str | None = None, *, default: str = DEFAULT_HTTP
+) -> ClusterState | None:
+    """The cluster here that a client asks; None: there is none, or ``http`` is elsewhere.
+
+    Ends the command where several run and neither argument names one. Where none runs and there is
+    no ``http``, the user is told that the client asks ``default``.
+    """
+    return _selected(http, cluster_id, only_reads=True, default=default).cluster
+
+
+def cluster_of_grpc(address: str, cluster_id: str | None) -> ClusterState | None:
+    """The cluster that runs here with this gRPC address, for which there must be no id."""
+    from deploy.processes.cluster_state import running_clusters  # noqa: PLC0415
+
+    if cluster_id is not None:
+        fail("give --cluster or --grpc, not both", code=ExitCode.USAGE)
+    return next((one for one in running_clusters() if is_same_address(address, one.grpc)), None)
+
+
+def strangers(own: int | None = None) -> list[Stranger]:
+    """The run directories on this machine of users other than ``own`` (default: this user)."""
+    from deploy.processes.run_directory import PREFIX, parent_directory  # noqa: PLC0415
+
+    mine = os.getuid() if own is None else own
+    found = []
+    for path in sorted(parent_directory().glob(f"{PREFIX}*/")):
+        try:
+            owner = path.stat().st_uid
+        except OSError:
+            continue
+        if owner != mine:
+            found.append(Stranger(_user_name(owner), path))
+    return found
+
+
+def address_of(http: str) -> str:
+    """host:port of what a user gave, which may be a URL."""
+    return http.rpartition("//")[2].rstrip("/")
+
+
+def is_same_address(given: str, known: str) -> bool:
+    """Whether two addresses are equal: host:port, or URLs. localhost is 127.0.0.1 and ::1."""
+    one, other = map(_host_and_port, (given, known))
+    if one is None or other is None:
+        return address_of(given) == address_of(known)
+    return one[1] == other[1] and not one[0].isdisjoint(other[0])
+
+
+def _host_and_port(address: str) -> tuple[frozenset[str], int | None] | None:
+    """The names of the host, and the port; None where ``address`` has no host or a bad port."""
+    try:
+        parts = urlsplit(f"//{address_of(address)}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return None
+    return None if host is None else (_LOOPBACK.get(host, frozenset({host})), port)
+
+
+def _at(http: str, clusters: Sequence[ClusterState]) -> Target:
+    """The cluster at an address that the user gave."""
+    for one in clusters:
+        if is_same_address(http, one.operators):
+            return Target(http, one)
+        if is_same_address(http, one.http):
+            scheme, slashes, _ = http.rpartition("//")
+            return Target(f"{scheme}{slashes}{one.operators}", one)
+    return Target(http, None)
+
+
+def _selected(
+    http: str | None, cluster_id: str | None, *, only_reads: bool, default: str
+) -> Target:
+    from deploy.processes.cluster_state import running_clusters  # noqa: PLC0415
+
+    try:
+        found = select(
+            running_clusters(),
+            strangers(),
+            http=http,
+            cluster_id=cluster_id,
+            only_reads=only_reads,
+        )
+    except NoChoice as error:
+        fail(*error.lines, code=error.code)
+    if found.cluster is None and found.http is None:
+        say(f"none of your clusters runs on this machine: asking {default}")
+    return found
+
+
+def _with_id(clusters: Sequence[ClusterState], cluster_id: str) -> ClusterState:
+    for one in clusters:
+        if one.cluster_id == cluster_id:
+            return one
+    if not clusters:
+        raise NoChoice(
+            f"none of your clusters runs on this machine, so none is {cluster_id!r}",
+            code=ExitCode.FAILED,
+        )
+    raise NoChoice(
+        f"none of your clusters on this machine is {cluster_id!r}; there are:",
+        *map(_line, clusters),
+        code=ExitCode.FAILED,
+    )
+
+
+def _line(cluster: ClusterState) -> str:
+    since = _started_at(cluster.launcher.start_ticks)
+    return f"  {cluster.cluster_id}  {cluster.http}  {cluster.model}  since {since:%Y-%m-%d %H:%M}"
+
+
+def _started_at(ticks: int) -> datetime:
+    """``ticks``: clock ticks from the boot, see ``deploy.processes.process_identity``."""
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    running_s = uptime_s - ticks / os.sysconf("SC_CLK_TCK")
+    return datetime.now().astimezone() - timedelta(seconds=running_s)
+
+
+def _about(strangers: Sequence[Stranger]) -> list[str]:
+    if not strangers:
+        return []
+    users = ", ".join(sorted({one.user for one in strangers}))
+    # Another user chose the name: repr escapes what would control the terminal.
+    folder = repr(str(strangers[0].directory))
+    return [
+        f"another user ({users}) runs Baton here, or did ({folder}): to act on that cluster, give"
+        " --http and an API key with the scope that this needs (--api-key)"
+    ]
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"

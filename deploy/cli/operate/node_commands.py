@@ -1,0 +1,216 @@
+"""`baton join`, `baton leave` and `baton router`: the parts of a cluster on several machines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deploy.cli.operate.confirmation import DryRun, Yes, confirm
+from deploy.cli.options.command_line import (
+    DEFAULT_GRPC,
+    DEFAULT_HTTP,
+    MOST_WORKERS,
+    clear_errors,
+    fail,
+    say,
+)
+from deploy.cli.options.config_loading import load
+from deploy.cli.options.exit_codes import ExitCode
+from deploy.ray_internals import count_gpus
+
+
+def join(
+    address: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="HOST:PORT",
+            help="Address of the Ray cluster's head, usually port 6379. Default: $RAY_ADDRESS.",
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_WORKERS,
+            help="Maximum number of workers on this node. Default: one per GPU, or 1 without GPUs.",
+        ),
+    ] = None,
+    cpus: Annotated[
+        int | None,
+        typer.Option(min=0, help="CPUs that Ray may schedule on this node. Default: all."),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=0, help="GPUs that Ray may schedule on this node. Default: all."),
+    ] = None,
+    resource: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=AMOUNT",
+            help="Custom Ray resource that a pool may require in its `resources`, such as"
+            " baton_decode=2; repeatable.",
+        ),
+    ] = None,
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=65535,
+            show_default=False,
+            help="Port of Ray's node manager. Default: any free port.",
+        ),
+    ] = 0,
+) -> None:
+    """Add this machine to a Ray cluster, so that it runs workers.
+
+    It stays until Ctrl-C or SIGTERM. On SIGTERM the workers first finish or move their requests. It
+    needs Ray's authentication token in ~/.ray/auth_token, or in the file that RAY_AUTH_TOKEN_PATH
+    names.
+
+        baton join 10.0.0.1:6379 --workers 2
+    """
+    from rich.console import Console  # noqa: PLC0415
+
+    from baton.config import split_host_port  # noqa: PLC0415
+    from deploy.node.joiner import run_node  # noqa: PLC0415
+    from deploy.processes.progress import Progress  # noqa: PLC0415
+
+    to = address or os.environ.get("RAY_ADDRESS", "")
+    if not to:
+        fail("give the address of Ray's head, HOST:PORT, or set RAY_ADDRESS", code=ExitCode.USAGE)
+    try:
+        split_host_port(to)
+    except ValueError as error:
+        fail(str(error), code=ExitCode.USAGE)
+    found = count_gpus() if gpus is None else gpus
+    places = workers or max(1, found)
+    amounts = _amounts(resource or [])
+    here = (os.cpu_count() or 1) if cpus is None else cpus
+    code = run_node(to, places, here, found, amounts, port, Progress(Console()))
+    raise typer.Exit(code)
+
+
+def leave(
+    deadline: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="Seconds after which the remaining workers are killed. Default: the cluster's"
+            " drain_deadline_s, and 20 s more.",
+        ),
+    ] = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+) -> None:
+    """Drain your workers on this node before you shut it down.
+
+    The command waits until they have exited. Ray starts no other workers on the node. If there are
+    no workers, nothing happens.
+    """
+    from deploy.node.node_leave import leave as leave_node  # noqa: PLC0415
+    from deploy.node.node_leave import node_rolls, workers_by_cluster  # noqa: PLC0415
+
+    rolls = node_rolls()
+    workers = workers_by_cluster(rolls)
+    for cluster, slots in workers.items():
+        typer.echo(f"cluster {cluster}: drain {', '.join(slots)} on this node", err=not dry_run)
+    if not workers:
+        say("none of your workers runs on this node")
+    if dry_run:
+        return
+    if workers:
+        count = sum(map(len, workers.values()))
+        confirm(f"Drain {count} workers of {_named(workers)} on this node", yes=yes)
+    if not asyncio.run(leave_node(rolls, say, deadline)):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def router(
+    http: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help=f"HTTP address to listen on. Default: {DEFAULT_HTTP}."
+        ),
+    ] = None,
+    grpc: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help=f"gRPC address to listen on. Default: {DEFAULT_GRPC}."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Model that the cluster's workers serve."),
+    ] = None,
+    redis_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Redis or Valkey server of the cluster.")
+    ] = None,
+    keys_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File of API keys; see `baton keys`.")
+    ] = None,
+    certs: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Folder of certificates; see `baton certs`."),
+    ] = None,
+    insecure_listen: Annotated[
+        bool | None,
+        typer.Option(
+            "--insecure-listen", help="Listen beyond this machine without API keys or TLS."
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="TOML configuration of the cluster."),
+    ] = None,
+) -> None:
+    """Run one more router of a running cluster.
+
+    It runs until Ctrl-C. It needs the cluster's Redis server, model and id. The id has no option:
+    it is BATON_CLUSTER_ID, or cluster_id in the file of --config.
+
+        export BATON_CLUSTER_ID=blue
+        baton router --model Qwen/Qwen3-0.6B --redis-url redis://10.0.0.1:6379
+    """
+    from deploy.cli.operate.router_command import serve_router  # noqa: PLC0415
+    from deploy.cli.options.api_key_file import requiring, taken_from_environment  # noqa: PLC0415
+
+    keys = taken_from_environment()
+    settings = load(
+        config,
+        http=http,
+        grpc=grpc,
+        model=model,
+        redis_url=redis_url,
+        keys_file=None if keys_file is None else str(keys_file),
+        tls=None if certs is None else {"folder": certs},
+        insecure_listen=insecure_listen,
+    )
+    with clear_errors():
+        serve_router(requiring(settings, keys))
+
+
+def _amounts(given: list[str]) -> dict[str, float]:
+    amounts = {}
+    for text in given:
+        name, _, amount = text.partition("=")
+        try:
+            amounts[name] = float(amount)
+        except ValueError:
+            amounts[name] = 0.0
+        if not name or amounts[name] <= 0:
+            fail(
+                f"--resource: expected NAME=AMOUNT such as baton_decode=2; got {text!r}",
+                code=ExitCode.USAGE,
+            )
+    return amounts
+
+
+def _named(clusters: Iterable[str]) -> str:
+    names = list(clusters)
+    return f"cluster{'s' if len(names) > 1 else ''} {', '.join(names)}"

@@ -1,0 +1,143 @@
+"""The operators' endpoints of a router, as `baton drain`, `role` and `scale` use them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.cli.operate.cluster_selection import Target
+from deploy.cli.options.command_line import fail, not_a_router
+from deploy.cli.options.exit_codes import ExitCode
+from deploy.cli.options.tls_options import TlsOptions
+
+_ANSWER_S = 20.0
+"""How much later than the deadline of a drain its answer may come."""
+_CONFLICT = 409
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What a router knows of a worker. Requests are counted as sequences."""
+
+    slot: str
+    role: str
+    state: str
+    running: int
+    waiting: int
+    is_last: bool
+    """Whether no other worker of its role is ready."""
+
+    @property
+    def fate(self) -> str:
+        """What becomes of its requests where it leaves its role."""
+        state = "" if self.state == "ready" else f"it is {self.state}; "
+        requests = f"{self.running} running and {self.waiting} waiting requests"
+        return f"{state}{requests} end there or move to other workers"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    """What a router says of its cluster."""
+
+    id: str
+    model: str
+    address: str
+    """host:port of the router."""
+    workers: tuple[WorkerFacts, ...]
+    pools: dict[str, int]
+    """How many workers each should have."""
+
+    def __str__(self) -> str:
+        return f"cluster {self.id} at {self.address} (model {self.model})"
+
+    def worker(self, slot: str) -> WorkerFacts:
+        """Ends the command if there is no such worker."""
+        found = {one.slot: one for one in self.workers}
+        if slot not in found:
+            fail(f"{self} has no worker {slot!r}; its workers: {', '.join(found) or 'none'}")
+        return found[slot]
+
+
+class OperatorClient:
+    """Asks one router; every failure ends the command with a message."""
+
+    def __init__(self, tls: TlsOptions, target: Target, api_key: str) -> None:
+        self._tls = tls
+        self._target = target
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._url = tls.url_of(target.http, target.cluster, operators=True)
+
+    def look(self) -> ClusterFacts:
+        """What there is now. Also makes sure that the router is of the selected cluster."""
+        address = self._target.address
+        try:
+            facts = _facts(self._ask("GET", "cluster"), address)
+        except (KeyError, TypeError):
+            fail(not_a_router(address))
+        known = self._target.cluster
+        if known is not None and facts.id != known.cluster_id:
+            fail(
+                f"the router at {address} is of cluster {facts.id}, not of {known.cluster_id}:"
+                " nothing was changed"
+            )
+        return facts
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Have the router do something. ``path`` is below /v1."""
+        return self._ask("POST", path, body)
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        import httpx  # noqa: PLC0415
+
+        from baton.errors import BatonError  # noqa: PLC0415
+        from baton.tls import client_context  # noqa: PLC0415
+
+        timeout = float((body or {}).get("deadline_s", 0.0)) + _ANSWER_S
+        try:
+            files = self._tls.files(self._target.cluster, self._target.http or "")
+            answer = httpx.request(
+                method,
+                f"{self._url}/v1/{path}",
+                json=body,
+                headers=self._headers,
+                timeout=timeout,
+                trust_env=False,
+                verify=True if files is None else client_context(files),
+            )
+        except BatonError as error:
+            fail(error.message)
+        except httpx.HTTPError as error:
+            fail(f"no router answers at {self._url} ({error}): is the cluster running?")
+        if answer.is_error:
+            refused = answer.status_code == _CONFLICT
+            text = f"router {self._target.address}: {_message(answer)}"
+            fail(text, code=ExitCode.REFUSED if refused else ExitCode.FAILED)
+        try:
+            told = answer.json()
+        except ValueError:
+            told = None
+        if not isinstance(told, dict):
+            fail(not_a_router(self._target.address))
+        return told
+
+
+def _facts(told: dict[str, Any], address: str) -> ClusterFacts:
+    """Raises KeyError and TypeError where ``told`` is not what a router says of its cluster."""
+    fields = WorkerFacts.__dataclass_fields__
+    return ClusterFacts(
+        told["id"],
+        told["model"],
+        address,
+        tuple(WorkerFacts(**{name: one[name] for name in fields}) for one in told["workers"]),
+        {pool["name"]: pool["count"] for pool in told["pools"]},
+    )
+
+
+def _message(answer: Any) -> str:
+    try:
+        error = answer.json()["error"]
+        if error["code"] == "unknown_url":
+            return "it is of another version, or not one of Baton's: it has no operators' endpoints"
+        return str(error["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"it answered {answer.status_code}: {answer.text[:300]}"

@@ -1,0 +1,323 @@
+"""`baton status`: is the cluster well, and what does each worker do?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import httpx
+import redis
+from prometheus_client.parser import text_string_to_metric_families
+from rich.table import Table
+from rich.text import Text
+
+from baton.errors import Forbidden, Unavailable
+from baton.redis_client import redis_client
+from baton.registry import Registry, WorkerRecord
+from baton.tls import TlsFiles, client_context
+from deploy.cli.options.command_line import not_a_router
+from deploy.processes.cluster_state import ClusterState
+from deploy.supervisor.pool_keeper import SlotState
+from deploy.supervisor.slot_board import SlotBoard, Supervision
+
+_DEADLINE_S = 5.0
+_UNKNOWN = "-"
+_COUNTS = {"baton_sequences": "state", "baton_kv_blocks": "state", "baton_kv_tier_blocks": "tier"}
+"""The metrics that are shown, and the label by which each is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    """A worker's line; counts of sequences and of blocks."""
+
+    slot: str
+    role: str
+    state: str
+    address: str
+    running: int
+    waiting: int
+    free_blocks: int
+    used_blocks: int
+    cached_blocks: int
+    host_blocks: int = 0
+    """In the tiers behind the pool."""
+    disk_blocks: int = 0
+    ranks: int = 1
+    """Tensor parallelism."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairRow:
+    """How KV blocks go from one worker to another."""
+
+    writer: str
+    receiver: str
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRow:
+    """What the supervisor says of a worker's slot."""
+
+    slot: str
+    state: str
+    """``running``, ``starting``, ``backing off for 4 s``, ``crash loop``, ``draining``,
+    ``leaving``."""
+    deaths: int
+    """Since it was last healthy for a while."""
+    last_error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a router says of itself, and the workers' lines."""
+
+    http: str
+    healthy: bool
+    health: str
+    """``ok``, or ``degraded`` or ``unavailable`` with the reason."""
+    workers: tuple[WorkerRow, ...]
+    pairs: tuple[PairRow, ...] = ()
+    supervisor: str = ""
+    """What there is to say of it; nothing where nobody here knows."""
+    slots: tuple[SlotRow, ...] = ()
+    autoscaler: str = ""
+    """What it sees, and what it did last; empty where there is none."""
+    withheld: str = ""
+    """Why workers are not shown without a key; empty if they are."""
+
+
+def read_status(
+    url: str, cluster: ClusterState | None, api_key: str = "", tls: TlsFiles | None = None
+) -> Status:
+    """Ask the router at ``url``, and its registry when ``cluster`` says where. ``tls``: whom to
+
+    trust, and what to show it. Health takes no key: without one that is all, where workers are
+    shown to keys alone.
+
+    Raises Unavailable when no router answers there, and Forbidden when it does not let ``api_key``
+    read its metrics.
+    """
+    http = url.rpartition("//")[2]
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        verify = True if tls is None else client_context(tls)
+        with httpx.Client(
+            trust_env=False, timeout=_DEADLINE_S, headers=headers, verify=verify
+        ) as client:
+            health = client.get(f"{url}/health")
+            answer = client.get(f"{url}/metrics/cluster")
+    except httpx.HTTPError as error:
+        raise Unavailable(
+            f"no router answers at {http} ({error}); is `baton serve` running?"
+        ) from None
+    withheld = ""
+    if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        withheld = _error_text(answer)
+    if api_key and withheld:
+        raise Forbidden(f"the router at {http} does not show its workers to this key: {withheld}")
+    text = _health_text(health)
+    page = answer.text if answer.status_code == httpx.codes.OK else ""
+    try:
+        rows, pairs = rows_from_metrics(page), pairs_from_metrics(page)
+    except (ValueError, KeyError):
+        raise Unavailable(not_a_router(http)) from None
+    if not text:
+        raise Unavailable(not_a_router(http))
+    if answer.status_code == httpx.codes.NOT_FOUND:
+        raise Unavailable(
+            f"{http} has no metrics: it is not a Baton router, or it shows them at its admin_http,"
+            " which --http must give"
+        )
+    known = None if cluster is None else _known(cluster)
+    supervisor: str = ""
+    slots: tuple[SlotRow, ...] = ()
+    autoscaler = ""
+    if known is not None:
+        records, supervision = known
+        rows = rows_from_registry(records) or rows
+        supervisor, slots = supervisor_line(supervision), slots_of(supervision)
+        autoscaler = "" if supervision is None else supervision.autoscaler
+    healthy = health.status_code == httpx.codes.OK
+    return Status(http, healthy, text, rows, pairs, supervisor, slots, autoscaler, withheld)
+
+
+def rows_from_registry(records: Iterable[WorkerRecord]) -> tuple[WorkerRow, ...]:
+    """The workers as the registry knows them, by slot."""
+    rows = [
+        WorkerRow(
+            slot=record.slot,
+            role=record.role,
+            state=record.state,
+            address=record.address,
+            running=record.load.running,
+            waiting=record.load.waiting,
+            free_blocks=record.load.free_blocks,
+            used_blocks=record.load.used_blocks,
+            cached_blocks=record.load.cached_blocks,
+            host_blocks=record.load.host_blocks,
+            disk_blocks=record.load.disk_blocks,
+            ranks=record.ranks,
+        )
+        for record in records
+    ]
+    return tuple(sorted(rows, key=lambda row: row.slot))
+
+
+def rows_from_metrics(page: str) -> tuple[WorkerRow, ...]:
+    """The workers as a /metrics/cluster page shows them; it knows no addresses."""
+    counts: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for family in text_string_to_metric_families(page):
+        kind = _COUNTS.get(family.name)
+        if kind is None:
+            continue
+        for sample in family.samples:
+            worker = sample.labels["worker"], sample.labels["role"]
+            counts[worker][sample.labels[kind]] = int(sample.value)
+    return tuple(
+        WorkerRow(
+            slot=slot,
+            role=role,
+            state=_UNKNOWN,
+            address=_UNKNOWN,
+            running=count["running"],
+            waiting=count["waiting"],
+            free_blocks=count["free"],
+            used_blocks=count["used"],
+            cached_blocks=count["cached"],
+            host_blocks=count["host"],
+            disk_blocks=count["disk"],
+        )
+        for (slot, role), count in sorted(counts.items())
+    )
+
+
+def pairs_from_metrics(page: str) -> tuple[PairRow, ...]:
+    """The pairs of workers between which blocks go, as a /metrics/cluster page shows them."""
+    rows = [
+        PairRow(sample.labels["worker"], sample.labels["peer"], sample.labels["transport"])
+        for family in text_string_to_metric_families(page)
+        if family.name == "baton_transfer_pairs"
+        for sample in family.samples
+    ]
+    return tuple(sorted(rows, key=lambda row: (row.writer, row.receiver)))
+
+
+def document(status: Status, cluster: ClusterState | None) -> dict[str, Any]:
+    """For programs; docs/command-line.md lists the fields. ``cluster``: what this machine knows."""
+    return {
+        "cluster": None if cluster is None else cluster.cluster_id,
+        "model": None if cluster is None else cluster.model,
+        "router": status.http,
+        "healthy": status.healthy,
+        "health": status.health,
+        "supervisor": status.supervisor or None,
+        "autoscaler": status.autoscaler or None,
+        "workers_withheld": status.withheld or None,
+        "workers": [asdict(row) for row in status.workers],
+        "slots": [asdict(row) for row in status.slots],
+        "pairs": [asdict(row) for row in status.pairs],
+    }
+
+
+def pairs_table(status: Status) -> Table:
+    """How KV blocks travel, a line for each pair that has been formed."""
+    drawn = Table(box=None, pad_edge=False)
+    for name in ("from", "to", "transport"):
+        drawn.add_column(name, no_wrap=True, overflow="fold")
+    for row in status.pairs:
+        drawn.add_row(row.writer, row.receiver, row.transport)
+    return drawn
+
+
+def supervisor_line(supervision: Supervision | None) -> str:
+    """Whether anybody replaces the dead."""
+    if supervision is None:
+        return "away: workers serve on, and none that dies is replaced until it is back"
+    return f"process {supervision.pid}, metrics at {supervision.metrics_address}"
+
+
+def slots_of(supervision: Supervision | None) -> tuple[SlotRow, ...]:
+    """The slots as the supervisor told of them last, by name."""
+    told = {} if supervision is None else supervision.slots
+    return tuple(
+        SlotRow(slot, _state_text(news.state), news.state.deaths, news.state.last_error)
+        for slot, news in sorted(told.items())
+    )
+
+
+def _state_text(state: SlotState) -> str:
+    if not state.wait_s:
+        return state.phase.value
+    return f"{state.phase.value} for {state.wait_s:.0f} s"
+
+
+def slots_table(status: Status) -> Table:
+    """How the supervisor sees each slot."""
+    drawn = Table(box=None, pad_edge=False)
+    for name in ("slot", "state", "deaths", "last error"):
+        drawn.add_column(name, no_wrap=name != "last error", overflow="fold")
+    for row in status.slots:
+        drawn.add_row(row.slot, row.state, str(row.deaths), Text(row.last_error))
+    return drawn
+
+
+def table(status: Status) -> Table:
+    """The workers as a table; from ``free`` on the columns count KV blocks.
+
+    Tiers are shown where a worker has blocks in one, ranks where one has several.
+    """
+    drawn = Table(box=None, pad_edge=False)
+    for name in ("slot", "role", "state", "address"):
+        drawn.add_column(name, no_wrap=True, overflow="fold")
+    has_tiers = any(row.host_blocks or row.disk_blocks for row in status.workers)
+    tiers = ("in host memory", "on disk") if has_tiers else ()
+    has_ranks = any(row.ranks > 1 for row in status.workers)
+    ranks = ("ranks",) if has_ranks else ()
+    for name in (*ranks, "running", "waiting", "free", "used", "cached", *tiers):
+        drawn.add_column(name, justify="right")
+    for row in status.workers:
+        own = (row.ranks,) if has_ranks else ()
+        counts = (row.running, row.waiting, row.free_blocks, row.used_blocks, row.cached_blocks)
+        behind = (row.host_blocks, row.disk_blocks) if has_tiers else ()
+        drawn.add_row(
+            row.slot, row.role, row.state, row.address, *map(str, (*own, *counts, *behind))
+        )
+    return drawn
+
+
+def _health_text(answer: httpx.Response) -> str:
+    """Empty where it is no router's."""
+    try:
+        body = answer.json()
+    except ValueError:
+        body = None
+    if isinstance(body, dict) and isinstance(body.get("status"), str):
+        reason = body.get("reason")
+        return f"{body['status']}: {reason}" if isinstance(reason, str) else str(body["status"])
+    # A proxy in front of a router that is away has words of its own.
+    return "" if answer.is_success else _error_text(answer)
+
+
+def _error_text(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {answer.status_code}"
+
+
+def _known(cluster: ClusterState) -> tuple[list[WorkerRecord], Supervision | None] | None:
+    """None when Redis does not answer: the router's page will do."""
+    try:
+        return asyncio.run(_read(cluster))
+    except (redis.RedisError, OSError, TimeoutError):
+        return None
+
+
+async def _read(cluster: ClusterState) -> tuple[list[WorkerRecord], Supervision | None]:
+    async with asyncio.timeout(_DEADLINE_S), redis_client(cluster.redis_url) as client:
+        records = await Registry(client, cluster.cluster_id).all()
+        return list(records.values()), await SlotBoard(client, cluster.cluster_id).read()

@@ -1,0 +1,93 @@
+"""How `baton` shows its commands' help and reports wrong command lines."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+
+from deploy.cli.options.command_line import complain, say
+from deploy.cli.options.exit_codes import ExitCode
+
+
+class BatonCommand(TyperCommand):
+    """A command whose help has a line for each option, and the meaning below."""
+
+    def __init__(self, *arguments: Any, **fields: Any) -> None:
+        super().__init__(*arguments, **fields)
+        self.help = _reflowed(self.help)
+        for one in self.params:
+            if isinstance(one, TyperArgument) and one.metavar is None:
+                one.metavar = one.name.upper()
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help."""
+        from deploy.cli.options.long_help import show_help  # noqa: PLC0415
+
+        show_help(self, ctx)
+
+
+class BatonGroup(TyperGroup):
+    """A group of commands; the outermost one reports errors."""
+
+    def __init__(self, *arguments: Any, **fields: Any) -> None:
+        super().__init__(*arguments, **fields)
+        self.help = _reflowed(self.help)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Flags are shown without a value."""
+        parameters = list(super().get_params(ctx))
+        for one in parameters:
+            if isinstance(one, TyperOption) and one.is_flag and one.metavar is None:
+                one.metavar = ""
+        return parameters
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run the command line, and report what is wrong with it as all errors are reported."""
+        given = (args, prog_name, complete_var, False, windows_expand_args)
+        if not standalone_mode:
+            return super().main(*given, **extra)
+        try:
+            code = super().main(*given, **extra)
+        except typer.TyperException as error:
+            code = _report(error)
+        except typer.Abort:
+            code = ExitCode.INTERRUPTED
+        sys.exit(code or ExitCode.OK)
+
+
+def _report(error: typer.TyperException) -> int:
+    """The exit code. Without arguments a group shows its help, and has no message."""
+    message = error.format_message()
+    if message:
+        complain(message)
+        context = getattr(error, "ctx", None)
+        if context is not None:
+            say(f"Run `{context.command_path} --help` for the options.")
+    return error.exit_code
+
+
+def _reflowed(text: str | None) -> str | None:
+    """With paragraphs of one line each: they are wrapped to the width of the terminal.
+
+    Indented paragraphs are examples, and keep their lines.
+    """
+    if not text:
+        return text
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(
+        paragraph if paragraph.startswith(" ") else paragraph.replace("\n", " ")
+        for paragraph in paragraphs
+    )

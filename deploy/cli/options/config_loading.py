@@ -1,0 +1,30 @@
+"""The configuration of a command: what is wrong with it ends the command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploy.cli.options.command_line import fail, say
+
+if TYPE_CHECKING:
+    from baton.config import Config
+    from baton.config_sources import Flag
+
+
+def load(file: Path | None, flags: Iterable[Flag] = (), **values: Any) -> Config:
+    """As ``baton.config.load_config``; ends the command with exit code 1 and every fault.
+
+    It warns about variables of the environment that look like fields misspelled.
+    """
+    from baton.config import Config, load_config  # noqa: PLC0415
+    from baton.config_sources import unknown_variables  # noqa: PLC0415
+    from baton.errors import ConfigError  # noqa: PLC0415
+
+    for warning in unknown_variables(Config):
+        say(f"warning: {warning}")
+    try:
+        return load_config(file, flags, **values)
+    except ConfigError as error:
+        fail(*error.message.splitlines())

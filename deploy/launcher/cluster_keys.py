@@ -1,0 +1,42 @@
+"""What a cluster leaves in an operator's own Redis when it ends: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import redis
+
+from baton.pool_sizes import PoolSizes
+from baton.prefix_index import PrefixIndex
+from baton.redis_client import redis_client
+from baton.registry import Registry
+from baton.traffic_board import TrafficBoard
+from deploy.launcher.launcher_claim import told_key
+from deploy.supervisor.slot_board import SlotBoard
+
+log = logging.getLogger(__name__)
+
+_FORGET_S = 5.0
+
+
+async def forget_cluster(url: str, cluster_id: str) -> None:
+    """Drop the index entries of all workers that have left. Never raises.
+
+    Routers collect those of workers that die while a cluster runs; nobody does once it has ended,
+    and they have no TTL.
+    """
+    try:
+        async with asyncio.timeout(_FORGET_S), redis_client(url) as client:
+            registry, index = Registry(client, cluster_id), PrefixIndex(client, cluster_id)
+            await client.delete(told_key(cluster_id))
+            await SlotBoard(client, cluster_id).clear()
+            await PoolSizes(client, cluster_id).clear()
+            await TrafficBoard(client, cluster_id).clear()
+            for incarnation in await registry.dead():
+                await index.collect(incarnation)
+                await registry.forget(incarnation)
+            if not await registry.all():
+                await index.forget_generation()
+    except (redis.RedisError, OSError, TimeoutError) as error:
+        log.warning("index entries are left in Redis: %s", error)

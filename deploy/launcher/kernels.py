@@ -1,0 +1,64 @@
+"""The C++ of Baton, compiled before it is needed: for the CPU engine and for copies of KV blocks.
+
+    python -m deploy.launcher.kernels
+
+`make install` runs this while pip installs, `baton serve` at its start. It needs a C++ compiler and
+Python's own library.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.cpp_library import NATIVE, CppLibrary, Tell
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from baton.config import Config
+
+_ROOT = Path(__file__).parent.parent
+ENGINE, COPIES = _ROOT / "engine" / "cpu", _ROOT / "kvtransfer" / "native"
+_NVIDIA = Path("/dev/nvidiactl")
+
+
+def kernels_of(config: Config) -> tuple[Path, ...]:
+    """The folders whose libraries the workers of a cluster on this machine take."""
+    gpu = _NVIDIA.exists()
+    computes = any(
+        pool.device == "cpu" or (pool.device == "auto" and not gpu) for pool in config.pools
+    )
+    return (ENGINE, COPIES) if computes else (COPIES,)
+
+
+def missing_kernels(folders: Sequence[Path] = (ENGINE, COPIES)) -> list[CppLibrary]:
+    """Those that the cache does not have. Raises ConfigError where there is no compiler."""
+    libraries = [CppLibrary(folder, NATIVE) for folder in folders]
+    return [library for library in libraries if not library.is_built]
+
+
+def compile_kernels(libraries: Sequence[CppLibrary], tell: Tell) -> None:
+    """Build them, one after another. Raises ConfigError with what the compiler says."""
+    for library in libraries:
+        library.build(tell)
+
+
+def main() -> int:
+    """Build all of them; the exit code."""
+    try:
+        compile_kernels(missing_kernels(), _say)
+    except ConfigError as error:
+        _say(f"error: {error.message}")
+        return 1
+    return 0
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""The launcher's eye on a running cluster: its children are started again, or end the cluster.
+
+The workers are the supervisor's; what it says of them is passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import NoReturn, Protocol
+
+import redis
+
+from baton.errors import BatonError
+from deploy.launcher.restarts import Restarts
+from deploy.ray.joined_ray import JoinedRay
+from deploy.ray.ray_cluster import RayCluster
+from deploy.supervisor.pool_keeper import HEALTHY_S, Phase, pause_after
+from deploy.supervisor.slot_board import SlotBoard, SlotNews, Supervision
+
+SUPERVISOR = "supervisor"
+GCS = "gcs"
+"""What they are called where process ids are listed; the second is Ray's control store."""
+_POLL_S = 0.5
+_LONGEST_PAUSE_S = 4.0
+
+
+class Part(Protocol):
+    """A child of the launcher that may be started again after its death."""
+
+    @property
+    def pid(self) -> int: ...
+
+    async def start(self) -> None: ...
+
+    async def wait(self) -> str: ...
+
+
+class PartWatch:
+    """Each method watches one part, until it is cancelled or raises."""
+
+    def __init__(self, report: Callable[[str], None], note_pid: Callable[[str, int], None]) -> None:
+        """``report`` shows a line; ``note_pid`` learns a part's new process id, 0 once it is gone
+
+        for good.
+        """
+        self._report = report
+        self._note_pid = note_pid
+
+    async def keep(self, name: str, part: Part) -> NoReturn:
+        """Start ``part`` again whenever it dies. Raises BatonError when it keeps dying."""
+        restarts = Restarts()
+        how = await part.wait()
+        while True:
+            pause = restarts.pause(time.monotonic())
+            if pause is None:
+                raise BatonError(f"{name} keeps ending, last by {how}")
+            self._report(f"{name} ended ({how}); it is started again")
+            await asyncio.sleep(pause)
+            try:
+                await part.start()
+            except (BatonError, OSError) as error:
+                how = str(error)
+            else:
+                self._note_pid(name, part.pid)
+                how = await part.wait()
+
+    async def keep_at_it(self, name: str, part: Part) -> NoReturn:
+        """As ``keep``, and never give up: it may be what it needs that is away."""
+        deaths, began = 0, time.monotonic()
+        how = await part.wait()
+        while True:
+            if time.monotonic() - began > HEALTHY_S:
+                deaths = 0
+            deaths += 1
+            if deaths == 1:
+                self._report(f"{name} ended ({how}); it is started again, until it stays")
+            await asyncio.sleep(min(_LONGEST_PAUSE_S, pause_after(deaths)))
+            began = time.monotonic()
+            try:
+                await part.start()
+            except (BatonError, OSError) as error:
+                how = str(error)
+            else:
+                self._note_pid(name, part.pid)
+                how = await part.wait()
+
+    async def ray(self, cluster: RayCluster | JoinedRay) -> NoReturn:
+        """Raises BatonError when one of Ray's daemons dies that cannot be started again."""
+        raise BatonError(f"{await cluster.lost()} has died: the cluster cannot go on")
+
+    async def supervision(self, board: SlotBoard, pids: Mapping[str, int]) -> NoReturn:
+        """The supervisor starts dead workers again: pass on what it says, and new process ids.
+
+        ``pids`` are known: those of the workers, and of the supervisor.
+        """
+        news = SlotWatch(self._report, self._note_pid, pids)
+        while True:
+            with contextlib.suppress(redis.RedisError):
+                news.take(await board.read())
+            await asyncio.sleep(_POLL_S)
+
+
+class SlotWatch:
+    """Tells of changes in what the supervisor says."""
+
+    def __init__(
+        self,
+        report: Callable[[str], None],
+        note_pid: Callable[[str, int], None],
+        pids: Mapping[str, int],
+    ) -> None:
+        """As for ``PartWatch``; ``pids`` are known."""
+        self._report = report
+        self._note_pid = note_pid
+        self._pids = dict(pids)
+        self._known: dict[str, SlotNews] = {}
+
+    def take(self, told: Supervision | None) -> None:
+        """What is told now; None changes nothing."""
+        if told is None:
+            return
+        if self._is_new(SUPERVISOR, told.pid):
+            self._report("the supervisor was started again")
+        for slot, news in told.slots.items():
+            known = self._known.get(slot)
+            self._known[slot] = news
+            if news.state.phase is Phase.RUNNING:
+                was_there = slot in self._pids
+                if self._is_new(slot, news.pid):
+                    self._report(f"{slot} is back" if was_there else f"{slot} has joined")
+            elif known is not None and known.state.deaths < news.state.deaths:
+                self._report(self._obituary(slot, news))
+        for slot in self._known.keys() - told.slots.keys():
+            del self._known[slot]
+            if self._pids.pop(slot, 0):
+                self._note_pid(slot, 0)
+                self._report(f"{slot} has left")
+
+    def _is_new(self, name: str, pid: int) -> bool:
+        if not pid or self._pids.get(name) == pid:
+            return False
+        self._pids[name] = pid
+        self._note_pid(name, pid)
+        return True
+
+    def _obituary(self, slot: str, news: SlotNews) -> str:
+        state = news.state
+        if state.phase is Phase.CRASH_LOOP:
+            return f"{slot} keeps dying, {state.deaths} times by now: {state.last_error}"
+        return f"{slot} died; it is started again ({state.last_error})"

@@ -1,0 +1,86 @@
+"""The guardian: a process that ends all others of a cluster when the launcher is gone.
+
+It holds the reading end of a pipe whose writing end the launcher alone has. However the launcher
+goes, SIGKILL included, the system closes that end, and the guardian sweeps. It runs in a session
+of its own, so that neither Ctrl-C nor a closed terminal takes it along.
+
+States: watching → (released by the launcher: ends at once | pipe closed: sweeping) → ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+import psutil
+
+from deploy.processes.cluster_mark import ClusterMark
+from deploy.processes.run_directory import RunDirectory
+
+RELEASE = b"released\n"
+"""What the launcher writes when it has ended everything itself."""
+GRACE_S = 2.0
+_DEADLINE_S = 30.0
+_POLL_S = 0.05
+_QUIET_LOOKS = 3
+
+
+def sweep(
+    mark: ClusterMark, spare: Collection[int] = (), *, grace_s: float = GRACE_S
+) -> list[psutil.Process]:
+    """End every process that carries ``mark`` but those with a pid in ``spare``.
+
+    SIGTERM first, SIGKILL after ``grace_s`` seconds, and again until several looks in a row find
+    none: a raylet that is still up starts new workers. Returns what could not be ended within
+    30 seconds, empty as a rule.
+    """
+    asked: set[psutil.Process] = set()
+    start = time.monotonic()
+    quiet = 0
+    while True:
+        left = [process for process in mark.processes() if process.pid not in spare]
+        quiet = 0 if left else quiet + 1
+        waited = time.monotonic() - start
+        if quiet == _QUIET_LOOKS or waited > _DEADLINE_S:
+            return left
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                if waited >= grace_s:
+                    process.kill()
+                elif process not in asked:
+                    asked.add(process)
+                    process.terminate()
+        time.sleep(_POLL_S)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Watch standard input; sweep when it closes. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="deploy.launcher.reaper")
+    parser.add_argument("cluster_id")
+    parser.add_argument("run_directory", type=Path)
+    given = parser.parse_args(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if _last_words() == RELEASE:
+        return 0
+    left = sweep(ClusterMark(given.cluster_id, given.run_directory), {os.getpid()})
+    RunDirectory(given.run_directory).remove()
+    return 1 if left else 0
+
+
+def _last_words() -> bytes:
+    """Everything that the launcher wrote until its end of the pipe was closed."""
+    words = b""
+    while piece := os.read(sys.stdin.fileno(), 64):
+        words += piece
+    return words
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""Downloads files of a Hugging Face model into the hub's cache, and reports bytes, speed and ETA.
+
+Each file is one ``hf_hub_download``, which shares the cache with all other programs. It asks for
+the rest of a file when the connection is cut. A later run cannot use a part of a file, so that such
+parts are removed. The threads are daemons, unlike those of ``snapshot_download``: Ctrl-C ends the
+process at once, not when the files are there.
+"""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from baton.errors import ConfigError
+from deploy.models.hub_errors import explained
+
+if TYPE_CHECKING:
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+
+ASK_S = 10.0
+"""Deadline of a question to the hub, in seconds."""
+_SILENCE_S = 600.0
+"""Last resort. The library itself asks again when no byte came for 10 s, five times; it reports
+chunks of 10 MB only, so that a slow connection is silent for minutes."""
+_THREADS = 4
+_POLL_S = 0.2
+_GRACE_S = 2.0
+_SPEED_S = 60.0
+_PART = ".incomplete"
+_STALE_S = 900.0
+"""A part of a file that did not grow for so long belongs to no download that goes on."""
+
+
+class Cancelled(Exception):
+    """The download was told to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadWatch:
+    """How a download is watched."""
+
+    every_s: float = 10.0
+    """Seconds between two reports."""
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    """Set it to end the download at its next chunk: it raises ``Cancelled``."""
+
+
+class Meter:
+    """Bytes that have arrived, by file, and their speed over the last seconds."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._sizes = dict(sizes)
+        self._got = dict.fromkeys(sizes, 0)
+        self._history: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
+        self._lock = threading.Lock()
+        self.total = sum(sizes.values())
+        self.changed_at = time.monotonic()
+
+    @property
+    def got(self) -> int:
+        """Bytes that have arrived."""
+        return sum(self._got.values())
+
+    def has(self, name: str, count: int) -> None:
+        """So many bytes of a file are there. Several bars may count one file: the largest wins."""
+        with self._lock:
+            if (count := min(count, self._sizes[name])) > self._got[name]:
+                self._got[name] = count
+                self.changed_at = time.monotonic()
+
+    def report(self) -> str:
+        """As in ``1.2 of 15.2 GB (8%), 95.1 MB/s, 2 min 27 s left``."""
+        now, got = time.monotonic(), self.got
+        self._history.append((now, got))
+        while len(self._history) > 2 and self._history[1][0] < now - _SPEED_S:
+            self._history.popleft()
+        then, before = self._history[0]
+        speed = (got - before) / max(now - then, 1e-3)
+        share = f"{size_text(got)} of {size_text(self.total)} ({100 * got // (self.total or 1)}%)"
+        if speed <= 0:
+            return f"{share}, nothing new for {now - self.changed_at:.0f} s"
+        left = divmod(round((self.total - got) / speed), 60)
+        return f"{share}, {size_text(speed)}/s, {left[0]} min {left[1]} s left"
+
+
+class HubDownload:
+    """Downloads of one commit of a model. ``model_id`` is ``org/name``; ``cache`` the hub's.
+
+    The caller holds a lock: no other process of Baton's downloads that model.
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        commit: str,
+        cache: Path,
+        progress: Callable[[str], None],
+        watch: DownloadWatch,
+    ) -> None:
+        self._model_id = model_id
+        self._commit = commit
+        self._cache = cache
+        self._progress = progress
+        self._watch = watch
+
+    def fetch(self, sizes: Mapping[str, int]) -> None:
+        """Get those files, of so many bytes, that the cache lacks.
+
+        Raises ConfigError when the disk is too small or the hub fails, ``Cancelled`` when told to.
+        """
+        missing = {name: size for name, size in sizes.items() if not self._is_cached(name)}
+        if not missing:
+            return
+        self._remove_stale_parts()
+        self._check_disk(missing)
+        meter, ended = Meter(missing), threading.Event()
+        self._progress(
+            f"downloading {size_text(meter.total)} in {len(missing)} file{'s'[: len(missing) > 1]} "
+            f"of {self._model_id} to "
+            f"{self._cache}"
+        )
+        todo: queue.SimpleQueue[str] = queue.SimpleQueue()
+        outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        for name in missing:
+            todo.put(name)
+
+        def work() -> None:
+            try:
+                while not ended.is_set():
+                    name = todo.get_nowait()
+                    self._download(name, tqdm_class=_bar_class(name, meter, ended))
+                    meter.has(name, missing[name])
+            except queue.Empty:
+                outcomes.put(None)
+            except Exception as error:
+                outcomes.put(error)
+
+        threads = [
+            threading.Thread(target=work, name="hub download", daemon=True)
+            for _ in range(min(_THREADS, len(missing)))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self._wait(outcomes, len(threads), meter)
+        except Cancelled:
+            raise
+        except Exception as error:
+            self._end(threads, ended)
+            kept = [name for name in missing if self._is_cached(name)]
+            # Its cause may show the address of a file, which carries a signature.
+            raise explained(
+                error, self._model_id, self._commit, self._kept(missing, kept)
+            ) from None
+        finally:
+            # Also on Ctrl-C.
+            self._end(threads, ended)
+
+    def _end(self, threads: list[threading.Thread], ended: threading.Event) -> None:
+        """End the threads, and remove the parts of files of those that still wait for bytes."""
+        ended.set()
+        # At once, since the process may end; and again, since a thread may just have begun one.
+        for wait_s in (0.0, _GRACE_S):
+            end = time.monotonic() + wait_s
+            for thread in threads:
+                thread.join(max(0.0, end - time.monotonic()))
+            for part in self._own_parts():
+                part.unlink(missing_ok=True)
+
+    @property
+    def _blobs(self) -> Path:
+        from huggingface_hub.file_download import repo_folder_name  # noqa: PLC0415
+
+        folder = repo_folder_name(repo_id=self._model_id, repo_type="model")
+        return self._cache.resolve() / folder / "blobs"
+
+    def _own_parts(self) -> Iterator[Path]:
+        """Those that this process writes: others' may be in the folder, too."""
+        for descriptor in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                file = descriptor.readlink()
+                if file.parent == self._blobs and file.suffix == _PART:
+                    yield file
+
+    def _remove_stale_parts(self) -> None:
+        """Those that a killed process has left, whichever program's: they are never used again."""
+        for part in self._blobs.glob(f"*{_PART}"):
+            with suppress(OSError):  # its process has ended it meanwhile
+                if time.time() - part.stat().st_mtime > _STALE_S:
+                    part.unlink()
+
+    def _wait(
+        self, outcomes: queue.SimpleQueue[Exception | None], threads: int, meter: Meter
+    ) -> None:
+        """Until all threads have ended well; raises the first one's error."""
+        told_at = time.monotonic()
+        while threads:
+            try:
+                error = outcomes.get(timeout=_POLL_S)
+            except queue.Empty:
+                pass
+            else:
+                if error is not None:
+                    raise error
+                threads -= 1
+            now = time.monotonic()
+            if self._watch.cancelled.is_set():
+                raise Cancelled
+            if now - meter.changed_at > _SILENCE_S:
+                raise TimeoutError(f"no bytes for {_SILENCE_S:.0f} s")
+            if threads and now - told_at >= self._watch.every_s:
+                told_at = now
+                self._progress(f"downloading {self._model_id}: {meter.report()}")
+
+    def _download(self, name: str, **options: Any) -> Any:
+        # Slow to import, and not needed where all is cached.
+        from huggingface_hub import hf_hub_download  # noqa: PLC0415
+
+        return hf_hub_download(
+            self._model_id,
+            name,
+            revision=self._commit,
+            cache_dir=self._cache,
+            etag_timeout=ASK_S,
+            **options,
+        )
+
+    def _is_cached(self, name: str) -> bool:
+        from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
+
+        found = try_to_load_from_cache(self._model_id, name, self._cache, self._commit)
+        return isinstance(found, str)
+
+    def _check_disk(self, sizes: Mapping[str, int]) -> None:
+        folder = next(one for one in (self._cache, *self._cache.parents) if one.exists())
+        free = shutil.disk_usage(folder).free
+        if sum(sizes.values()) <= free:
+            return
+        # Another commit may have brought the same files. To find out takes a request for each.
+        try:
+            plans = [self._download(name, dry_run=True) for name in sizes]
+        except Exception as error:
+            raise explained(error, self._model_id, self._commit) from None
+        needed = sum(plan.file_size for plan in plans if plan.will_download)
+        if needed > free:
+            raise ConfigError(
+                f"{self._model_id} needs {size_text(needed)} more, and the disk of {self._cache} "
+                f"has {size_text(free)} free: {size_text(needed - free)} are missing. Free some "
+                "space, or set HF_HOME to a folder on another disk"
+            )
+
+    def _kept(self, sizes: Mapping[str, int], names: list[str]) -> str:
+        total = sum(sizes[name] for name in names)
+        return (
+            f"{len(names)} of {len(sizes)} files ({size_text(total)}) are kept in {self._cache}; "
+            "the same command continues with the others"
+        )
+
+
+def size_text(count: float) -> str:
+    """Bytes as in ``15.2 GB``, in powers of 1000 as disks and the hub count."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1e3:.1f} kB"
+
+
+def _bar_class(name: str, meter: Meter, ended: threading.Event) -> type[tqdm]:
+    """A progress bar of one file that draws nothing: it counts, and ends the download."""
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # noqa: PLC0415
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **(options | {"disable": True}))  # type: ignore[no-untyped-call]
+            self._count = 0
+            self.update(options.get("initial") or 0)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if ended.is_set():
+                raise Cancelled
+            self._count += int(n or 0)
+            meter.has(name, self._count)
+            return None
+
+    return Bar

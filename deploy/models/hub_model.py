@@ -1,0 +1,313 @@
+"""Models of the Hugging Face hub, served from the hub's own cache.
+
+``huggingface_hub`` downloads and caches. Its environment variables apply: HF_HOME, HF_HUB_CACHE,
+HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+from uuid import uuid4
+
+from baton.errors import ConfigError
+from deploy.models.hub_download import ASK_S, DownloadWatch, HubDownload
+from deploy.models.hub_errors import explained, reason
+from deploy.models.hub_listing import HubListing
+from deploy.models.model_folder import (
+    INDEX,
+    WEIGHTS,
+    check_config,
+    check_folder,
+    shards,
+    weight_files,
+)
+from deploy.models.sealed_folder import disk_errors, locked
+
+_CACHED_ASK_S = 4.0
+"""Deadline of each question where the model is cached, in seconds."""
+_ID = re.compile(r"(?!\.)[\w.-]{1,96}/(?!\.)[\w.-]{1,96}", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_MAIN = "main"
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A complete snapshot in the hub's cache."""
+
+    model_id: str
+    commit: str
+    path: Path
+    size: int = 0
+    """Bytes on disk, where it was listed."""
+    is_compared: bool = False
+    """Whether its files were compared with those that the hub lists."""
+
+
+def is_id(text: str) -> bool:
+    """Whether it reads as ``org/name``."""
+    return _ID.fullmatch(text) is not None and not text.endswith(".gguf")
+
+
+def is_commit(revision: str) -> bool:
+    """Whether it is the full hash of a commit, and no branch or tag."""
+    return _COMMIT.fullmatch(revision) is not None
+
+
+def cache_folder() -> Path:
+    """The hub's cache, which HF_HUB_CACHE or HF_HOME names."""
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    return Path(constants.HF_HUB_CACHE).expanduser().absolute()
+
+
+def cached(model_id: str, revision: str = "", *, weights: bool = True) -> HubModel | None:
+    """The complete snapshot of a branch, tag or commit in the cache; the hub is not asked.
+
+    Without ``weights`` it needs to be complete but for these.
+    """
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
+
+    config = try_to_load_from_cache(model_id, "config.json", cache_folder(), revision or _MAIN)
+    if not isinstance(config, str):
+        return None
+    folder = Path(config).parent
+    listing = HubListing.read(model_id, folder.name)
+    if listing is not None and not listing.is_in(folder, weights=weights):
+        return None
+    try:
+        check_folder(folder, weights=weights)
+    except ConfigError:
+        return None
+    return HubModel(model_id, folder.name, folder, is_compared=listing is not None)
+
+
+def list_cached() -> Iterator[HubModel]:
+    """The complete snapshots in the cache that Baton can serve."""
+    from huggingface_hub import scan_cache_dir  # noqa: PLC0415
+
+    folder = cache_folder()
+    repos = scan_cache_dir(folder).repos if folder.is_dir() else ()
+    for repo in sorted(repos, key=lambda one: one.repo_id):
+        for one in sorted(repo.revisions, key=lambda one: one.commit_hash):
+            found = cached(repo.repo_id, one.commit_hash) if repo.repo_type == "model" else None
+            if found is not None:
+                yield HubModel(repo.repo_id, found.commit, found.path, one.size_on_disk)
+
+
+def fetch(
+    model_id: str,
+    revision: str,
+    progress: Callable[[str], None],
+    watch: DownloadWatch,
+    *,
+    weights: bool = True,
+) -> HubModel:
+    """The model's snapshot, downloaded first where the cache lacks a part of it.
+
+    The hub is asked for the revision's commit and, once for each commit, for its files. Without an
+    answer, or where a newer commit cannot be downloaded, a cached snapshot is taken. Without
+    ``weights`` only the other files are downloaded. Raises ConfigError when the model cannot be had
+    or served: before weights are downloaded, where ``config.json`` and the list of files tell;
+    ``Cancelled`` when ``watch`` says so.
+    """
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    revision = revision or _MAIN
+    here = cached(model_id, revision, weights=weights)
+    if here is not None and (
+        constants.HF_HUB_OFFLINE or (is_commit(revision) and here.is_compared)
+    ):
+        return here
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(
+            f"{model_id} at {revision} is not complete in {cache_folder()}, and HF_HUB_OFFLINE is "
+            f"set: unset it, or run `hf download {model_id}` on a machine with a network, copy the "
+            "folder that it prints, and pass its path"
+        )
+    _quiet_library()
+    wait_s = ASK_S if here is None else _CACHED_ASK_S
+    try:
+        commit = revision
+        if not is_commit(revision):
+            commit = _within(wait_s, lambda: _commit(model_id, revision))
+        if here is not None and here.commit == commit and here.is_compared:
+            return here
+        sizes = _within(wait_s, lambda: _sizes(model_id, commit, wait_s))
+    except Exception as error:
+        if here is None:
+            raise explained(error, model_id, revision) from None
+        progress(f"the hub was not reached ({reason(error)}): the cached {here.commit} is taken")
+        return here
+    if here is not None and here.commit == commit and _is_whole(here, sizes, weights=weights):
+        return here
+    try:
+        with (
+            disk_errors(),
+            locked(f"hub-{model_id.replace('/', '--')}", progress),
+            disk_errors(cache_folder(), "HF_HOME"),
+        ):
+            found = cached(model_id, commit, weights=weights)
+            if found is None or not found.is_compared:
+                found = _download(model_id, commit, sizes, progress, watch, weights=weights)
+            if weights or cached(model_id, revision) is None:
+                _set_ref(found, revision)
+            return found
+    except ConfigError as error:
+        if here is None or here.commit == commit:
+            raise
+        progress(
+            f"the newer commit {commit} cannot be had ({error.message}): the cached {here.commit} "
+            "is taken"
+        )
+        return here
+
+
+def _commit(model_id: str, revision: str) -> str:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
+
+    url = hf_hub_url(model_id, "config.json", revision=revision)
+    commit = get_hf_file_metadata(url, timeout=_CACHED_ASK_S).commit_hash
+    if commit is None:
+        raise ConfigError(
+            "what answers is not the Hugging Face hub (no X-Repo-Commit): look at HF_ENDPOINT and "
+            "at proxies"
+        )
+    return commit
+
+
+def _sizes(model_id: str, commit: str, wait_s: float) -> dict[str, int]:
+    """The files of a commit, and their sizes in bytes."""
+    from huggingface_hub import HfApi  # noqa: PLC0415
+
+    about = HfApi().model_info(model_id, revision=commit, files_metadata=True, timeout=wait_s)
+    return {one.rfilename: one.size or 0 for one in about.siblings or ()}
+
+
+def _is_whole(here: HubModel, sizes: Mapping[str, int], *, weights: bool) -> bool:
+    """Whether a snapshot has all that the hub lists of what Baton needs; that is then noted."""
+    with suppress(ConfigError):
+        listing = _listing(here.model_id, sizes, here.path)
+        if listing.is_in(here.path, weights=weights):
+            listing.save(here.model_id, here.commit)
+            return True
+    return False
+
+
+def _download(
+    model_id: str,
+    commit: str,
+    sizes: Mapping[str, int],
+    progress: Callable[[str], None],
+    watch: DownloadWatch,
+    *,
+    weights: bool,
+) -> HubModel:
+    """All by the commit's hash: what the cache's branches name is not changed before the end."""
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415
+
+    def config_file() -> str:
+        return hf_hub_download(
+            model_id, "config.json", revision=commit, cache_dir=cache_folder(), etag_timeout=ASK_S
+        )
+
+    try:
+        folder = Path(_within(2 * ASK_S, config_file)).parent
+        check_config(folder)
+    except Exception as error:
+        raise explained(error, model_id, commit) from None
+    _check_files(model_id, sizes)
+    download = HubDownload(model_id, commit, cache_folder(), progress, watch)
+    download.fetch({name: sizes[name] for name in _small_files(sizes)})
+    listing = _listing(model_id, sizes, folder)
+    listing.save(model_id, commit)
+    if weights:
+        download.fetch({name: sizes[name] for name in listing.weights})
+    check_folder(folder, weights=weights)
+    return HubModel(model_id, commit, folder, is_compared=True)
+
+
+def _listing(model_id: str, sizes: Mapping[str, int], folder: Path) -> HubListing:
+    """What Baton needs of a commit; ``folder`` has the index of its weights, if there is one."""
+    by_index = WEIGHTS not in sizes and INDEX in sizes
+    weights = shards(folder / INDEX) if by_index else weight_files(_top(sizes))
+    if lost := [name for name in weights if name not in sizes]:
+        raise ConfigError(f"{model_id} lacks shards that its index names: {', '.join(lost)}")
+    return HubListing(small=tuple(_small_files(sizes)), weights=tuple(weights))
+
+
+def _set_ref(found: HubModel, revision: str) -> None:
+    """Note the commit of a branch or tag for later starts offline, as the library does."""
+    if revision == found.commit:
+        return
+    ref = found.path.parents[1] / "refs" / revision
+    if ref.is_file() and ref.read_text() == found.commit:
+        return
+    ref.parent.mkdir(parents=True, exist_ok=True)
+    draft = ref.with_name(f"{ref.name}.{uuid4().hex[:8]}.tmp")
+    draft.write_text(found.commit)
+    os.replace(draft, ref)
+
+
+def _top(names: Iterable[str]) -> list[str]:
+    """Folders hold other formats of the same model."""
+    return [name for name in names if "/" not in name]
+
+
+def _small_files(names: Iterable[str]) -> list[str]:
+    endings = (".json", ".jinja")
+    return [name for name in _top(names) if name.endswith(endings) or name.startswith("tokenizer")]
+
+
+def _check_files(model_id: str, names: Iterable[str]) -> None:
+    top = _top(names)
+    if not weight_files(top):
+        others = sorted(name for name in top if name.endswith((".bin", ".gguf", ".pth")))
+        raise ConfigError(
+            f"{model_id} has no *.safetensors file"
+            + (f" (only {', '.join(others[:3])})" if others else "")
+            + ": take a repository that has, convert it (https://huggingface.co/spaces/safetensors/"
+            "convert), or pass the path of a GGUF file of Llama architecture"
+        )
+    if "tokenizer.json" not in top:
+        raise ConfigError(
+            f"{model_id} has no tokenizer.json, which Baton needs: make it with transformers "
+            "(AutoTokenizer.from_pretrained(…).save_pretrained(FOLDER)) in a copy of the model"
+        )
+
+
+def _quiet_library() -> None:
+    """Its log has the addresses of files, which may carry a signature."""
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
+    if "HF_HUB_VERBOSITY" not in os.environ:
+        from huggingface_hub.utils import logging as library_logging  # noqa: PLC0415
+
+        library_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+
+
+Outcome = TypeVar("Outcome")
+
+
+def _within(seconds: float, work: Callable[[], Outcome]) -> Outcome:
+    """What ``work`` returns or raises; TimeoutError when it takes longer.
+
+    A thread of its own, because name look-ups obey no time-out; it cannot hold up the exit.
+    """
+    outcome: Future[Outcome] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome.result(timeout=seconds)

@@ -1,0 +1,162 @@
+"""The models on this machine: demo models by name, Hugging Face ids, folders and .gguf files."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.cache import cache_dir
+from baton.errors import ConfigError
+from deploy.models import demo_model, hub_model
+from deploy.models.demo_model import KnownModel
+from deploy.models.gguf_cache import FORMS, converted, converted_folders, form_of
+from deploy.models.hub_download import DownloadWatch
+from deploy.models.model_folder import check_folder
+from deploy.models.sealed_folder import disk_errors, read_receipt
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """A Hugging Face folder and the model's id in the API."""
+
+    name: str
+    path: Path
+    commit: str = ""
+    """Of a model of the hub."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """A line of ``baton model list``."""
+
+    name: str
+    cached: bool
+    size: int
+    """Bytes on disk; 0 when it is not cached."""
+    source: str
+    path: Path | None
+
+
+def resolve(
+    model: str,
+    progress: Progress,
+    quantization: str = "none",
+    revision: str = "",
+    watch: DownloadWatch | None = None,
+    *,
+    weights: bool = True,
+) -> ResolvedModel:
+    """A folder, a .gguf file, a demo model's name or a Hugging Face id → a folder to serve.
+
+    An existing path wins. With the ``quantization`` ``auto`` a GGUF file keeps its codes; else it
+    is converted to bfloat16. ``revision`` is the branch, tag or commit of a Hugging Face id, or the
+    commit of a demo model. Without ``weights`` those of the hub are not downloaded. Raises
+    ConfigError when the model is none of these, or when something is missing or unsupported.
+    """
+    watch = watch or DownloadWatch()
+    path = _path(model)
+    if path is None and hub_model.is_id(model):
+        found = hub_model.fetch(model, revision, progress, watch, weights=weights)
+        return ResolvedModel(model, found.path, found.commit)
+    if path is None and hub_model.is_commit(revision):
+        demo = demo_model.fetch_commit(_known(model), revision, progress, watch, weights=weights)
+        return ResolvedModel(model, demo.path, demo.commit)
+    if revision:
+        raise ConfigError(f"revision {revision!r} is for a Hugging Face id; {model!r} is none")
+    if path is None:
+        demo = demo_model.fetch(_known(model), form_of(quantization), progress, watch)
+        return ResolvedModel(model, demo.path, demo.commit)
+    if path.is_dir():
+        check_folder(path)
+        return ResolvedModel(path.resolve().name, path)
+    with disk_errors():
+        return ResolvedModel(path.stem, converted(path, form_of(quantization), progress))
+
+
+def look(model: str, revision: str = "") -> ModelEntry:
+    """What of a model is on this machine; nothing is downloaded, and nothing converted.
+
+    Raises ConfigError as ``resolve``.
+    """
+    path = _path(model)
+    if path is None and hub_model.is_id(model):
+        found = hub_model.cached(model, revision)
+        if found is None:
+            return ModelEntry(model, False, 0, "hub", None)
+        return ModelEntry(model, True, _size(found.path), f"hub, {found.commit}", found.path)
+    if path is None:
+        return _known_entry(_known(model))
+    if path.is_dir():
+        check_folder(path)
+        return ModelEntry(path.name, True, _size(path), str(path), path)
+    return ModelEntry(path.stem, True, path.stat().st_size, str(path), path)
+
+
+def download_folder(model: str) -> Path:
+    """Where a model that is not on this machine is downloaded to."""
+    return hub_model.cache_folder() if hub_model.is_id(model) else cache_dir()
+
+
+def list_models() -> list[ModelEntry]:
+    """The demo models, then converted GGUF files, then models in the hub's cache."""
+    entries = [_known_entry(model) for model in demo_model.KNOWN_MODELS]
+    listed = {entry.path for entry in entries}
+    files = [
+        ModelEntry(receipt.name, True, receipt.size, receipt.source, folder)
+        for folder, receipt in converted_folders()
+        if folder not in listed
+    ]
+    hub = [
+        ModelEntry(one.model_id, True, one.size, f"hub, {one.commit}", one.path)
+        for one in hub_model.list_cached()
+        if one.path not in listed
+    ]
+    return entries + sorted(files, key=lambda entry: entry.name) + hub
+
+
+def _path(model: str) -> Path | None:
+    """The folder or .gguf file that exists by that name."""
+    path = Path(model).expanduser().absolute()
+    exists = path.is_dir() or (path.suffix == ".gguf" and path.is_file())
+    return path if exists else None
+
+
+def _known(model: str) -> KnownModel:
+    known = demo_model.known_model(model)
+    if known is None:
+        raise _unknown(model)
+    return known
+
+
+def _unknown(model: str) -> ConfigError:
+    names = [known.name for known in demo_model.KNOWN_MODELS]
+    text = (
+        f"no model {model!r}: there is no such folder or .gguf file, and it is neither a demo "
+        f"model ({', '.join(names)}) nor a Hugging Face id (org/name, such as Qwen/Qwen3-0.6B)"
+    )
+    if model.endswith(".gguf") and hub_model.is_id(model.rpartition("/")[0]):
+        repository, _, file = model.rpartition("/")
+        return ConfigError(f"{text}. Of the hub: `hf download {repository} {file}`, then its path")
+    ids = {one.model_id for one in hub_model.list_cached()}
+    ends = {name.rpartition("/")[2].lower(): name for name in (*sorted(ids), *names)}
+    close = difflib.get_close_matches(model.lower(), ends, n=1, cutoff=0.75)
+    return ConfigError(f"{text}. Did you mean {ends[close[0]]!r}?" if close else text)
+
+
+def _known_entry(model: KnownModel) -> ModelEntry:
+    found = (demo_model.cached(model, form) for form in FORMS)
+    path = next((folder.path for folder in found if folder is not None), None)
+    if path is None:
+        return ModelEntry(model.name, False, 0, f"hub, {model.hub_id}", None)
+    receipt = read_receipt(path)
+    if receipt is None:
+        return ModelEntry(model.name, True, _size(path), f"hub, {model.hub_id}", path)
+    return ModelEntry(model.name, True, receipt.size, receipt.source, path)
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())

@@ -1,0 +1,122 @@
+"""A child process of the launcher: in a session of its own, marked, its output in a log file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from asyncio.subprocess import PIPE, STDOUT, Process
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from deploy.processes.cluster_mark import ClusterMark
+
+TAIL_BYTES = 64 << 10
+"""The end of a log in which its last lines are looked for."""
+
+
+class Child:
+    """One life of a child process."""
+
+    def __init__(self, name: str, process: Process, log: Path) -> None:
+        self.name = name
+        self.log = log
+        self._process = process
+
+    @classmethod
+    async def spawn(
+        cls,
+        name: str,
+        arguments: Sequence[str],
+        mark: ClusterMark,
+        log: Path,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> Child:
+        """Start ``arguments``; standard input is a pipe from here. Raises OSError.
+
+        ``variables`` are added to its environment.
+
+        A session of its own keeps the terminal's Ctrl-C away: the launcher decides the order in
+        which things end.
+        """
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *arguments,
+                stdin=PIPE,
+                stdout=output,
+                stderr=STDOUT,
+                env={**mark.environment(), **variables},
+                start_new_session=True,
+            )
+        return cls(name, process, log)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.returncode is None
+
+    async def say(self, words: bytes) -> None:
+        """Write ``words`` to its standard input and close that; a child that is gone is silent."""
+        stdin = self._process.stdin
+        assert stdin is not None
+        with contextlib.suppress(OSError):
+            stdin.write(words)
+            await stdin.drain()
+            stdin.close()
+            await stdin.wait_closed()
+
+    async def wait(self) -> str:
+        """Wait for its end, however long that takes; says how it ended."""
+        return _describe(await self._process.wait())
+
+    def kill(self) -> None:
+        """SIGKILL, if it lives."""
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def end(self, grace_s: float, number: signal.Signals = signal.SIGTERM) -> None:
+        """The signal ``number``, and SIGKILL if it has not ended after ``grace_s`` seconds."""
+        if not self.running:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._process.wait()
+        except TimeoutError:
+            self.kill()
+            await self._process.wait()
+
+    def last_lines(self, count: int = 5) -> str:
+        """The end of its log, for a message."""
+        return last_lines(self.log, count)
+
+
+def last_lines(log: Path, count: int = 5) -> str:
+    """The last lines of a log file that are not empty; nothing where there is no file.
+
+    No more than its last ``TAIL_BYTES`` are read, however long it has grown.
+    """
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            tail = file.read(TAIL_BYTES)
+    except OSError:
+        return ""
+    lines = tail.decode(errors="replace").splitlines()
+    return "\n".join([line for line in lines if line.strip()][-count:])
+
+
+def _describe(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

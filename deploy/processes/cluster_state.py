@@ -1,0 +1,90 @@
+"""What a running cluster tells other commands on its machine: a file in its run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from baton.tls import TlsFiles
+from deploy.processes.process_identity import ProcessIdentity
+from deploy.processes.run_directory import PREFIX, parent_directory
+
+FILE_NAME = "cluster.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """Where a cluster's parts are. Holds the store's password: keep it out of logs."""
+
+    cluster_id: str
+    run_directory: str
+    model: str
+    http: str
+    grpc: str
+    redis_url: str
+    launcher: ProcessIdentity
+    processes: dict[str, int]
+    """Process ids by name: the router, the store, the workers by slot."""
+    admin_http: str = ""
+    """Where metrics and the operators' endpoints are, if not at ``http``."""
+    tls: bool = False
+    """Whether the fronts serve TLS."""
+    authority: str = ""
+    """Whose certificates of the fronts this machine's commands trust; empty: the system's."""
+    certificate: str = ""
+    """What they show, where the fronts ask for one."""
+    certificate_key: str = ""
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """As above; None without TLS."""
+        if not self.tls:
+            return None
+        return TlsFiles(*map(_path, (self.certificate, self.certificate_key, self.authority)))
+
+    def save(self) -> None:
+        """Write the file, readable by its owner alone; readers see the old or the new one."""
+        path = Path(self.run_directory) / FILE_NAME
+        fresh = path.with_suffix(".new")
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(asdict(self), file, indent=2)
+        fresh.replace(path)
+
+    @property
+    def operators(self) -> str:
+        """host:port of metrics and the operators' endpoints."""
+        return self.admin_http or self.http
+
+    @property
+    def alive(self) -> bool:
+        """Whether the launcher that wrote this still runs."""
+        return self.launcher.is_running
+
+
+_CLUSTER_STATE = TypeAdapter(ClusterState)
+
+
+def running_clusters() -> list[ClusterState]:
+    """The clusters that this user runs on this machine, newest first."""
+    files = parent_directory().glob(f"{PREFIX}*/{FILE_NAME}")
+    states = [state for state in map(_read, files) if state is not None and state.alive]
+    return sorted(states, key=lambda state: state.launcher.start_ticks, reverse=True)
+
+
+def _path(text: str) -> Path | None:
+    return Path(text) if text else None
+
+
+def _read(path: Path) -> ClusterState | None:
+    # The directory is open to all users: a stranger's file could send us anywhere.
+    try:
+        if path.stat().st_uid != os.getuid():
+            return None
+        return _CLUSTER_STATE.validate_json(path.read_bytes())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,215 @@
+"""The local Ray of one cluster: its daemons, on the loopback interface.
+
+States: new → running → (lost: a daemon died, and the cluster with it) → stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import secrets
+from pathlib import Path
+
+import psutil
+
+from baton.config import Config
+from baton.errors import BatonError
+from deploy import ray_internals
+from deploy.processes.cluster_mark import ClusterMark
+from deploy.processes.daemon_thread import DaemonThread
+from deploy.processes.run_directory import RunDirectory
+from deploy.ray.gcs_process import GcsProcess, runs
+from deploy.ray.gcs_store import PROGRAM, GcsStore
+from deploy.standby.standby_keeper import PRELOAD_MODULE, PRELOAD_VARIABLE
+from deploy.workers.rank_group_places import WORKER_RESOURCE
+from deploy.workers.ray_worker import namespace
+
+OBJECT_STORE_BYTES = 80 << 20
+"""Ray's least, about: nothing of ours goes through it."""
+_DAEMONS = ("gcs_server", "raylet")
+_PLACES = 1024
+"""For workers: a pool may grow while the cluster runs."""
+_POLL_S = 0.5
+_START_S = 60.0
+_SHUTDOWN_S = 10.0
+_KEY = b"baton"
+
+
+def ray_environment(token_file: Path) -> dict[str, str]:
+    """What Ray must find in the environment before it is imported: of a Ray on loopback."""
+    return {
+        # Without it Ray listens on every interface.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token_file),
+        **common_environment(),
+    }
+
+
+def common_environment() -> dict[str, str]:
+    """What every Ray of Baton's must find there."""
+    return {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray would add 15: anything else that runs on the host would push the workers aside.
+        "RAY_worker_niceness": "0",
+        # Workers that ask for no GPU of Ray still see the machine's.
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        PRELOAD_VARIABLE: PRELOAD_MODULE,
+    }
+
+
+class RayCluster:
+    """Ray's daemons as children of this process."""
+
+    def __init__(self, config: Config, mark: ClusterMark, run: RunDirectory) -> None:
+        self._config = config
+        self._mark = mark
+        self._run = run
+        # The daemons end with the thread that started them, so it is one that stays.
+        self._thread = DaemonThread("ray")
+        self._daemons: list[psutil.Process] = []
+        self._started = False
+        self._questions = GcsQuestions()
+        self.gcs: GcsProcess | None = None
+        """Ray's control store, where it may be started again; there once Ray has started."""
+
+    async def start(self, gcs_store: GcsStore | None = None) -> None:
+        """Start the daemons and connect to them. Raises BatonError.
+
+        With a store the death of Ray's control store (GCS) is not that of the cluster.
+        """
+        self._started = True
+        try:
+            async with asyncio.timeout(_START_S):
+                address = await self._thread.call(lambda: self._init(gcs_store))
+        except TimeoutError:
+            raise BatonError(f"Ray did not start within {_START_S:.0f} s") from None
+        except (RuntimeError, ValueError, ConnectionError, OSError) as error:
+            raise BatonError(f"Ray did not start: {error}") from error
+        self._daemons = [child for child in psutil.Process().children() if _name(child) in _DAEMONS]
+        if gcs_store is not None:
+            self.gcs = self._gcs(gcs_store, address)
+
+    def _gcs(self, store: GcsStore, address: str) -> GcsProcess:
+        """The control store, and how the next one is started at its address."""
+        first = next(daemon for daemon in self._daemons if _name(daemon) == "gcs_server")
+        self._daemons.remove(first)
+        # Behind the program that Ray was given, and what that adds.
+        given = first.cmdline()[1 + len(store.flags()) :]
+        port = f"--gcs_server_port={address.rpartition(':')[2]}"
+        arguments = [port if flag.startswith("--gcs_server_port=") else flag for flag in given]
+        program = str(self._run.path / PROGRAM)
+        return GcsProcess(first, [program, *arguments], self._mark, self._run)
+
+    async def lost(self) -> str:
+        """Wait for the death of a daemon that cannot be started again, and name it."""
+        while True:
+            for daemon in self._daemons:
+                if not runs(daemon):
+                    return _DAEMON_NAMES[_name(daemon) or _DAEMONS[0]]
+            await asyncio.sleep(_POLL_S)
+
+    async def ask_gcs(self, timeout_s: float) -> None:
+        """Have the control store read from its store. Raises what Ray does when it does not.
+
+        Raises TimeoutError where Ray does not keep to its own deadline.
+        """
+        await self._questions.ask(timeout_s)
+
+    async def stop(self) -> bool:
+        """Disconnect and end the daemons; False if that took too long and may hang for ever."""
+        if not self._started:
+            return True
+        try:
+            async with asyncio.timeout(_SHUTDOWN_S):
+                await self._thread.call(disconnect)
+        except TimeoutError:
+            return False
+        finally:
+            if self.gcs is not None:
+                await self.gcs.stop()
+        return True
+
+    def _init(self, gcs_store: GcsStore | None) -> str:
+        """Returns the address of the control store."""
+        token = self._run.write_secret("ray-token", secrets.token_hex(32))
+        os.environ.update(ray_environment(token) | self._mark.variables)
+        if gcs_store is not None:
+            os.environ.update(gcs_store.environment())
+        import ray  # noqa: PLC0415
+
+        if gcs_store is not None:
+            # There is no other way to start it without the password on command lines.
+            program = gcs_store.write_program(ray_internals.gcs_program(), self._run)
+            ray_internals.set_gcs_program(program)
+        # Ray would complain that it may not handle signals, which are the launcher's.
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        ray_internals.skip_optional_processes()
+        totals = _totals(self._config)
+        ray.init(
+            address="local",
+            # As many as ranks: Ray starts a process ahead for each, which saves a second.
+            num_cpus=max(totals.pop("CPU", 0), self._config.ranks),
+            num_gpus=_gpus(totals.pop("GPU", 0)),
+            resources={WORKER_RESOURCE: _PLACES, **totals},
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            namespace=namespace(self._mark.cluster_id),
+            configure_logging=False,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            _temp_dir=str(self._run.ray),
+        )
+        return str(ray.get_runtime_context().gcs_address)
+
+
+_DAEMON_NAMES = {"gcs_server": "Ray's control store", "raylet": "Ray's node manager"}
+
+
+def _totals(config: Config) -> dict[str, int]:
+    """What the workers ask of Ray beside places, all together; one machine offers just that."""
+    totals: dict[str, float] = {}
+    for pool in config.pools:
+        for name, amount in pool.resources.items():
+            totals[name] = totals.get(name, 0) + amount * pool.count * pool.ranks
+    # Ray takes fractions from a worker, but not of a machine.
+    return {name: math.ceil(amount) for name, amount in totals.items()}
+
+
+def _gpus(asked: int) -> int | None:
+    """None lets Ray look for them; it must not when nobody asks, since that takes time."""
+    return None if asked else 0
+
+
+class GcsQuestions:
+    """Asks the control store by way of this driver. Owned by one event loop."""
+
+    def __init__(self) -> None:
+        self._thread = DaemonThread("gcs questions")
+
+    async def ask(self, timeout_s: float) -> None:
+        """As ``RayCluster.ask_gcs``."""
+        try:
+            async with asyncio.timeout(2 * timeout_s):
+                # The control store reads a key from its own store each time, also a missing one.
+                await self._thread.call(lambda: ray_internals.read_gcs_key(_KEY, timeout_s))
+        except TimeoutError:
+            # The next question must not wait for this one.
+            self._thread = DaemonThread("gcs questions")
+            raise
+
+
+def disconnect() -> None:
+    """Leave Ray; ends daemons that this process has started by ``ray.init``."""
+    import ray  # noqa: PLC0415
+
+    ray.shutdown()
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""

@@ -1,0 +1,165 @@
+"""The store: an embedded Valkey server. ``own_redis`` checks one that the operator names.
+
+States of the embedded server: new → running → (died → running, on the same port) → stopped.
+The registry's keeps nothing on disk: workers register again and send their index snapshots again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+import redis
+
+from baton.config import MIB
+from baton.errors import Unavailable
+from baton.redis_client import redis_client
+from baton.valkey_binary import valkey_binary
+from deploy.processes.child import Child
+from deploy.processes.cluster_mark import ClusterMark
+from deploy.processes.ports import LOOPBACK, free_port
+from deploy.processes.run_directory import RunDirectory
+from deploy.store.redis_users import STORE_USERS, StoreUser, url_with_user, user_rules
+
+REST_BYTES = 128 * MIB
+"""For all but the prefix index. The server refuses writes beyond both, and evicts nothing: a lost
+entry of the registry would look like a dead worker."""
+_START_S = 10.0
+_STOP_S = 3.0
+_ATTEMPTS = 3
+
+
+class EmbeddedValkey:
+    """A Valkey on a free port of the loopback interface, behind a random password."""
+
+    def __init__(
+        self,
+        mark: ClusterMark,
+        run: RunDirectory,
+        index_mib: int = 0,
+        *,
+        name: str = "valkey",
+        keeps: bool = False,
+    ) -> None:
+        """``index_mib``: the most memory of the prefix index. ``name`` is that of its log; one that
+
+        ``keeps`` has what it was told in a file, and still has it after its death.
+        """
+        self.name = name
+        self._keeps = keeps
+        self._max_memory_bytes = REST_BYTES + index_mib * MIB
+        self._mark = mark
+        self._run = run
+        self._password = secrets.token_urlsafe(24)
+        self._passwords: dict[StoreUser, str] = {}
+        if not keeps:
+            self._passwords = {user: secrets.token_urlsafe(24) for user in STORE_USERS}
+        self._port: int | None = None
+        self._child: Child | None = None
+
+    @property
+    def address(self) -> str:
+        return f"{LOOPBACK}:{self._port}"
+
+    @property
+    def url(self) -> str:
+        """Its address with the password: keep it out of logs and command lines."""
+        assert self._port is not None
+        return self._url(self._port)
+
+    def url_of(self, user: StoreUser) -> str:
+        """The same by the user of a role, who may do what that role needs."""
+        return url_with_user(self.url, user, self._passwords[user])
+
+    @property
+    def pid(self) -> int:
+        assert self._child is not None
+        return self._child.pid
+
+    async def start(self) -> None:
+        """Start it, or start it again after a death; returns when it answers. Raises Unavailable.
+
+        The first start may choose another port when somebody was quicker to take the free one;
+        later ones may not, since the cluster knows the address.
+        """
+        if self._port is not None:
+            await self._start(self._port)
+            return
+        for attempt in range(1, _ATTEMPTS + 1):
+            port = free_port()
+            try:
+                await self._start(port)
+            except Unavailable:
+                if attempt == _ATTEMPTS:
+                    raise
+            else:
+                return
+
+    async def wait(self) -> str:
+        """Wait for its death; says how it ended."""
+        assert self._child is not None
+        return await self._child.wait()
+
+    async def stop(self) -> None:
+        """End it; SIGKILL after 3 seconds."""
+        if self._child is not None:
+            await self._child.end(_STOP_S)
+
+    async def _start(self, port: int) -> None:
+        self._child = await Child.spawn(
+            self.name, [valkey_binary(), "-"], self._mark, self._run.log(self.name)
+        )
+        await self._child.say(self._configuration(port))
+        try:
+            await self._answering(self._child, port)
+        except Unavailable:
+            await self._child.end(0)
+            raise
+        self._port = port
+
+    def _url(self, port: int) -> str:
+        return f"redis://:{self._password}@{LOOPBACK}:{port}/0"
+
+    def _configuration(self, port: int) -> bytes:
+        # Over standard input, so that the password is on no command line and in no file.
+        lines = [
+            f"bind {LOOPBACK}",
+            f"port {port}",
+            "protected-mode yes",
+            # A title would be written over the environment, and the cluster's mark with it.
+            "set-proc-title no",
+            f"requirepass {self._password}",
+            f"dir {self._run.path}",
+            'save ""',
+            f"appendonly {'yes' if self._keeps else 'no'}",
+            f"appenddirname {self.name}",
+            *(user_rules(self._passwords) if self._passwords else ()),
+            f"maxmemory {self._max_memory_bytes}",
+            "maxmemory-policy noeviction",
+        ]
+        return "\n".join([*lines, ""]).encode()
+
+    async def _answering(self, child: Child, port: int) -> None:
+        died = asyncio.create_task(child.wait())
+        answered = asyncio.create_task(_answers(self._url(port)))
+        try:
+            async with asyncio.timeout(_START_S):
+                await asyncio.wait({died, answered}, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            raise Unavailable(f"Valkey did not answer within {_START_S:.0f} s") from None
+        finally:
+            died.cancel()
+            answered.cancel()
+        if died.done() and not died.cancelled():
+            raise Unavailable(f"Valkey ended at once ({died.result()}): {child.last_lines()}")
+
+
+async def _answers(url: str) -> None:
+    while True:
+        try:
+            async with redis_client(url) as client:
+                await client.ping()
+        except (redis.RedisError, OSError):
+            await asyncio.sleep(0.02)
+        else:
+            return

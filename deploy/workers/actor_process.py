@@ -1,0 +1,79 @@
+"""The Ray worker process in which an actor lives: its log, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+from baton.logs import log_to_stream
+from baton.process_end import end_process
+from deploy.processes.launcher_lease import lease_lost
+from deploy.processes.process_identity import ProcessIdentity
+from deploy.workers.node_roll import NodeRoll
+
+_LAUNCHER_POLL_S = 2.0
+
+log = logging.getLogger(__name__)
+
+
+async def end_with(launcher: ProcessIdentity, redis_url: str, cluster_id: str) -> NoReturn:
+    """End this process when the launcher has gone.
+
+    The guardian of its machine ends orphans there; this is for the case that it was killed as well,
+    and for other machines. There the launcher's lease tells.
+    """
+    if launcher.is_near:
+        # Not our child, so only asking again tells.
+        while not launcher.is_gone:  # noqa: ASYNC110
+            await asyncio.sleep(_LAUNCHER_POLL_S)
+    else:
+        await lease_lost(redis_url, cluster_id)
+    log.error("the launcher is gone: this process ends")
+    end_process()
+
+
+def end_other(process: ProcessIdentity) -> None:
+    """Send SIGKILL to a process, if it runs here. Never raises."""
+    with contextlib.suppress(OSError):
+        process.send(signal.SIGKILL)
+
+
+def end_others(workers: Path, slot: str) -> None:
+    """SIGKILL for all other processes of a node that house what this one houses.
+
+    ``workers`` is the folder of the node's ``NodeRoll``, in which ``slot`` names it.
+    """
+    for other in NodeRoll(workers).living():
+        if other.slot == slot and other.process.pid != os.getpid():
+            end_other(other.process)
+
+
+def take_sigterm(handler: Callable[[int, object], None]) -> None:
+    """Instead of Ray's handler, by which a worker process ends at once.
+
+    Ray creates an actor on the main thread, and runs signal handlers there between its own calls,
+    every 10 ms or so; but not one whose class has a single ``async`` method: then this does
+    nothing, as in a process that has the class without Ray.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def log_to(file: str, level: str, kind: str) -> TextIO:
+    """Have this process's log, and crashes inside native code, written to ``file``. Returns it.
+
+    ``kind`` is ``text`` or ``json``.
+    """
+    # Kept open for the life of the process.
+    stream = Path(file).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
+    faulthandler.enable(stream)
+    log_to_stream(stream, level, kind)
+    return stream

@@ -1,0 +1,168 @@
+"""Workers as Ray actors: placed, found by their slot's name, asked, and ended.
+
+Their names are those of one Ray namespace, the cluster's own.
+
+They are detached: whoever has placed one, the launcher or the supervisor, may go without taking it
+along. Ray itself starts none again; that is the supervisor's part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, cast
+
+from baton.errors import BatonError, WorkerFailed
+from deploy.processes.daemon_thread import DaemonThread
+from deploy.processes.whereabouts import Whereabouts
+from deploy.workers.actor import Answer, WorkerActor
+from deploy.workers.actor_process import end_other
+from deploy.workers.actor_settings import ActorSettings
+from deploy.workers.rank_group_places import (
+    WORKER_RESOURCE,
+    ask_for_places,
+    give_places_back,
+    in_place,
+)
+
+SUPERVISOR_NAME = "supervisor"
+# ready, ping and stop must not wait for one another, whoever calls them.
+_CONCURRENT_CALLS = 8
+_END_S = 20.0
+
+
+class RayWorker:
+    """One life of a worker, wherever Ray has put it."""
+
+    def __init__(self, slot: str, handle: Any) -> None:
+        self.slot = slot
+        self._handle = handle
+
+    async def ready(self) -> dict[str, Any]:
+        """Wait until it serves: see ``deploy.workers.worker_life.WorkerLife.record``.
+
+        Raises WorkerFailed with the reason, and what Ray raises where that is no failure.
+        """
+        import ray  # noqa: PLC0415
+
+        try:
+            return cast(dict[str, Any], await result(self._handle.ready.remote()))
+        except ray.exceptions.ActorUnavailableError:
+            raise
+        except Exception as error:
+            raise WorkerFailed(f"worker {self.slot}: {reason(error)}") from error
+
+    async def ping(self, unlisted_s: float = 0.0) -> Answer:
+        """What the process answers, by way of Ray; see ``WorkerActor.ping``. Raises what Ray
+
+        raises.
+        """
+        return Answer(await result(self._handle.ping.remote(unlisted_s)))
+
+    async def drain(self, deadline_s: float) -> None:
+        """Have it take nothing more, and end by itself. Raises what Ray raises."""
+        await result(self._handle.drain.remote(deadline_s))
+
+    async def stop(self, deadline_s: float) -> None:
+        """Ask it to leave in order. Raises TimeoutError, or what Ray raises when it is gone."""
+        async with asyncio.timeout(deadline_s):
+            await result(self._handle.stop.remote())
+
+    def kill(self) -> None:
+        """End its process. Blocks while Ray's control store is away."""
+        import ray  # noqa: PLC0415
+
+        ray.kill(self._handle)
+
+
+def place(settings: ActorSettings, actor_class: type = WorkerActor) -> RayWorker:
+    """Have Ray start a worker. Blocks while Ray's control store is away.
+
+    One of several ranks gets places for all of them together, and starts the others itself.
+
+    Raises ValueError where its slot's worker lives.
+    """
+    import ray  # noqa: PLC0415
+
+    pool = settings.own_pool()
+    strategy: dict[str, Any] = {}
+    if pool.ranks > 1:
+        give_places_back(settings.slot)
+        places, group = ask_for_places(settings)
+        settings = settings.model_copy(update={"places": places})
+        strategy["scheduling_strategy"] = in_place(group, 0)
+    asked = dict(pool.resources)
+    actor: Any = ray.remote(actor_class).options(
+        name=settings.slot,
+        lifetime="detached",
+        num_cpus=asked.pop("CPU", 0),
+        num_gpus=asked.pop("GPU", 0),
+        resources={WORKER_RESOURCE: 1, **asked},
+        max_restarts=0,
+        max_concurrency=_CONCURRENT_CALLS,
+        **strategy,
+    )
+    return RayWorker(settings.slot, actor.remote(settings.model_dump_json()))
+
+
+def namespace(cluster_id: str) -> str:
+    """Of Ray, in which a cluster's actors have their names: others may use the same Ray."""
+    return f"baton-{cluster_id}"
+
+
+async def end_at(whereabouts: Whereabouts, submit: DaemonThread) -> None:
+    """End a process on its node, frozen or not, by a task there. Raises TimeoutError, or what Ray
+
+    raises. ``submit`` makes the call, which blocks while Ray's control store is away.
+    """
+    import ray  # noqa: PLC0415
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415
+
+    there = NodeAffinitySchedulingStrategy(whereabouts.node, soft=False)
+    task: Any = ray.remote(end_other).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    async with asyncio.timeout(_END_S):
+        await result(await submit.call(lambda: task.remote(whereabouts.process)))
+
+
+def find(slot: str) -> RayWorker | None:
+    """The worker that lives in a slot, if one does. Blocks while Ray's control store is away."""
+    import ray  # noqa: PLC0415
+
+    try:
+        return RayWorker(slot, ray.get_actor(slot))
+    except ValueError:
+        return None
+
+
+def is_known(slot: str) -> bool:
+    """Whether Ray's control store knows of a worker that lives in a slot. Blocks while it is away.
+
+    It is asked itself: what this process has heard of actors may be old.
+    """
+    from ray.util import list_named_actors  # noqa: PLC0415
+
+    return slot in list_named_actors()
+
+
+def find_all() -> list[RayWorker]:
+    """All workers that live, whatever their slots. Blocks while Ray's control store is away."""
+    from ray.util import list_named_actors  # noqa: PLC0415
+
+    found = (find(name) for name in list_named_actors() if name != SUPERVISOR_NAME)
+    return [worker for worker in found if worker is not None]
+
+
+def result(reference: Any) -> Awaitable[Any]:
+    """What a Ray reference stands for."""
+    return asyncio.wrap_future(reference.future())
+
+
+def reason(error: Exception) -> str:
+    """What went wrong in an actor, without Ray's wrapping and tracebacks."""
+    cause = getattr(error, "cause", None) or error
+    if isinstance(cause, BatonError):
+        return cause.message
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    # Ray adds advice to every death.
+    last = lines[-1].partition(" Some common causes")[0] if lines else ""
+    return f"{type(cause).__name__}: {last}"

@@ -1,0 +1,79 @@
+"""Makes the worker of a Ray actor, of what the actor was told.
+
+What needs torch is imported when it is called: on the worker's own thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, TypeAlias
+
+from baton.config import Config
+from deploy.workers.actor_settings import ActorSettings
+from deploy.workers.node_share import NodeShare, model_paths
+
+if TYPE_CHECKING:
+    from worker.following import FollowingWorker
+    from worker.process import WorkerProcess
+    from worker.role import RoleFactory
+    from worker.settings import WorkerSettings
+
+BuildProcess: TypeAlias = "Callable[[ActorSettings, NodeShare], WorkerProcess]"
+"""Makes a worker that has not started."""
+
+
+def import_worker() -> None:
+    """Import all that ``build_process`` needs, which takes seconds."""
+    for module in ("decode_worker.role", "prefill_worker.role", "worker.process"):
+        import_module(module)
+
+
+def build_process(settings: ActorSettings, share: NodeShare) -> WorkerProcess:
+    """A worker as users have it."""
+    from decode_worker.role import DecodeRole  # noqa: PLC0415
+    from prefill_worker.role import PrefillRole  # noqa: PLC0415
+    from worker.process import WorkerProcess  # noqa: PLC0415
+
+    roles: dict[str, RoleFactory] = {"prefill": PrefillRole, "decode": DecodeRole}
+    return WorkerProcess(worker_settings(settings, share), roles)
+
+
+def worker_settings(settings: ActorSettings, share: NodeShare) -> WorkerSettings:
+    """What the worker itself is told. Raises BatonError where its node cannot have the model."""
+    from worker.settings import WorkerSettings  # noqa: PLC0415
+
+    config = Config(**settings.config)
+    model, drafter = model_paths(settings)
+    return WorkerSettings(
+        config=config,
+        pool=settings.pool_of(config),
+        slot=settings.slot,
+        model_path=model,
+        model_name=settings.model_name,
+        redis_url=settings.redis_url,
+        cluster_id=settings.cluster_id,
+        threads=share.threads,
+        core_board=share.core_board,
+        core_lines=share.core_lines,
+        costs_folder=str(share.run.costs),
+        draft_model_path=drafter,
+        number=share.number,
+        workers_here=share.workers_here,
+        host=share.host,
+    )
+
+
+def build_following(
+    settings: ActorSettings,
+    share: NodeShare,
+    rank: int,
+    address: Mapping[str, str | int],
+    process: str,
+) -> FollowingWorker:
+    """Another rank than 0 of a worker; ``address`` has the fields of a ``GroupAddress``."""
+    from engine.parallel.step_channel import GroupAddress  # noqa: PLC0415
+    from worker.following import FollowingWorker  # noqa: PLC0415
+
+    found = GroupAddress(str(address["host"]), int(address["port"]), str(address["token"]))
+    return FollowingWorker(worker_settings(settings, share), rank, found, process)

@@ -1,0 +1,28 @@
+"""What a child of the launcher has written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.processes.child import TAIL_BYTES, last_lines
+
+
+def test_of_a_log_of_any_length_only_the_end_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        # Sparse: nothing could hold it in memory.
+        file.truncate(1 << 42)
+        file.seek(0, 2)
+        file.write("\nwhy\n\n  \nthe end: ü\n".encode())
+    assert last_lines(log, 2) == "why\nthe end: ü"
+    assert len(last_lines(log, 3)) <= TAIL_BYTES
+
+
+@pytest.mark.parametrize(("text", "shown"), [("", ""), ("one", "one"), ("1\n2\n3\n", "2\n3")])
+def test_the_last_lines_of_a_short_log(tmp_path: Path, text: str, shown: str) -> None:
+    log = tmp_path / "log"
+    log.write_text(text)
+    assert last_lines(log, 2) == shown
+    assert last_lines(tmp_path / "none") == ""

@@ -1,0 +1,279 @@
+"""The supervisor's loop over workers that are a dictionary."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from typing import cast
+
+import pytest
+import redis
+from prometheus_client import CollectorRegistry
+
+from baton.background import end_tasks
+from baton.metrics import SupervisorMetrics
+from baton.pool_sizes import PoolSizes
+from deploy.supervisor import supervisor as supervisor_module
+from deploy.supervisor.fleet import Seen
+from deploy.supervisor.pool_keeper import Phase, Sight, SlotState
+from deploy.supervisor.slot_board import SlotBoard, SlotNews, Supervision
+from deploy.supervisor.supervisor import Supervisor
+
+DEADLINE_S = 60.0
+DRAIN_S = 7.0
+POOLS = {"decode": 2}
+SLOTS = ("decode-0", "decode-1")
+
+
+class FakeWorkers:
+    """Whoever is started serves at once."""
+
+    def __init__(self, **living: Seen) -> None:
+        self.seen = {slot.replace("_", "-"): seen for slot, seen in living.items()}
+        self.recalls = 0
+        self.died = asyncio.Event()
+        self.refreshed = 0
+        self.started: list[str] = []
+        self.drained: list[tuple[str, float]] = []
+        self.ended: list[str] = []
+        self.failure: Exception | None = None
+        self.closed = False
+
+    async def recall(self) -> None:
+        self.recalls += 1
+        if self.recalls == 1 and self.failure is not None:
+            raise self.failure
+
+    @property
+    def slots(self) -> Collection[str]:
+        return [slot for slot, seen in self.seen.items() if seen.sight is not Sight.NOBODY]
+
+    async def refresh(self) -> None:
+        self.refreshed += 1
+
+    async def look(self, slot: str) -> Seen:
+        return self.seen.get(slot, Seen(Sight.NOBODY))
+
+    async def start(self, slot: str) -> None:
+        self.started.append(slot)
+        if self.failure is not None:
+            raise self.failure
+        self.seen[slot] = Seen(Sight.SERVING, pid=len(self.started), node="here")
+
+    async def drain(self, slot: str, deadline_s: float) -> None:
+        self.drained.append((slot, deadline_s))
+        self.seen[slot] = Seen(Sight.LEAVING)
+
+    async def end(self, slot: str) -> None:
+        self.ended.append(slot)
+
+    async def death(self) -> None:
+        await self.died.wait()
+        self.died.clear()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeBoard:
+    """Keeps what is told, as long as it can be reached."""
+
+    def __init__(self, told: Supervision | None = None) -> None:
+        self.told = told
+        self.away = False
+
+    async def write(self, supervision: Supervision) -> None:
+        if self.away:
+            raise redis.ConnectionError
+        self.told = supervision
+
+    async def read(self) -> Supervision | None:
+        if self.away:
+            raise redis.ConnectionError
+        return self.told
+
+
+class FakeSizes:
+    """Keeps what is chosen, as long as it can be reached."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.sizes = sizes
+        self.away = False
+
+    async def read(self) -> dict[str, int]:
+        if self.away:
+            raise redis.ConnectionError
+        return dict(self.sizes)
+
+    async def restore(self, pool: str, count: int) -> None:
+        self.sizes.setdefault(pool, count)
+
+
+class Play:
+    """A supervisor that runs until the test ends."""
+
+    def __init__(
+        self, workers: FakeWorkers, board: FakeBoard, sizes: FakeSizes | None = None
+    ) -> None:
+        self.workers, self.board, self.sizes = workers, board, sizes or FakeSizes()
+        self.metrics = SupervisorMetrics(CollectorRegistry())
+        self.supervisor = supervisor = Supervisor(
+            POOLS,
+            workers,
+            cast(SlotBoard, board),
+            cast(PoolSizes, self.sizes),
+            self.metrics,
+            "here:1",
+            drain_s=DRAIN_S,
+        )
+        self.task = asyncio.create_task(supervisor.run())
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not holds():
+                if self.task.done():
+                    self.task.result()
+                await asyncio.sleep(0.001)
+
+    def phase(self, slot: str) -> Phase | None:
+        told = self.board.told
+        return None if told is None or slot not in told.slots else told.slots[slot].state.phase
+
+    async def end(self) -> None:
+        await end_tasks([self.task])
+        assert self.workers.closed
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "LOOK_S", 0.001)
+    monkeypatch.setattr(supervisor_module, "_RECALL_AGAIN_S", 0.001)
+
+
+async def test_it_fills_what_is_empty_leaves_who_serves_and_tells() -> None:
+    play = Play(FakeWorkers(decode_0=Seen(Sight.SERVING, pid=77, node="here")), FakeBoard())
+    await play.until(lambda: play.phase("decode-1") is Phase.RUNNING)
+    assert play.workers.started == ["decode-1"]
+    assert play.board.told is not None
+    assert play.board.told.slots["decode-0"] == SlotNews(SlotState(Phase.RUNNING), 77, "here")
+    value = play.metrics.registry.get_sample_value
+    labels = {"worker": "decode-0", "pool": "decode"}
+    assert value("baton_worker_slot_state", labels | {"state": "running"}) == 1
+    assert value("baton_worker_slot_state", labels | {"state": "crash loop"}) == 0
+    play.workers.seen["decode-0"] = Seen(Sight.NOBODY, "killed")
+    await play.until(lambda: play.workers.started == ["decode-1", "decode-0"])
+    await play.until(lambda: play.phase("decode-0") is Phase.RUNNING)
+    assert play.board.told.slots["decode-0"].state.last_error == "killed"
+    assert value("baton_worker_deaths_total", {"worker": "decode-0"}) == 1
+    await play.end()
+
+
+async def test_what_an_earlier_one_told_is_remembered() -> None:
+    known = SlotNews(SlotState(Phase.CRASH_LOOP, 7, "no memory"))
+    earlier = Supervision(1, "", {"decode-0": known, "long-gone-0": known})
+    play = Play(FakeWorkers(), FakeBoard(earlier))
+    await play.until(lambda: play.board.told is not earlier)
+    assert play.board.told is not None
+    assert play.board.told.slots["decode-0"].state.deaths == 7
+    assert "long-gone-0" not in play.board.told.slots
+    await play.end()
+
+
+async def test_without_ray_and_without_redis_it_goes_on_trying_and_blames_no_worker() -> None:
+    workers, board = FakeWorkers(), FakeBoard()
+    workers.failure, board.away = ConnectionError("Ray is away\nfor a while"), True
+    play = Play(workers, board)
+    await play.until(lambda: set(workers.started) == set(SLOTS))
+    assert workers.recalls == 2
+    board.away = False
+    await play.until(lambda: board.told is not None)
+    await play.until(lambda: bool(board.told and board.told.slots["decode-0"].state.last_error))
+    assert board.told is not None
+    state = board.told.slots["decode-0"].state
+    assert (state.phase, state.deaths) == (Phase.STARTING, 0)
+    assert state.last_error == "Ray: Ray is away"
+    await play.end()
+
+
+def state_of(play: Play, slot: str) -> float | None:
+    labels = {"worker": slot, "pool": "decode", "state": "running"}
+    return play.metrics.registry.get_sample_value("baton_worker_slot_state", labels)
+
+
+async def test_a_pool_grows_and_shrinks_by_the_newest_and_nobody_has_died() -> None:
+    play = Play(FakeWorkers(), FakeBoard())
+    await play.until(lambda: play.phase("decode-1") is Phase.RUNNING)
+    play.sizes.sizes["decode"] = 4
+    await play.until(lambda: play.phase("decode-3") is Phase.RUNNING)
+    assert sorted(play.workers.started) == ["decode-0", "decode-1", "decode-2", "decode-3"]
+    assert state_of(play, "decode-3") == 1
+    play.sizes.sizes["decode"] = 1
+    await play.until(lambda: len(play.workers.drained) == 3)
+    assert sorted(play.workers.drained) == [(f"decode-{n}", DRAIN_S) for n in (1, 2, 3)]
+    assert play.phase("decode-3") is Phase.LEAVING
+    for slot in ("decode-1", "decode-2", "decode-3"):
+        play.workers.seen[slot] = Seen(Sight.NOBODY, "it ended")
+    await play.until(lambda: play.board.told is not None and len(play.board.told.slots) == 1)
+    assert state_of(play, "decode-3") is None
+    value = play.metrics.registry.get_sample_value
+    assert value("baton_worker_deaths_total", {"worker": "decode-3"}) is None
+    assert len(play.workers.started) == 4
+    await play.end()
+
+
+async def test_a_drained_worker_is_followed_by_another_one_and_is_no_death() -> None:
+    play = Play(FakeWorkers(), FakeBoard())
+    await play.until(lambda: play.phase("decode-1") is Phase.RUNNING)
+    play.workers.seen["decode-1"] = Seen(Sight.LEAVING)
+    await play.until(lambda: play.phase("decode-1") is Phase.DRAINING)
+    play.workers.seen["decode-1"] = Seen(Sight.NOBODY, "it ended")
+    await play.until(lambda: play.workers.started.count("decode-1") == 2)
+    await play.until(lambda: play.phase("decode-1") is Phase.RUNNING)
+    assert play.board.told is not None
+    assert play.board.told.slots["decode-1"].state.deaths == 0
+    await play.end()
+
+
+async def test_a_chosen_size_outlives_the_supervisor_and_the_store() -> None:
+    grown = {f"decode_{n}": Seen(Sight.SERVING, pid=n, node="here") for n in range(3)}
+    sizes = FakeSizes()
+    sizes.away = True
+    play = Play(FakeWorkers(**grown), FakeBoard(), sizes)
+    await play.until(lambda: play.phase("decode-2") is Phase.RUNNING)
+    # The store is back, and empty: what had been chosen is written there again.
+    sizes.away = False
+    await play.until(lambda: sizes.sizes == {"decode": 3})
+    assert play.workers.drained == []
+    await play.end()
+    again = Play(FakeWorkers(**grown), FakeBoard(), FakeSizes(decode=1))
+    await again.until(lambda: len(again.workers.drained) == 2)
+    await again.end()
+
+
+async def test_its_slots_and_the_autoscalers_note_are_told() -> None:
+    play = Play(FakeWorkers(decode_0=Seen(Sight.SERVING, pid=77, node="here")), FakeBoard())
+    await play.until(lambda: play.phase("decode-1") is Phase.RUNNING)
+    assert play.supervisor.phases() == {"decode-0": Phase.RUNNING, "decode-1": Phase.RUNNING}
+    assert play.board.told is not None
+    assert play.board.told.autoscaler == ""
+    play.supervisor.note = lambda: "decode has 2 and needs 1.5"
+    await play.until(lambda: bool(play.board.told and play.board.told.autoscaler))
+    assert play.board.told.autoscaler == "decode has 2 and needs 1.5"
+    await play.end()
+
+
+async def test_a_death_that_is_heard_of_is_looked_at_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    play = Play(FakeWorkers(), FakeBoard())
+    await play.until(lambda: play.phase("decode-0") is Phase.RUNNING)
+    monkeypatch.setattr(supervisor_module, "LOOK_S", 3600.0)
+    workers = play.workers
+    # The look that was under way, and rests for an hour now.
+    looks = workers.refreshed
+    await play.until(lambda: workers.refreshed >= looks)
+    workers.seen["decode-0"] = Seen(Sight.NOBODY, "it died")
+    workers.died.set()
+    # The pause before its next life ends that hour, too.
+    await play.until(lambda: workers.seen["decode-0"].sight is Sight.SERVING)
+    await play.end()
